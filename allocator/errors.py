@@ -1,0 +1,73 @@
+"""Everything that is raised on purpose.
+
+The facts travel as ``args`` and the text is made from them, so an error survives pickling between processes.
+"""
+
+from __future__ import annotations
+
+from allocator.sizes import format_size
+
+
+class TiersError(Exception):
+    """Base of all errors that tell the user what happened and what to do."""
+
+
+class TierFull(TiersError):
+    """A tier has no room for a request.
+
+    Parameters
+    ----------
+    tier
+        ``"hbm"``, ``"dram"`` or ``"nvme"``.
+    path
+        Where the tier lives, if it has a place in a filesystem.
+    requested, used, capacity
+        Bytes.
+    """
+
+    def __init__(self, tier: str, path: str | None, requested: int, used: int, capacity: int) -> None:
+        super().__init__(tier, path, requested, used, capacity)
+        self.tier = tier
+        self.path = path
+        self.requested = requested
+        self.used = used
+        self.capacity = capacity
+
+    def __str__(self) -> str:
+        place = f" at {self.path}" if self.path else ""
+        return (
+            f"tier {self.tier}{place} is full: {format_size(self.requested)} requested, "
+            f"{format_size(self.used)} of {format_size(self.capacity)} in use; raise its capacity"
+        )
+
+
+class StoreError(TiersError):
+    """A store could not do what it was asked to.
+
+    Parameters
+    ----------
+    path
+        The file, or the directory that it was made in.
+    offset, nbytes
+        The range of the file, in bytes; `nbytes` is 0 where the action concerns the whole file.
+    action
+        ``"read"``, ``"write"``, ``"open"`` ...
+    reason
+        What the system said.
+    """
+
+    def __init__(self, path: str, offset: int, nbytes: int, action: str, reason: str) -> None:
+        super().__init__(path, offset, nbytes, action, reason)
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.action = action
+        self.reason = reason
+
+    def __str__(self) -> str:
+        what = f"{self.nbytes} bytes at offset {self.offset} of {self.path}" if self.nbytes else self.path
+        return f"cannot {self.action} {what}: {self.reason}"
+
+
+class CorruptionError(StoreError):
+    """What came back from a store is not what was written; the data is not handed out."""

@@ -1,0 +1,71 @@
+"""What a store asks of a file, and how a transfer that stops half-way goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from allocator.errors import StoreError
+from allocator.sizes import KiB
+
+BLOCK = 4 * KiB
+"""Unit of offsets, lengths and addresses: what O_DIRECT and GPUDirect Storage ask for on any drive."""
+
+
+class Backend(Protocol):
+    """One private file that nobody else can open and that is gone when its process is.
+
+    The two transfers behave as the system calls: they may move fewer bytes than asked for, and raise OSError.
+    Several threads call them at once, and they release the GIL.
+    """
+
+    @property
+    def path(self) -> str:
+        """The directory that the file was made in, for messages."""
+
+    @property
+    def device_memory(self) -> bool:
+        """Whether blocks may lie in GPU memory."""
+
+    def grow(self, size: int) -> None:
+        """Allocate the file on disk up to `size` bytes. OSError if the disk, a quota or a limit says no."""
+
+    def pread(self, block: torch.Tensor, offset: int) -> int:
+        """Fill flat uint8 `block` from `offset`; returns the bytes read."""
+
+    def pwrite(self, block: torch.Tensor, offset: int) -> int:
+        """Write flat uint8 `block` at `offset`; returns the bytes written."""
+
+    def close(self) -> None:
+        """Give the file's space back. Nothing is in flight by then."""
+
+
+def read_all(backend: Backend, block: torch.Tensor, offset: int) -> None:
+    """Fill `block` (whole `BLOCK`) from `offset`, or raise StoreError."""
+    _transfer(backend, "read", backend.pread, block, offset)
+
+
+def write_all(backend: Backend, block: torch.Tensor, offset: int) -> None:
+    """Write `block` (whole `BLOCK`) at `offset`, or raise StoreError."""
+    _transfer(backend, "write", backend.pwrite, block, offset)
+
+
+def _transfer(
+    backend: Backend, action: str, move: Callable[[torch.Tensor, int], int], block: torch.Tensor, offset: int
+) -> None:
+    done = 0
+    while (left := block.numel() - done) > 0:
+        try:
+            count = move(block[done:], offset + done)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StoreError(backend.path, offset + done, left, action, reason) from error
+        whole = count - count % BLOCK  # O_DIRECT cannot go on within a block: the rest of it is moved again
+        if whole <= 0:
+            reason = f"only {count} bytes were transferred"
+            raise StoreError(backend.path, offset + done, left, action, reason)
+        done += whole

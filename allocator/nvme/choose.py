@@ -1,0 +1,37 @@
+"""Which backend serves under which ``gds`` setting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from allocator.errors import TiersError
+from allocator.nvme.backend import Backend
+from allocator.nvme.kvikio import KvikioFile, gds_refusal, kvikio_refusal
+from allocator.nvme.posix import PosixFile
+
+log = logging.getLogger("tiers")
+
+Gds = Literal["require", "prefer", "off"]
+
+
+def choose_backend(gds: Gds) -> Callable[[Path], Backend]:
+    """Return what opens a directory's file.
+
+    Raises
+    ------
+    TiersError
+        If `gds` is ``"require"`` and GPUDirect Storage cannot be used; says why.
+    """
+    if gds == "off":
+        return PosixFile
+    refusal = gds_refusal()
+    if refusal is None:
+        return partial(KvikioFile, direct=gds == "require")
+    if gds == "require":
+        raise TiersError(f'nvme.gds = "require" cannot be met ({refusal}); "prefer" works without')
+    log.info("nvme runs without GPUDirect Storage: %s", refusal)
+    return PosixFile if kvikio_refusal() else partial(KvikioFile, direct=False)

@@ -1,0 +1,95 @@
+"""A file that GPU memory goes to and comes from through cuFile. kvikio is imported when one is made."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import torch
+
+from allocator.errors import StoreError
+from allocator.nvme.posix import PosixFile
+
+
+def kvikio_refusal() -> str | None:
+    """Say why kvikio cannot be used here, or return None."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    try:
+        import kvikio  # noqa: F401
+    except ImportError as error:
+        return f"kvikio cannot be imported: {error}"
+    return None
+
+
+def gds_refusal() -> str | None:
+    """Say why GPUDirect Storage cannot be used here, or return None."""
+    if reason := kvikio_refusal():
+        return reason
+    import kvikio.cufile_driver
+
+    try:
+        available = kvikio.cufile_driver.get("is_gds_available")
+    except RuntimeError as error:
+        return f"cuFile does not start: {error}"
+    return None if available else "the nvidia-fs driver is not loaded"
+
+
+class KvikioFile:
+    """A `Backend` for memory of the host and of the GPU. See there for the contract of each method.
+
+    Host memory takes the plain POSIX way into the same file, which is the faster one. kvikio orders its work
+    only against the default stream: what else fills or reads a GPU block must have ended before the call.
+
+    Parameters
+    ----------
+    directory
+        Where to make the file.
+    direct
+        True: nothing but GPUDirect Storage. False: kvikio's bounce buffers serve where that is missing.
+
+    Raises
+    ------
+    StoreError
+        If no file can be made there, or `direct` is asked of a drive that cannot do it.
+    """
+
+    device_memory = True
+
+    def __init__(self, directory: Path, *, direct: bool) -> None:
+        import kvikio
+        import kvikio.defaults
+
+        self._posix = PosixFile(directory)
+        self.path = self._posix.path
+        mode = kvikio.CompatMode.OFF if direct else kvikio.CompatMode.AUTO
+        try:
+            with kvikio.defaults.set("compat_mode", mode):
+                # The file has no name, so kvikio, which opens by name, gets the one of our descriptor.
+                self._cufile = kvikio.CuFile(f"/proc/self/fd/{self._posix.fileno()}", "r+")
+        except RuntimeError as error:  # cuFile refuses this filesystem or drive
+            self._posix.close()
+            raise StoreError(self.path, 0, 0, "open a file for cuFile in", str(error)) from error
+
+    def grow(self, size: int) -> None:  # noqa: D102
+        self._posix.grow(size)
+
+    def pread(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
+        if not block.is_cuda:
+            return self._posix.pread(block, offset)
+        try:
+            return int(self._cufile.read(block, block.numel(), offset))
+        except RuntimeError as error:
+            raise OSError(errno.EIO, str(error)) from error
+
+    def pwrite(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
+        if not block.is_cuda:
+            return self._posix.pwrite(block, offset)
+        try:
+            return int(self._cufile.write(block, block.numel(), offset))
+        except RuntimeError as error:
+            raise OSError(errno.EIO, str(error)) from error
+
+    def close(self) -> None:  # noqa: D102
+        self._cufile.close()
+        self._posix.close()

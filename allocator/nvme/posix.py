@@ -1,0 +1,81 @@
+"""A file moved by preadv and pwritev, past the page cache where the filesystem allows that."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+from pathlib import Path
+
+import torch
+
+from allocator.errors import StoreError
+
+log = logging.getLogger("tiers")
+
+_FLAGS = os.O_RDWR | os.O_EXCL | os.O_CLOEXEC
+_NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
+"""What filesystems and kernels without O_TMPFILE answer to it."""
+
+
+class PosixFile:
+    """A `Backend` for memory of the host. See there for the contract of each method.
+
+    Parameters
+    ----------
+    directory
+        Where to make the file: mode 0600 and without a name, so that no crash leaves it behind.
+
+    Raises
+    ------
+    StoreError
+        If no file can be made there.
+    """
+
+    device_memory = False
+
+    def __init__(self, directory: Path) -> None:
+        self.path = str(directory)
+        self._size = 0
+        try:
+            self._fd = _open_unnamed(directory)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StoreError(self.path, 0, 0, "make a file in", reason) from error
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
+        except OSError as error:  # tmpfs, for one
+            log.warning("nvme at %s goes through the page cache: O_DIRECT: %s", self.path, error.strerror)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the open file."""
+        return self._fd
+
+    def grow(self, size: int) -> None:  # noqa: D102
+        os.posix_fallocate(self._fd, self._size, size - self._size)
+        self._size = size
+
+    def pread(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
+        return os.preadv(self._fd, [block.numpy().data], offset)
+
+    def pwrite(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
+        return os.pwritev(self._fd, [block.numpy().data], offset)
+
+    def close(self) -> None:  # noqa: D102
+        if self._fd >= 0:  # the number may be somebody else's after the first close
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _open_unnamed(directory: Path) -> int:
+    try:
+        return os.open(directory, _FLAGS | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_UNNAMED_FILES:
+            raise
+    name = directory / f".tiers-{os.getpid()}-{secrets.token_hex(8)}"
+    fd = os.open(name, _FLAGS | os.O_CREAT, 0o600)
+    os.unlink(name)
+    return fd

@@ -1,0 +1,276 @@
+"""The ``nvme`` tier: extents striped over files in several directories, moved in the background, checked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from allocator.errors import CorruptionError, StoreError
+from allocator.extents import Extent
+from allocator.nvme.backend import BLOCK, Backend, read_all, write_all
+from allocator.nvme.checksum import checksum as checksum_of
+from allocator.nvme.choose import Gds, choose_backend
+from allocator.nvme.requests import RequestPool, Transfer
+from allocator.nvme.volume import Volume
+from allocator.sizes import GiB, MiB, round_up
+
+
+@dataclass(slots=True, eq=False)
+class _Stripe:
+    volume: Volume
+    extent: Extent
+    start: int  # in the block
+    checksum: int | None = None  # None until it is written
+
+    def of(self, block: torch.Tensor) -> torch.Tensor:
+        return block[self.start : self.start + self.extent.nbytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NvmeExtent:
+    """Room in a store.
+
+    Attributes
+    ----------
+    nbytes
+        Whole 4 KiB blocks: exactly what `write` and `read` transfer.
+    """
+
+    nbytes: int
+    _stripes: tuple[_Stripe, ...] = field(repr=False)
+
+
+class NvmeStore:
+    """Keeps blocks of memory on disk, up to a hard cap. Thread-safe.
+
+    Each directory gets one private file (mode 0600, no name, gone with the process) and an equal share of the
+    capacity. A write that fails takes its directory out of rotation; what lies there can still be read.
+
+    Parameters
+    ----------
+    paths
+        Directories, best on different drives: every extent is split over all of them.
+    capacity
+        Bytes, of all directories together. Disk space is claimed by `step` at a time.
+    gds
+        Whether GPU memory must (``"require"``) or may (``"prefer"``) go straight to the drives.
+    checksum
+        Check on every read that what came back is what was written.
+    stripe
+        Bytes of a request; 1 to 16 MiB run at a drive's full speed.
+    depth
+        Requests in flight at once.
+    step
+        Bytes that a file grows by.
+    backend
+        Opens a directory's file; by default chosen by `gds`.
+
+    Raises
+    ------
+    StoreError
+        If no file can be made in one of `paths`.
+    TiersError
+        If `gds` is ``"require"`` and cannot be had.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        capacity: int,
+        *,
+        gds: Gds,
+        checksum: bool = True,
+        stripe: int = 4 * MiB,
+        depth: int = 8,
+        step: int = GiB,
+        backend: Callable[[Path], Backend] | None = None,
+    ) -> None:
+        if not paths or capacity < 0 or depth <= 0 or stripe <= 0 or stripe % BLOCK:
+            raise ValueError("a store needs paths, capacity >= 0, depth > 0 and stripes of whole 4 KiB")
+        self._checksum = checksum
+        self._stripe = stripe
+        self._lock = threading.Lock()  # guards the volumes' accounts and the four numbers below
+        self._used = 0
+        self._peak = 0
+        self._turn = 0
+        self._closed = False
+        self._volumes: list[Volume] = []
+        open_backend = backend or choose_backend(gds)
+        try:
+            for path in paths:
+                self._volumes.append(Volume(open_backend(path), capacity // len(paths), step))
+        except BaseException:
+            self._close_files()
+            raise
+        self._takes_device_memory = not checksum and all(v.backend.device_memory for v in self._volumes)
+        self._pool = RequestPool(depth)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that it can hold now; falls when a disk is full or a directory fails."""
+        with self._lock:
+            return sum(volume.capacity for volume in self._volumes)
+
+    @property
+    def used(self) -> int:
+        """Bytes in extents."""
+        return self._used
+
+    @property
+    def peak(self) -> int:
+        """The highest that `used` has been."""
+        return self._peak
+
+    def allocate(self, nbytes: int) -> NvmeExtent | None:
+        """Take room for `nbytes`, rounded up to 4 KiB, or return None if the capacity is reached."""
+        if nbytes <= 0:
+            raise ValueError(f"an extent needs a positive size, not {nbytes}")
+        nbytes = round_up(nbytes, BLOCK)
+        stripes: list[_Stripe] = []
+        with self._lock:
+            for start in range(0, nbytes, self._stripe):
+                stripe = self._allocate_stripe(start, min(self._stripe, nbytes - start))
+                if stripe is None:
+                    self._release(stripes)
+                    return None
+                stripes.append(stripe)
+            self._used += nbytes
+            self._peak = max(self._peak, self._used)
+        return NvmeExtent(nbytes, tuple(stripes))
+
+    def free(self, extent: NvmeExtent) -> None:
+        """Give `extent` back; none of its transfers may be under way.
+
+        Raises
+        ------
+        ValueError
+            If it was freed before.
+        """
+        with self._lock:
+            self._release(extent._stripes)
+            self._used -= extent.nbytes
+
+    def write(self, extent: NvmeExtent, block: torch.Tensor) -> Future[None]:
+        """Write all of `extent` from `block`, in the background.
+
+        Parameters
+        ----------
+        block
+            Flat uint8 tensor of exactly ``extent.nbytes`` bytes, its address a multiple of 4 KiB. It must not
+            change before the future is done. GPU memory needs a backend for it, no checksum, and no kernel at
+            work on it.
+
+        Returns
+        -------
+        Future[None]
+            Raises StoreError if the data is not on disk; the extent is then good for nothing but `free`.
+        """
+        self._check(extent, block)
+        transfer = Transfer(len(extent._stripes))
+        for stripe in extent._stripes:
+            stripe.checksum = None
+            self._pool.write(self._request(transfer, self._write_stripe, stripe, block))
+        return transfer.future
+
+    def read(self, extent: NvmeExtent, block: torch.Tensor) -> Future[None]:
+        """Read all of `extent` into `block`, in the background, ahead of every waiting write.
+
+        Parameters
+        ----------
+        block
+            As for `write`; its contents count only if the future succeeds.
+
+        Returns
+        -------
+        Future[None]
+            Raises StoreError, or CorruptionError if what came back is not what was written.
+
+        Raises
+        ------
+        ValueError
+            If the extent has not been written, or its write is still under way.
+        """
+        self._check(extent, block)
+        if any(stripe.checksum is None for stripe in extent._stripes):
+            raise ValueError(f"{extent} cannot be read: it has not been written")
+        transfer = Transfer(len(extent._stripes))
+        for stripe in extent._stripes:
+            self._pool.read(self._request(transfer, self._read_stripe, stripe, block))
+        return transfer.future
+
+    def close(self) -> None:
+        """End what is in flight, fail what is queued, and give the disk space back. Idempotent."""
+        self._closed = True  # from here on queued requests fail instead of running
+        self._pool.close()
+        self._close_files()
+
+    def _allocate_stripe(self, start: int, nbytes: int) -> _Stripe | None:
+        for _ in self._volumes:
+            volume = self._volumes[self._turn % len(self._volumes)]
+            self._turn += 1
+            extent = volume.allocate(nbytes)
+            if extent is not None:
+                return _Stripe(volume, extent, start)
+        return None
+
+    def _release(self, stripes: Sequence[_Stripe]) -> None:
+        for stripe in stripes:
+            stripe.volume.free(stripe.extent)
+
+    def _check(self, extent: NvmeExtent, block: torch.Tensor) -> None:
+        if block.dtype != torch.uint8 or block.dim() != 1 or not block.is_contiguous():
+            raise ValueError("a store moves flat, contiguous uint8 tensors")
+        if block.numel() != extent.nbytes or block.data_ptr() % BLOCK:
+            raise ValueError(
+                f"a block for {extent} needs exactly {extent.nbytes} bytes at a multiple of {BLOCK}, "
+                f"not {block.numel()} at {block.data_ptr():#x}"
+            )
+        if block.is_cuda and not self._takes_device_memory:
+            raise ValueError("this store takes no GPU memory: that needs kvikio (nvme.gds) and no checksum")
+
+    def _request(
+        self,
+        transfer: Transfer,
+        move: Callable[[_Stripe, torch.Tensor], None],
+        stripe: _Stripe,
+        block: torch.Tensor,
+    ) -> Callable[[], None]:
+        def request() -> None:
+            error: Exception | None = None
+            try:
+                if self._closed:
+                    path, extent = stripe.volume.backend.path, stripe.extent
+                    raise StoreError(path, extent.offset, extent.nbytes, "transfer", "the store is closed")
+                if not transfer.failed:
+                    move(stripe, stripe.of(block))
+            except Exception as caught:  # all of it belongs to who waits, not to this thread
+                error = caught
+            transfer.stripe_done(error)
+
+        return request
+
+    def _write_stripe(self, stripe: _Stripe, part: torch.Tensor) -> None:
+        digest = checksum_of(part) if self._checksum else 0
+        try:
+            write_all(stripe.volume.backend, part, stripe.extent.offset)
+        except StoreError as error:
+            with self._lock:
+                stripe.volume.retire(error)
+            raise
+        stripe.checksum = digest
+
+    def _read_stripe(self, stripe: _Stripe, part: torch.Tensor) -> None:
+        backend, extent = stripe.volume.backend, stripe.extent
+        read_all(backend, part, extent.offset)
+        if self._checksum and (found := checksum_of(part)) != stripe.checksum:
+            reason = f"checksum {found:#x} where {stripe.checksum:#x} was written; the data is not handed out"
+            raise CorruptionError(backend.path, extent.offset, extent.nbytes, "read", reason)
+
+    def _close_files(self) -> None:
+        for volume in self._volumes:
+            volume.backend.close()

@@ -1,0 +1,81 @@
+"""The accounts of one directory of a store: what of its file is taken, and how far the file has grown."""
+
+from __future__ import annotations
+
+import logging
+
+from allocator.extents import Extent, ExtentMap
+from allocator.nvme.backend import BLOCK, Backend
+from allocator.sizes import format_size
+
+log = logging.getLogger("tiers")
+
+
+class Volume:
+    """Extents of one backend's file, which grows in steps up to a hard cap. Not thread-safe: the store locks.
+
+    Parameters
+    ----------
+    backend
+        The file, empty.
+    limit
+        Hard cap in bytes, rounded down to whole blocks.
+    step
+        Bytes to grow by, so that a large limit claims only the disk space that is used.
+    """
+
+    def __init__(self, backend: Backend, limit: int, step: int) -> None:
+        self.backend = backend
+        self._extents = ExtentMap(0, BLOCK)
+        self._limit = limit - limit % BLOCK
+        self._step = step - step % BLOCK
+        self._retired = False
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that it may hold: less than it was given once its disk is full or it is out of rotation."""
+        return self._extents.used if self._retired else self._limit
+
+    def allocate(self, nbytes: int) -> Extent | None:
+        """Take `nbytes` (whole blocks), or return None if there is no room."""
+        if self._retired:
+            return None
+        extent = self._extents.allocate(nbytes)
+        if extent is None and self._grow(nbytes - self._extents.tail_free):
+            extent = self._extents.allocate(nbytes)
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        """Give `extent` back. ValueError if it is not allocated."""
+        self._extents.free(extent)
+
+    def retire(self, reason: object) -> None:
+        """Take the directory out of rotation: what is on it can be read, nothing new goes there."""
+        if not self._retired:
+            self._retired = True
+            log.warning("nvme at %s takes no more data: %s", self.backend.path, reason)
+
+    def _grow(self, least: int) -> bool:
+        size = self._extents.capacity
+        room = self._limit - size
+        if room < least:
+            return False
+        while True:
+            more = min(max(self._step, least), room)
+            try:
+                self.backend.grow(size + more)
+            except OSError as refusal:
+                if more > least:  # a disk that is nearly full still has room for smaller steps
+                    self._step = max(more // 2 - more // 2 % BLOCK, BLOCK)
+                    continue
+                log.warning(
+                    "nvme at %s stays at %s of %s: %s",
+                    self.backend.path,
+                    format_size(size),
+                    format_size(self._limit),
+                    refusal.strerror,
+                )
+                self._limit = size
+                return False
+            self._extents.extend(more)
+            return True

@@ -1,0 +1,57 @@
+"""Sizes in bytes: the units, how users write them, how we print them."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+KiB = 1024
+MiB = 1024 * KiB
+GiB = 1024 * MiB
+TiB = 1024 * GiB
+
+PAGE = 2 * MiB
+"""Unit of accounting and alignment in the memory tiers: what CUDA maps virtual memory by."""
+
+_UNITS = {"b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(text: str | int) -> int:
+    """Read a size such as ``"24GiB"``, ``"512 MiB"``, ``"1.5GiB"`` or ``"4096"`` (bytes).
+
+    Returns
+    -------
+    int
+        Whole bytes, rounded down.
+
+    Raises
+    ------
+    ValueError
+        If `text` is no size; says what is accepted.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    if isinstance(text, str) and (match := _SIZE.fullmatch(text.strip())):
+        number, unit = match.groups()
+        factor = 1 if not unit and "." not in number else _UNITS.get(unit.lower())
+        if factor is not None:
+            return int(Decimal(number) * factor)
+    raise ValueError(f'{text!r} is not a size: write bytes, or a number and KiB, MiB, GiB or TiB: "24GiB"')
+
+
+def format_size(nbytes: int) -> str:
+    """Write `nbytes` in its largest unit, with one decimal: ``"23.4 GiB"``; below 1 KiB ``"512 B"``."""
+    if abs(nbytes) < KiB:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= 1024
+        if abs(value) < 1023.95:  # what prints as 1024.0 belongs to the next unit
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} TiB"
+
+
+def round_up(n: int, to: int) -> int:
+    """Return the smallest multiple of `to` that is not below `n`."""
+    return -(-n // to) * to

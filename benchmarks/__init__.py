@@ -1,0 +1,1 @@
+"""Workloads, the demo, and what side-by-side measurements need; see README.md."""

@@ -1,0 +1,114 @@
+"""Timing variants side by side, so that a clock that drifts does not decide which is faster."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A median ratio of times and the ends of its 95% bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `alternate` measured.
+
+    Attributes
+    ----------
+    seconds
+        For every variant, the time of each round.
+    sm_clocks
+        The SM clock in MHz after each round, ``None`` where there is no NVIDIA GPU.
+    """
+
+    seconds: dict[str, list[float]]
+    sm_clocks: list[int | None]
+
+    def medians(self) -> dict[str, float]:
+        """Return the median time of every variant, in seconds."""
+        return {name: float(np.median(times)) for name, times in self.seconds.items()}
+
+    def ratio(self, variant: str, base: str) -> Ratio:
+        """Return how many times as long as `base` the variant takes."""
+        return median_ratio(self.seconds[variant], self.seconds[base])
+
+
+def alternate(
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warmup: int = 2,
+    synchronize: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Comparison:
+    """Time each variant once a round; the order turns by one from round to round.
+
+    Parameters
+    ----------
+    variants
+        What to run, by name.
+    rounds, warmup
+        How many rounds to time, and how many to run untimed before.
+    synchronize
+        Called before and after each timed run: ``torch.cuda.synchronize`` on a GPU.
+    clock
+        Returns seconds.
+    """
+    if not variants or rounds < 1:
+        raise ValueError(f"alternate needs a variant and a round, not {len(variants)} and {rounds}")
+    names = list(variants)
+    for _ in range(warmup):
+        for run in variants.values():
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    sm_clocks: list[int | None] = []
+    for k in range(rounds):
+        # Whoever runs first in a round finds the card cooler: the order turns, so that each is first in turn.
+        turn = k % len(names)
+        for name in names[turn:] + names[:turn]:
+            synchronize()
+            started = clock()
+            variants[name]()
+            synchronize()
+            seconds[name].append(clock() - started)
+        sm_clocks.append(sm_clock())
+    return Comparison(seconds, sm_clocks)
+
+
+def median_ratio(times: list[float], base: list[float], *, seed: int = 0) -> Ratio:
+    """Return the median over rounds of ``times / base`` with the 95% bootstrap interval of that median.
+
+    Raises
+    ------
+    ValueError
+        Unless both hold the same number of rounds, at least one.
+    """
+    if len(times) != len(base) or not times:
+        raise ValueError(f"pairs of rounds are needed, not {len(times)} against {len(base)}")
+    ratios = np.asarray(times) / np.asarray(base)
+    picks = np.random.default_rng(seed).integers(len(ratios), size=(RESAMPLES, len(ratios)))
+    low, high = np.quantile(np.median(ratios[picks], axis=1), [0.025, 0.975])
+    return Ratio(float(np.median(ratios)), float(low), float(high))
+
+
+def sm_clock(gpu: int = 0) -> int | None:
+    """Return the SM clock of a GPU in MHz, or ``None`` where nvidia-smi is missing or cannot tell."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    text = answer.stdout.strip()
+    return int(text) if answer.returncode == 0 and text.isdigit() else None

@@ -1,0 +1,287 @@
+"""Where groups lie when they are not in HBM: a block of the DRAM arena, and past its capacity a file extent.
+
+A *parcel* is the bytes of one group. It starts in a DRAM block, into which the engine copies. When
+DRAM runs short, the parcel that is needed last is written to NVMe and its block is given back; it
+is read into a block again before it is needed. What has an extent keeps it until the parcel is
+dropped, so a block that was only read into is dropped again at no cost.
+
+Engines call from whatever threads the program runs in; `_lock` lets them in one at a time. Disk
+requests run behind threads of their own, because a write must wait for the copy that fills its
+block, and a read for copies that still use the block it was given. A block that is given back while
+a copy on a lane still touches it is *guarded*: whoever gets that memory next waits for the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from allocator.dram import DramArena, DramBlock
+from allocator.errors import StoreError, TierFull
+from allocator.nvme.store import NvmeExtent, NvmeStore
+from migrator.counters import Counters
+from migrator.lanes import Event
+
+log = logging.getLogger("tiers")
+
+DISK_THREADS = 2  # per direction: while one waits for a copy or a result, the other keeps the store busy
+
+
+@dataclass(eq=False, slots=True)
+class Parcel:
+    """The bytes of one group below HBM.
+
+    Attributes
+    ----------
+    nbytes : int
+        Size.
+    next_use : float
+        When it is needed, in the group order's own measure; only comparisons matter.
+    block : DramBlock or None
+        Where it lies in DRAM.
+    after : sequence of Event
+        To be passed before anything is written into `block`.
+    filled, lent : Event or None
+        The last copy into the block, and the last out of it; set by the engine.
+    """
+
+    nbytes: int
+    next_use: float
+    block: DramBlock | None = None
+    after: Sequence[Event] = ()
+    filled: Event | None = None
+    lent: Event | None = None
+    extent: NvmeExtent | None = None
+    writing: Future[None] | None = None
+    reading: Future[None] | None = None
+    stuck: bool = False  # a write of it failed: it stays in DRAM
+
+    def on_disk_lane(self) -> bool:
+        """Whether a disk request still uses its block."""
+        return any(request is not None and not request.done() for request in (self.writing, self.reading))
+
+
+class Backing:
+    """Places parcels in DRAM first and NVMe after that.
+
+    Parameters
+    ----------
+    dram : DramArena
+        The arena.
+    nvme : NvmeStore or None
+        The store past it, if there is one.
+    counters : Counters
+        Receives disk bytes and the host's waits for the disk.
+    """
+
+    def __init__(self, dram: DramArena, nvme: NvmeStore | None, counters: Counters) -> None:
+        self._dram = dram
+        self._nvme = nvme
+        self._counters = counters
+        self._in_dram: dict[Parcel, None] = {}  # an ordered set: victims must not depend on addresses
+        self._dropped: list[Parcel] = []
+        self._guards: list[tuple[int, int, Event]] = []
+        self._largest = 0
+        self._writers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-write")
+        self._readers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-read")
+        self._complained = False
+        self._lock = threading.RLock()
+        self.has_disk = nvme is not None
+
+    # ------------------------------------------------------------------------------------- places
+
+    def new(self, nbytes: int, next_use: float) -> Parcel:
+        """Make a parcel with a block of its own.
+
+        Raises
+        ------
+        TierFull
+            If neither DRAM nor NVMe has room for it.
+        """
+        parcel = Parcel(nbytes, next_use)
+        with self._lock:
+            self._largest = max(self._largest, nbytes)
+            parcel.after = self._put(parcel, self._find_block(nbytes))
+            self._demote_ahead()
+        return parcel
+
+    def drop(self, parcel: Parcel) -> None:
+        """Forget a parcel, also while copies or disk requests are under way."""
+        with self._lock:
+            self._in_dram.pop(parcel, None)
+            self._dropped.append(parcel)
+            self._reap()
+
+    def _find_block(self, nbytes: int) -> DramBlock:
+        while (block := self._dram.allocate(nbytes)) is None:
+            if not (self._reap() or self._forget_copy() or self._wait_for_write() or self._demote()):
+                raise self._full(nbytes)
+        return block
+
+    def _put(self, parcel: Parcel, block: DramBlock) -> tuple[Event, ...]:
+        """Place `parcel` in `block`; the copies that must be over before the block is written to."""
+        parcel.block = block
+        self._in_dram[parcel] = None
+        self._guards = [guard for guard in self._guards if not guard[2].query()]
+        start = block.padded.data_ptr()
+        end = start + block.padded.numel()
+        return tuple(event for low, high, event in self._guards if low < end and start < high)
+
+    def _free_block(self, parcel: Parcel) -> bool:
+        block = parcel.block
+        if block is None:
+            return False
+        start = block.padded.data_ptr()
+        for event in (parcel.filled, parcel.lent):
+            if event is not None and not event.query():
+                self._guards.append((start, start + block.padded.numel(), event))
+        self._in_dram.pop(parcel, None)
+        parcel.block = None
+        self._dram.free(block)
+        return True
+
+    def _full(self, nbytes: int) -> TierFull:
+        nvme, dram = self._nvme, self._dram
+        if nvme is None:
+            return TierFull("dram", None, nbytes, dram.used, dram.capacity)
+        return TierFull("nvme", nvme.where, nbytes, nvme.used, nvme.capacity)
+
+    # ------------------------------------------------------------------------------ DRAM to NVMe
+
+    def _demote_ahead(self) -> None:
+        """Start writing before DRAM is full, so that the next groups find room without waiting for the disk."""
+        if self._nvme is None:
+            return
+        reserve = min(2 * self._largest, self._dram.capacity // 4)
+        leaving = sum(parcel.nbytes for parcel in self._in_dram if parcel.writing)
+        while self._dram.capacity - self._dram.used + leaving < reserve:
+            parcel = self._demote()
+            if parcel is None:
+                return
+            leaving += parcel.nbytes
+
+    def _demote(self) -> Parcel | None:
+        """Start writing out the parcel that is needed last; None if nothing can go."""
+        movable = [p for p in self._in_dram if p.filled and not (p.writing or p.extent or p.stuck)]
+        if self._nvme is None or not movable:
+            return None
+        parcel = max(movable, key=lambda p: p.next_use)
+        extent = self._nvme.allocate(parcel.nbytes)
+        if extent is None or parcel.block is None or parcel.filled is None:
+            return None
+        parcel.extent = extent
+        parcel.writing = self._writers.submit(self._write, self._nvme, extent, parcel.block, parcel.filled)
+        return parcel
+
+    def _write(self, nvme: NvmeStore, extent: NvmeExtent, block: DramBlock, filled: Event) -> None:
+        filled.synchronize()
+        nvme.write(extent, block.padded[: extent.nbytes]).result()
+        self._counters.moved["disk_write"] += block.nbytes
+
+    def _reap(self) -> bool:
+        """Give back blocks that no disk request uses any more; whether there was one."""
+        reaped = False
+        for parcel in [p for p in self._in_dram if p.writing and p.writing.done()]:
+            reaped |= self._written(parcel)
+        for parcel in [p for p in self._dropped if not p.on_disk_lane()]:
+            self._dropped.remove(parcel)
+            reaped |= self._free_block(parcel)
+            self._free_extent(parcel)
+        return reaped
+
+    def _written(self, parcel: Parcel) -> bool:
+        assert parcel.writing is not None
+        error = parcel.writing.exception()
+        parcel.writing = None
+        if error is None:
+            return self._free_block(parcel)
+        if not isinstance(error, StoreError):
+            raise error
+        # The bytes are still in their block: nothing is lost, the parcel just stays in DRAM.
+        self._free_extent(parcel)
+        parcel.stuck = True
+        if not self._complained:
+            self._complained = True
+            log.warning("%s; what cannot be written stays in dram", error)
+        return False
+
+    def _free_extent(self, parcel: Parcel) -> None:
+        if parcel.extent is not None and self._nvme is not None:
+            self._nvme.free(parcel.extent)
+            parcel.extent = None
+
+    def _wait_for_write(self) -> bool:
+        """Block the host until the oldest write is over; whether there was one."""
+        write = next((p.writing for p in (*self._dropped, *self._in_dram) if p.writing), None)
+        if write is None:
+            return False
+        with self._counters.waiting("disk_write"):
+            write.exception()
+        self._reap()
+        return True
+
+    def _forget_copy(self) -> bool:
+        """Give back a block whose bytes are on NVMe as well: of those, the one needed last."""
+        copies = [p for p in self._in_dram if p.extent and not p.on_disk_lane() and not p.writing]
+        if not copies:
+            return False
+        return self._free_block(max(copies, key=lambda p: p.next_use))
+
+    # ------------------------------------------------------------------------------ NVMe to DRAM
+
+    def at_hand(self, parcel: Parcel) -> bool:
+        """Whether `fetch` would return without waiting for the disk."""
+        return parcel.block is not None and (parcel.reading is None or parcel.reading.done())
+
+    def read_ahead(self, parcel: Parcel) -> bool:
+        """Start reading a parcel back if DRAM has room without pushing anything out; False if it has not."""
+        with self._lock:
+            self._reap()
+            if parcel.block is None:
+                block = self._dram.allocate(parcel.nbytes)
+                if block is None:
+                    return False
+                self._read_into(parcel, block)
+        return True
+
+    def fetch(self, parcel: Parcel) -> DramBlock:
+        """The parcel's block with its bytes in it; blocks the host while they are still on disk.
+
+        Raises
+        ------
+        StoreError
+            If the disk does not give back what was written.
+        """
+        with self._lock:
+            self._reap()
+            if parcel.block is None:
+                self._read_into(parcel, self._find_block(parcel.nbytes))
+            if parcel.reading is not None:
+                if not parcel.reading.done():
+                    with self._counters.waiting("disk_read"):
+                        parcel.reading.exception()
+                parcel.reading.result()
+            assert parcel.block is not None
+            return parcel.block
+
+    def _read_into(self, parcel: Parcel, block: DramBlock) -> None:
+        assert self._nvme is not None and parcel.extent is not None
+        after = self._put(parcel, block)
+        parcel.reading = self._readers.submit(self._read, self._nvme, parcel.extent, block, after)
+
+    def _read(self, nvme: NvmeStore, extent: NvmeExtent, block: DramBlock, after: Sequence[Event]) -> None:
+        for event in after:
+            event.synchronize()
+        nvme.read(extent, block.padded[: extent.nbytes]).result()
+        self._counters.moved["disk_read"] += block.nbytes
+
+    # ---------------------------------------------------------------------------------------- end
+
+    def close(self) -> None:
+        """Wait for the disk, and give back everything that was dropped."""
+        self._writers.shutdown()
+        self._readers.shutdown()
+        self._reap()

@@ -1,0 +1,325 @@
+"""The engine: takes groups of saved storages out of HBM and back. It executes and decides nothing.
+
+The life of a group::
+
+    FILLING   its storages are collected; they lie where the program made them
+    LEAVING   the copy to DRAM is under way; the program's memory is still held, so a tensor that is
+              needed now is simply handed back
+    AWAY      the program's memory was let go; the bytes are in the group's parcel
+    HOME      one buffer in HBM holds, or is about to hold, all of it; its tensors are views of it
+    GONE      nobody refers to it any more
+
+HBM is let go *stream-ordered*: the compute stream waits for the copy's event and then the references
+are dropped, so the caching allocator may hand the memory out again at once, to work that the stream
+runs after the copy. The host does not wait. It is let go late, only when the room is needed: what is
+still here when backward begins does not have to come back.
+
+A group comes back as soon as the room allows, in the order in which it will be needed. Its buffer is
+allocated on the compute stream and filled on the lane, which first waits for all the stream was given
+before: that memory may have been in use until there.
+
+References point upwards only. What autograd holds (`hooks.Moved`) refers to a `Saved`, that to its
+group; a group knows tensors, never who asked for them. So when the graph dies, it all dies by
+reference count. `Moved.__del__` may run anywhere, also while the engine holds its lock; therefore it
+only appends to `Engine.dead`, and the engine looks there when it is next called.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+
+from allocator.sizes import round_up
+from migrator.backing import Backing, Parcel
+from migrator.lanes import GATHER_BELOW, SLOT, Compute, Event, Lane
+
+
+READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
+
+
+class State(enum.Enum):
+    """Where a group is; see the module's text."""
+
+    FILLING = enum.auto()
+    LEAVING = enum.auto()
+    AWAY = enum.auto()
+    HOME = enum.auto()
+    GONE = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
+class Saved:
+    """A storage, or the part of one, that moves: where it lies within its group."""
+
+    group: Group
+    source: torch.Tensor | None  # flat uint8 over the program's memory; None once it was let go
+    nbytes: int
+    offset: int = -1  # in the group; set when the group leaves
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Storages that travel together.
+
+    Attributes
+    ----------
+    next_use : float
+        Groups are brought back in ascending order of it.
+    holders : int
+        Saved tensors of the graph that still refer to the group.
+    unused : int
+        Of those, how many backward has not asked for yet.
+    aliases : list of Tensor
+        Everything that holds the program's memory on our behalf, besides the members' sources.
+    """
+
+    next_use: float
+    state: State = State.FILLING
+    nbytes: int = 0
+    holders: int = 0
+    unused: int = 0
+    members: list[Saved] = field(default_factory=list)
+    aliases: list[torch.Tensor] = field(default_factory=list)
+    counted: int = 0  # its bytes in Engine.resident
+    parcel: Parcel | None = None
+    buffer: torch.Tensor | None = None
+    waited_on: int | None = None  # the stream that has waited for the buffer's copy
+
+
+class Engine:
+    """Moves the groups of one device.
+
+    Parameters
+    ----------
+    compute, out, back
+        The program's stream, and the two lanes.
+    backing : Backing
+        Where groups go.
+    """
+
+    def __init__(self, compute: Compute, out: Lane, back: Lane, backing: Backing) -> None:
+        self.compute = compute
+        self.lock = threading.RLock()
+        self.limit = 0
+        self.resident = 0
+        self.peak_resident = 0
+        self.sent = 0
+        self.dead: deque[tuple[Group, bool]] = deque()
+        self._out = out
+        self._back = back
+        self._backing = backing
+        self._leaving: dict[Group, None] = {}  # in the order in which their copies end
+        self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
+        self._order: deque[Group] = deque()
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=compute.device)
+
+    # -------------------------------------------------------------------------------------- out
+
+    def add(self, group: Group, source: torch.Tensor) -> Saved:
+        """Put a storage into a group that is filling."""
+        nbytes = source.numel()
+        saved = Saved(group, source, nbytes)
+        group.members.append(saved)
+        group.nbytes += nbytes
+        self._count(group, group.counted + nbytes)
+        return saved
+
+    def hold(self, saved: Saved, alias: torch.Tensor) -> None:
+        """Take note of `alias`, through which the graph holds a tensor on `saved`."""
+        group = saved.group
+        group.holders += 1
+        group.unused += 1
+        if group.state in (State.FILLING, State.LEAVING):
+            group.aliases.append(alias)
+        else:
+            self._empty(alias)
+
+    def send(self, group: Group) -> None:
+        """Start the group's copy to DRAM.
+
+        Raises
+        ------
+        TierFull
+            If no tier has room; the group then stays where it is.
+        """
+        self.collect()
+        if group.state is not State.FILLING or not group.members:
+            return
+        if group.holders == 0:
+            self._forget(group)
+            return
+        # Large members first, then the small ones side by side, so that the lane can gather those.
+        group.members.sort(key=lambda saved: saved.nbytes < GATHER_BELOW)
+        offset = 0
+        for saved in group.members:
+            saved.offset = offset
+            offset = round_up(offset + saved.nbytes, SLOT)
+        parcel = self._backing.new(offset, group.next_use)
+        assert parcel.block is not None
+        pieces = []
+        for saved in group.members:
+            assert saved.source is not None
+            pieces.append((parcel.block.tensor.narrow(0, saved.offset, saved.nbytes), saved.source))
+        parcel.filled = self._out.copy(pieces, (self.compute.mark(), *parcel.after))
+        group.parcel = parcel
+        group.state = State.LEAVING
+        self.sent += 1
+        self._leaving[group] = None
+        self._waiting[group] = None
+        self.relieve()
+
+    def relieve(self) -> None:
+        """Let go of groups whose copy was asked for until what is left is within the limit."""
+        while self.resident > self.limit and self._leaving:
+            self._let_go(next(iter(self._leaving)))
+
+    def _let_go(self, group: Group) -> None:
+        del self._leaving[group]
+        assert group.parcel is not None and group.parcel.filled is not None
+        self.compute.wait(group.parcel.filled, "d2h")
+        for alias in group.aliases:
+            self._empty(alias)
+        self._drop_sources(group)
+        group.state = State.AWAY
+        self._count(group, 0)
+
+    def _empty(self, alias: torch.Tensor) -> None:
+        # The alias lives on without memory: it still shares the tensor's version counter, and so still
+        # tells whether somebody modified in place what was saved.
+        alias.data = self._nothing
+
+    # ------------------------------------------------------------------------------------- back
+
+    def begin_backward(self) -> None:
+        """Fix the order in which groups come back, and start bringing them."""
+        with self.lock:
+            self.collect()
+            self._order = deque(sorted(self._waiting, key=lambda group: group.next_use))
+            self.prefetch()
+
+    def prefetch(self) -> None:
+        """Bring groups back, in order, while the limit allows; read ahead from disk those after them."""
+        while self._order:
+            group = self._order[0]
+            if group.state is State.AWAY and group.unused:
+                assert group.parcel is not None
+                if self.resident + group.nbytes > self.limit or not self._backing.at_hand(group.parcel):
+                    break
+                self._bring(group)
+            self._order.popleft()
+        if self._backing.has_disk:
+            for group in islice(self._order, READ_AHEAD):
+                if group.parcel is not None and group.state is State.AWAY and not self._backing.read_ahead(group.parcel):
+                    break
+
+    def source(self, saved: Saved) -> torch.Tensor | None:
+        """The buffer on which `saved` lies, ready for the compute stream; None if it never left.
+
+        Raises
+        ------
+        StoreError
+            If the disk does not give back what was written.
+        """
+        group = saved.group
+        if group.state in (State.FILLING, State.LEAVING):
+            return None
+        if group.state is State.AWAY:
+            self._bring(group)
+        assert group.buffer is not None and group.parcel is not None and group.parcel.lent is not None
+        stream = self.compute.stream()
+        if group.waited_on != stream:
+            if group.waited_on is not None:
+                self.compute.hand_over(group.buffer)
+            self.compute.wait(group.parcel.lent, "h2d")
+            group.waited_on = stream
+        return group.buffer
+
+    def used(self, group: Group) -> None:
+        """Take note that backward asked for one more tensor of the group, for the first time."""
+        group.unused -= 1
+        if group.unused == 0:
+            # Whoever asked holds the buffer, or the program's memory, until it is done with it. Should
+            # it be asked for again (retain_graph), an AWAY group comes back a second time.
+            self._count(group, 0)
+            if group.state is State.HOME:
+                self._leave_home(group)
+
+    def _bring(self, group: Group) -> None:
+        assert group.parcel is not None
+        block = self._backing.fetch(group.parcel)
+        group.buffer = self.compute.empty(group.parcel.nbytes)
+        after: list[Event] = [self.compute.mark()]
+        if group.parcel.filled is not None:
+            after.append(group.parcel.filled)
+        group.parcel.lent = self._back.copy([(group.buffer, block.tensor)], after)
+        group.waited_on = None
+        group.state = State.HOME
+        if group.unused:
+            self._count(group, group.nbytes)
+
+    def _leave_home(self, group: Group) -> None:
+        if group.waited_on is None and group.parcel is not None and group.parcel.lent is not None:
+            # The lane may still write into the buffer; the stream that gets this memory next must not.
+            self.compute.wait(group.parcel.lent, "h2d")
+        group.buffer = None
+        group.state = State.AWAY
+
+    # ------------------------------------------------------------------------------------- ends
+
+    def collect(self) -> None:
+        """Forget groups that nobody refers to any more."""
+        while self.dead:
+            group, was_used = self.dead.popleft()
+            group.holders -= 1
+            if not was_used:
+                group.unused -= 1
+            # A group that is filling may find new members; it is looked at again when it is to leave.
+            if group.holders == 0 and group.state is not State.FILLING:
+                self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        self._count(group, 0)
+        self._waiting.pop(group, None)
+        self._leaving.pop(group, None)
+        if group.state is State.HOME:
+            self._leave_home(group)
+        # If its copy is still under way, that may read memory that is free now. What it reads is nobody's
+        # any more, and the parcel's block is guarded until the copy is over. The aliases are not emptied:
+        # backward may have handed one on to the program.
+        self._drop_sources(group)
+        group.state = State.GONE
+        if group.parcel is not None:
+            self._backing.drop(group.parcel)
+            group.parcel = None
+
+    def _drop_sources(self, group: Group) -> None:
+        for saved in group.members:
+            saved.source = None
+        group.aliases.clear()
+        group.members.clear()
+
+    def _count(self, group: Group, nbytes: int) -> None:
+        self.resident += nbytes - group.counted
+        group.counted = nbytes
+        self.peak_resident = max(self.peak_resident, self.resident)
+
+    def stay(self, nbytes: int) -> None:
+        """Count bytes that stay in HBM (negative: that left it)."""
+        self.resident += nbytes
+        if nbytes > 0:
+            self.peak_resident = max(self.peak_resident, self.resident)
+            self.relieve()
+
+    def recount(self) -> None:
+        """Count afresh what is in HBM: bytes that stayed were only ever estimated, and are gone with their period."""
+        self.resident = sum(group.counted for group in self._waiting)
+
+    def close(self) -> None:
+        """Wait for the lanes and end them."""
+        self._out.close()
+        self._back.close()

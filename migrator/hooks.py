@@ -1,0 +1,240 @@
+"""Where PyTorch hands over what it saves for backward, and asks for it back.
+
+PyTorch calls `Saver.pack` for every tensor saved while the hooks are on, and `Saver.unpack` when
+backward needs it. What stays is packed as a tuple, which costs least; what moves as a `Moved`, whose
+death is noticed. Both hold an alias of the tensor that shares its version counter: saved-tensor hooks
+switch off PyTorch's own check for in-place modification, and the alias puts it back, for tensors that
+stay, move, or have long left HBM.
+
+The hooks belong to a thread (PyTorch hands them on to the threads of backward), and so does a `Saver`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from migrator import weights
+from migrator.engine import Group, Saved
+from migrator.recorder import Record
+from migrator.sites import Modules
+
+if TYPE_CHECKING:
+    from migrator.mover import Go, Mover, Stay
+
+MIN_BYTES = 4096
+"""Storages smaller than this stay: to look after one costs more than its memory is worth."""
+
+_graph_task = torch._C._current_graph_task_id
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+class Moved:
+    """What the graph holds in place of a saved tensor that moves."""
+
+    __slots__ = ("alias", "dead", "dtype", "mover", "offset", "record", "saved", "size", "stride", "version", "was_used")
+
+    def __init__(self, tensor: Tensor, alias: Tensor, mover: Mover, saved: Saved, offset: int, record: Record | None):
+        self.alias = alias
+        self.version = alias._version
+        self.mover = mover
+        self.saved = saved
+        self.record = record
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = offset  # of its first element in `saved`, in bytes
+        self.was_used = False
+        self.dead: deque[tuple[Group, bool]] = mover.engine.dead
+
+    def __del__(self) -> None:
+        # May run anywhere, in any thread that holds the interpreter: append is all it does.
+        self.dead.append((self.saved.group, self.was_used))
+
+
+Kept = tuple[Tensor, int, "Stay | None", "Record | None"]
+"""What the graph holds for one that stays: alias, version, what the plan says, and its record."""
+
+
+class Saver:
+    """The saved-tensor hooks of one thread.
+
+    Parameters
+    ----------
+    make_mover : callable
+        Makes the mover of a device, or returns None where nothing moves.
+    root_begins : callable
+        Called when an outermost module's forward begins.
+    period_over : callable
+        Called when a period is over, before the next one begins.
+    """
+
+    def __init__(
+        self,
+        make_mover: Callable[[torch.device], Mover | None],
+        root_begins: Callable[[nn.Module], None],
+        period_over: Callable[[Saver], None],
+    ) -> None:
+        self.modules: Modules[Stay | Go] = Modules()
+        self.movers: dict[torch.device, Mover | None] = {}
+        self.actions: dict[str, list[Stay | Go | None]] = {}
+        self.in_backward = False  # backward has asked for something in this period
+        self.steps_before = 0  # optimizer steps made before the period began
+        self._period = 0
+        self._make_mover = make_mover
+        self._root_begins = root_begins
+        self._period_over = period_over
+        self._fixed: set[int] = set()
+
+    # ----------------------------------------------------------------------------------- on, off
+
+    @property
+    def armed_movers(self) -> list[Mover]:
+        """The movers of the devices on which anything was saved."""
+        return [mover for mover in self.movers.values() if mover is not None]
+
+    def push(self) -> None:
+        """Switch the hooks on for this thread."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def pop(self) -> None:
+        """Switch them off; where somebody else's hooks lie on top of them, from now on everything stays."""
+        if self.on_top():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        self.actions = {}
+        self.movers = {}
+        self._make_mover = lambda device: None
+
+    def on_top(self) -> bool:
+        """Whether these are the hooks that PyTorch would call now."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and getattr(top[0], "__self__", None) is self
+
+    def enter(self, module: nn.Module) -> None:
+        """A forward begins."""
+        if self.modules.outside:
+            # Afresh for every outermost forward: `.data` swaps and sharding replace storages.
+            self._fixed = weights.storages(weights.of_module(module))
+            self._root_begins(module)
+        self.modules.enter(module)
+
+    def end_period(self) -> None:
+        """End the period, if backward has begun in it; optimizer steps and the next forward do."""
+        if self.in_backward:
+            self.in_backward = False
+            self._period += 1
+            self._period_over(self)
+
+    # ------------------------------------------------------------------------------------- hooks
+
+    def pack(self, tensor: Tensor) -> Kept | Moved:
+        """PyTorch saves `tensor`."""
+        if _graph_task() != -1:
+            # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
+            # at once, or soon, and the order of this period is being played back already.
+            return _keep(tensor, None, None)
+        if self.in_backward:
+            self.end_period()
+        node = self.modules.here
+        if node.period != self._period:
+            node.period = self._period
+            node.count = 0
+            node.actions = self.actions.get(node.path, ())
+        number = node.count
+        node.count = number + 1
+        action = node.actions[number] if number < len(node.actions) else None
+        if action is not None and action.stays:
+            mover = action.mover
+            if mover.recorder is not None:
+                return _keep(tensor, action, self._record(mover, f"{node.path}:{number}", tensor))
+            if action.enter:
+                mover.engine.stay(action.enter)
+            alias = tensor.detach()
+            return (alias, alias._version, action, None)
+        return self._move(tensor, f"{node.path}:{number}", action)
+
+    def unpack(self, packed: Kept | Moved) -> Tensor:
+        """Backward needs a tensor that `pack` was given."""
+        if type(packed) is tuple:
+            alias, version, stay, record = packed
+            if alias._version != version:
+                raise _modified(alias, alias.size(), version)
+            if record is not None:
+                record.used()
+            if stay is not None:
+                if not self.in_backward:
+                    self._turn()
+                if stay.leave:
+                    stay.mover.left(stay.leave)
+            return alias
+        assert isinstance(packed, Moved)
+        if packed.alias._version != packed.version:
+            raise _modified(packed.alias, packed.size, packed.version)
+        if not self.in_backward:
+            self._turn()
+        if packed.record is not None:
+            packed.record.used()
+        return packed.mover.give_back(packed)
+
+    def _turn(self) -> None:
+        if _graph_task() == -1:
+            return  # somebody looks at `grad_fn._saved_*`
+        self.in_backward = True
+        for mover in self.armed_movers:
+            mover.begin_backward()
+
+    # --------------------------------------------------------------------------------- deciding
+
+    def _record(self, mover: Mover, key: str, tensor: Tensor) -> Record | None:
+        if mover.recorder is None:
+            return None
+        storage = self._movable(tensor)
+        known = None if storage is None else mover.storages.find(tensor, storage, tensor._version)
+        return mover.recorder.save(key, known)
+
+    def _move(self, tensor: Tensor, key: str, go: Go | None) -> Kept | Moved:
+        mover = go.mover if go is not None else self._mover(tensor.device)
+        if mover is None:
+            return _keep(tensor, None, None)
+        storage = self._movable(tensor)
+        if storage is None:
+            return _keep(tensor, None, self._record(mover, key, tensor))
+        return mover.take(tensor, storage, key, go)
+
+    def _mover(self, device: torch.device) -> Mover | None:
+        if device not in self.movers:
+            self.movers[device] = self._make_mover(device)
+        return self.movers[device]
+
+    def _movable(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """The tensor's storage if it may move: memory of its own that is no parameter's and no buffer's."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or _is_wrapped(tensor):
+            return None
+        if tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed or isinstance(tensor._base, nn.Parameter):
+            return None
+        return storage
+
+
+def _keep(tensor: Tensor, stay: Stay | None, record: Record | None) -> Kept:
+    alias = tensor.detach()  # not the tensor: for an output that would be a reference cycle
+    return (alias, alias._version, stay, record)
+
+
+def _modified(alias: Tensor, size: torch.Size, version: int) -> RuntimeError:
+    """PyTorch's own error for a saved tensor that was changed before backward used it."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{alias.type()} {list(size)}] is at version {alias._version}; expected version {version} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+        "with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+

@@ -1,0 +1,108 @@
+"""Learns a program: which periods to record, how much room their saved tensors may have, and when to plan anew.
+
+Pure: it is fed traces and peaks and hands back plans.
+
+The room is found by feedback. A period's peak is that of the program's own memory plus the saved bytes
+that were in HBM at that moment. One more byte of room raises the peak by one byte at most, so the room
+may always grow by what the peak lies below the target; it shrinks by what a new peak lies above it. The
+first estimate takes the learning period's peak as if nothing saved had been part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from migrator.plan import Plan
+from migrator.policies import Policy
+from migrator.trace import Trace
+
+PERIODS_AFTER_DRIFT = 4  # recorded when something unforeseen was saved: programs alternate between kinds of periods
+KINDS = 8  # kinds of periods that are remembered
+PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
+SETTLED = 0.02  # of the target: closer than this the room stays as it is
+
+
+class Learner:
+    """Decides over the periods of one device.
+
+    Parameters
+    ----------
+    policy : Policy
+        Makes the plans.
+    target : int
+        The peak to aim for, in bytes.
+    """
+
+    def __init__(self, policy: Policy, target: int) -> None:
+        self._policy = policy
+        self._target = target
+        self._traces: dict[frozenset[str], Trace] = {}
+        self._room: int | None = None
+        self._last_peak = 0
+        self._to_record = 1
+        self._periods = 0
+        self.plans: tuple[Plan, ...] = ()
+
+    @property
+    def records_next(self) -> bool:
+        """Whether the next period is to be recorded."""
+        return self._to_record > 0
+
+    def period_over(self, trace: Trace | None, peak: int, *, whole: bool, unforeseen: bool) -> bool:
+        """Take in one period; whether `plans` changed.
+
+        Parameters
+        ----------
+        trace : Trace or None
+            What was recorded, if it was.
+        peak : int
+            Highest use of HBM so far, in bytes; need not be of this period alone.
+        whole : bool
+            Whether everything that lives as long as the program existed when the period began: the
+            optimizer makes its state in the first step, so peaks before that are too low.
+        unforeseen : bool
+            Whether a tensor was saved that no plan knows.
+        """
+        self._periods += 1
+        rose, self._last_peak = peak > self._last_peak, max(peak, self._last_peak)
+        if not (whole or self._periods >= PATIENCE):
+            return False
+        if trace is not None and trace.sites:
+            self._to_record -= 1
+            return self._learn(trace, peak)
+        if unforeseen:
+            self._to_record = PERIODS_AFTER_DRIFT
+        return self._correct(peak, rose)
+
+    def _learn(self, trace: Trace, peak: int) -> bool:
+        kind = frozenset(site.key for site in trace.sites)
+        before = self._traces.pop(kind, None)
+        # Of two periods of one kind that differ in size, the plan must fit the larger.
+        self._traces[kind] = before if before is not None and before.saved_bytes > trace.saved_bytes else trace
+        while len(self._traces) > KINDS:
+            del self._traces[next(iter(self._traces))]
+        if self._room is None:
+            self._room = self._target - peak
+        self._plan()
+        return True
+
+    def _correct(self, peak: int, rose: bool) -> bool:
+        slack = self._target - peak
+        if self._room is None or abs(slack) <= SETTLED * self._target:
+            return False
+        if slack > 0 and not any(plan.groups for plan in self.plans):
+            return False
+        if slack < 0 and not rose:
+            return False
+        self._room += slack
+        self._plan()
+        return True
+
+    def _plan(self) -> None:
+        room = max(0, self._room or 0)
+        self.plans = tuple(self._policy(trace, room) for trace in self._traces.values())
+
+    @property
+    def traces(self) -> Iterable[Trace]:
+        """One trace per kind of period."""
+        return self._traces.values()

@@ -1,0 +1,136 @@
+"""The plan: for each site keep or move, and which sites travel together. Plain data, `plan.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+
+from allocator.groups import group_by_death
+from allocator.sizes import GiB, MiB
+from migrator.trace import Trace
+
+FULL_SPEED = 64 * MiB  # a copy of this size runs at the link's full speed, with room to spare
+GROUPS_AHEAD = 2  # one group on the link and one behind it keep the link busy
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A site whose tensor stays in HBM.
+
+    Attributes
+    ----------
+    enter : int
+        Bytes it adds to HBM when saved: its storage's, 0 if an earlier site brought that.
+    leave : int
+        Bytes that leave HBM when it was used: its storage's at the last use, else 0.
+    """
+
+    enter: int
+    leave: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Sites that leave as one and come back as one.
+
+    Attributes
+    ----------
+    sites : tuple of str
+        Keys of the sites.
+    nbytes : int
+        Bytes of their storages.
+    last_birth : int
+        Position at which the group is complete.
+    first_use : int
+        Position at which backward first asks for one of them; past the period's end if it never does.
+    """
+
+    sites: tuple[str, ...]
+    nbytes: int
+    last_birth: int
+    first_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one policy decided for one trace.
+
+    Attributes
+    ----------
+    policy : str
+        Who decided.
+    room : int
+        Saved bytes that may lie in HBM at once: those kept, those leaving and those back.
+    keep : mapping of str to Keep
+        Sites that stay.
+    groups : tuple of PageGroup
+        Sites that move, in the order in which backward needs them.
+
+    A site that is in neither was not foreseen; it moves, in a group of its period's own.
+    """
+
+    policy: str
+    room: int
+    keep: Mapping[str, Keep]
+    groups: tuple[PageGroup, ...]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay in HBM."""
+        return sum(keep.enter for keep in self.keep.values())
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that leave HBM, and come back, once a period."""
+        return sum(group.nbytes for group in self.groups)
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(asdict(self))
+
+
+def group_bytes(room: int) -> int:
+    """Size of a page group under `room` bytes: a sixteenth of it, between 1 MiB and full speed's 64 MiB."""
+    return min(FULL_SPEED, max(MiB, room // 16))
+
+
+def learning_room(budget: int) -> int:
+    """Saved bytes that may lie in HBM before anything is known: an eighth of the budget, 1 GiB at most."""
+    return min(GiB, budget // 8)
+
+
+def look_ahead(largest: int, room: int) -> int:
+    """Bytes of HBM, out of `room`, for groups under way, when the largest storage that moves has `largest` bytes."""
+    return GROUPS_AHEAD * max(largest, group_bytes(room)) if largest else 0
+
+
+def make_plan(policy: str, trace: Trace, moved: Collection[int], room: int) -> Plan:
+    """The plan in which the storages `moved` move and all others stay."""
+    lives = {life.ident: life for life in trace.lifetimes}
+    sites: dict[int, list[str]] = {}
+    keep: dict[str, Keep] = {}
+    for site in trace.sites:
+        life = lives.get(site.storage)
+        if life is None:
+            keep[site.key] = Keep(0, 0)
+        elif site.storage in moved:
+            sites.setdefault(site.storage, []).append(site.key)
+        else:
+            first, last = site.birth == life.birth, bool(site.uses) and site.uses[-1] == life.death
+            keep[site.key] = Keep(life.nbytes if first else 0, life.nbytes if last else 0)
+    groups = group_by_death((lives[ident] for ident in moved), group_bytes(room))
+    return Plan(
+        policy,
+        room,
+        keep,
+        tuple(
+            PageGroup(
+                sites=tuple(key for life in group for key in sites[life.ident]),
+                nbytes=sum(life.nbytes for life in group),
+                last_birth=max(life.birth for life in group),
+                first_use=min((life.uses[0] for life in group if life.uses), default=trace.positions),
+            )
+            for group in groups
+        ),
+    )

@@ -1,0 +1,24 @@
+"""FlashNeuron, phase 1 (Bae et al., FAST'21, section 4.2: offloading scheduler, linear tensor selection)."""
+
+from __future__ import annotations
+
+from migrator.plan import Plan, look_ahead, make_plan
+from migrator.trace import Trace
+
+
+def plan(trace: Trace, room: int) -> Plan:
+    """Move storages in the order of their creation until what stays fits.
+
+    The paper selects until ``sum(unselected) <= memory - resident - largest working set``; `room` is
+    that right-hand side. Moving needs HBM too, for the groups that are under way: the look-ahead
+    comes off the room as soon as anything moves. Phase 2 (compression) is not part of it.
+    """
+    stays, largest = trace.saved_bytes, 0
+    moved: set[int] = set()
+    for life in trace.lifetimes:
+        if stays + look_ahead(largest, room) <= room:
+            break
+        moved.add(life.ident)
+        stays -= life.nbytes
+        largest = max(largest, life.nbytes)
+    return make_plan("flashneuron", trace, moved, room)

@@ -1,0 +1,94 @@
+"""Where in the program a tensor is saved: the path of the module that runs, and how many it saved before.
+
+Module hooks, which PyTorch calls around every forward, keep the path. They see the roots (modules
+called by no other module) by themselves, so no program has to name its model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from torch import nn
+
+Action = TypeVar("Action")
+
+
+@dataclass(eq=False, slots=True)
+class Node(Generic[Action]):
+    """One module, or the program outside of all modules.
+
+    Attributes
+    ----------
+    path : str
+        ``Root.child.grandchild``; empty for the program itself.
+    period : int
+        The period that `count` and `actions` belong to.
+    count : int
+        Tensors it has saved in that period.
+    actions : sequence
+        What the plan says of each, by number; shorter than the sites when some were not foreseen.
+    """
+
+    path: str
+    period: int = -1
+    count: int = 0
+    actions: Sequence[Action | None] = ()
+    unnamed: dict[str, Node[Action]] = field(default_factory=dict)
+
+
+class Modules(Generic[Action]):
+    """The stack of modules that one thread is in."""
+
+    def __init__(self) -> None:
+        self.here: Node[Action] = Node("")
+        self._stack: list[Node[Action]] = []
+        self._nodes: dict[int, Node[Action]] = {}
+        self._roots: dict[int, weakref.ref[nn.Module]] = {}
+        self._names: dict[str, int] = {}
+
+    @property
+    def outside(self) -> bool:
+        """Whether the thread is in no module."""
+        return not self._stack
+
+    def enter(self, module: nn.Module) -> None:
+        """A forward begins."""
+        node = self._nodes.get(id(module))
+        if node is None:
+            node = self._name_root(module) if self.outside else self._unnamed(module)
+        self._stack.append(self.here)
+        self.here = node
+
+    def leave(self) -> None:
+        """A forward ends, or was left by an exception."""
+        if self._stack:
+            self.here = self._stack.pop()
+
+    def _name_root(self, root: nn.Module) -> Node[Action]:
+        kind = type(root).__name__
+        number = self._names[kind] = self._names.get(kind, 0) + 1
+        name = kind if number == 1 else f"{kind}#{number}"
+        keys = []
+        for path, module in root.named_modules():
+            keys.append(id(module))
+            self._nodes[id(module)] = Node(f"{name}.{path}" if path else name)
+        # An id is good for as long as the object lives: with the root its modules' names go, too.
+        self._roots[id(root)] = weakref.ref(root, lambda _, root_id=id(root): self._forget(root_id, keys))
+        return self._nodes[id(root)]
+
+    def _forget(self, root_id: int, keys: Sequence[int]) -> None:
+        del self._roots[root_id]
+        for key in keys:
+            self._nodes.pop(key, None)
+
+    def _unnamed(self, module: nn.Module) -> Node[Action]:
+        """A module that its root did not list, such as one made within a forward: one name per class and place."""
+        kind = type(module).__name__
+        node = self.here.unnamed.get(kind)
+        if node is None:
+            node = self.here.unnamed[kind] = Node(f"{self.here.path}.<{kind}>")
+        return node
+

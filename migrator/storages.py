@@ -1,0 +1,91 @@
+"""Which storage a tensor lies on, told apart from others that come and go at the same address.
+
+A storage is known by the address of its C++ object for as long as a weak reference to it is held:
+the reference keeps that address, not the memory, from being used again. (The address of the *data*
+is no key: a freed storage's comes back within the same step.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from migrator.lanes import SLOT
+
+if TYPE_CHECKING:
+    from migrator.engine import Saved
+
+
+@dataclass(eq=False, slots=True)
+class Known:
+    """The bytes ``[low, high)`` of a storage, as they were at one version.
+
+    Attributes
+    ----------
+    ident : int
+        Number within the period.
+    saved : Saved or None
+        Where it moves, if it does.
+    """
+
+    ident: int
+    low: int
+    high: int
+    version: int
+    weak: StorageWeakRef
+    saved: Saved | None = None
+
+    def freed(self) -> bool:
+        """Whether the program's memory is gone."""
+        return bool(self.weak.expired())
+
+
+SWEEP = 4096  # storages; a period without backward (evaluation that forgot no_grad) must not grow for ever
+
+
+class Storages:
+    """The storages that a period has saved so far."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[Known]] = {}
+        self._count = 0
+        self._sweep_at = SWEEP
+
+    def find(self, tensor: torch.Tensor, storage: torch.UntypedStorage, version: int) -> Known:
+        """What is known of the bytes that `tensor` needs; made on first sight."""
+        if len(self._known) >= self._sweep_at:
+            self._sweep()
+        known = self._known.setdefault(storage._cdata, [])
+        low, high = _reach(tensor, storage.nbytes())
+        for entry in known:
+            # Another version is other content: a storage saved before and after an in-place operation
+            # (ReLU(inplace=True) on a normalisation's output) is two.
+            if entry.version == version and entry.low <= low and high <= entry.high:
+                return entry
+        entry = Known(self._count, low, high, version, StorageWeakRef(storage))
+        self._count += 1
+        known.append(entry)
+        return entry
+
+
+    def _sweep(self) -> None:
+        """Forget storages that are freed: nobody can save them again."""
+        alive = {key: known for key, known in self._known.items() if not known[0].freed()}
+        self._known = alive
+        self._sweep_at = max(SWEEP, 2 * len(alive))
+
+
+def _reach(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
+    """The bytes of a storage of `nbytes` that `tensor` needs: all, unless it spans less than half of them."""
+    size = tensor.itemsize
+    if 2 * tensor.numel() * size >= nbytes:
+        return 0, nbytes
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    low = tensor.storage_offset() * size
+    high = low + elements * size
+    if 2 * (high - low) >= nbytes:
+        return 0, nbytes
+    return low - low % SLOT, high

@@ -1,0 +1,1 @@
+"""The tests; a package so that `tests.programs` is importable whatever else is installed."""

@@ -1,0 +1,49 @@
+"""What every test gets: no configuration of the developer's, and a seed that a failure shows."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("tiers", deadline=None, print_blob=True)
+settings.load_profile("tiers")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stress", action="store_true", help="run the tests marked stress, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    no_gpu = None
+    for item in items:
+        if item.get_closest_marker("stress") and not config.getoption("--stress"):
+            item.add_marker(pytest.mark.skip(reason="long: run with --stress"))
+        if item.get_closest_marker("gpu"):
+            no_gpu = _gpu_is_missing() if no_gpu is None else no_gpu
+            item.add_marker(pytest.mark.skipif(no_gpu, reason="no NVIDIA GPU that torch can use"))
+
+
+def _gpu_is_missing() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No variable and no user config of ours reaches a test from outside."""
+    for name in os.environ:
+        if name.startswith("TIERS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-user-config"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A fresh seed; pytest shows the line below when the test fails. TEST_SEED repeats one."""
+    value = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"{request.node.name}: TEST_SEED={value}")
+    return value

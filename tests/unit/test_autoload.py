@@ -1,0 +1,116 @@
+"""The gate: free when off, silent when on, and it never breaks `import torch`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "XDG_CONFIG_HOME": "/nonexistent", **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# A session that only tells that it was installed, in the place of the real one.
+FAKE = """
+import sys, types
+session = types.ModuleType('tiers.session')
+session.install = lambda config: print('installed', config.allocator, config.hbm.capacity)
+sys.modules['tiers.session'] = session
+"""
+GATE = "from tiers.autoload import gate; gate()"
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"TIERS_ALLOCATOR": ""}, {"TIERS_ALLOCATOR": "off", "TIERS_HBM": "lots"}]
+)
+def test_off_imports_nothing(environ):
+    code = f"""
+import sys
+before = set(sys.modules)
+{GATE}
+new = set(sys.modules) - before
+print(sorted(name for name in new if name.partition('.')[0] not in sys.stdlib_module_names), 'logging' in new)
+"""
+    assert python(code, **environ).stdout == "['tiers', 'tiers.autoload'] False\n"
+
+
+def test_on_installs_the_session_with_the_configuration():
+    done = python(FAKE + GATE, TIERS_ALLOCATOR="torch", TIERS_HBM="4096")
+    assert (done.stdout, done.stderr, done.returncode) == ("installed torch 4096\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"TIERS_ALLOCATOR": "on"}, "allocator = 'on'"),
+        ({"TIERS_ALLOCATOR": "torch", "TIERS_HBM": "lots"}, "hbm.capacity = 'lots'"),
+        ({"TIERS_ALLOCATOR": "torch", "TIERS_HMB": "1"}, "did you mean TIERS_HBM?"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(environ, message):
+    done = python(FAKE + GATE + "; print('training')", **environ)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_configuration_that_the_session_refuses_ends_alike():
+    refused = FAKE + "from tiers.config import ConfigError\ndef refuse(config): raise ConfigError('used')\n"
+    done = python(f"{refused}session.install = refuse\n{GATE}; print('training')", TIERS_ALLOCATOR="torch")
+    assert (done.stdout, done.stderr, done.returncode) == ("", "tiers: used\n", 2)
+
+
+def test_a_failure_of_ours_is_one_line_and_the_program_goes_on():
+    broken = FAKE + "def fail(config): raise OSError('no luck')\nsession.install = fail\n"
+    done = python(broken + GATE + "; print('training')", TIERS_ALLOCATOR="torch")
+    assert done.returncode == 0
+    assert done.stdout == "training\n"
+    assert done.stderr == "tiers: tiers is not active, the program runs without it: OSError: no luck\n"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs at /dev/shm")
+def test_a_warning_is_said_by_the_program_and_not_again_by_its_workers():
+    code = f"""
+import multiprocessing
+{FAKE}
+def work():
+    {GATE}
+{GATE}
+worker = multiprocessing.get_context('fork').Process(target=work)
+worker.start()
+worker.join()
+"""
+    environ = {"TIERS_ALLOCATOR": "torch", "TIERS_NVME": "1MiB", "TIERS_NVME_PATH": "/dev/shm"}
+    done = python(code, **environ)
+    assert done.stderr.count("is on tmpfs") == 1
+
+
+def test_our_lines_go_through_the_logging_of_a_program_that_has_some():
+    code = f"import logging; logging.basicConfig(format='own %(message)s')\n{FAKE}{GATE}\n"
+    code += "logging.getLogger('tiers').warning('hello')"
+    assert python(code, TIERS_ALLOCATOR="torch").stderr == "own hello\n"
+
+
+def test_session_stays_the_class_after_its_module_is_imported():
+    code = "import tiers.session, tiers; print(isinstance(tiers.session, type), callable(tiers.session))"
+    assert python(code).stdout == "True True\n"
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error():
+    assert (
+        "AttributeError: module 'tiers' has no attribute 'sesion'"
+        in python("import tiers; tiers.sesion").stderr
+    )

@@ -1,0 +1,270 @@
+"""The command line: which verbs there are, what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiers.cli import doctor as doctor_verb
+from tiers.cli.main import VERBS, main
+from tiers.config import Config, HbmConfig, NvmeConfig
+from tiers.doctor import Finding, TorchFacts, examine
+from tiers.topology import Gpu, Memory, Topology
+
+GiB = 1024**3
+CPU = Topology(Memory(32 * GiB, 16 * GiB, None, 8 * 1024**2), (), 2, (), None, False)
+H100 = replace(CPU, gpus=(Gpu(0, "H100", 80 * GiB, "0:0", "580"),))
+TORCH = TorchFacts("2.13.0", "13.0", sees_gpu=True, loads_tiers=True)
+STATS = {
+    "device": "cuda:0",
+    "allocator": "torch",
+    "policy": "flashneuron",
+    "budget": {"hbm": 20 * GiB, "dram": None, "nvme": 0},
+    "periods": 10,
+    "steps": 10,
+    "peak": {"hbm": 15 * GiB, "dram": 4 * GiB, "nvme": 0},
+    "moved": {"d2h": 40 * GiB, "h2d": 40 * GiB, "disk_write": 0, "disk_read": 0},
+    "groups": 120,
+    "stalls": {"disk_read": {"count": 3, "seconds": 0.25}},
+    "unmanaged_bytes": 512,
+    "step_s": {"median": 0.5, "min": 0.4, "max": 0.75},
+}
+
+
+def tiers(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`tiers` in a process of its own, which `run` needs, as it replaces the process."""
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, "-m", "tiers", *words],
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(cwd), "PYTHONPATH": str(root), **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def show(name: str) -> list[str]:
+    """A program that prints variables."""
+    return ["--", sys.executable, "-c", f"import os; print(os.environ.get({name!r}))"]
+
+
+def test_the_verbs_are_frozen():
+    assert [verb.name for verb in VERBS] == ["run", "config", "doctor", "report"]
+
+
+@pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
+def test_every_verb_has_help_and_json(verb, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([verb, "--help"])
+    assert end.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_config_run_and_report_do_not_import_torch():
+    code = "import sys, tiers.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_config_prints_values_and_origins(capsys, monkeypatch):
+    monkeypatch.setenv("TIERS_HBM", "20GiB")
+    assert main(["config"]) == 0
+    out = capsys.readouterr().out
+    assert "20.0 GiB" in out
+    assert "environment TIERS_HBM" in out
+
+
+def test_config_as_json_is_exact(capsys, monkeypatch):
+    monkeypatch.setenv("TIERS_HBM", "20GiB")
+    assert main(["config", "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)["keys"]
+    assert keys["hbm.capacity"] == {"value": 20 * GiB, "origin": "environment TIERS_HBM"}
+
+
+def test_bad_input_is_one_line_and_exit_code_2(capsys, monkeypatch):
+    monkeypatch.setenv("TIERS_HBM", "lots")
+    assert main(["config"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("tiers: hbm.capacity = 'lots'")
+    assert captured.err.count("\n") == 1
+
+
+def test_run_sets_the_environment_of_the_program(tmp_path):
+    done = tiers("run", "--hbm", "20GiB", *show("TIERS_HBM"), cwd=tmp_path)
+    assert (done.stdout, done.stderr, done.returncode) == ("20GiB\n", "", 0)
+
+
+def test_run_turns_tiers_on(tmp_path):
+    assert tiers("run", *show("TIERS_ALLOCATOR"), cwd=tmp_path).stdout == "pages\n"
+
+
+def test_run_takes_the_allocator_of_the_file(tmp_path):
+    (tmp_path / "tiers.toml").write_text('allocator = "torch"')
+    assert tiers("run", *show("TIERS_ALLOCATOR"), cwd=tmp_path).stdout == "torch\n"
+
+
+def test_run_joins_nvme_directories(tmp_path):
+    (tmp_path / "a").mkdir()
+    words = ["run", "--nvme", "1MiB", "--nvme-path", "a", "--nvme-path", ".", *show("TIERS_NVME_PATH")]
+    assert tiers(*words, cwd=tmp_path).stdout == "a:.\n"
+
+
+def test_run_ends_with_the_code_of_the_program(tmp_path):
+    assert tiers("run", "--", sys.executable, "-c", "raise SystemExit(7)", cwd=tmp_path).returncode == 7
+
+
+def test_run_says_what_it_sets_and_leaves_stdout_to_the_program(tmp_path):
+    done = tiers("run", "-v", "--policy", "keep", "--", "true", cwd=tmp_path)
+    assert done.stdout == ""
+    assert done.stderr == "tiers: TIERS_POLICY=keep TIERS_ALLOCATOR=pages true\n"
+    done = tiers("run", "--json", "--", "true", cwd=tmp_path)
+    assert json.loads(done.stderr) == {"set": {"TIERS_ALLOCATOR": "pages"}, "command": ["true"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "code", "message"),
+    [
+        (["run", "--hbm", "lots", "--", "true"], {}, 2, "hbm.capacity = 'lots'"),
+        (["run"], {}, 2, "no program to run"),
+        (["run", "--", "no-such-program"], {}, 127, "no-such-program: no such program"),
+        (["run", "--", "."], {}, 126, ".: Permission denied"),
+        (["run", "--", "true"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, 2, "unset it"),
+    ],
+)
+def test_run_that_cannot_start_is_one_line(tmp_path, words, environ, code, message):
+    done = tiers(*words, cwd=tmp_path, **environ)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_report_prints_what_a_run_did(tmp_path, capsys):
+    (tmp_path / "stats.json").write_text(json.dumps(STATS))
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for text in ("15.0 GiB", "75%", "40.0 GiB", "4.0 GiB", "disk_read", "250.0 ms", "500.0 ms", "512 B"):
+        assert text in out
+
+
+def test_report_of_a_run_that_never_stepped(tmp_path, capsys):
+    idle = {**STATS, "periods": 0, "steps": 0, "stalls": {}}
+    idle["step_s"] = {"median": None, "min": None, "max": None}
+    (tmp_path / "stats.json").write_text(json.dumps(idle))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "no stalls" in capsys.readouterr().out
+
+
+def test_report_as_json_is_the_file(tmp_path, capsys):
+    (tmp_path / "stats.json").write_text(json.dumps(STATS))
+    assert main(["report", "--json", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out) == STATS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "does not exist; run with TIERS_RUN="),
+        ("{", "cannot be read"),
+        ("[]", "not as this version writes it"),
+        ("{}", "not as this version writes it: KeyError('step_s')"),
+    ],
+)
+def test_report_of_no_run_directory_is_one_line(tmp_path, capsys, text, message):
+    if text is not None:
+        (tmp_path / "stats.json").write_text(text)
+    assert main(["report", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def findings(topology: Topology = H100, config: Config | None = None, torch: TorchFacts | None = TORCH):
+    return {finding.subject: finding for finding in examine(topology, config or Config(), torch)}
+
+
+def test_doctor_looks_at_everything_a_run_depends_on():
+    assert list(findings()) == [
+        "torch",
+        "activation",
+        "gpu",
+        "driver",
+        "kvikio",
+        "GDS",
+        "pinning limit",
+        "memory",
+        "cgroup memory limit",
+        "nvme",
+    ]
+
+
+def test_a_machine_without_a_gpu_is_degraded_but_nothing_is_missing():
+    found = findings(CPU, torch=replace(TORCH, cuda=None, sees_gpu=False))
+    assert found["gpu"].status == "degraded"
+    assert "missing" not in {finding.status for finding in found.values()}
+
+
+def test_no_torch_is_missing():
+    assert findings(torch=None)["torch"].status == "missing"
+
+
+def test_a_torch_that_sees_no_gpu_is_told_apart_by_its_build():
+    assert "CUDA build" in findings(torch=replace(TORCH, cuda=None, sees_gpu=False))["torch"].advice
+    assert "driver" in findings(torch=replace(TORCH, sees_gpu=False))["torch"].advice
+
+
+def test_an_entry_point_that_is_not_loaded_is_missing():
+    assert findings(torch=replace(TORCH, loads_tiers=False))["activation"].status == "missing"
+
+
+@pytest.mark.parametrize(("mode", "status"), [("prefer", "degraded"), ("off", "ok"), ("require", "missing")])
+def test_gds_that_is_not_there_weighs_as_much_as_it_is_wanted(mode, status):
+    assert findings(config=Config(nvme=NvmeConfig(gds=mode)))["GDS"].status == status
+
+
+def test_a_pinning_limit_below_the_dram_tier_is_degraded():
+    assert findings()["pinning limit"].status == "degraded"
+    unlimited = replace(H100, memory=replace(H100.memory, memlock=None))
+    assert findings(unlimited)["pinning limit"].status == "ok"
+
+
+def test_a_drive_with_too_little_room_is_missing(tmp_path):
+    config = Config(nvme=NvmeConfig(paths=(tmp_path,), capacity=2**60))
+    assert findings(config=config)[f"nvme {tmp_path}"].status == "missing"
+
+
+def test_every_finding_that_is_not_ok_says_what_to_do():
+    for found in (findings(), findings(CPU), findings(torch=None)):
+        assert [f.subject for f in found.values() if f.status != "ok" and not f.advice] == []
+
+
+@pytest.fixture
+def known_machine(monkeypatch):
+    monkeypatch.setattr(doctor_verb, "discover", lambda: H100)
+    monkeypatch.setattr(doctor_verb, "_torch_facts", lambda: TORCH)
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_doctor_prints_its_findings_and_hints_as_they_are(capsys):
+    assert main(["doctor"]) == 0
+    assert "torch-tiers[cuda13]" in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_doctor_examines_the_rest_when_the_configuration_is_wrong(capsys, monkeypatch):
+    monkeypatch.setenv("TIERS_HBM", "lots")
+    assert main(["doctor", "--json"]) == 1
+    found = [Finding(**finding) for finding in json.loads(capsys.readouterr().out)["findings"]]
+    assert (found[0].subject, found[0].status) == ("config", "missing")
+    assert len(found) > 5
+
+
+def test_config_says_what_unset_means(capsys):
+    assert Config().hbm == HbmConfig(None)
+    assert main(["config"]) == 0
+    assert "all that is free, less a margin" in capsys.readouterr().out

@@ -1,0 +1,239 @@
+"""The configuration: precedence, provenance, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiers.config import Config, ConfigError, flatten, load
+from tiers.config_keys import BY_ARGUMENT, KEYS
+
+GiB = 1024**3
+
+
+@pytest.fixture
+def resolve(tmp_path: Path) -> Callable[..., object]:
+    """`load` in a directory and a home of the test's own; `project` and `user` are texts of the two files."""
+
+    def call(arguments=None, environ=None, project=None, user=None):
+        home = tmp_path / "home"
+        (home / "tiers").mkdir(parents=True, exist_ok=True)
+        if user is not None:
+            (home / "tiers" / "tiers.toml").write_text(user)
+        if project is not None:
+            (tmp_path / "tiers.toml").write_text(project)
+        return load(arguments, environ={"XDG_CONFIG_HOME": str(home), **(environ or {})}, cwd=tmp_path)
+
+    return call
+
+
+def test_nothing_given_is_the_defaults(resolve):
+    resolved = resolve()
+    assert resolved.config == Config()
+    assert set(resolved.origin.values()) == {"default"}
+    assert resolved.warnings == ()
+
+
+def test_the_table_of_keys_is_the_tree():
+    assert {key.name for key in KEYS} == set(flatten(Config()))
+
+
+def test_the_variables_are_frozen():
+    assert sorted(key.env for key in KEYS if key.env) == [
+        "TIERS_ALLOCATOR",
+        "TIERS_DRAM",
+        "TIERS_HBM",
+        "TIERS_LOG",
+        "TIERS_NVME",
+        "TIERS_NVME_PATH",
+        "TIERS_POLICY",
+        "TIERS_RUN",
+        "TIERS_RUN_FORCE",
+    ]
+
+
+def test_argument_names_are_frozen():
+    assert sorted(BY_ARGUMENT) == [
+        "allocator",
+        "dram",
+        "hbm",
+        "links_d2h",
+        "links_disk_read",
+        "links_disk_write",
+        "links_h2d",
+        "log",
+        "monitor_enabled",
+        "nvme",
+        "nvme_checksum",
+        "nvme_gds",
+        "nvme_path",
+        "policy",
+        "run",
+        "run_force",
+    ]
+
+
+def test_stronger_sources_win_and_say_so(resolve, tmp_path):
+    sources = {
+        "user": '[hbm]\ncapacity = "1GiB"',
+        "project": '[hbm]\ncapacity = "2GiB"',
+        "environ": {"TIERS_HBM": "3GiB"},
+        "arguments": {"hbm": "4GiB"},
+    }
+    origins = {
+        "user": str(tmp_path / "home/tiers/tiers.toml"),
+        "project": "./tiers.toml",
+        "environ": "environment TIERS_HBM",
+        "arguments": "argument hbm",
+    }
+    given = {}
+    for number, (source, value) in enumerate(sources.items(), start=1):
+        given[source] = value
+        resolved = resolve(**given)
+        assert resolved.config.hbm.capacity == number * GiB
+        assert resolved.origin["hbm.capacity"] == origins[source]
+
+
+def test_every_key_can_stand_in_the_file(resolve, tmp_path):
+    config = resolve(
+        project=f"""
+        allocator = "pages"
+        policy = "flashneuron"
+        run = "out"
+        run_force = true
+        log = "debug"
+        [hbm]
+        capacity = "24GiB"
+        [dram]
+        capacity = 4096
+        [nvme]
+        paths = ["{tmp_path}"]
+        capacity = "1GiB"
+        gds = "off"
+        checksum = false
+        [monitor]
+        enabled = false
+        [links]
+        d2h = 55.0e9
+        h2d = 55_100_000_000
+        disk_write = 2.9e9
+        disk_read = 2.8e9
+        """
+    ).config
+    assert config.dram.capacity == 4096
+    assert config.nvme.paths == (tmp_path,)
+    assert config.links.h2d == 55.1e9
+    assert [key for key, value in flatten(config).items() if value == flatten(Config())[key]] == []
+
+
+def test_a_named_file_replaces_the_one_in_the_directory(resolve, tmp_path):
+    other = tmp_path / "other.toml"
+    other.write_text('policy = "keep"')
+    resolved = resolve(project='log = "debug"', environ={"TIERS_CONFIG": str(other)})
+    assert resolved.config.policy == "keep"
+    assert resolved.origin["policy"] == str(other)
+    assert resolved.config.log == Config().log
+
+
+def test_an_argument_of_none_counts_as_not_given(resolve):
+    assert resolve({"hbm": None}).origin["hbm.capacity"] == "default"
+
+
+def test_an_empty_variable_counts_as_not_set(resolve):
+    assert resolve(environ={"TIERS_HBM": ""}).origin["hbm.capacity"] == "default"
+
+
+def test_several_nvme_directories_are_separated_as_in_path(resolve, tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    config = resolve(environ={"TIERS_NVME": "1GiB", "TIERS_NVME_PATH": f"{first}:{second}"}).config
+    assert config.nvme.paths == (first, second)
+
+
+def test_paths_do_not_depend_on_a_later_chdir(resolve, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resolve({"run": "out"}).config.run == tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"project": '[hbm]\ncapacty = "1GiB"'},
+            "./tiers.toml: unknown key 'hbm.capacty'; did you mean hbm.capacity?",
+        ),
+        ({"project": 'hbm = "1GiB"'}, "unknown key 'hbm'; did you mean hbm.capacity?"),
+        ({"project": "[allocator]\nkind = 1"}, "allocator = {'kind': 1} (./tiers.toml) is not accepted"),
+        ({"project": "hbm ="}, "./tiers.toml cannot be read"),
+        ({"environ": {"TIERS_HMB": "1"}}, "environment: unknown variable TIERS_HMB; did you mean TIERS_HBM?"),
+        ({"arguments": {"hmb": 1}}, "unknown argument 'hmb'; did you mean hbm?"),
+        (
+            {"arguments": {"policy": "best"}},
+            "policy = 'best' (argument policy) is not accepted: it must be one of auto,",
+        ),
+        ({"environ": {"TIERS_ALLOCATOR": "on"}}, "it must be one of off, torch, pages"),
+        ({"environ": {"TIERS_HBM": "lots"}}, "hbm.capacity = 'lots' (environment TIERS_HBM) is not accepted"),
+        ({"environ": {"TIERS_DRAM": "-1GiB"}}, "dram.capacity = '-1GiB'"),
+        ({"arguments": {"dram": -1}}, "dram.capacity = -1"),
+        ({"project": "[hbm]\ncapacity = 1.5"}, "hbm.capacity = 1.5"),
+        ({"project": "[hbm]\ncapacity = true"}, "hbm.capacity = True"),
+        ({"project": '[nvme]\nchecksum = "maybe"'}, "it must be true or false"),
+        ({"project": "[links]\nd2h = 0"}, "bytes per second above 0"),
+        ({"project": "[links]\nd2h = nan"}, "bytes per second above 0"),
+        ({"project": "[nvme]\npaths = [1]"}, "nvme.paths = [1]"),
+        (
+            {"environ": {"TIERS_CONFIG": "/no/such.toml"}},
+            "TIERS_CONFIG names /no/such.toml, which is not a file",
+        ),
+    ],
+)
+def test_what_is_wrong_gets_one_clear_line(resolve, given, expected):
+    with pytest.raises(ConfigError) as error:
+        resolve(**given)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_mistake_in_a_weaker_source_is_not_masked(resolve):
+    with pytest.raises(ConfigError, match=r"\./tiers\.toml"):
+        resolve(project='[hbm]\ncapacity = "lots"', environ={"TIERS_HBM": "1GiB"})
+
+
+def test_an_nvme_capacity_needs_directories(resolve):
+    with pytest.raises(ConfigError, match="TIERS_NVME_PATH"):
+        resolve({"nvme": "1GiB"})
+
+
+def test_an_nvme_capacity_of_zero_needs_none(resolve):
+    assert resolve({"nvme": 0, "nvme_path": "/no/such"}).warnings == ()
+
+
+def test_nvme_directories_without_a_capacity_are_said_to_be_unused(resolve, tmp_path):
+    assert "nvme tier is off" in resolve({"nvme_path": tmp_path}).warnings[0]
+
+
+def test_an_nvme_directory_must_exist(resolve, tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        resolve({"nvme": "1GiB", "nvme_path": tmp_path / "absent"})
+
+
+def test_an_nvme_directory_must_be_one(resolve, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is not a directory"):
+        resolve({"nvme": "1GiB", "nvme_path": tmp_path / "file"})
+
+
+def test_an_nvme_directory_must_be_writable(resolve, tmp_path, monkeypatch):
+    # Root may write anywhere, so permissions cannot show it in a container.
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match="is not writable"):
+        resolve({"nvme": "1GiB", "nvme_path": tmp_path})
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs at /dev/shm")
+def test_an_nvme_directory_in_memory_is_allowed_but_said(resolve):
+    (warning,) = resolve({"nvme": "1GiB", "nvme_path": "/dev/shm"}).warnings
+    assert "/dev/shm is on tmpfs" in warning

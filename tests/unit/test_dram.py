@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from allocator import dram
+from allocator.dram import DramArena, DramBlock
+from allocator.pinning import PinningRefused, map_pages
+from allocator.sizes import PAGE, MiB
+
+STEP = 4 * PAGE
+
+
+@pytest.fixture
+def arena() -> Iterator[DramArena]:
+    arena = DramArena(16 * PAGE, pinned=False, step=STEP)
+    yield arena
+    arena.close()
+
+
+def take(arena: DramArena, nbytes: int) -> DramBlock:
+    block = arena.allocate(nbytes)
+    assert block is not None
+    return block
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_a_block_is_exactly_as_long_as_asked_for(arena: DramArena) -> None:
+    block = take(arena, PAGE + 3)
+    assert (block.nbytes, block.tensor.numel(), block.padded.numel()) == (PAGE + 3, PAGE + 3, 2 * PAGE)
+    assert (block.tensor.dtype, block.tensor.dim()) == (torch.uint8, 1)
+    assert block.tensor.data_ptr() == block.padded.data_ptr()
+
+
+def test_a_block_begins_on_a_page(arena: DramArena) -> None:
+    assert [take(arena, n).tensor.data_ptr() % PAGE for n in (1, PAGE, PAGE + 1, 5)] == [0] * 4
+
+
+def test_blocks_do_not_overlap(arena: DramArena) -> None:
+    blocks = [take(arena, PAGE + 1) for _ in range(4)]
+    for value, block in enumerate(blocks):
+        block.padded.fill_(value)
+    assert [int(block.padded.unique()) for block in blocks] == [0, 1, 2, 3]
+
+
+def test_it_grows_in_steps(arena: DramArena) -> None:
+    take(arena, 1)
+    assert (arena.grown, arena.used) == (STEP, PAGE)
+
+
+def test_a_request_above_the_step_is_one_mapping(arena: DramArena) -> None:
+    assert take(arena, 2 * STEP).padded.numel() == arena.grown == 2 * STEP
+
+
+def test_the_last_step_is_cut_to_the_capacity() -> None:
+    arena = DramArena(5 * PAGE + 1, pinned=False, step=STEP)
+    take(arena, STEP)
+    take(arena, 1)
+    assert arena.grown == arena.capacity == 5 * PAGE
+
+
+def test_a_full_arena_returns_none(arena: DramArena) -> None:
+    blocks = [take(arena, PAGE) for _ in range(16)]
+    assert arena.allocate(1) is None
+    arena.free(blocks.pop())
+    assert arena.allocate(1) is not None
+
+
+def test_a_request_above_the_capacity_leaves_the_arena_as_it_was(arena: DramArena) -> None:
+    assert arena.allocate(16 * PAGE + 1) is None
+    assert (arena.grown, arena.used) == (0, 0)
+
+
+def test_small_idle_steps_make_way_for_a_large_request(arena: DramArena) -> None:
+    blocks = [take(arena, STEP) for _ in range(4)]
+    for block in blocks:
+        arena.free(block)
+    assert take(arena, 4 * STEP).padded.numel() == 4 * STEP
+
+
+def test_the_peak_remembers(arena: DramArena) -> None:
+    blocks = [take(arena, PAGE) for _ in range(3)]
+    for block in blocks:
+        arena.free(block)
+    assert (arena.used, arena.peak) == (0, 3 * PAGE)
+
+
+def test_a_block_cannot_be_freed_twice(arena: DramArena) -> None:
+    block = take(arena, 1)
+    arena.free(block)
+    with pytest.raises(ValueError, match="freed twice"):
+        arena.free(block)
+
+
+def test_reserving_grows_in_the_background(arena: DramArena) -> None:
+    arena.reserve(10 * PAGE)
+    assert eventually(lambda: arena.grown == 12 * PAGE)
+
+
+def test_reserving_stops_at_the_capacity(arena: DramArena) -> None:
+    arena.reserve(1000 * PAGE)
+    assert eventually(lambda: arena.grown == arena.capacity)
+
+
+def test_closing_stops_a_reservation(arena: DramArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way = threading.Event()
+
+    def slow_touch(pages: object) -> None:
+        under_way.set()
+        time.sleep(0.02)
+
+    monkeypatch.setattr(dram, "touch", slow_touch)
+    arena = DramArena(1000 * PAGE, pinned=False, step=PAGE)
+    arena.reserve(1000 * PAGE)
+    under_way.wait()
+    started = time.monotonic()
+    arena.close()
+    assert time.monotonic() - started < 2
+
+
+def test_trimming_returns_idle_memory_to_the_system(arena: DramArena) -> None:
+    before = resident()
+    keep, drop = take(arena, STEP), take(arena, 8 * PAGE)
+    arena.free(drop)
+    del drop
+    assert arena.trim() == 8 * PAGE
+    assert arena.grown == STEP
+    assert resident() - before < STEP + 4 * MiB
+    arena.free(keep)
+
+
+def test_growth_is_resident_before_it_is_used() -> None:
+    before = resident()
+    arena = DramArena(64 * MiB, pinned=False, step=64 * MiB)
+    take(arena, 1)
+    assert resident() - before > 60 * MiB
+
+
+def test_blocks_outlive_the_arena(arena: DramArena) -> None:
+    block = take(arena, PAGE)
+    view = block.tensor[5:10].fill_(7)
+    arena.close()
+    arena.close()
+    arena.free(block)
+    del block, arena
+    gc.collect()
+    assert view.tolist() == [7] * 5
+
+
+def test_a_closed_arena_hands_out_nothing(arena: DramArena) -> None:
+    take(arena, 1)
+    arena.close()
+    arena.reserve(STEP)
+    assert arena.allocate(1) is None
+
+
+def test_where_the_system_gives_no_more_the_capacity_is_reached(
+    arena: DramArena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    take(arena, STEP)
+
+    def refuse(nbytes: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(dram, "map_pages", refuse)
+    assert [arena.allocate(1), arena.allocate(1)] == [None, None]
+    assert arena.capacity == STEP
+    assert [record.message.count("Cannot allocate memory") for record in caplog.records] == [1]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stand in for the driver: each request to pin is refused with the next of these ('' grants it)."""
+    answers: list[str] = []
+
+    def pin(pages: object, device: int) -> None:
+        if answers and (reason := answers.pop(0)):
+            raise PinningRefused(reason)
+
+    monkeypatch.setattr(dram, "pin", pin)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return answers
+
+
+def test_where_nothing_may_be_pinned_it_goes_on_unpinned_and_says_so(
+    driver: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.append("operation not permitted")
+    arena = DramArena(2 * PAGE, pinned=True, step=PAGE)
+    take(arena, 1), take(arena, 1)
+    assert not arena.pinned
+    assert [record.message.count("operation not permitted") for record in caplog.records] == [1]
+
+
+def test_where_no_more_may_be_pinned_the_capacity_is_reached(
+    driver: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.extend(["", "out of memory"])
+    arena = DramArena(8 * PAGE, pinned=True, step=PAGE)
+    take(arena, 1)
+    assert arena.allocate(1) is None
+    assert arena.pinned
+    assert arena.capacity == PAGE
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_many_threads_share_it_within_the_cap() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    arena = DramArena(32 * PAGE, pinned=False, step=STEP)
+    failures: list[object] = []
+
+    def work(worker: int) -> None:
+        rng = random.Random(seed + worker)
+        held: list[DramBlock] = []
+        for _ in range(300):
+            if held and rng.random() < 0.5:
+                block = held.pop(rng.randrange(len(held)))
+                if int(block.tensor[0]) != worker or int(block.tensor[-1]) != worker:
+                    failures.append(worker)
+                arena.free(block)
+            elif block := arena.allocate(rng.randrange(1, 3 * PAGE)):
+                block.tensor[0] = block.tensor[-1] = worker
+                held.append(block)
+        for block in held:
+            arena.free(block)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert arena.used == 0
+    assert arena.grown <= arena.capacity
+    assert arena.peak <= arena.capacity
+
+
+def test_mapped_pages_are_zero_and_aligned() -> None:
+    memory = torch.frombuffer(map_pages(PAGE), dtype=torch.uint8)
+    assert memory.data_ptr() % PAGE == 0
+    assert not memory.any()
+
+
+def test_an_exiting_program_does_not_wait_for_a_long_reservation() -> None:
+    program = (
+        "from allocator import dram; import time\n"
+        "dram.touch = lambda pages: time.sleep(0.05)\n"
+        "dram.DramArena(4096 << 20, pinned=False, step=2 << 20).reserve(4096 << 20)\n"
+    )
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert time.monotonic() - started < 30  # it would be 100 s

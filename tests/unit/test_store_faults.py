@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from allocator.dram import DramArena
+from allocator.errors import CorruptionError, StoreError
+from allocator.nvme.posix import PosixFile
+from allocator.nvme.store import NvmeExtent, NvmeStore
+from allocator.sizes import KiB, MiB
+from tests.unit.store_faults import Fault, FaultyFile, fail, flip, short
+
+STRIPE = 64 * KiB
+Make = Callable[..., NvmeStore]
+
+
+@pytest.fixture
+def blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Eight stripes of noise, and room for what comes back."""
+    arena = DramArena(4 * MiB, pinned=False, step=4 * MiB)
+    one, other = arena.allocate(8 * STRIPE), arena.allocate(8 * STRIPE)
+    assert one and other
+    one.tensor.random_(generator=torch.manual_seed(0))
+    yield one.tensor, other.tensor
+    arena.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make a store whose first directory is faulty; depth 1, so that requests are counted in order."""
+    made: list[NvmeStore] = []
+
+    def make_store(
+        directories: int = 1, capacity: int = 16 * MiB, checksum: bool = True, **faults: object
+    ) -> NvmeStore:
+        paths = [tmp_path / f"drive{index}" for index in range(directories)]
+        for path in paths:
+            path.mkdir()
+
+        def open_file(path: Path) -> FaultyFile:
+            return FaultyFile(PosixFile(path), **faults if path == paths[0] else {})  # type: ignore[arg-type]
+
+        sizes = {"capacity": 16 * MiB, "stripe": STRIPE, "step": MiB, "depth": 1}
+        made.append(NvmeStore(paths, gds="off", checksum=checksum, backend=open_file, **sizes))
+        return made[-1]
+
+    yield make_store
+    for store in made:
+        store.close()
+
+
+def take(store: NvmeStore, nbytes: int = 8 * STRIPE) -> NvmeExtent:
+    extent = store.allocate(nbytes)
+    assert extent is not None
+    return extent
+
+
+Blocks = tuple[torch.Tensor, torch.Tensor]
+
+
+def test_a_failed_write_names_path_offset_and_size(make: Make, blocks: Blocks, tmp_path: Path) -> None:
+    store = make(writes={3: fail(errno.EIO)})
+    with pytest.raises(StoreError) as caught:
+        store.write(take(store), blocks[0]).result()
+    error = caught.value
+    assert (error.path, error.offset, error.nbytes) == (str(tmp_path / "drive0"), 3 * STRIPE, STRIPE)
+    assert error.action == "write"
+    assert "Input/output error" in str(error)
+
+
+def test_a_failed_write_takes_its_directory_out_of_rotation_said_once(
+    make: Make, blocks: Blocks, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make(2, writes={0: fail(errno.EIO), 1: fail(errno.EIO)})
+    bad = take(store)
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            store.write(bad, blocks[0]).result()
+    good = take(store)
+    store.write(good, blocks[0]).result()
+    store.read(good, blocks[1]).result()
+    assert torch.equal(*blocks)
+    assert ["takes no more data" in record.message for record in caplog.records] == [True]
+
+
+def test_with_no_directory_left_the_capacity_is_reached(make: Make, blocks: Blocks) -> None:
+    store = make(writes={0: fail(errno.ENOSPC)})
+    extent = take(store)
+    with pytest.raises(StoreError, match="No space left"):
+        store.write(extent, blocks[0]).result()
+    assert store.allocate(1) is None
+    store.free(extent)
+    assert (store.used, store.capacity) == (0, 0)
+
+
+def test_what_lies_in_a_retired_directory_can_still_be_read(make: Make, blocks: Blocks) -> None:
+    store = make(writes={8: fail(errno.EIO)})
+    old, new = take(store), take(store)
+    store.write(old, blocks[0]).result()
+    with pytest.raises(StoreError):
+        store.write(new, blocks[0]).result()
+    store.read(old, blocks[1]).result()
+    assert torch.equal(*blocks)
+
+
+def test_a_failed_read_is_an_exception_and_passes(make: Make, blocks: Blocks) -> None:
+    store = make(reads={2: fail(errno.EIO)})
+    extent = take(store)
+    store.write(extent, blocks[0]).result()
+    with pytest.raises(StoreError, match="cannot read 65536 bytes at offset 131072"):
+        store.read(extent, blocks[1]).result()
+    store.read(extent, blocks[1]).result()
+    assert torch.equal(*blocks)
+
+
+@pytest.mark.parametrize(
+    "fault", [short(16 * KiB), short(5000), fail(errno.EINTR)], ids=["short", "odd", "EINTR"]
+)
+def test_a_transfer_that_stops_half_way_goes_on(make: Make, blocks: Blocks, fault: Fault) -> None:
+    store = make(reads={1: fault, 2: fault}, writes={0: fault, 4: fault})
+    extent = take(store)
+    store.write(extent, blocks[0]).result()
+    store.read(extent, blocks[1]).result()
+    assert torch.equal(*blocks)
+
+
+def test_a_transfer_that_gets_nowhere_is_an_error(make: Make, blocks: Blocks) -> None:
+    store = make(writes={0: short(0)})
+    with pytest.raises(StoreError, match="only 0 bytes"):
+        store.write(take(store), blocks[0]).result()
+
+
+@pytest.mark.parametrize("bit", [0, 12345, 8 * STRIPE - 1])
+def test_a_flipped_bit_is_found(make: Make, blocks: Blocks, bit: int, tmp_path: Path) -> None:
+    store = make(reads={5: flip(bit)})
+    extent = take(store)
+    store.write(extent, blocks[0]).result()
+    with pytest.raises(CorruptionError) as caught:
+        store.read(extent, blocks[1]).result()
+    assert (caught.value.path, caught.value.offset) == (str(tmp_path / "drive0"), 5 * STRIPE)
+
+
+def test_without_checksums_a_flipped_bit_passes(make: Make, blocks: Blocks) -> None:
+    store = make(checksum=False, reads={5: flip(3)})
+    extent = take(store)
+    store.write(extent, blocks[0]).result()
+    store.read(extent, blocks[1]).result()
+    assert (blocks[0] != blocks[1]).sum() == 1
+
+
+def test_a_full_disk_is_filled_to_the_brim_and_said_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make(full_at=5 * MiB + 100 * KiB)
+    taken = 0
+    while store.allocate(4 * KiB):
+        taken += 4 * KiB
+    assert store.allocate(4 * KiB) is None
+    assert taken == store.used == store.capacity == 5 * MiB + 100 * KiB
+    assert ["No space left" in record.message for record in caplog.records] == [True]
+
+
+def test_where_one_disk_is_full_the_other_serves(make: Make) -> None:
+    store = make(2, full_at=MiB)
+    extents = [store.allocate(MiB) for _ in range(9)]
+    assert all(extents)
+    assert store.allocate(STRIPE) is None
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from allocator.dram import DramArena
+from allocator.errors import StoreError
+from allocator.nvme.store import NvmeStore
+
+MiB = 1 << 20
+store = NvmeStore([Path(sys.argv[1])], 64 * MiB, gds="off", step=8 * MiB)
+block = DramArena(8 * MiB, pinned=False).allocate(8 * MiB).tensor
+extent = store.allocate(8 * MiB)
+resource.setrlimit(resource.RLIMIT_FSIZE, (6 * MiB, 6 * MiB))
+if sys.argv[2] == "grow":
+    print(store.allocate(8 * MiB), store.capacity)
+else:
+    try:
+        store.write(extent, block).result()
+    except StoreError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "said"), [("grow", "None 8388608"), ("write", "cannot write 2097152 bytes at offset 6291456")]
+)
+def test_a_limit_of_the_kernel_is_met_with_an_answer(tmp_path: Path, when: str, said: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path), when],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert said in process.stdout
+    assert "File too large" in process.stdout + process.stderr

@@ -1,0 +1,224 @@
+"""Facts about the machine, read from trees that the tests build."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tiers.topology import Topology, default_dram_capacity, discover, gds_obstacle
+from tiers.topology.gpu import Gpu, find_gpus, nvidia_fs_loaded
+from tiers.topology.memory import CgroupMemory, Memory, cgroup_memory, numa_nodes, read_memory
+from tiers.topology.storage import filesystem_of
+
+GiB = 1024**3
+
+
+def tree(root: Path, files: dict[str, object]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{content}\n")
+    return root
+
+
+def test_the_real_machine_can_be_read():
+    found = discover()
+    assert 0 < found.memory.available <= found.memory.total
+    assert 1 <= found.cores <= (os.cpu_count() or 1)
+
+
+def test_meminfo_is_in_bytes(tmp_path):
+    root = tree(tmp_path, {"proc/meminfo": "MemTotal: 16 kB\nMemAvailable: 8 kB\nHugePages_Total: 3"})
+    memory = read_memory(root)
+    assert (memory.total, memory.available, memory.cgroup) == (16384, 8192, None)
+
+
+def test_no_cgroup_file_is_no_limit(tmp_path):
+    assert cgroup_memory(tmp_path) is None
+
+
+def test_version_2_counts_the_level_with_the_least_room(tmp_path):
+    top = "sys/fs/cgroup"
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job/step",
+            f"{top}/job/memory.max": 10 * GiB,
+            f"{top}/job/memory.current": 9 * GiB,
+            f"{top}/job/step/memory.max": 4 * GiB,
+            f"{top}/job/step/memory.current": 1 * GiB,
+        },
+    )
+    found = cgroup_memory(root)
+    assert found == CgroupMemory(root / top / "job", 10 * GiB, 9 * GiB)
+    assert found.room == 1 * GiB
+
+
+def test_a_level_without_a_limit_is_passed_over(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job",
+            "sys/fs/cgroup/job/memory.max": "max",
+            "sys/fs/cgroup/memory.max": 2 * GiB,
+            "sys/fs/cgroup/memory.current": 0,
+        },
+    )
+    assert cgroup_memory(root) == CgroupMemory(root / "sys/fs/cgroup", 2 * GiB, 0)
+
+
+def test_file_cache_that_can_be_dropped_is_not_usage(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": 4 * GiB,
+            "sys/fs/cgroup/memory.current": 3 * GiB,
+            "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {2 * GiB}",
+        },
+    )
+    assert cgroup_memory(root).usage == 1 * GiB
+
+
+def test_version_1_is_read_where_the_container_shows_it(tmp_path):
+    # The listed path is the host's; below the mount point only the container's own level exists.
+    top = "sys/fs/cgroup/memory"
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu:/docker/abc\n4:memory:/docker/abc\n0::/",
+            f"{top}/memory.limit_in_bytes": 3 * GiB,
+            f"{top}/memory.usage_in_bytes": 1 * GiB,
+        },
+    )
+    assert cgroup_memory(root) == CgroupMemory(root / top, 3 * GiB, 1 * GiB)
+
+
+def test_version_1_writes_no_limit_as_a_huge_number(tmp_path):
+    top = "sys/fs/cgroup/memory"
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/",
+            f"{top}/memory.limit_in_bytes": 2**63 - 4096,
+            f"{top}/memory.usage_in_bytes": 0,
+        },
+    )
+    assert cgroup_memory(root) is None
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "expected"),
+    [
+        (None, 8 * GiB),
+        (CgroupMemory(Path("/"), 10 * GiB, 2 * GiB), 4 * GiB),
+        (CgroupMemory(Path("/"), 100 * GiB, 0), 8 * GiB),
+        (CgroupMemory(Path("/"), 1 * GiB, 2 * GiB), 0),
+        (CgroupMemory(Path("/"), 5 * 1024**2, 0), 2 * 1024**2),
+    ],
+)
+def test_default_dram_is_half_of_what_is_left_in_whole_pages(cgroup, expected):
+    assert default_dram_capacity(Memory(32 * GiB, 16 * GiB, cgroup, None)) == expected
+
+
+def test_numa_nodes_without_memory_are_left_out(tmp_path):
+    top = "sys/devices/system/node"
+    root = tree(
+        tmp_path,
+        {
+            f"{top}/node1/meminfo": "Node 1 MemTotal: 0 kB",
+            f"{top}/node10/meminfo": "Node 10 MemTotal: 4 kB",
+            f"{top}/node10/cpulist": "8-15",
+            f"{top}/node2/meminfo": "Node 2 MemTotal: 8 kB\nNode 2 MemFree: 1 kB",
+            f"{top}/node2/cpulist": "0-7",
+        },
+    )
+    assert [(n.number, n.memory, n.cores) for n in numa_nodes(root)] == [(2, 8192, "0-7"), (10, 4096, "8-15")]
+
+
+MOUNTS = """\
+22 1 259:2 / / rw - ext4 /dev/nvme0n1p2 rw
+23 22 0:24 / /dev/shm rw - tmpfs tmpfs rw
+24 22 8:0 / /mnt/my\\040disk rw shared:1 master:2 - xfs /dev/sda rw
+25 22 0:30 / /mnt rw - overlay overlay rw
+26 22 0:31 / /mnt rw - nfs server:/export rw"""
+
+
+@pytest.fixture
+def mounts(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/mountinfo": MOUNTS,
+            "sys/devices/pci0/nvme0n1/queue/rotational": 0,
+            "sys/devices/pci0/nvme0n1/nvme0n1p2/partition": 2,
+            "sys/devices/pci0/sda/queue/rotational": 1,
+            "sys/dev/block/README": "",
+        },
+    )
+    (root / "sys/dev/block/259:2").symlink_to("../../devices/pci0/nvme0n1/nvme0n1p2")
+    (root / "sys/dev/block/8:0").symlink_to("../../devices/pci0/sda")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("path", "description"),
+    [
+        ("/var/tiers", "ext4 on nvme0n1 (solid state)"),
+        ("/mnt/my disk/tiers", "xfs on sda (spinning)"),
+        ("/dev/shm", "tmpfs on tmpfs"),
+        ("/mnt/elsewhere", "nfs on server:/export"),
+    ],
+)
+def test_a_path_lies_on_its_longest_and_latest_mount(mounts, path, description):
+    assert filesystem_of(Path(path), mounts).describe() == description
+
+
+def test_tmpfs_is_in_memory_and_a_drive_is_not(mounts):
+    assert filesystem_of(Path("/dev/shm/x"), mounts).in_memory
+    assert not filesystem_of(Path("/var"), mounts).in_memory
+
+
+def smi(folder: Path, body: str) -> str:
+    script = folder / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_gpus_are_listed(tmp_path):
+    line = "0, NVIDIA H100 80GB HBM3, 81559, 00000000:19:00.0, 580.95.05"
+    assert find_gpus(smi(tmp_path, f"echo '{line}'")) == (
+        Gpu(0, "NVIDIA H100 80GB HBM3", 81559 * 1024**2, "00000000:19:00.0", "580.95.05"),
+    )
+
+
+@pytest.mark.parametrize("body", ["exit 9", "echo no devices were found; exit 6"])
+def test_a_driver_that_does_not_answer_is_no_gpu(tmp_path, body):
+    assert find_gpus(smi(tmp_path, body)) == ()
+
+
+def test_no_nvidia_smi_is_no_gpu(tmp_path):
+    assert find_gpus(str(tmp_path / "absent")) == ()
+
+
+def test_nvidia_fs_is_seen_by_its_folder_or_in_the_module_list(tmp_path):
+    assert not nvidia_fs_loaded(tree(tmp_path, {"proc/modules": "nvidia 1 0 - Live 0x0"}))
+    assert nvidia_fs_loaded(tree(tmp_path, {"proc/modules": "nvidia_fs 1 0 - Live 0x0"}))
+    assert nvidia_fs_loaded(tree(tmp_path / "b", {"proc/driver/nvidia-fs/stats": ""}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kvikio", "nvidia_fs", "reason"),
+    [
+        (0, "26.10", True, "no NVIDIA GPU"),
+        (1, None, True, "kvikio is not installed"),
+        (1, "26.10", False, "nvidia-fs is not loaded"),
+        (1, "26.10", True, None),
+    ],
+)
+def test_the_reason_why_gds_is_not_in_use(gpus, kvikio, nvidia_fs, reason):
+    gpu = Gpu(0, "H100", 80 * GiB, "0:0", "580")
+    found = gds_obstacle(Topology(Memory(1, 1, None, None), (), 1, (gpu,) * gpus, kvikio, nvidia_fs))
+    assert found == reason or (reason is not None and reason in found)

@@ -1,0 +1,9 @@
+"""``python -m tiers`` is ``tiers``, for where the console script is not on the path."""
+
+from __future__ import annotations
+
+import sys
+
+from tiers.cli.main import main
+
+sys.exit(main())

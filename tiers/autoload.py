@@ -1,0 +1,54 @@
+"""The entry point that `import torch` calls: it turns tiers on when the environment asks for it.
+
+Every process that imports torch runs it, DataLoader and compile workers among them, which look just like
+spawned trainers. So it only registers; the session arms at the first training forward.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def gate() -> None:
+    """Install tiers if ``TIERS_ALLOCATOR`` is set to something other than ``off``.
+
+    Raises
+    ------
+    SystemExit
+        With code 2, after one line on stderr, if the configuration is wrong: before training starts. Nothing
+        else is raised, as PyTorch would turn it into a failure of ``import torch``.
+    """
+    if os.environ.get("TIERS_ALLOCATOR", "").strip().lower() in ("", "off"):
+        return
+    import logging
+
+    try:
+        _install()
+    except Exception as error:
+        logging.getLogger("tiers").error(
+            "tiers is not active, the program runs without it: %s: %s", type(error).__name__, error
+        )
+
+
+def _install() -> None:
+    import logging
+    import multiprocessing
+    import sys
+
+    from tiers.config import ConfigError, load
+    from tiers.log import set_up
+
+    try:
+        resolved = load()
+        set_up(resolved.config.log)
+        # A child of multiprocessing inherited the variable from a process that has said all this already.
+        if multiprocessing.parent_process() is None:
+            for warning in resolved.warnings:
+                logging.getLogger("tiers").warning(warning)
+
+        from tiers.session import install
+
+        install(resolved.config)
+    except ConfigError as error:
+        print(f"tiers: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,46 @@
+"""The console script: parses the command line and runs one verb."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Sequence
+
+from allocator.errors import TiersError
+from tiers.cli.config import ConfigVerb
+from tiers.cli.doctor import DoctorVerb
+from tiers.cli.report import ReportVerb
+from tiers.cli.run import RunVerb
+from tiers.cli.verb import BAD_INPUT, Verb
+
+VERBS: tuple[Verb, ...] = (RunVerb(), ConfigVerb(), DoctorVerb(), ReportVerb())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser from the list of verbs."""
+    parser = argparse.ArgumentParser(
+        prog="tiers",
+        description="Run PyTorch programs in less GPU memory than they need.",
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb in VERBS:
+        text = inspect.getdoc(verb) or ""
+        sub = verbs.add_parser(verb.name, help=text.splitlines()[0], description=text)
+        sub.add_argument("--json", action="store_true", help="write JSON instead of tables")
+        sub.set_defaults(do=verb.run)
+        verb.prepare(sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``tiers`` and return its exit code: 0, 2 for bad input, or what the verb says."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.do(args)
+    except TiersError as error:
+        print(f"tiers: {error}", file=sys.stderr)
+        return getattr(error, "code", BAD_INPUT)
+    except KeyboardInterrupt:
+        return 130
+    return code

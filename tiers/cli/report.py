@@ -1,0 +1,99 @@
+"""``tiers report``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from allocator.sizes import format_size
+from tiers.cli.verb import CliError, print_json, print_tables
+
+_BAR = 20
+
+
+class ReportVerb:
+    """Print what a run did: peak per tier, bytes moved per lane, stalls, step time.
+
+    Reads stats.json of a directory that TIERS_RUN named.
+    """
+
+    name = "report"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Take the run directory."""
+        parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory that TIERS_RUN named")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Read and print."""
+        path = args.run_dir / "stats.json"
+        stats = _read(path)
+        if args.json:
+            print_json(stats)
+            return 0
+        try:
+            parts = list(render(stats))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CliError(f"{path} is not as this version writes it: {error!r}") from None
+        print_tables(parts)
+        return 0
+
+
+def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
+    """Tables and lines for the content of a stats.json."""
+    step = stats["step_s"]
+    yield (
+        f"device {stats['device']}, allocator {stats['allocator']}, policy {stats['policy']}: "
+        f"{stats['steps']} steps, {stats['periods']} periods, {stats['groups']} page groups"
+    )
+    yield (
+        f"step {_ms(step['median'])} (median; {_ms(step['min'])} to {_ms(step['max'])}), "
+        f"unmanaged {format_size(stats['unmanaged_bytes'])}"
+    )
+    tiers = Table("tier", "peak", "budget", "", title="tiers", title_justify="left")
+    for tier, peak in stats["peak"].items():
+        budget = stats["budget"][tier]
+        tiers.add_row(tier, format_size(peak), _size(budget), _bar(peak, budget))
+    yield tiers
+    lanes = Table("lane", "moved", "per period", title="lanes", title_justify="left")
+    for lane, moved in stats["moved"].items():
+        lanes.add_row(lane, format_size(moved), format_size(moved // max(stats["periods"], 1)))
+    yield lanes
+    stalls = Table("cause", "count", "time", title="stalls", title_justify="left")
+    for cause, stall in stats["stalls"].items():
+        stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]))
+    yield stalls if stalls.rows else "no stalls"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        stats = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CliError(
+            f"{path} does not exist; run with TIERS_RUN={path.parent} to have it written"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CliError(f"{path} cannot be read: {error}") from None
+    if not isinstance(stats, dict):
+        raise CliError(f"{path} is not as this version writes it: no object")
+    return stats
+
+
+def _size(nbytes: int | None) -> str:
+    return "none" if nbytes is None else format_size(nbytes)
+
+
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def _bar(used: int, budget: int | None) -> str:
+    if not budget:
+        return ""
+    share = used / budget
+    return f"{'█' * min(round(share * _BAR), _BAR):<{_BAR}} {share:.0%}"

@@ -1,0 +1,57 @@
+"""What a verb is, and how it speaks: tables for people, ``--json`` for programs, one line for an error."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from typing import Protocol
+
+from rich.console import Console, RenderableType
+
+from allocator.errors import TiersError
+
+BAD_INPUT = 2
+
+
+class CliError(TiersError):
+    """Ends a verb with one line on stderr.
+
+    Parameters
+    ----------
+    text
+        What happened and what to do.
+    code
+        The exit code; 2, bad input, unless there is a better one.
+    """
+
+    def __init__(self, text: str, code: int = BAD_INPUT) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Verb(Protocol):
+    """One verb. Its name on the command line is `name`, its help the docstring of its class."""
+
+    name: str
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Add the verb's arguments; ``--json`` is there already."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it and return the exit code; a TiersError becomes one line."""
+
+
+def print_json(data: object) -> None:
+    """Write `data` on stdout; paths and such as their text."""
+    json.dump(data, sys.stdout, indent=2, default=str)
+    sys.stdout.write("\n")
+
+
+def print_tables(parts: Iterable[RenderableType]) -> None:
+    """Write tables and lines on stdout, in colour where that is a terminal and NO_COLOR is not set."""
+    # No markup: a path or a hint such as torch-tiers[cuda13] is text, not a style.
+    console = Console(markup=False, highlight=False, emoji=False)
+    for part in parts:
+        console.print(part)

@@ -1,0 +1,203 @@
+"""The configuration: a typed tree, merged from five sources, each value with where it came from.
+
+Imported inside `import torch`: standard library only, and no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tiers.config_keys import CONFIG_ENV, KNOWN_POLICIES, ConfigError
+from tiers.config_sources import from_arguments, from_environment, from_files
+
+__all__ = [
+    "KNOWN_POLICIES",
+    "Config",
+    "ConfigError",
+    "DramConfig",
+    "HbmConfig",
+    "LinksConfig",
+    "MonitorConfig",
+    "NvmeConfig",
+    "Resolved",
+    "flatten",
+    "load",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class HbmConfig:
+    """``[hbm]``: bytes per GPU; None means all that is free less a margin."""
+
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DramConfig:
+    """``[dram]``: bytes per node; None means half of what the cgroup leaves."""
+
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeConfig:
+    """``[nvme]``: bytes per node over all paths; None or 0 means that the tier is off."""
+
+    paths: tuple[Path, ...] = ()
+    capacity: int | None = None
+    gds: Literal["require", "prefer", "off"] = "prefer"
+    checksum: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorConfig:
+    """``[monitor]``."""
+
+    enabled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LinksConfig:
+    """``[links]``: bytes per second of each lane as measured; None means not measured yet."""
+
+    d2h: float | None = None
+    h2d: float | None = None
+    disk_write: float | None = None
+    disk_read: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the user asked for; ``Config()`` is the defaults."""
+
+    allocator: Literal["off", "torch", "pages"] = "off"
+    policy: str = "auto"
+    hbm: HbmConfig = field(default_factory=HbmConfig)
+    dram: DramConfig = field(default_factory=DramConfig)
+    nvme: NvmeConfig = field(default_factory=NvmeConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
+    run: Path | None = None
+    run_force: bool = False
+    log: str = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration and its provenance.
+
+    Attributes
+    ----------
+    config
+        The effective values.
+    origin
+        Key (as in tiers.toml) to where its value came from: ``"environment TIERS_HBM"``, ``"./tiers.toml"``,
+        ``"argument hbm"``, ``"default"``.
+    warnings
+        What is allowed but worth saying, one line each.
+    """
+
+    config: Config
+    origin: dict[str, str]
+    warnings: tuple[str, ...]
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every value by its key as in tiers.toml, in the order of the tree."""
+    flat: dict[str, Any] = {}
+    for top in fields(config):
+        value = getattr(config, top.name)
+        if is_dataclass(value):
+            flat |= {f"{top.name}.{sub.name}": getattr(value, sub.name) for sub in fields(value)}
+        else:
+            flat[top.name] = value
+    return flat
+
+
+def load(
+    arguments: Mapping[str, object] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Resolved:
+    """Merge argument > environment > ``./tiers.toml`` > user config > default.
+
+    Parameters
+    ----------
+    arguments
+        Values by argument name (``hbm``, ``nvme_path``, ``nvme_gds``, ...); None counts as not given.
+        ``config`` names a file, as ``TIERS_CONFIG`` does.
+    environ
+        The environment; `os.environ` if not given. An empty variable counts as not set.
+    cwd
+        Where ``./tiers.toml`` is looked for; the working directory if not given.
+
+    Raises
+    ------
+    ConfigError
+        On an unknown key, a value that its key does not accept, a file that cannot be read, or NVMe
+        directories that cannot be used.
+    """
+    given = {name: value for name, value in (arguments or {}).items() if value is not None}
+    environ = os.environ if environ is None else environ
+    named = given.pop("config", None) or environ.get(CONFIG_ENV)
+    values = flatten(Config())
+    origin = dict.fromkeys(values, "default")
+    for source in (
+        from_files(Path(str(named)) if named else None, environ, cwd or Path()),
+        from_environment(environ),
+        from_arguments(given),
+    ):
+        for entry in source:
+            # Parsed even when a stronger source overrides it: a mistake must not wait for that source to go.
+            values[entry.key.name] = entry.parse()
+            origin[entry.key.name] = entry.origin
+    config = _build(values)
+    return Resolved(config, origin, _check_nvme(config.nvme, origin))
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    def table(name: str) -> dict[str, Any]:
+        prefix = name + "."
+        return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+    return Config(
+        hbm=HbmConfig(**table("hbm")),
+        dram=DramConfig(**table("dram")),
+        nvme=NvmeConfig(**table("nvme")),
+        monitor=MonitorConfig(**table("monitor")),
+        links=LinksConfig(**table("links")),
+        **{key: value for key, value in values.items() if "." not in key},
+    )
+
+
+def _check_nvme(nvme: NvmeConfig, origin: Mapping[str, str]) -> tuple[str, ...]:
+    """Check that the directories can be used; return what is allowed but worth saying."""
+    if nvme.capacity is None:
+        return ("nvme.paths is set but nvme.capacity is not: the nvme tier is off",) if nvme.paths else ()
+    if nvme.capacity == 0:
+        return ()
+    if not nvme.paths:
+        raise ConfigError(
+            f"nvme.capacity is set ({origin['nvme.capacity']}) but nvme.paths is not: "
+            "name the directories with TIERS_NVME_PATH or in [nvme]"
+        )
+    from tiers.topology import filesystem_of
+
+    warnings = []
+    for path in nvme.paths:
+        where = f"nvme.paths ({origin['nvme.paths']}): {path}"
+        if not path.exists():
+            raise ConfigError(f"{where} does not exist; create it or name another directory")
+        if not path.is_dir():
+            raise ConfigError(f"{where} is not a directory")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"{where} is not writable by this user")
+        filesystem = filesystem_of(path)
+        if filesystem.in_memory:
+            warnings.append(f"{where} is on {filesystem.kind}: what is spilled there stays in memory")
+    return tuple(warnings)

@@ -1,0 +1,158 @@
+"""Every key of the configuration, declared once: its name in tiers.toml, its variable, what it accepts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from allocator.errors import TiersError
+from migrator.policies import POLICIES
+from allocator.sizes import parse_size
+from tiers.log import LEVELS
+
+ALLOCATORS = ("off", "torch", "pages")
+GDS_MODES = ("require", "prefer", "off")
+KNOWN_POLICIES = ("auto", *POLICIES)
+
+
+class ConfigError(TiersError):
+    """A wrong configuration: the text names the key, where its value came from and what is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """Turns a raw value (text of a variable, a TOML value, a Python argument) into a typed one.
+
+    Attributes
+    ----------
+    parse
+        Raises ValueError or TypeError on what it does not accept.
+    accepts
+        What it accepts, in words for an error message.
+    """
+
+    parse: Callable[[object], object]
+    accepts: str
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key.
+
+    Attributes
+    ----------
+    name
+        As in tiers.toml: ``hbm.capacity`` is ``capacity`` of the table ``[hbm]``.
+    parser
+        What the key accepts.
+    env
+        The environment variable, if the key has one.
+    """
+
+    name: str
+    parser: Parser
+    env: str | None = None
+
+    @property
+    def argument(self) -> str:
+        """The name as a Python argument and, with dashes, as an option: ``hbm``, ``nvme_path``."""
+        if self.env is not None:
+            return self.env.removeprefix("TIERS_").lower()
+        return self.name.replace(".", "_")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean x?"`` for the known name nearest to `name`, or nothing when none is near."""
+    names = sorted(known)
+    # `hbm` for `hbm.capacity` is the likeliest slip, though the two are far apart as strings.
+    match = [other for other in names if other.startswith(name + ".")] or get_close_matches(name, names, n=1)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
+def _size(raw: object) -> int:
+    if not isinstance(raw, (str, int)):
+        raise TypeError("not a size")
+    return parse_size(raw)
+
+
+def _flag(raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    text = str(raw).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("not a flag")
+
+
+def _rate(raw: object) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
+        raise TypeError("not a number")
+    rate = float(raw)
+    if not (rate > 0 and math.isfinite(rate)):
+        raise ValueError("not a rate")
+    return rate
+
+
+def _path(raw: object) -> Path:
+    if not isinstance(raw, (str, os.PathLike)) or not str(raw).strip():
+        raise TypeError("not a path")
+    # Absolute from here on: the program may change its directory before the path is used.
+    return Path(raw).expanduser().absolute()
+
+
+def _paths(raw: object) -> tuple[Path, ...]:
+    if isinstance(raw, str):
+        raw = [part for part in raw.split(os.pathsep) if part.strip()]
+    elif isinstance(raw, os.PathLike):
+        raw = [raw]
+    if not isinstance(raw, (list, tuple)):
+        raise TypeError("not a list of paths")
+    return tuple(_path(part) for part in raw)
+
+
+def _one_of(choices: tuple[str, ...]) -> Parser:
+    def parse(raw: object) -> str:
+        text = str(raw).strip().lower()
+        if text not in choices:
+            raise ValueError("not a choice")
+        return text
+
+    return Parser(parse, "one of " + ", ".join(choices))
+
+
+SIZE = Parser(_size, 'a size such as "24GiB", "512MiB" or a number of bytes, not negative')
+FLAG = Parser(_flag, "true or false (in the environment also 1 or 0)")
+RATE = Parser(_rate, "a number of bytes per second above 0")
+PATH = Parser(_path, "a path")
+PATHS = Parser(_paths, f"directories: a list, or one text with {os.pathsep!r} between them")
+
+KEYS = (
+    Key("allocator", _one_of(ALLOCATORS), "TIERS_ALLOCATOR"),
+    Key("policy", _one_of(KNOWN_POLICIES), "TIERS_POLICY"),
+    Key("hbm.capacity", SIZE, "TIERS_HBM"),
+    Key("dram.capacity", SIZE, "TIERS_DRAM"),
+    Key("nvme.capacity", SIZE, "TIERS_NVME"),
+    Key("nvme.paths", PATHS, "TIERS_NVME_PATH"),
+    Key("nvme.gds", _one_of(GDS_MODES)),
+    Key("nvme.checksum", FLAG),
+    Key("monitor.enabled", FLAG),
+    Key("links.d2h", RATE),
+    Key("links.h2d", RATE),
+    Key("links.disk_write", RATE),
+    Key("links.disk_read", RATE),
+    Key("run", PATH, "TIERS_RUN"),
+    Key("run_force", FLAG, "TIERS_RUN_FORCE"),
+    Key("log", _one_of(LEVELS), "TIERS_LOG"),
+)
+# Names the file that the other keys come from, so it is no key of such a file.
+CONFIG_ENV = "TIERS_CONFIG"
+
+BY_NAME = {key.name: key for key in KEYS}
+BY_ENV = {key.env: key for key in KEYS if key.env is not None}
+BY_ARGUMENT = {key.argument: key for key in KEYS}

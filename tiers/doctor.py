@@ -1,0 +1,183 @@
+"""What stands between this machine and a good run: pure functions from facts to findings."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from allocator.sizes import format_size
+from tiers.config import Config, NvmeConfig
+from tiers.topology import Filesystem, Topology, default_dram_capacity, filesystem_of, gds_obstacle
+
+Status = Literal["ok", "degraded", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes
+    ----------
+    subject
+        What was looked at.
+    status
+        ``degraded``: runs, but slower or smaller than it could. ``missing``: what is configured cannot run.
+    found
+        The fact.
+    advice
+        What to do; empty when there is nothing to do.
+    """
+
+    subject: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFacts:
+    """PyTorch as installed: version, the CUDA it was built for, whether it sees a GPU and loads tiers."""
+
+    version: str
+    cuda: str | None
+    sees_gpu: bool
+    loads_tiers: bool
+
+
+def examine(topology: Topology, config: Config, torch: TorchFacts | None) -> Iterator[Finding]:
+    """Look at everything a run depends on.
+
+    Parameters
+    ----------
+    topology
+        The machine.
+    config
+        What is asked of it.
+    torch
+        PyTorch, or None if it cannot be imported.
+    """
+    yield from _torch(topology, torch)
+    yield from _gpus(topology)
+    yield _kvikio(topology)
+    yield _gds(topology, config.nvme)
+    yield _pinning(topology, config)
+    yield _memory(topology)
+    yield _cgroup(topology, config)
+    yield from _nvme(config.nvme, filesystem_of, lambda path: shutil.disk_usage(path).free)
+
+
+def _torch(topology: Topology, torch: TorchFacts | None) -> Iterator[Finding]:
+    if torch is None:
+        yield Finding("torch", "missing", "cannot be imported", "install torch >= 2.11")
+        return
+    found = f"{torch.version}, built for {'CUDA ' + torch.cuda if torch.cuda else 'CPU'}"
+    if topology.gpus and not torch.sees_gpu:
+        advice = "the driver may be too old for it" if torch.cuda else "install a CUDA build of torch"
+        yield Finding("torch", "degraded", f"{found}; it sees no GPU", advice)
+    else:
+        yield Finding("torch", "ok", found)
+    if torch.loads_tiers:
+        yield Finding("activation", "ok", "TIERS_ALLOCATOR turns tiers on")
+    else:
+        yield Finding(
+            "activation",
+            "missing",
+            "PyTorch will not load tiers",
+            "install torch-tiers with pip, and unset TORCH_DEVICE_BACKEND_AUTOLOAD",
+        )
+
+
+def _gpus(topology: Topology) -> Iterator[Finding]:
+    if not topology.gpus:
+        yield Finding(
+            "gpu", "degraded", "none found by nvidia-smi", "host memory stands in for hbm, counted only"
+        )
+        return
+    for gpu in topology.gpus:
+        yield Finding("gpu", "ok", f"{gpu.index}: {gpu.name}, {format_size(gpu.memory)}, at {gpu.bus}")
+    yield Finding("driver", "ok", topology.gpus[0].driver)
+
+
+def _kvikio(topology: Topology) -> Finding:
+    if topology.kvikio is not None:
+        return Finding("kvikio", "ok", topology.kvikio)
+    if not topology.gpus:
+        return Finding("kvikio", "ok", "not installed; of no use without a GPU")
+    return Finding("kvikio", "degraded", "not installed", "pip install 'torch-tiers[cuda13]' (or cuda12)")
+
+
+def _gds(topology: Topology, nvme: NvmeConfig) -> Finding:
+    obstacle = gds_obstacle(topology)
+    if nvme.gds == "off":
+        return Finding("GDS", "ok", "switched off by nvme.gds")
+    if obstacle is None:
+        return Finding("GDS", "ok", "driver loaded")
+    if nvme.gds == "require":
+        return Finding("GDS", "missing", f"not in use: {obstacle}", 'set nvme.gds to "prefer", or mend that')
+    return Finding("GDS", "degraded", f"not in use: {obstacle}", "NVMe goes through host memory")
+
+
+def _pinning(topology: Topology, config: Config) -> Finding:
+    limit = topology.memory.memlock
+    if limit is None:
+        return Finding("pinning limit", "ok", "none")
+    found = f"ulimit -l is {format_size(limit)}"
+    wanted = config.dram.capacity
+    if wanted is None:
+        wanted = default_dram_capacity(topology.memory)
+    if not topology.gpus or limit >= wanted:
+        return Finding("pinning limit", "ok", found)
+    return Finding(
+        "pinning limit",
+        "degraded",
+        f"{found}, below the {format_size(wanted)} of dram",
+        "raise it (ulimit -l unlimited) if pinning is refused; the NVIDIA driver need not obey it",
+    )
+
+
+def _memory(topology: Topology) -> Finding:
+    memory = topology.memory
+    return Finding(
+        "memory",
+        "ok",
+        f"{format_size(memory.available)} available of {format_size(memory.total)}, "
+        f"{topology.cores} cores, {len(topology.numa) or 1} NUMA node(s)",
+    )
+
+
+def _cgroup(topology: Topology, config: Config) -> Finding:
+    cgroup = topology.memory.cgroup
+    if cgroup is None:
+        return Finding("cgroup memory limit", "ok", "none")
+    found = f"{format_size(cgroup.room)} left of {format_size(cgroup.limit)} at {cgroup.path}"
+    if config.dram.capacity is not None and config.dram.capacity > cgroup.room:
+        return Finding(
+            "cgroup memory limit",
+            "degraded",
+            f"{found}, below dram.capacity",
+            f"set dram.capacity to {format_size(default_dram_capacity(topology.memory))} or less",
+        )
+    return Finding("cgroup memory limit", "ok", found)
+
+
+def _nvme(
+    nvme: NvmeConfig, filesystem: Callable[[Path], Filesystem], free_bytes: Callable[[Path], int]
+) -> Iterator[Finding]:
+    if not nvme.capacity:
+        yield Finding("nvme", "ok", "off; TIERS_NVME and TIERS_NVME_PATH turn it on")
+        return
+    share = nvme.capacity // len(nvme.paths)
+    for path in nvme.paths:
+        subject, below, free = f"nvme {path}", filesystem(path), free_bytes(path)
+        found = f"{below.describe()}, {format_size(free)} free"
+        if free < share:
+            yield Finding(subject, "missing", f"{found}, {format_size(share)} needed", "lower nvme.capacity")
+        elif below.in_memory:
+            yield Finding(subject, "degraded", found, "what is spilled there stays in memory; name a drive")
+        elif below.drive is not None and below.drive.rotational:
+            yield Finding(subject, "degraded", found, "a spinning drive is slow; name an NVMe drive")
+        else:
+            yield Finding(subject, "ok", found)

@@ -1,0 +1,62 @@
+"""GPUs and what stands between them and the drives, found without torch and without a CUDA context."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from allocator.sizes import MiB
+
+_KVIKIO = ("kvikio-cu13", "kvikio-cu12", "kvikio")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU: index, name, bytes of memory, PCI bus id and the driver's version."""
+
+    index: int
+    name: str
+    memory: int
+    bus: str
+    driver: str
+
+
+def find_gpus(nvidia_smi: str = "nvidia-smi") -> tuple[Gpu, ...]:
+    """List the NVIDIA GPUs; empty where the tool is absent or the driver does not answer."""
+    command = [
+        nvidia_smi,
+        "--query-gpu=index,name,memory.total,pci.bus_id,driver_version",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(_gpu(line) for line in answer.stdout.splitlines() if line.strip())
+
+
+def kvikio_version() -> str | None:
+    """The installed version of kvikio, whichever CUDA it is for; it is not imported."""
+    for distribution in _KVIKIO:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def nvidia_fs_loaded(root: Path = Path("/")) -> bool:
+    """Whether the kernel module of GPUDirect Storage is loaded."""
+    if (root / "proc/driver/nvidia-fs").is_dir():
+        return True
+    modules = root / "proc/modules"
+    return modules.exists() and any(
+        line.startswith("nvidia_fs ") for line in modules.read_text().splitlines()
+    )
+
+
+def _gpu(line: str) -> Gpu:
+    index, name, mebibytes, bus, driver = (field.strip() for field in line.split(","))
+    return Gpu(int(index), name, int(mebibytes) * MiB, bus, driver)

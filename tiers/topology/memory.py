@@ -1,0 +1,149 @@
+"""Host memory: how much there is, and how much of it this process may take."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Version 1 of cgroups writes "no limit" as the largest multiple of the page size below 2**63.
+_UNLIMITED = 2**60
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupMemory:
+    """The level of the cgroup hierarchy that leaves the least room; limits hold at every level at once.
+
+    Attributes
+    ----------
+    path
+        The cgroup's directory.
+    limit, usage
+        Bytes. Usage is without the file cache that the kernel would drop first.
+    """
+
+    path: Path
+    limit: int
+    usage: int
+
+    @property
+    def room(self) -> int:
+        """Bytes left under the limit."""
+        return max(self.limit - self.usage, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Host memory in bytes; None means no limit.
+
+    Attributes
+    ----------
+    total, available
+        MemTotal and MemAvailable.
+    cgroup
+        The binding cgroup limit.
+    memlock
+        ``ulimit -l``: bytes that this process may lock.
+    """
+
+    total: int
+    available: int
+    cgroup: CgroupMemory | None
+    memlock: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """One NUMA node: its number, bytes of memory and cores as the kernel lists them (``0-7,16``)."""
+
+    number: int
+    memory: int
+    cores: str
+
+
+def read_memory(root: Path = Path("/")) -> Memory:
+    """Read all of the above."""
+    meminfo = _meminfo(root / "proc/meminfo")
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Memory(
+        total=meminfo["MemTotal"],
+        available=meminfo["MemAvailable"],
+        cgroup=cgroup_memory(root),
+        memlock=None if soft == resource.RLIM_INFINITY else soft,
+    )
+
+
+def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
+    """Find the limit that binds this process, of either cgroup version; None where no level has one."""
+    levels = [level for mount, path in _hierarchies(root) for level in _levels(mount, path)]
+    return min(levels, key=lambda level: level.room, default=None)
+
+
+def numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
+    """List the nodes that have memory, by number."""
+    nodes = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        # Lines read "Node 0 MemTotal: 16384 kB".
+        lines = [line.split() for line in (folder / "meminfo").read_text().splitlines()]
+        total = next(int(words[3]) * 1024 for words in lines if words[2] == "MemTotal:")
+        if total:
+            nodes.append(
+                NumaNode(int(folder.name[len("node") :]), total, (folder / "cpulist").read_text().strip())
+            )
+    return tuple(sorted(nodes, key=lambda node: node.number))
+
+
+def cores_available() -> int:
+    """Count the cores that this process may run on, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    pairs = (line.split(":", 1) for line in path.read_text().splitlines())
+    return {name: int(rest.split()[0]) * 1024 for name, rest in pairs if rest.split()[-1] == "kB"}
+
+
+def _hierarchies(root: Path) -> Iterator[tuple[Path, str]]:
+    """Mount point and path within it of each hierarchy that accounts for memory."""
+    listing = root / "proc/self/cgroup"
+    if not listing.exists():
+        return
+    for line in listing.read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            # Beside version 1 hierarchies, version 2 is mounted a level down.
+            unified = root / "sys/fs/cgroup/unified"
+            yield (unified if unified.is_dir() else root / "sys/fs/cgroup"), path
+        elif "memory" in controllers.split(","):
+            yield root / "sys/fs/cgroup/memory", path
+
+
+def _levels(mount: Path, path: str) -> Iterator[CgroupMemory]:
+    """Each level with a limit, from the process's own up to the mount point.
+
+    In a container the listed path may be the host's and not exist below the mount point; the levels that do
+    exist are the container's.
+    """
+    here = mount / path.strip("/")
+    for folder in (here, *here.parents):
+        for limit, usage, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            if (folder / limit).exists() and (value := (folder / limit).read_text().strip()) != "max":
+                if int(value) >= _UNLIMITED:
+                    continue
+                used = int((folder / usage).read_text()) - _stat(folder / "memory.stat", cache)
+                yield CgroupMemory(folder, int(value), max(used, 0))
+        if folder == mount:
+            return
+
+
+def _stat(path: Path, name: str) -> int:
+    if not path.exists():
+        return 0
+    return next(
+        (int(value) for key, value in map(str.split, path.read_text().splitlines()) if key == name), 0
+    )
