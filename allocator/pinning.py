@@ -84,7 +84,7 @@ def pin(pages: Pages, device: int) -> None:
 
     def register() -> str | None:
         with torch.cuda.device(device):
-            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart = torch.cuda.cudart()
             status = cudart.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
             return None if status == cudart.cudaError.success else str(cudart.cudaGetErrorString(status))
 
@@ -100,7 +100,7 @@ def pin(pages: Pages, device: int) -> None:
 def _unpin(address: int, pid: int) -> None:
     if os.getpid() != pid:  # a forked child has neither the pages nor a CUDA context
         return
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart = torch.cuda.cudart()
     status = cudart.cudaHostUnregister(address)
     if status != cudart.cudaError.success:
         log.warning("cannot unpin host memory at %#x: %s", address, cudart.cudaGetErrorString(status))

@@ -86,9 +86,7 @@ def read_stats(run: Path) -> dict[str, Any]:
     """Return the statistics that a run with tiers left in its directory."""
     path = run / "stats.json"
     if not path.exists():
-        raise DemoError(
-            "the run with tiers left no stats.json: is this project installed? Run scripts/setup."
-        )
+        raise DemoError("the run with tiers left no stats.json: is this project installed? Run scripts/setup.")
     stats: dict[str, Any] = json.loads(path.read_text())
     return stats
 
@@ -133,13 +131,9 @@ def size(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="demo", description="Train a small GPT without tiers and with them."
-    )
+    parser = argparse.ArgumentParser(prog="demo", description="Train a small GPT without tiers and with them.")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument(
-        "--hbm", type=size, help=f"budget such as 48MiB (default: {SHARE:.0%} of what is needed)"
-    )
+    parser.add_argument("--hbm", type=size, help=f"budget such as 48MiB (default: {SHARE:.0%} of what is needed)")
     parser.add_argument("--json", action="store_true", help="print what was seen as JSON instead of tables")
     arguments = parser.parse_args(argv)
     try:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from allocator.dram import DramArena, DramBlock
-from allocator.errors import StoreError, TierFull
+from allocator.errors import StoreError, TierFull, TiersError
 from allocator.nvme.store import NvmeExtent, NvmeStore
 from migrator.counters import Counters
 from migrator.lanes import Event
@@ -38,7 +38,7 @@ class Parcel:
     ----------
     nbytes : int
         Size.
-    next_use : float
+    next_use : int
         When it is needed, in the group order's own measure; only comparisons matter.
     block : DramBlock or None
         Where it lies in DRAM.
@@ -49,7 +49,7 @@ class Parcel:
     """
 
     nbytes: int
-    next_use: float
+    next_use: int
     block: DramBlock | None = None
     after: Sequence[Event] = ()
     filled: Event | None = None
@@ -88,12 +88,14 @@ class Backing:
         self._writers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-write")
         self._readers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-read")
         self._complained = False
+        self._closed = False
         self._lock = threading.RLock()
+        self._counting = threading.Lock()
         self.has_disk = nvme is not None
 
     # ------------------------------------------------------------------------------------- places
 
-    def new(self, nbytes: int, next_use: float) -> Parcel:
+    def new(self, nbytes: int, next_use: int) -> Parcel:
         """Make a parcel with a block of its own.
 
         Raises
@@ -113,11 +115,13 @@ class Backing:
         with self._lock:
             self._in_dram.pop(parcel, None)
             self._dropped.append(parcel)
+            if parcel.writing is not None:
+                parcel.writing.cancel()  # if it has not begun, nobody needs it any more
             self._reap()
 
     def _find_block(self, nbytes: int) -> DramBlock:
         while (block := self._dram.allocate(nbytes)) is None:
-            if not (self._reap() or self._forget_copy() or self._wait_for_write() or self._demote()):
+            if not (self._reap() or self._forget_copy() or self._wait_for_disk() or self._demote()):
                 raise self._full(nbytes)
         return block
 
@@ -145,7 +149,7 @@ class Backing:
 
     def _full(self, nbytes: int) -> TierFull:
         nvme, dram = self._nvme, self._dram
-        if nvme is None:
+        if nvme is None or nbytes > dram.capacity:
             return TierFull("dram", None, nbytes, dram.used, dram.capacity)
         return TierFull("nvme", nvme.where, nbytes, nvme.used, nvme.capacity)
 
@@ -179,7 +183,7 @@ class Backing:
     def _write(self, nvme: NvmeStore, extent: NvmeExtent, block: DramBlock, filled: Event) -> None:
         filled.synchronize()
         nvme.write(extent, block.padded[: extent.nbytes]).result()
-        self._counters.moved["disk_write"] += block.nbytes
+        self._count("disk_write", block.nbytes)
 
     def _reap(self) -> bool:
         """Give back blocks that no disk request uses any more; whether there was one."""
@@ -198,11 +202,11 @@ class Backing:
         parcel.writing = None
         if error is None:
             return self._free_block(parcel)
-        if not isinstance(error, StoreError):
-            raise error
         # The bytes are still in their block: nothing is lost, the parcel just stays in DRAM.
         self._free_extent(parcel)
         parcel.stuck = True
+        if not isinstance(error, StoreError):
+            raise error
         if not self._complained:
             self._complained = True
             log.warning("%s; what cannot be written stays in dram", error)
@@ -213,15 +217,20 @@ class Backing:
             self._nvme.free(parcel.extent)
             parcel.extent = None
 
-    def _wait_for_write(self) -> bool:
-        """Block the host until the oldest write is over; whether there was one."""
-        write = next((p.writing for p in (*self._dropped, *self._in_dram) if p.writing), None)
-        if write is None:
-            return False
-        with self._counters.waiting("disk_write"):
-            write.exception()
-        self._reap()
-        return True
+    def _wait_for_disk(self) -> bool:
+        """Block the host until a request that holds a block is over, writes first; whether there was one."""
+        parcels = (*self._dropped, *self._in_dram)
+        for cause, requests in (
+            ("disk_write", [p.writing for p in parcels]),
+            ("disk_read", [p.reading for p in parcels]),
+        ):
+            request = next((r for r in requests if r is not None and not r.done()), None)
+            if request is not None:
+                with self._counters.waiting(cause):
+                    wait([request])
+                self._reap()
+                return True
+        return False
 
     def _forget_copy(self) -> bool:
         """Give back a block whose bytes are on NVMe as well: of those, the one needed last."""
@@ -233,7 +242,7 @@ class Backing:
     # ------------------------------------------------------------------------------ NVMe to DRAM
 
     def at_hand(self, parcel: Parcel) -> bool:
-        """Whether `fetch` would return without waiting for the disk."""
+        """Whether `lend` would return without waiting for the disk."""
         return parcel.block is not None and (parcel.reading is None or parcel.reading.done())
 
     def read_ahead(self, parcel: Parcel) -> bool:
@@ -247,8 +256,11 @@ class Backing:
                 self._read_into(parcel, block)
         return True
 
-    def fetch(self, parcel: Parcel) -> DramBlock:
-        """The parcel's block with its bytes in it; blocks the host while they are still on disk.
+    def lend(self, parcel: Parcel, copy: Callable[[DramBlock], Event]) -> None:
+        """Have the parcel's bytes copied out of its block; blocks the host while they are still on disk.
+
+        `copy` is called with the lock held: nobody may take the block away before `Parcel.lent` says that
+        it is in use.
 
         Raises
         ------
@@ -265,10 +277,13 @@ class Backing:
                         parcel.reading.exception()
                 parcel.reading.result()
             assert parcel.block is not None
-            return parcel.block
+            parcel.lent = copy(parcel.block)
 
     def _read_into(self, parcel: Parcel, block: DramBlock) -> None:
         assert self._nvme is not None and parcel.extent is not None
+        if self._closed:
+            self._dram.free(block)
+            raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
         after = self._put(parcel, block)
         parcel.reading = self._readers.submit(self._read, self._nvme, parcel.extent, block, after)
 
@@ -276,12 +291,17 @@ class Backing:
         for event in after:
             event.synchronize()
         nvme.read(extent, block.padded[: extent.nbytes]).result()
-        self._counters.moved["disk_read"] += block.nbytes
+        self._count("disk_read", block.nbytes)
+
+    def _count(self, lane: str, nbytes: int) -> None:
+        with self._counting:  # several disk threads; not `_lock`, whose holder may be waiting for this one
+            self._counters.moved[lane] += nbytes
 
     # ---------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
         """Wait for the disk, and give back everything that was dropped."""
+        self._closed = True
         self._writers.shutdown()
         self._readers.shutdown()
         self._reap()

@@ -36,10 +36,12 @@ import torch
 
 from allocator.sizes import round_up
 from migrator.backing import Backing, Parcel
-from migrator.lanes import GATHER_BELOW, SLOT, Compute, Event, Lane
-
+from migrator.lanes import GATHER_BELOW, SLOT, Compute, Event, Lane, Stream
 
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
+
+
+NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for
 
 
 class State(enum.Enum):
@@ -68,7 +70,7 @@ class Group:
 
     Attributes
     ----------
-    next_use : float
+    next_use : int
         Groups are brought back in ascending order of it.
     holders : int
         Saved tensors of the graph that still refer to the group.
@@ -78,7 +80,8 @@ class Group:
         Everything that holds the program's memory on our behalf, besides the members' sources.
     """
 
-    next_use: float
+    next_use: int
+    stream: Stream  # of all its members; lets go of their memory, and owns the buffer's
     state: State = State.FILLING
     nbytes: int = 0
     holders: int = 0
@@ -88,7 +91,7 @@ class Group:
     counted: int = 0  # its bytes in Engine.resident
     parcel: Parcel | None = None
     buffer: torch.Tensor | None = None
-    waited_on: int | None = None  # the stream that has waited for the buffer's copy
+    ready_on: list[Stream] = field(default_factory=list)  # streams that have waited for the buffer's copy
 
 
 class Engine:
@@ -107,8 +110,12 @@ class Engine:
         self.lock = threading.RLock()
         self.limit = 0
         self.resident = 0
-        self.peak_resident = 0
+        self._peak = 0
         self.sent = 0
+        self.alive = 0  # saved tensors that move and are still part of a graph
+        self._stayed = 0
+        self._again: Group | None = None  # the last one that came back a second time
+        self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
         self.dead: deque[tuple[Group, bool]] = deque()
         self._out = out
         self._back = back
@@ -132,6 +139,7 @@ class Engine:
     def hold(self, saved: Saved, alias: torch.Tensor) -> None:
         """Take note of `alias`, through which the graph holds a tensor on `saved`."""
         group = saved.group
+        self.alive += 1
         group.holders += 1
         group.unused += 1
         if group.state in (State.FILLING, State.LEAVING):
@@ -150,9 +158,6 @@ class Engine:
         self.collect()
         if group.state is not State.FILLING or not group.members:
             return
-        if group.holders == 0:
-            self._forget(group)
-            return
         # Large members first, then the small ones side by side, so that the lane can gather those.
         group.members.sort(key=lambda saved: saved.nbytes < GATHER_BELOW)
         offset = 0
@@ -165,7 +170,11 @@ class Engine:
         for saved in group.members:
             assert saved.source is not None
             pieces.append((parcel.block.tensor.narrow(0, saved.offset, saved.nbytes), saved.source))
-        parcel.filled = self._out.copy(pieces, (self.compute.mark(), *parcel.after))
+        try:
+            parcel.filled = self._out.copy(pieces, (self.compute.mark(group.stream), *parcel.after))
+        except BaseException:
+            self._backing.drop(parcel)
+            raise
         group.parcel = parcel
         group.state = State.LEAVING
         self.sent += 1
@@ -178,10 +187,14 @@ class Engine:
         while self.resident > self.limit and self._leaving:
             self._let_go(next(iter(self._leaving)))
 
+    def over_limit(self) -> bool:
+        """Whether there is more in HBM than the limit and nothing under way that would make it less."""
+        return self.resident > self.limit and not self._leaving
+
     def _let_go(self, group: Group) -> None:
         del self._leaving[group]
         assert group.parcel is not None and group.parcel.filled is not None
-        self.compute.wait(group.parcel.filled, "d2h")
+        self.compute.wait(group.parcel.filled, "d2h", group.stream)
         for alias in group.aliases:
             self._empty(alias)
         self._drop_sources(group)
@@ -199,7 +212,8 @@ class Engine:
         """Fix the order in which groups come back, and start bringing them."""
         with self.lock:
             self.collect()
-            self._order = deque(sorted(self._waiting, key=lambda group: group.next_use))
+            needed = (group for group in self._waiting if group.next_use != NEVER)
+            self._order = deque(sorted(needed, key=lambda group: group.next_use))
             self.prefetch()
 
     def prefetch(self) -> None:
@@ -210,11 +224,18 @@ class Engine:
                 assert group.parcel is not None
                 if self.resident + group.nbytes > self.limit or not self._backing.at_hand(group.parcel):
                     break
-                self._bring(group)
+                try:
+                    self._bring(group)
+                except torch.OutOfMemoryError:
+                    break  # nobody needs it yet; by then there may be room
             self._order.popleft()
         if self._backing.has_disk:
             for group in islice(self._order, READ_AHEAD):
-                if group.parcel is not None and group.state is State.AWAY and not self._backing.read_ahead(group.parcel):
+                if (
+                    group.parcel is not None
+                    and group.state is State.AWAY
+                    and not self._backing.read_ahead(group.parcel)
+                ):
                     break
 
     def source(self, saved: Saved) -> torch.Tensor | None:
@@ -229,14 +250,19 @@ class Engine:
         if group.state in (State.FILLING, State.LEAVING):
             return None
         if group.state is State.AWAY:
+            if not group.unused:
+                # Asked for again (retain_graph), and nobody can say how often: one such group at a time.
+                if self._again is not None and self._again.state is State.HOME:
+                    self._leave_home(self._again)
+                self._again = group
             self._bring(group)
         assert group.buffer is not None and group.parcel is not None and group.parcel.lent is not None
         stream = self.compute.stream()
-        if group.waited_on != stream:
-            if group.waited_on is not None:
+        if stream not in group.ready_on:
+            self.compute.wait(group.parcel.lent, "h2d", stream)
+            group.ready_on.append(stream)
+            if stream != group.stream:
                 self.compute.hand_over(group.buffer)
-            self.compute.wait(group.parcel.lent, "h2d")
-            group.waited_on = stream
         return group.buffer
 
     def used(self, group: Group) -> None:
@@ -251,21 +277,21 @@ class Engine:
 
     def _bring(self, group: Group) -> None:
         assert group.parcel is not None
-        block = self._backing.fetch(group.parcel)
-        group.buffer = self.compute.empty(group.parcel.nbytes)
-        after: list[Event] = [self.compute.mark()]
+        group.stream = self.compute.stream()
+        buffer = group.buffer = self.compute.empty(group.parcel.nbytes)
+        after: list[Event] = [self.compute.mark(group.stream)]
         if group.parcel.filled is not None:
             after.append(group.parcel.filled)
-        group.parcel.lent = self._back.copy([(group.buffer, block.tensor)], after)
-        group.waited_on = None
+        self._backing.lend(group.parcel, lambda block: self._back.copy([(buffer, block.tensor)], after))
+        group.ready_on = []
         group.state = State.HOME
         if group.unused:
             self._count(group, group.nbytes)
 
     def _leave_home(self, group: Group) -> None:
-        if group.waited_on is None and group.parcel is not None and group.parcel.lent is not None:
+        if group.stream not in group.ready_on and group.parcel is not None and group.parcel.lent is not None:
             # The lane may still write into the buffer; the stream that gets this memory next must not.
-            self.compute.wait(group.parcel.lent, "h2d")
+            self.compute.wait(group.parcel.lent, "h2d", group.stream)
         group.buffer = None
         group.state = State.AWAY
 
@@ -275,22 +301,26 @@ class Engine:
         """Forget groups that nobody refers to any more."""
         while self.dead:
             group, was_used = self.dead.popleft()
+            self.alive -= 1
             group.holders -= 1
             if not was_used:
                 group.unused -= 1
-            # A group that is filling may find new members; it is looked at again when it is to leave.
-            if group.holders == 0 and group.state is not State.FILLING:
+            if group.holders == 0:
                 self._forget(group)
 
     def _forget(self, group: Group) -> None:
         self._count(group, 0)
         self._waiting.pop(group, None)
         self._leaving.pop(group, None)
+        if self._again is group:
+            self._again = None
         if group.state is State.HOME:
             self._leave_home(group)
-        # If its copy is still under way, that may read memory that is free now. What it reads is nobody's
-        # any more, and the parcel's block is guarded until the copy is over. The aliases are not emptied:
-        # backward may have handed one on to the program.
+        elif group.state is State.LEAVING and (filled := group.parcel and group.parcel.filled) and not filled.query():
+            # The lane still reads this memory. The allocator may unmap what is free (expandable segments) once
+            # its own stream is done: that stream must not be done before the lane is.
+            self.compute.wait(filled, "d2h", group.stream)
+        # The aliases are not emptied: backward may have handed one on to the program.
         self._drop_sources(group)
         group.state = State.GONE
         if group.parcel is not None:
@@ -306,18 +336,33 @@ class Engine:
     def _count(self, group: Group, nbytes: int) -> None:
         self.resident += nbytes - group.counted
         group.counted = nbytes
-        self.peak_resident = max(self.peak_resident, self.resident)
+        if nbytes:
+            self._in_hbm[group] = None
+        else:
+            self._in_hbm.pop(group, None)
+        self._peak = max(self._peak, self.resident)
 
     def stay(self, nbytes: int) -> None:
         """Count bytes that stay in HBM (negative: that left it)."""
+        # What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
+        nbytes = max(nbytes, -self._stayed)
+        self._stayed += nbytes
         self.resident += nbytes
         if nbytes > 0:
-            self.peak_resident = max(self.peak_resident, self.resident)
+            self._peak = max(self._peak, self.resident)
             self.relieve()
 
-    def recount(self) -> None:
-        """Count afresh what is in HBM: bytes that stayed were only ever estimated, and are gone with their period."""
-        self.resident = sum(group.counted for group in self._waiting)
+    def end_period(self) -> int:
+        """Take stock; the highest use of the device in the period, in bytes.
+
+        What is in HBM is counted afresh: bytes that stayed were only ever estimated, and are gone.
+        """
+        self.collect()
+        self.compute.settle()
+        peak = self.compute.peak(self._peak)
+        self._stayed = 0
+        self.resident = self._peak = sum(group.counted for group in self._in_hbm)
+        return peak
 
     def close(self) -> None:
         """Wait for the lanes and end them."""

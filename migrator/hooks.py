@@ -12,7 +12,7 @@ The hooks belong to a thread (PyTorch hands them on to the threads of backward),
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +36,19 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 class Moved:
     """What the graph holds in place of a saved tensor that moves."""
 
-    __slots__ = ("alias", "dead", "dtype", "mover", "offset", "record", "saved", "size", "stride", "version", "was_used")
+    __slots__ = (
+        "alias",
+        "dead",
+        "dtype",
+        "mover",
+        "offset",
+        "record",
+        "saved",
+        "size",
+        "stride",
+        "version",
+        "was_used",
+    )
 
     def __init__(self, tensor: Tensor, alias: Tensor, mover: Mover, saved: Saved, offset: int, record: Record | None):
         self.alias = alias
@@ -107,6 +119,7 @@ class Saver:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         self.actions = {}
         self.movers = {}
+        self._period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
 
     def on_top(self) -> bool:
@@ -117,10 +130,30 @@ class Saver:
     def enter(self, module: nn.Module) -> None:
         """A forward begins."""
         if self.modules.outside:
+            self._forget_dead_forward()
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages.
             self._fixed = weights.storages(weights.of_module(module))
             self._root_begins(module)
         self.modules.enter(module)
+
+    def adopt(self, actions: Iterable[tuple[str, Stay | Go]]) -> None:
+        """From the next period on, do this at these sites."""
+        by_path: dict[str, dict[int, Stay | Go]] = {}
+        for key, action in actions:
+            path, _, number = key.rpartition(":")
+            by_path.setdefault(path, {})[int(number)] = action
+        self.actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
+
+    def _forget_dead_forward(self) -> None:
+        """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
+
+        Only while recording. Then everything moves, so what is dead is known; and only then does it matter:
+        a trace with sites that do not come again makes plans that wait for them.
+        """
+        for mover in self.armed_movers:
+            if mover.recorder is not None and not self.in_backward and mover.forward_is_dead():
+                mover.begin_again()
+                self._period += 1
 
     def end_period(self) -> None:
         """End the period, if backward has begun in it; optimizer steps and the next forward do."""
@@ -137,6 +170,8 @@ class Saver:
             # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
             # at once, or soon, and the order of this period is being played back already.
             return _keep(tensor, None, None)
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return _keep(tensor, None, None)  # a CUDA graph replays addresses; nothing of it may move
         if self.in_backward:
             self.end_period()
         node = self.modules.here
@@ -149,10 +184,10 @@ class Saver:
         action = node.actions[number] if number < len(node.actions) else None
         if action is not None and action.stays:
             mover = action.mover
+            if action.enter:
+                mover.entered(action.enter)
             if mover.recorder is not None:
                 return _keep(tensor, action, self._record(mover, f"{node.path}:{number}", tensor))
-            if action.enter:
-                mover.engine.stay(action.enter)
             alias = tensor.detach()
             return (alias, alias._version, action, None)
         return self._move(tensor, f"{node.path}:{number}", action)
@@ -162,7 +197,7 @@ class Saver:
         if type(packed) is tuple:
             alias, version, stay, record = packed
             if alias._version != version:
-                raise _modified(alias, alias.size(), version)
+                raise _modified(alias, alias.dtype, alias.size(), version)
             if record is not None:
                 record.used()
             if stay is not None:
@@ -173,7 +208,7 @@ class Saver:
             return alias
         assert isinstance(packed, Moved)
         if packed.alias._version != packed.version:
-            raise _modified(packed.alias, packed.size, packed.version)
+            raise _modified(packed.alias, packed.dtype, packed.size, packed.version)
         if not self.in_backward:
             self._turn()
         if packed.record is not None:
@@ -214,7 +249,7 @@ class Saver:
         """The tensor's storage if it may move: memory of its own that is no parameter's and no buffer's."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or _is_wrapped(tensor):
             return None
-        if tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
+        if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed or isinstance(tensor._base, nn.Parameter):
@@ -227,14 +262,12 @@ def _keep(tensor: Tensor, stay: Stay | None, record: Record | None) -> Kept:
     return (alias, alias._version, stay, record)
 
 
-def _modified(alias: Tensor, size: torch.Size, version: int) -> RuntimeError:
+def _modified(alias: Tensor, dtype: torch.dtype, size: torch.Size, version: int) -> RuntimeError:
     """PyTorch's own error for a saved tensor that was changed before backward used it."""
+    kind = torch.empty(0, dtype=dtype, device=alias.device).type()  # the alias may be empty, and of another type
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{alias.type()} {list(size)}] is at version {alias._version}; expected version {version} instead. "
+        f"[{kind} {list(size)}] is at version {alias._version}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
         "with torch.autograd.set_detect_anomaly(True)."
     )
-
-
-

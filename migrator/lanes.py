@@ -11,12 +11,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
 
-from allocator.sizes import MiB
+from allocator.sizes import PAGE, MiB, round_up
+from migrator import peaks
 from migrator.counters import Counters
 
 SLOT = 512
@@ -50,6 +51,10 @@ class Lane(Protocol):
         """Wait for what was submitted and end."""
 
 
+Stream = Hashable
+"""One of the program's streams."""
+
+
 class Compute(Protocol):
     """The program's own stream on one device."""
 
@@ -58,14 +63,14 @@ class Compute(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """HBM that may be written once `mark` (taken afterwards) has been passed."""
 
-    def mark(self) -> Event:
-        """The end of everything the program has asked for so far."""
+    def stream(self) -> Stream:
+        """The stream the program is on now. What is true of one stream says nothing about another."""
 
-    def wait(self, event: Event, cause: str) -> None:
-        """Let the program go on only after `event`; what it waits counts as a stall of `cause`."""
+    def mark(self, stream: Stream) -> Event:
+        """The end of everything that `stream` was given so far."""
 
-    def stream(self) -> int:
-        """Which stream the program is on now: an event waited for on one says nothing about another."""
+    def wait(self, event: Event, cause: str, stream: Stream) -> None:
+        """Let `stream` go on only after `event`; what it waits counts as a stall of `cause`."""
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that `buffer` is used on the present stream as well as on its own."""
@@ -77,10 +82,10 @@ class Compute(Protocol):
         """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""
 
     def peak(self, resident: int) -> int:
-        """The most that was in use so far, where `resident` saved bytes of it were counted at most."""
+        """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""
 
-    def reserved(self, resident: int) -> int:
-        """The most HBM that was taken from the device so far, cached memory included; `resident` as for `peak`."""
+    def reserved(self) -> int:
+        """The most HBM that was ever taken from the device, cached memory included."""
 
 
 # ------------------------------------------------------------------------------------------- CUDA
@@ -93,22 +98,22 @@ class CudaCompute:
         self.device = device
         self._counters = counters
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        peaks.restart(device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
 
-    def wait(self, event: Event, cause: str) -> None:
-        assert isinstance(event, torch.cuda.Event)
-        self._waits.append((cause, self.mark(), event))
-        torch.cuda.current_stream(self.device).wait_event(event)
+    def mark(self, stream: Stream) -> torch.cuda.Event:
+        assert isinstance(stream, torch.cuda.Stream)
+        return _mark(stream)
 
-    def stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+    def wait(self, event: Event, cause: str, stream: Stream) -> None:
+        assert isinstance(event, torch.cuda.Event) and isinstance(stream, torch.cuda.Stream)
+        self._waits.append((cause, self.mark(stream), event))
+        stream.wait_event(event)
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         buffer.record_stream(torch.cuda.current_stream(self.device))
@@ -125,10 +130,18 @@ class CudaCompute:
         return torch.cuda.memory_allocated(self.device)
 
     def peak(self, resident: int) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        peak = peaks.since_restart(self.device)
+        peaks.restart(self.device)
+        return peak
 
-    def reserved(self, resident: int) -> int:
+    def reserved(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 class CudaLane:
@@ -152,8 +165,7 @@ class CudaLane:
                     destination.copy_(source, non_blocking=True)
             for run in _adjacent(small):
                 self._gather(run)
-            done = torch.cuda.Event(enable_timing=True)
-            done.record(self._stream)
+            done = _mark(self._stream)
         self._counters.moved[self._name] += sum(piece[0].numel() for piece in pieces)
         return done
 
@@ -161,14 +173,14 @@ class CudaLane:
         if len(run) == 1:
             run[0][0].copy_(run[0][1], non_blocking=True)
             return
-        if self._staging is None:
+        start = run[0][0].data_ptr()
+        nbytes = run[-1][0].data_ptr() - start + run[-1][0].numel()
+        if self._staging is None or self._staging.numel() < nbytes:
             # Allocated on this lane's stream and used only there, one run after the other: the
             # stream's order is all the protection it needs.
-            self._staging = torch.empty(STAGING, dtype=torch.uint8, device=self._device)
-        start = run[0][0].data_ptr()
+            self._staging = torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self._device)
         slots = [self._staging.narrow(0, d.data_ptr() - start, d.numel()) for d, _ in run]
         torch._foreach_copy_([_wide(slot) for slot in slots], [_wide(source) for _, source in run])
-        nbytes = run[-1][0].data_ptr() - start + run[-1][0].numel()
         host = run[0][0].as_strided((nbytes,), (1,))
         host.copy_(self._staging[:nbytes], non_blocking=True)
 
@@ -233,6 +245,7 @@ class HostCompute:
 
     def __init__(self, counters: Counters) -> None:
         self.static = 0
+        self._highest = 0
         self._counters = counters
         self._now = HostEvent()
         self._now.set()
@@ -240,18 +253,18 @@ class HostCompute:
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def mark(self) -> HostEvent:
+    def mark(self, stream: Stream) -> HostEvent:
         return self._now
 
-    def wait(self, event: Event, cause: str) -> None:
+    def wait(self, event: Event, cause: str, stream: Stream) -> None:
         if not event.query():
             with self._counters.waiting(cause):
                 event.synchronize()
         else:
             event.synchronize()  # raises what the copy raised
 
-    def stream(self) -> int:
-        return 0
+    def stream(self) -> Stream:
+        return None
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         """One stream: nothing to tell."""
@@ -263,10 +276,11 @@ class HostCompute:
         return 0
 
     def peak(self, resident: int) -> int:
+        self._highest = max(self._highest, self.static + resident)
         return self.static + resident
 
-    def reserved(self, resident: int) -> int:
-        return self.static + resident
+    def reserved(self) -> int:
+        return self._highest
 
 
 class HostLane:
@@ -276,6 +290,8 @@ class HostLane:
         self._name = name
         self._counters = counters
         self._speed = bytes_per_second
+        self._closing = threading.Lock()
+        self._closed = False
         self._jobs: queue.SimpleQueue[tuple[Sequence[Piece], Sequence[Event], HostEvent] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"tiers-{name}", daemon=True)
         self._thread.start()
@@ -283,28 +299,42 @@ class HostLane:
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
         done = HostEvent()
         self._counters.moved[self._name] += sum(piece[0].numel() for piece in pieces)
-        self._jobs.put((pieces, after, done))
+        with self._closing:
+            if not self._closed:
+                self._jobs.put((pieces, after, done))
+                return done
+        # A graph may outlive the session that saved its tensors: then whoever wants them copies himself.
+        done.set(self._carry_out(pieces, after))
         return done
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             pieces, after, done = job
-            try:
-                for event in after:
-                    event.synchronize()
-                for destination, source in pieces:
-                    # numpy's copy, not torch's: torch would start a second pool of threads for this one.
-                    destination.numpy()[:] = source.numpy()
-                if self._speed:
-                    time.sleep(sum(piece[0].numel() for piece in pieces) / self._speed)
-            except BaseException as error:  # handed to whoever waits for the copy
-                done.set(error)
-            else:
-                done.set()
-            # The queue's next get blocks with these names still bound: let go, or the last copy's
-            # tensors stay alive for as long as the lane is idle.
-            del job, pieces, after, done
+            # Before the event is set nothing here may refer to the tensors any more: whoever waits for
+            # it may look at once whether their memory is free. (The next get blocks with them bound, too.)
+            del job
+            error = self._carry_out(pieces, after)
+            del pieces, after
+            done.set(error)
+            del done
+
+    def _carry_out(self, pieces: Sequence[Piece], after: Sequence[Event]) -> BaseException | None:
+        try:
+            for event in after:
+                event.synchronize()
+            for destination, source in pieces:
+                # numpy's copy, not torch's: torch would start a second pool of threads for this one.
+                destination.numpy()[:] = source.numpy()
+            if self._speed:
+                time.sleep(sum(piece[0].numel() for piece in pieces) / self._speed)
+        except BaseException as error:  # handed to whoever waits for the copy
+            return error
+        return None
 
     def close(self) -> None:
-        self._jobs.put(None)
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._jobs.put(None)
         self._thread.join()

@@ -4,7 +4,7 @@ Pure: it is fed traces and peaks and hands back plans.
 
 The room is found by feedback. A period's peak is that of the program's own memory plus the saved bytes
 that were in HBM at that moment. One more byte of room raises the peak by one byte at most, so the room
-may always grow by what the peak lies below the target; it shrinks by what a new peak lies above it. The
+may always grow by what the peak lies below the target, and shrinks by what it lies above. The
 first estimate takes the learning period's peak as if nothing saved had been part of it.
 """
 
@@ -38,7 +38,7 @@ class Learner:
         self._target = target
         self._traces: dict[frozenset[str], Trace] = {}
         self._room: int | None = None
-        self._last_peak = 0
+        self._ceiling = target  # the most room that no period so far has made too much
         self._to_record = 1
         self._periods = 0
         self.plans: tuple[Plan, ...] = ()
@@ -48,7 +48,7 @@ class Learner:
         """Whether the next period is to be recorded."""
         return self._to_record > 0
 
-    def period_over(self, trace: Trace | None, peak: int, *, whole: bool, unforeseen: bool) -> bool:
+    def period_over(self, trace: Trace | None, peak: int, *, whole: bool, drifted: bool) -> bool:
         """Take in one period; whether `plans` changed.
 
         Parameters
@@ -56,23 +56,22 @@ class Learner:
         trace : Trace or None
             What was recorded, if it was.
         peak : int
-            Highest use of HBM so far, in bytes; need not be of this period alone.
+            Highest use of HBM in the period, in bytes.
         whole : bool
             Whether everything that lives as long as the program existed when the period began: the
             optimizer makes its state in the first step, so peaks before that are too low.
-        unforeseen : bool
-            Whether a tensor was saved that no plan knows.
+        drifted : bool
+            Whether a tensor was saved that no plan knows, or one was not that a plan relies on.
         """
         self._periods += 1
-        rose, self._last_peak = peak > self._last_peak, max(peak, self._last_peak)
         if not (whole or self._periods >= PATIENCE):
             return False
         if trace is not None and trace.sites:
             self._to_record -= 1
             return self._learn(trace, peak)
-        if unforeseen:
+        if drifted:
             self._to_record = PERIODS_AFTER_DRIFT
-        return self._correct(peak, rose)
+        return self._correct(peak)
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         kind = frozenset(site.key for site in trace.sites)
@@ -82,25 +81,28 @@ class Learner:
         while len(self._traces) > KINDS:
             del self._traces[next(iter(self._traces))]
         if self._room is None:
-            self._room = self._target - peak
+            self._room = max(0, self._target - peak)
         self._plan()
         return True
 
-    def _correct(self, peak: int, rose: bool) -> bool:
+    def _correct(self, peak: int) -> bool:
         slack = self._target - peak
         if self._room is None or abs(slack) <= SETTLED * self._target:
             return False
-        if slack > 0 and not any(plan.groups for plan in self.plans):
+        if slack < 0:
+            # A program may alternate between kinds of periods: the largest must fit, and it comes again.
+            self._ceiling = max(0, self._room + slack)
+        elif not any(plan.groups for plan in self.plans):
             return False
-        if slack < 0 and not rose:
+        room = min(self._room + slack, self._ceiling)
+        if room == self._room:
             return False
-        self._room += slack
+        self._room = room
         self._plan()
         return True
 
     def _plan(self) -> None:
-        room = max(0, self._room or 0)
-        self.plans = tuple(self._policy(trace, room) for trace in self._traces.values())
+        self.plans = tuple(self._policy(trace, self._room or 0) for trace in self._traces.values())
 
     @property
     def traces(self) -> Iterable[Trace]:

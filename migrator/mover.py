@@ -6,15 +6,17 @@ Stands between the hooks, which see one tensor at a time, and the engine, which 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from allocator.errors import TierFull
-from migrator.engine import Engine, Group, State
+from migrator.engine import NEVER, Engine, Group, State
 from migrator.hooks import Moved
+from migrator.lanes import Stream
 from migrator.learner import Learner
 from migrator.plan import PageGroup, Plan, group_bytes, learning_room
 from migrator.recorder import Recorder
@@ -33,7 +35,7 @@ class Stay:
     mover: Mover
     enter: int
     leave: int
-    stays: ClassVar[bool] = True
+    stays: ClassVar[Literal[True]] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Go:
 
     mover: Mover
     group: PageGroup
-    stays: ClassVar[bool] = False
+    stays: ClassVar[Literal[False]] = False
 
 
 @dataclass(slots=True)
@@ -78,10 +80,13 @@ class Mover:
         self.recorder: Recorder | None = Recorder(self._outlived)
         self._capacity = capacity
         self._room = learning_room(budget)
-        self._open: dict[PageGroup, _Open] = {}
-        self._loose: Group | None = None
+        self._open: dict[tuple[PageGroup, Stream], _Open] = {}
+        self._opened: set[PageGroup] = set()
+        self._completed: set[PageGroup] = set()
+        self._loose: dict[Stream, Group] = {}
         self._loose_made = 0
         self._unforeseen = False
+        self._taken = 0  # storages, in this period
         self._full_said = False
         self._allocated_before = engine.compute.allocated()
         engine.limit = self._room
@@ -103,43 +108,61 @@ class Mover:
                 self._unforeseen = True
             if known.saved is None or known.saved.group.state is State.GONE:
                 known.saved = self.engine.add(self._group(go), _flat(storage, known.low, known.high))
+                self._taken += 1
             saved, alias = known.saved, tensor.detach()
             self.engine.hold(saved, alias)
-            first_byte = tensor.storage_offset() * tensor.itemsize - known.low
+            first_byte = int(tensor.storage_offset()) * tensor.itemsize - known.low
             moved = Moved(tensor, alias, self, saved, first_byte, record)
             if go is None:
-                self._send_loose()
+                self._send_loose(self.engine.compute.stream())
             else:
-                self._arrived(go.group)
+                self._arrived(go.group, self.engine.compute.stream())
         return moved
 
     def _group(self, go: Go | None) -> Group:
-        if go is not None:
-            return self._opened(go.group).group
-        if self._loose is None:
-            self._loose_made += 1
-            self._loose = Group(UNFORESEEN - self._loose_made)
-        return self._loose
+        """The group that the next tensor goes into: the plan's, or one for what no plan has foreseen.
 
-    def _opened(self, planned: PageGroup) -> _Open:
-        filling = self._open.get(planned)
+        A group takes members of one stream only: its copy waits for that one, and that one lets go of
+        their memory.
+        """
+        stream = self.engine.compute.stream()
+        if go is not None:
+            return self._filling(go.group, stream).group
+        group = self._loose.get(stream)
+        if group is None or group.state is State.GONE:
+            self._loose_made += 1
+            group = self._loose[stream] = Group(UNFORESEEN - self._loose_made, stream)
+        return group
+
+    def _filling(self, planned: PageGroup, stream: Stream) -> _Open:
+        filling = self._open.get((planned, stream))
         if filling is None:
-            filling = self._open[planned] = _Open(Group(planned.first_use), len(planned.sites))
+            self._opened.add(planned)
+            filling = _Open(_planned_group(planned, stream), len(planned.sites))
+            self._open[planned, stream] = filling
+        elif filling.group.state is State.GONE:  # all that was in it died before it was complete
+            filling.group = _planned_group(planned, stream)
         return filling
 
-    def _arrived(self, planned: PageGroup) -> None:
-        filling = self._opened(planned)
+    def _arrived(self, planned: PageGroup, stream: Stream) -> None:
+        filling = self._filling(planned, stream)
         filling.missing -= 1
-        if filling.missing:
-            return
-        # Groups that should have been complete by now are waiting for a branch that was not taken.
-        for late in [other for other in self._open if other.last_birth <= planned.last_birth]:
-            self.engine.send(self._open.pop(late).group)
+        if not filling.missing:
+            self._completed.add(planned)
+            # Groups that should have been complete before it wait for a branch that was not taken.
+            for key in [key for key in self._open if key[0].last_birth <= planned.last_birth]:
+                self.engine.send(self._open.pop(key).group)
+        elif self.engine.over_limit():
+            # They may be complete too late: what there is of them goes now, the rest in groups of its own.
+            for (planned, stream), other in self._open.items():
+                self.engine.send(other.group)
+                other.group = _planned_group(planned, stream)
 
-    def _send_loose(self) -> None:
-        if self._loose is None or self._loose.nbytes < group_bytes(self._room):
+    def _send_loose(self, stream: Stream) -> None:
+        group = self._loose.get(stream)
+        if group is None or group.nbytes < group_bytes(self._room):
             return
-        group, self._loose = self._loose, None
+        del self._loose[stream]
         try:
             self.engine.send(group)
         except TierFull as full:
@@ -174,11 +197,19 @@ class Mover:
                 moved.was_used = True
                 engine.used(saved.group)
             engine.prefetch()
-        if buffer is None:
-            return moved.alias.detach()  # not the alias itself, which is emptied when its group is let go
-        view = torch.empty(0, dtype=moved.dtype, device=buffer.device)
-        first = (saved.offset + moved.offset) // moved.dtype.itemsize
-        return view.set_(buffer.untyped_storage(), first, moved.size, moved.stride)
+        # Not the alias itself, which is emptied when its group is let go, but one more: it shares the
+        # program's version counter, so that what backward changes in place is noticed, too.
+        tensor = moved.alias.detach()
+        if buffer is not None:
+            first = (saved.offset + moved.offset) // moved.dtype.itemsize
+            view = torch.empty(0, dtype=moved.dtype, device=buffer.device)
+            tensor.data = view.set_(buffer.untyped_storage(), first, moved.size, moved.stride)
+        return tensor
+
+    def entered(self, nbytes: int) -> None:
+        """Bytes were saved that stay."""
+        with self.engine.lock:
+            self.engine.stay(nbytes)
 
     def left(self, nbytes: int) -> None:
         """Bytes that had stayed were used for the last time."""
@@ -188,13 +219,11 @@ class Mover:
 
     # ---------------------------------------------------------------------------------- periods
 
-    def end_period(self, peak: int, *, whole: bool) -> bool:
+    def end_period(self, *, whole: bool) -> bool:
         """The period is over; whether there are new plans.
 
         Parameters
         ----------
-        peak : int
-            Highest use of the device's memory so far, in bytes.
         whole : bool
             See `Learner.period_over`.
 
@@ -204,50 +233,67 @@ class Mover:
             If a plan moves more than the tiers below HBM hold.
         """
         with self.engine.lock:
-            self.engine.collect()
-            self.engine.compute.settle()
-            self._open.clear()
-            self._loose = None
-            self.storages = Storages()
+            peak = self.engine.end_period()
+            drifted = self._unforeseen or self._incomplete()
+            self._begin()
             trace = None if self.recorder is None else self.recorder.trace()
-            changed = self.learner.period_over(trace, peak, whole=whole, unforeseen=self._unforeseen)
-            self._unforeseen = False
+            changed = self.learner.period_over(trace, peak, whole=whole, drifted=drifted)
             self.recorder = Recorder(self._outlived) if self.learner.records_next else None
-            self.engine.recount()
             if self.recorder is not None:
                 self._allocated_before = self.engine.compute.allocated()
             if changed:
                 self._adopt(self.learner.plans)
         return changed
 
+    def forward_is_dead(self) -> bool:
+        """Whether tensors were taken in this period and none of them is part of a graph any more."""
+        with self.engine.lock:
+            self.engine.collect()
+            return self._taken > 0 and self.engine.alive == 0
+
+    def begin_again(self) -> None:
+        """Nothing of what was saved in this period is of any use: its graphs are gone. Start over."""
+        with self.engine.lock:
+            self._begin()
+            if self.recorder is not None:
+                self.recorder = Recorder(self._outlived)
+
+    def _begin(self) -> None:
+        self._open.clear()
+        self._loose.clear()
+        self._opened.clear()
+        self._completed.clear()
+        self._unforeseen = False
+        self._taken = 0
+        self.storages = Storages()
+
+    def _incomplete(self) -> bool:
+        """Whether sites that were foreseen did not come; of kinds of periods that alternate, one plan must fit."""
+        lacking = self._opened - self._completed
+        touched = [plan for plan in self.learner.plans if not self._opened.isdisjoint(plan.groups)]
+        return bool(lacking) and all(not lacking.isdisjoint(plan.groups) for plan in touched)
+
     def _adopt(self, plans: tuple[Plan, ...]) -> None:
-        moved = max(plan.moved_bytes for plan in plans)
-        if moved > self._capacity:
-            raise TierFull("dram + nvme", None, moved, 0, self._capacity)
+        needed = max(plan.parcel_bytes for plan in plans)
+        if needed > self._capacity:
+            raise TierFull("dram + nvme", None, needed, 0, self._capacity)
         self._room = self.engine.limit = max(plan.room for plan in plans)
 
-    def actions(self) -> dict[str, list[Stay | Go | None]]:
-        """What the plans say of every site, by the module's path and the site's number."""
-        words: dict[str, dict[int, Stay | Go]] = {}
+    def actions(self) -> Iterator[tuple[str, Stay | Go]]:
+        """What the plans say of every site. A site that comes twice goes: that always fits."""
         for plan in self.learner.plans:
             for key, keep in plan.keep.items():
-                _enter(words, key, Stay(self, keep.enter, keep.leave))
-        # A site that one kind of period keeps and another moves, moves: that always fits.
+                yield key, Stay(self, keep.enter, keep.leave)
         for plan in self.learner.plans:
             for group in plan.groups:
                 for key in group.sites:
-                    _enter(words, key, Go(self, group))
-        return {path: [of.get(n) for n in range(max(of) + 1)] for path, of in words.items()}
+                    yield key, Go(self, group)
 
 
-def _enter(words: dict[str, dict[int, Stay | Go]], key: str, word: Stay | Go) -> None:
-    path, _, number = key.rpartition(":")
-    words.setdefault(path, {})[int(number)] = word
+def _planned_group(planned: PageGroup, stream: Stream) -> Group:
+    return Group(NEVER if planned.first_use is None else planned.first_use, stream)
 
 
 def _flat(storage: torch.UntypedStorage, low: int, high: int) -> Tensor:
     """The bytes ``[low, high)`` of a storage as a flat uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, low, (high - low,), (1,))
-
-
-

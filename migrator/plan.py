@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 
 from allocator.groups import group_by_death
-from allocator.sizes import GiB, MiB
+from allocator.sizes import PAGE, GiB, MiB, round_up
 from migrator.trace import Trace
 
 FULL_SPEED = 64 * MiB  # a copy of this size runs at the link's full speed, with room to spare
@@ -30,9 +30,9 @@ class Keep:
     leave: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PageGroup:
-    """Sites that leave as one and come back as one.
+    """Sites that leave as one and come back as one. Told apart by identity, as each is looked up often.
 
     Attributes
     ----------
@@ -42,14 +42,14 @@ class PageGroup:
         Bytes of their storages.
     last_birth : int
         Position at which the group is complete.
-    first_use : int
-        Position at which backward first asks for one of them; past the period's end if it never does.
+    first_use : int or None
+        Position at which backward first asks for one of them; None if it never does.
     """
 
     sites: tuple[str, ...]
     nbytes: int
     last_birth: int
-    first_use: int
+    first_use: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Plan:
     keep : mapping of str to Keep
         Sites that stay.
     groups : tuple of PageGroup
-        Sites that move, in the order in which backward needs them.
+        Sites that move, in the order of their deaths.
 
     A site that is in neither was not foreseen; it moves, in a group of its period's own.
     """
@@ -85,14 +85,19 @@ class Plan:
         """Bytes that leave HBM, and come back, once a period."""
         return sum(group.nbytes for group in self.groups)
 
+    @property
+    def parcel_bytes(self) -> int:
+        """Bytes that the groups take below HBM, in whole pages."""
+        return sum(round_up(group.nbytes, PAGE) for group in self.groups)
+
     def to_json(self) -> str:
         """One JSON object."""
         return json.dumps(asdict(self))
 
 
 def group_bytes(room: int) -> int:
-    """Size of a page group under `room` bytes: a sixteenth of it, between 1 MiB and full speed's 64 MiB."""
-    return min(FULL_SPEED, max(MiB, room // 16))
+    """Size of a page group under `room` bytes: a sixteenth of it, between a page and full speed's 64 MiB."""
+    return min(FULL_SPEED, max(PAGE, room // 16))
 
 
 def learning_room(budget: int) -> int:
@@ -129,7 +134,7 @@ def make_plan(policy: str, trace: Trace, moved: Collection[int], room: int) -> P
                 sites=tuple(key for life in group for key in sites[life.ident]),
                 nbytes=sum(life.nbytes for life in group),
                 last_birth=max(life.birth for life in group),
-                first_use=min((life.uses[0] for life in group if life.uses), default=trace.positions),
+                first_use=min((life.uses[0] for life in group if life.uses), default=None),
             )
             for group in groups
         ),

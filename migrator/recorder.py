@@ -8,7 +8,6 @@ from migrator.engine import State
 from migrator.storages import Known
 from migrator.trace import Site, Trace
 
-
 LIMIT = 100_000  # records; a period without backward never ends, and its trace would be of no use
 
 
@@ -57,11 +56,16 @@ class Recorder:
 
     def turn(self) -> None:
         """Backward begins. What we let go of and is still alive, somebody else holds."""
+        known_storages = [record.known for record in self._records if record.known is not None]
+        # Of a storage that we hold ourselves, by another part of it, nothing can be said.
+        ours = {k.weak.cdata for k in known_storages if k.saved is None or k.saved.group.state is not State.AWAY}
         for record in self._records:
             known = record.known
-            if known is None or known.saved is None or known.saved.group.state is not State.AWAY:
+            if known is None or known.weak.cdata in ours:
                 continue
-            if not known.freed():
+            if known.freed():
+                self._outlived.discard(record.key)
+            else:
                 self._outlived.add(record.key)
 
     def trace(self) -> Trace:

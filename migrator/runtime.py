@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils.data import get_worker_info
 
 from allocator.errors import TiersError
 from allocator.sizes import format_size
-from migrator import weights
+from migrator import peaks, weights
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine
@@ -89,7 +89,7 @@ class Runtime:
         self._backing: Backing | None = None
         self._lock = threading.Lock()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._static: dict[torch.device, dict[int, int]] = {}
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._savers: list[Saver] = []
         self._handles: list[Any] = []
         self._pid = os.getpid()
@@ -118,6 +118,7 @@ class Runtime:
             optim_hooks.register_optimizer_step_post_hook(_stepped),
         ]
         torch.autograd.graph.disable_saved_tensors_hooks = _suspending
+        peaks.install()
 
     def close(self) -> None:
         """Switch everything off, and wait for copies and disk requests that are under way. Idempotent."""
@@ -127,6 +128,7 @@ class Runtime:
         self.closed = True
         _active = None
         torch.autograd.graph.disable_saved_tensors_hooks = _plain_disable
+        peaks.uninstall()
         for handle in self._handles:
             handle.remove()
         saver = self._thread.saver
@@ -162,7 +164,7 @@ class Runtime:
     def _arm(self) -> Saver | None:
         if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:
             return None
-        autograd = torch._C._autograd
+        autograd: Any = torch._C._autograd
         # Hooks form a stack. Pushed on top of somebody's, ours would be what his `with` block pops at its end.
         if not autograd._saved_tensors_hooks_is_enabled() or autograd._top_saved_tensors_default_hooks(True):
             return None
@@ -182,7 +184,7 @@ class Runtime:
 
     def _make_mover(self, device: torch.device) -> Mover | None:
         on_gpu = device.type == "cuda"
-        if not on_gpu and (device.type != "cpu" or torch.cuda.is_available()):
+        if not self._has_tiers(device):
             return None
         with self._lock:
             budget = self.options.hbm(device)
@@ -198,66 +200,70 @@ class Runtime:
                     torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
             else:
                 compute = HostCompute(self.counters)
-                compute.static = sum(self._static.get(device, {}).values())
                 engine = Engine(compute, HostLane("d2h", self.counters), HostLane("h2d", self.counters), self._backing)
             target = int(budget * (1 - FRAGMENTS)) if on_gpu else budget
             learner = Learner(POLICIES[self.options.policy], target)
             mover = Mover(engine, learner, budget, self.options.capacity)
             self._movers.append(mover)
+            self._recount_static()
             return mover
 
     def _root_begins(self, root: nn.Module) -> None:
         if root in self._roots:
             return
         self._roots.add(root)
-        for device, needed in self._count(weights.of_module(root)).items():
-            if needed > (budget := self.options.hbm(device)):
+        self._recount_static()
+        tensors = [tensor for known in self._roots for tensor in weights.of_module(known)]
+        for device in {tensor.device for tensor in tensors if self._has_tiers(tensor.device)}:
+            needed, budget = weights.bytes_on(device, tensors), self.options.hbm(device)
+            if needed > budget:
                 error = BudgetTooSmall(
-                    f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on {device}: "
-                    "raise TIERS_HBM above that, with room for gradients, optimizer state and one layer's work"
+                    f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on "
+                    f"{device}: raise TIERS_HBM above that, with room for gradients, optimizer state and one layer's work"
                 )
                 if self.refuse is not None:
                     self.refuse(error)
                 raise error
 
-    def _count(self, tensors: Iterable[torch.Tensor]) -> dict[torch.device, int]:
-        """Add `tensors` to what lives as long as the program; its bytes on each device that has a tier."""
-        for tensor in tensors:
-            if tensor.device.type == "cuda" or (tensor.device.type == "cpu" and not torch.cuda.is_available()):
-                storage = tensor.untyped_storage()
-                self._static.setdefault(tensor.device, {})[storage._cdata] = storage.nbytes()
-        counted = {device: sum(sizes.values()) for device, sizes in self._static.items()}
+    def _has_tiers(self, device: torch.device) -> bool:
+        """Whether tensors on `device` move: those of GPUs, or of the host where there is no GPU."""
+        return device.type == "cuda" or (device.type == "cpu" and not torch.cuda.is_available())
+
+    def _recount_static(self) -> None:
+        """Without a GPU nobody else counts what lives as long as the program."""
         for mover in self._movers:
-            compute = mover.engine.compute
-            if isinstance(compute, HostCompute):
-                compute.static = counted.get(compute.device, 0)
-        return counted
+            if isinstance(compute := mover.engine.compute, HostCompute):
+                tensors = (tensor for root in self._roots for tensor in weights.of_module(root))
+                compute.static = weights.bytes_on(compute.device, tensors) + sum(self._optimizers.values())
 
     # -------------------------------------------------------------------------- periods and steps
 
     def _period_over(self, saver: Saver) -> None:
         self.periods += 1
         whole, saver.steps_before = saver.steps_before > 0, self.steps.count
+        changed = False
         for mover in saver.armed_movers:
-            engine = mover.engine
             self.unmanaged_bytes = max(self.unmanaged_bytes, mover.unmanaged)
-            if mover.end_period(engine.compute.peak(engine.peak_resident), whole=whole):
-                saver.actions = {path: words for m in saver.armed_movers for path, words in m.actions().items()}
+            changed |= mover.end_period(whole=whole)
+        if changed:
+            saver.adopt(action for mover in saver.armed_movers for action in mover.actions())
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
         self.steps.step(time.perf_counter())
-        if self.steps.count <= FIRST_STEPS and not torch.cuda.is_available():
-            self._count(weights.of_optimizer(optimizer))
+        if self.steps.count <= FIRST_STEPS:
+            self._optimizers[optimizer] = weights.bytes_on(torch.device("cpu"), weights.of_optimizer(optimizer))
+            self._recount_static()
         saver = self._thread.saver
         if saver is not None:
+            saver.modules.leave_all()
             saver.end_period()
 
     # ----------------------------------------------------------------------------------- numbers
 
     def numbers(self) -> dict[str, Any]:
         """What happened so far, as `stats.json` has it."""
-        peaks = [mover.engine.compute.reserved(mover.engine.peak_resident) for mover in self._movers]
+        peaks = [mover.engine.compute.reserved() for mover in self._movers]
         return {
             "device": ", ".join(dict.fromkeys(_name(mover.engine.compute.device) for mover in self._movers)),
             "budget_hbm": max((mover.budget for mover in self._movers), default=0),

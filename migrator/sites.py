@@ -47,7 +47,7 @@ class Modules(Generic[Action]):
         self._stack: list[Node[Action]] = []
         self._nodes: dict[int, Node[Action]] = {}
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
-        self._names: dict[str, int] = {}
+        self._names: set[str] = set()
 
     @property
     def outside(self) -> bool:
@@ -67,20 +67,28 @@ class Modules(Generic[Action]):
         if self._stack:
             self.here = self._stack.pop()
 
+    def leave_all(self) -> None:
+        """The thread is in no module: KeyboardInterrupt, for one, leaves forwards without a word."""
+        while self._stack:
+            self.leave()
+
     def _name_root(self, root: nn.Module) -> Node[Action]:
         kind = type(root).__name__
-        number = self._names[kind] = self._names.get(kind, 0) + 1
-        name = kind if number == 1 else f"{kind}#{number}"
+        # The first name that is free: a root that is made anew in every step finds its own again.
+        names = (kind, *(f"{kind}#{number}" for number in range(2, len(self._names) + 3)))
+        name = next(name for name in names if name not in self._names)
+        self._names.add(name)
         keys = []
         for path, module in root.named_modules():
             keys.append(id(module))
             self._nodes[id(module)] = Node(f"{name}.{path}" if path else name)
         # An id is good for as long as the object lives: with the root its modules' names go, too.
-        self._roots[id(root)] = weakref.ref(root, lambda _, root_id=id(root): self._forget(root_id, keys))
-        return self._nodes[id(root)]
+        self._roots[keys[0]] = weakref.ref(root, lambda _: self._forget(name, keys))
+        return self._nodes[keys[0]]
 
-    def _forget(self, root_id: int, keys: Sequence[int]) -> None:
-        del self._roots[root_id]
+    def _forget(self, name: str, keys: Sequence[int]) -> None:
+        del self._roots[keys[0]]  # named_modules begins with the root itself
+        self._names.discard(name)
         for key in keys:
             self._nodes.pop(key, None)
 
@@ -91,4 +99,3 @@ class Modules(Generic[Action]):
         if node is None:
             node = self.here.unnamed[kind] = Node(f"{self.here.path}.<{kind}>")
         return node
-

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Known:
-    """The bytes ``[low, high)`` of a storage, as they were at one version.
+    """The bytes ``[low, high)`` of a storage, as they were at one version of one version counter.
 
     Attributes
     ----------
     ident : int
         Number within the period.
+    base : int
+        Identity of the tensor whose version counter it is, that of which the saved one is a view.
     saved : Saved or None
         Where it moves, if it does.
     """
@@ -34,6 +36,7 @@ class Known:
     ident: int
     low: int
     high: int
+    base: int
     version: int
     weak: StorageWeakRef
     saved: Saved | None = None
@@ -59,17 +62,19 @@ class Storages:
         if len(self._known) >= self._sweep_at:
             self._sweep()
         known = self._known.setdefault(storage._cdata, [])
+        # Views share the counter of their base, and its version speaks for all the bytes of the base. A tensor
+        # over the same memory that is no view (`unsafe_chunk`, `.data`) has a counter, and so a count, of its own.
+        base = id(tensor._base if tensor._is_view() else tensor)
         low, high = _reach(tensor, storage.nbytes())
         for entry in known:
             # Another version is other content: a storage saved before and after an in-place operation
             # (ReLU(inplace=True) on a normalisation's output) is two.
-            if entry.version == version and entry.low <= low and high <= entry.high:
+            if entry.version == version and entry.base == base and entry.low <= low and high <= entry.high:
                 return entry
-        entry = Known(self._count, low, high, version, StorageWeakRef(storage))
+        entry = Known(self._count, low, high, base, version, StorageWeakRef(storage))
         self._count += 1
         known.append(entry)
         return entry
-
 
     def _sweep(self) -> None:
         """Forget storages that are freed: nobody can save them again."""
@@ -79,13 +84,14 @@ class Storages:
 
 
 def _reach(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
-    """The bytes of a storage of `nbytes` that `tensor` needs: all, unless it spans less than half of them."""
+    """The bytes of a storage of `nbytes` to move for a tensor: its span, or all if that is half of them or more.
+
+    Views of one storage often interleave (the parts of a fused projection): all of it moves once, then.
+    """
     size = tensor.itemsize
-    if 2 * tensor.numel() * size >= nbytes:
-        return 0, nbytes
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    low = tensor.storage_offset() * size
+    low = int(tensor.storage_offset()) * size
     high = low + elements * size
-    if 2 * (high - low) >= nbytes:
+    if tensor._is_view() and 2 * (high - low) >= nbytes:
         return 0, nbytes
     return low - low % SLOT, high

@@ -78,7 +78,8 @@ class Trace:
             If the text is of another format.
         """
         data = json.loads(text)
-        if data.get("format") != FORMAT:
-            raise ValueError(f"trace format {data.get('format')!r} is not {FORMAT}: record it again with this version")
+        found = data.get("format") if isinstance(data, dict) else None
+        if found != FORMAT:
+            raise ValueError(f"trace format {found!r} is not {FORMAT}: record it again with this version")
         sites = (Site(s["key"], s["storage"], s["nbytes"], s["birth"], tuple(s["uses"])) for s in data["sites"])
         return cls(tuple(sites), data["positions"])

@@ -12,7 +12,9 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Those that have memory of their own; a DTensor's local shard stands for it."""
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
-        if type(local) in (torch.Tensor, nn.Parameter, nn.Buffer) and local.layout is torch.strided:
+        plain = type(local) in (torch.Tensor, nn.Parameter, nn.Buffer) and local.layout is torch.strided
+        # Within torch.func's transforms a module's parameters are wrappers that look plain and have no storage.
+        if plain and not torch._C._functorch.is_functorch_wrapped_tensor(local):
             yield local
 
 
@@ -23,10 +25,9 @@ def of_module(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Parameters, their gradients, and the optimizer's state."""
+    """Gradients and the optimizer's state."""
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield from plain_tensors([parameter] if parameter.grad is None else [parameter, parameter.grad])
+        yield from plain_tensors(p.grad for p in group["params"] if p.grad is not None)
     for state in optimizer.state.values():
         yield from plain_tensors(value for value in state.values() if isinstance(value, torch.Tensor))
 
@@ -35,3 +36,8 @@ def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Identities of the storages."""
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
+
+def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages on `device`, each counted once."""
+    found = [tensor.untyped_storage() for tensor in tensors if tensor.device == device]
+    return sum({storage._cdata: storage.nbytes() for storage in found}.values())

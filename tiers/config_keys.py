@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from allocator.errors import TiersError
-from migrator.policies import POLICIES
 from allocator.sizes import parse_size
+from migrator.policies import POLICIES
 from tiers.log import LEVELS
 
 ALLOCATORS = ("off", "torch", "pages")

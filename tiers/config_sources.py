@@ -26,8 +26,7 @@ class Given:
             return self.key.parser.parse(self.raw)
         except (ValueError, TypeError):
             raise ConfigError(
-                f"{self.key.name} = {self.raw!r} ({self.origin}) is not accepted: "
-                f"it must be {self.key.parser.accepts}"
+                f"{self.key.name} = {self.raw!r} ({self.origin}) is not accepted: it must be {self.key.parser.accepts}"
             ) from None
 
 

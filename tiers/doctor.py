@@ -92,9 +92,7 @@ def _torch(topology: Topology, torch: TorchFacts | None) -> Iterator[Finding]:
 
 def _gpus(topology: Topology) -> Iterator[Finding]:
     if not topology.gpus:
-        yield Finding(
-            "gpu", "degraded", "none found by nvidia-smi", "host memory stands in for hbm, counted only"
-        )
+        yield Finding("gpu", "degraded", "none found by nvidia-smi", "host memory stands in for hbm, counted only")
         return
     for gpu in topology.gpus:
         yield Finding("gpu", "ok", f"{gpu.index}: {gpu.name}, {format_size(gpu.memory)}, at {gpu.bus}")

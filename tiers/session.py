@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from allocator.dram import DramArena
-
 from allocator.nvme.store import NvmeStore
 from allocator.sizes import MiB
 from migrator.backing import Backing
@@ -50,7 +49,8 @@ class Session:
         self._run = _run_directory(config)
         self._ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._policy = AUTO if config.policy == "auto" else config.policy
-        self._dram_capacity = (config.dram.capacity or default_dram_capacity(read_memory())) // self._ranks
+        dram = config.dram.capacity
+        self._dram_capacity = (default_dram_capacity(read_memory()) if dram is None else dram) // self._ranks
         self._nvme_capacity = (config.nvme.capacity or 0) // self._ranks if config.nvme.paths else 0
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
@@ -83,6 +83,7 @@ class Session:
 
     def open(self) -> None:
         """Start."""
+        _prefer_expandable_segments()
         self.runtime.install()
 
     def close(self) -> None:
@@ -118,13 +119,27 @@ class Session:
         }
 
 
+def _prefer_expandable_segments() -> None:
+    """Have PyTorch's allocator grow its segments in place, unless the user has configured it himself.
+
+    With segments of fixed size, what groups leave behind is in holes that no larger request fits into: the
+    reference GPT then ran out of memory 1.8 GiB below its budget; with this, reserved is 1.01 of allocated.
+    """
+    if torch.version.cuda and not any(
+        os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    ):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def _run_directory(config: Config) -> Path | None:
     if config.run is None:
         return None
     rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     directory = config.run / f"rank{rank}" if rank else config.run
     if (directory / STATS).exists() and not config.run_force:
-        raise ConfigError(f"TIERS_RUN: {directory} holds an earlier run: name another directory or set TIERS_RUN_FORCE=1")
+        raise ConfigError(
+            f"TIERS_RUN: {directory} holds an earlier run: name another directory or set TIERS_RUN_FORCE=1"
+        )
     return directory
 
 
@@ -148,7 +163,7 @@ def _exit(error: BudgetTooSmall) -> None:
     raise SystemExit(2)
 
 
-class session(contextlib.AbstractContextManager[Session]):  # noqa: N801 - reads as a verb: `with tiers.session(...)`
+class session(contextlib.AbstractContextManager[Session]):
     """Run what is inside with tiers.
 
     Parameters
@@ -178,6 +193,3 @@ class session(contextlib.AbstractContextManager[Session]):  # noqa: N801 - reads
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session.close()
-
-
-

@@ -22,8 +22,7 @@ class RequestPool:
         self._closing = False
         # Daemons: a program that ends without closing its store must not wait for these threads forever.
         self._threads = [
-            threading.Thread(target=self._serve, name=f"tiers-nvme-{index}", daemon=True)
-            for index in range(depth)
+            threading.Thread(target=self._serve, name=f"tiers-nvme-{index}", daemon=True) for index in range(depth)
         ]
         for thread in self._threads:
             thread.start()

@@ -117,6 +117,11 @@ class NvmeStore:
             return sum(volume.capacity for volume in self._volumes)
 
     @property
+    def where(self) -> str:
+        """Its directories, for messages."""
+        return ", ".join(str(volume.backend.path) for volume in self._volumes)
+
+    @property
     def used(self) -> int:
         """Bytes in extents."""
         return self._used

@@ -1,12 +1,14 @@
-"""Move everything: what a period does before anything is known, and the most the links can be asked for."""
+"""Move everything: the most the links can be asked for."""
 
 from __future__ import annotations
 
-from migrator.plan import Plan, learning_room, make_plan
+from migrator.plan import GROUPS_AHEAD, Plan, learning_room, make_plan
 from migrator.trace import Trace
 
 
 def plan(trace: Trace, room: int) -> Plan:
-    """Move every storage, with no more HBM than moving needs, whatever the room."""
+    """Move every storage, with no more HBM than it takes to keep the links busy, whatever the room."""
     moved = {life.ident for life in trace.lifetimes}
-    return make_plan("move", trace, moved, min(room, learning_room(trace.saved_bytes)))
+    largest = max((life.nbytes for life in trace.lifetimes), default=0)
+    under_way = max(learning_room(trace.saved_bytes), GROUPS_AHEAD * largest)
+    return make_plan("move", trace, moved, min(room, under_way))

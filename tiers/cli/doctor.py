@@ -36,9 +36,7 @@ class DoctorVerb:
         if args.json:
             print_json({"findings": [asdict(finding) for finding in findings]})
         else:
-            table = Table(
-                "", "status", Column("found", overflow="fold"), Column("what to do", overflow="fold")
-            )
+            table = Table("", "status", Column("found", overflow="fold"), Column("what to do", overflow="fold"))
             for finding in findings:
                 status = Text(finding.status, style=_STYLE[finding.status])
                 table.add_row(finding.subject, status, finding.found, finding.advice)

@@ -74,9 +74,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         stats = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CliError(
-            f"{path} does not exist; run with TIERS_RUN={path.parent} to have it written"
-        ) from None
+        raise CliError(f"{path} does not exist; run with TIERS_RUN={path.parent} to have it written") from None
     except (OSError, ValueError) as error:
         raise CliError(f"{path} cannot be read: {error}") from None
     if not isinstance(stats, dict):

@@ -52,9 +52,7 @@ def nvidia_fs_loaded(root: Path = Path("/")) -> bool:
     if (root / "proc/driver/nvidia-fs").is_dir():
         return True
     modules = root / "proc/modules"
-    return modules.exists() and any(
-        line.startswith("nvidia_fs ") for line in modules.read_text().splitlines()
-    )
+    return modules.exists() and any(line.startswith("nvidia_fs ") for line in modules.read_text().splitlines())
 
 
 def _gpu(line: str) -> Gpu:

@@ -89,9 +89,7 @@ def numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
         lines = [line.split() for line in (folder / "meminfo").read_text().splitlines()]
         total = next(int(words[3]) * 1024 for words in lines if words[2] == "MemTotal:")
         if total:
-            nodes.append(
-                NumaNode(int(folder.name[len("node") :]), total, (folder / "cpulist").read_text().strip())
-            )
+            nodes.append(NumaNode(int(folder.name[len("node") :]), total, (folder / "cpulist").read_text().strip()))
     return tuple(sorted(nodes, key=lambda node: node.number))
 
 
@@ -144,6 +142,4 @@ def _levels(mount: Path, path: str) -> Iterator[CgroupMemory]:
 def _stat(path: Path, name: str) -> int:
     if not path.exists():
         return 0
-    return next(
-        (int(value) for key, value in map(str.split, path.read_text().splitlines()) if key == name), 0
-    )
+    return next((int(value) for key, value in map(str.split, path.read_text().splitlines()) if key == name), 0)

@@ -1,0 +1,67 @@
+"""Peaks of single periods, out of PyTorch's peak counters, without the program noticing.
+
+PyTorch has one peak per statistic since the last reset, and the program may be reading it. `restart`
+resets it and remembers what it was; while it is remembered, PyTorch's own functions report the larger
+of the two, until the program itself resets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.cuda import memory
+
+_before: dict[int, dict[str, Any]] = {}
+_plain_stats = memory.memory_stats_as_nested_dict
+_plain_reset = memory.reset_peak_memory_stats
+
+
+def restart(device: torch.device) -> None:
+    """Begin a new peak on `device`."""
+    _before[_index(device)] = _stats(device)
+    _plain_reset(device)
+
+
+def since_restart(device: torch.device) -> int:
+    """The most bytes allocated since `restart`."""
+    return int(_plain_stats(device)["allocated_bytes"]["all"]["peak"])
+
+
+def install() -> None:
+    """Have PyTorch's functions take remembered peaks into account."""
+    memory.memory_stats_as_nested_dict = _stats
+    memory.reset_peak_memory_stats = torch.cuda.reset_peak_memory_stats = _reset
+
+
+def uninstall() -> None:
+    """Put PyTorch's functions back; peaks before the last restart are forgotten."""
+    memory.memory_stats_as_nested_dict = _plain_stats
+    memory.reset_peak_memory_stats = torch.cuda.reset_peak_memory_stats = _plain_reset
+    _before.clear()
+
+
+def _stats(device: Any = None) -> dict[str, Any]:
+    now = _plain_stats(device)
+    before = _before.get(_index(device))
+    return now if before is None else _larger_peaks(now, before)
+
+
+def _reset(device: Any = None) -> None:
+    _before.pop(_index(device), None)
+    _plain_reset(device)
+
+
+def _larger_peaks(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    merged = {}
+    for name, value in now.items():
+        if isinstance(value, dict):
+            merged[name] = _larger_peaks(value, before.get(name, {}))
+        else:
+            merged[name] = max(value, before.get(name, 0)) if name == "peak" else value
+    return merged
+
+
+def _index(device: Any) -> int:
+    index: int = torch.cuda._utils._get_device_index(device, optional=True)
+    return index

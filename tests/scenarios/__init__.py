@@ -1,0 +1,161 @@
+"""Programs that once broke a tool like this one, each with what must hold.
+
+A module of this folder is a family of scenarios: public functions that take the device and raise
+AssertionError where something does not hold. They print what they saw. ``python -m tests.scenarios.FAMILY
+[SCENARIO ...] [--device cuda]`` runs them in a process of their own; exit code 0 means that all held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import tiers
+from allocator.sizes import MiB
+from migrator import mover, runtime
+from migrator.plan import Plan, make_plan
+from migrator.policies import POLICIES
+from migrator.trace import Trace
+from tests.programs import deterministic_kernels
+from tiers.session import Session
+
+Scenario: TypeAlias = Callable[[torch.device], None]
+Program: TypeAlias = Callable[[torch.device], Sequence[Tensor]]
+
+FAMILIES = (
+    "compiled",
+    "disk",
+    "exceptions",
+    "functional",
+    "graphs",
+    "hooks",
+    "mixed",
+    "processes",
+    "sessions",
+    "storages",
+    "subclasses",
+    "threads",
+    "version_check",
+    "weights",
+)
+
+
+def scenarios(family: str) -> dict[str, Scenario]:
+    """Return the scenarios of a family by name, in the order in which they are written."""
+    module = importlib.import_module(f"{__name__}.{family}")
+    return {
+        name: function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+def main(family: str) -> None:
+    """Run the scenarios named on the command line, or all of the family."""
+    known = scenarios(family)
+    parser = argparse.ArgumentParser(prog=f"python -m {__name__}.{family}")
+    parser.add_argument("names", nargs="*", metavar="SCENARIO", help=", ".join(known))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    for name in arguments.names or known:
+        print(f"{family}.{name}", flush=True)
+        known[name](torch.device(arguments.device))
+
+
+# ------------------------------------------------------------------------------------------ sessions
+
+
+@contextmanager
+def moving(*, room: int = MiB, policy: str = "move", **arguments: Any) -> Iterator[Session]:
+    """Open a session in which everything moves and `room` bytes of saved tensors may lie in HBM at once.
+
+    A budget as small as the programs here cannot be set on a GPU, where libraries take more for themselves.
+    So the budget is left open, and what derives the room from it is replaced: before and after there is a plan.
+    """
+
+    def move_within_room(trace: Trace, left_by_budget: int) -> Plan:
+        return make_plan("move", trace, {life.ident for life in trace.lifetimes}, room)
+
+    with (
+        mock.patch.object(mover, "learning_room", lambda budget: room),
+        mock.patch.object(runtime, "POLICIES", {**POLICIES, "move": move_within_room}),
+        tiers.session(policy=policy, **{"dram": "64MiB", **arguments}) as session,
+    ):
+        yield session
+
+
+def moved(session: Session) -> dict[str, int]:
+    """Return the bytes moved so far, by lane."""
+    return session.stats()["moved"]
+
+
+# ------------------------------------------------------------------------------------------- results
+
+
+def bits(tensors: Sequence[Tensor]) -> list[bytes]:
+    """Return the contents of tensors, so that they compare bitwise, NaN included."""
+    return [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def assert_same(program: Program, device: torch.device, *, moves: bool = True, **arguments: Any) -> dict[str, Any]:
+    """Check that a program yields what it yields without tiers; return the session's stats.
+
+    The program runs twice without tiers first: one that does not equal itself proves nothing. With `moves`
+    it must also have brought something back.
+    """
+    with deterministic_kernels():
+        plain = bits(program(device))
+        assert bits(program(device)) == plain, "the program does not equal itself"
+        with moving(**arguments) as session:
+            assert bits(program(device)) == plain, "the program's results differ with tiers"
+            stats = session.stats()
+    print(f"  {len(plain)} results equal; moved {stats['moved']} in {stats['periods']} periods")
+    assert not moves or stats["moved"]["h2d"] > 0, "nothing moved, so nothing was tested"
+    return stats
+
+
+# -------------------------------------------------------------------------------------------- models
+
+
+def perceptron(device: torch.device, *, width: int = 128, depth: int = 4, seed: int = 0) -> nn.Sequential:
+    """Return a model that saves 1 MiB a layer on `batch`'s inputs."""
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*layers).to(device)
+
+
+def batch(device: torch.device, i: int, *, rows: int = 1024, width: int = 128) -> Tensor:
+    """Return the input of step `i`."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(i)).to(device)
+
+
+def train(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    steps: int = 4,
+    loss_of: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x).square().mean(),
+) -> list[Tensor]:
+    """Train for `steps` steps; return every loss and every gradient."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = []
+    for i in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model, batch(device, i))
+        loss.backward()
+        optimizer.step()
+        results += [loss.detach(), *gradients(model)]
+    return results
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Return copies of the gradients that there are."""
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -1,0 +1,113 @@
+"""torch.compile: the whole model, block by block, with torch.func inside; and what must not make it recompile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from tests.scenarios import assert_same, batch, gradients, main, moving, perceptron, train
+
+Compile = Callable[[nn.Module], nn.Module]
+
+
+def _train_compiled(compile_model: Compile, device: torch.device) -> list[Tensor]:
+    torch.compiler.reset()
+    model = perceptron(device)
+    compiled = compile_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = []
+    for i in range(4):
+        optimizer.zero_grad()
+        loss = compiled(batch(device, i)).square().mean()
+        loss.backward()
+        optimizer.step()
+        results += [loss.detach(), *gradients(model)]
+    return results
+
+
+def _blocks(model: nn.Module, backend: str) -> nn.Module:
+    for k in range(0, len(model), 2):
+        model[k].compile(backend=backend)
+        model[k + 1] = torch.compile(model[k + 1], backend=backend)
+    return model
+
+
+def the_whole_model(device: torch.device) -> None:
+    for backend in ("eager", "aot_eager", "inductor"):
+        print(f"  {backend}")
+        whole = partial(torch.compile, backend=backend)
+        assert_same(partial(_train_compiled, whole), device)
+
+
+def the_whole_model_without_a_graph_break(device: torch.device) -> None:
+    """Our module hooks are traced along with the model; they must not break its graph."""
+    whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    assert_same(partial(_train_compiled, whole), device)
+
+
+def every_block(device: torch.device) -> None:
+    for backend in ("aot_eager", "inductor"):
+        print(f"  {backend}")
+        assert_same(partial(_train_compiled, partial(_blocks, backend=backend)), device)
+
+
+def nothing_compiles_anew_in_later_steps(device: torch.device) -> None:
+    torch.compiler.reset()
+    with moving(), torch._dynamo.config.patch(error_on_recompile=True):
+        model = torch.compile(perceptron(device), backend="aot_eager")
+        train(model, device, steps=8)
+
+
+def a_model_compiled_before_the_session(device: torch.device) -> None:
+    torch.compiler.reset()
+    plain = perceptron(device)
+    model = torch.compile(perceptron(device), backend="aot_eager")
+    expected, results = train(plain, device, steps=6), train(model, device, steps=2)
+    with moving() as session:
+        results += _continued(model, device, range(2, 4))
+        print(f"  {session.stats()['moved']}")
+    results += _continued(model, device, range(4, 6))
+    torch.testing.assert_close(results[-1], expected[-1])
+
+
+def _continued(model: nn.Module, device: torch.device, numbers: range) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = []
+    for i in numbers:
+        optimizer.zero_grad()
+        loss = model(batch(device, i)).square().mean()
+        loss.backward()
+        optimizer.step()
+        results += [loss.detach(), *gradients(model)]
+    return results
+
+
+def torch_func_within_a_compiled_function(device: torch.device) -> None:
+    """Dynamo knows `disable_saved_tensors_hooks` by identity, and torch.func enters it."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.compiler.reset()
+        slope = torch.compile(torch.func.grad(lambda x: (x.sin() * x).sum()), backend="aot_eager", fullgraph=True)
+        model = perceptron(device)
+        results = []
+        for i in range(3):
+            results += [*train(model, device, steps=1), slope(batch(device, i))]
+        return results
+
+    assert_same(program, device)
+
+
+def a_compiled_part_between_eager_parts(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        torch.compiler.reset()
+        middle = torch.compile(lambda h: torch.nn.functional.gelu(h * 2).cos(), backend="aot_eager")
+        return train(perceptron(device), device, loss_of=lambda m, x: m[4:](middle(m[:4](x))).square().mean())
+
+    assert_same(program, device)
+
+
+if __name__ == "__main__":
+    main("compiled")

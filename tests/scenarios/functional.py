@@ -1,0 +1,158 @@
+"""torch.func inside of programs that train: its transforms refuse to run under saved-tensor hooks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+
+from tests.scenarios import assert_same, batch, gradients, main, moving, perceptron, train
+
+
+def grad_vjp_jvp_and_jacobians_between_steps(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device)
+
+        def f(x: Tensor) -> Tensor:
+            return (x.sin() * x).sum()
+
+        results = []
+        for i in range(4):
+            x = batch(device, i)
+            results += train(model, device, steps=1)
+            results += [grad(f)(x), grad(grad(lambda x: x**3))(x[0, 0]), vjp(torch.sin, x)[1](x)[0]]
+            results += [jvp(torch.sin, (x,), (x,))[1], jacrev(torch.sin)(x[0]), jacfwd(torch.sin)(x[0])]
+            results += [hessian(f)(x[0, :8]), vmap(grad(f))(x)]
+        return results
+
+    assert_same(program, device)
+
+
+def gradients_of_a_model_by_functional_call(device: torch.device) -> None:
+    """Inside of `grad` the module's parameters are wrappers that have no storage."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device)
+
+        def loss_of(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(model, weights, x).square().mean()
+
+        results = []
+        for i in range(4):
+            results += train(model, device, steps=1)
+            weights = {name: value.detach() for name, value in model.named_parameters()}
+            results += grad(loss_of)(weights, batch(device, i)).values()
+        return results
+
+    assert_same(program, device)
+
+
+def gradients_of_every_sample(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device)
+
+        def loss_of(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+            return functional_call(model, weights, row).square().mean()
+
+        results = []
+        for i in range(3):
+            results += train(model, device, steps=1)
+            weights = {name: value.detach() for name, value in model.named_parameters()}
+            results += vmap(grad(loss_of), (None, 0))(weights, batch(device, i, rows=64)).values()
+        return results
+
+    assert_same(program, device)
+
+
+def an_ensemble_trained_under_vmap(device: torch.device) -> None:
+    """vmap inside of an ordinary graph: what it saves reaches the hooks."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        models = [perceptron(device, seed=k) for k in range(3)]
+        weights, buffers = stack_module_state(models)
+        frame = models[0]
+        results = []
+        for i in range(4):
+            out = vmap(lambda w, b, x: functional_call(frame, (w, b), x), (0, 0, None))(weights, buffers, batch(device, i))
+            loss = out.square().mean()
+            loss.backward()
+            results += [loss.detach(), *(w.grad.clone() for w in weights.values())]
+            results += train(perceptron(device), device, steps=1)
+        return results
+
+    assert_same(program, device)
+
+
+def a_meta_gradient_through_torch_func(device: torch.device) -> None:
+    """MAML: an inner `grad` within the loss that `backward` walks."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device)
+
+        def inner(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(model, weights, x).square().mean()
+
+        results = []
+        for i in range(4):
+            weights = dict(model.named_parameters())
+            slopes = grad(inner)(weights, batch(device, 2 * i))
+            adapted = {name: weights[name] - 0.1 * slopes[name] for name in weights}
+            loss = inner(adapted, batch(device, 2 * i + 1))
+            model.zero_grad()
+            loss.backward()
+            results += [loss.detach(), *gradients(model), *train(model, device, steps=1)]
+        return results
+
+    assert_same(program, device)
+
+
+def batched_gradients_of_one_graph(device: torch.device) -> None:
+    """`is_grads_batched` walks a graph under vmap: what was saved comes back inside of it."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device)
+        results = []
+        for i in range(4):
+            x = batch(device, i).requires_grad_()
+            y = model(x)
+            seeds = torch.stack([torch.ones_like(y), 2 * torch.ones_like(y)])
+            results += torch.autograd.grad(y, x, seeds, is_grads_batched=True, retain_graph=True)
+            y.square().mean().backward()
+            results += gradients(model)
+        return results
+
+    assert_same(program, device)
+
+
+def the_user_s_own_hooks_make_torch_func_refuse_as_ever(device: torch.device) -> None:
+    import pytest
+
+    with moving():
+        train(perceptron(device), device, steps=1)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+            pytest.raises(RuntimeError, match="saved tensor"),
+        ):
+            grad(torch.sin)(torch.zeros((), device=device))
+
+
+def forward_mode_in_training(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device)
+        results = []
+        for i in range(4):
+            x = batch(device, i)
+            with torch.autograd.forward_ad.dual_level():
+                y = model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+                primal, tangent = torch.autograd.forward_ad.unpack_dual(y)
+                loss = primal.square().mean() + tangent.square().mean()
+                loss.backward()
+            results += [loss.detach(), *gradients(model)]
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return results
+
+    assert_same(program, device)
+
+
+if __name__ == "__main__":
+    main("functional")

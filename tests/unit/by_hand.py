@@ -1,0 +1,117 @@
+"""Lanes, a compute stream and a store that do nothing until the test says so."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from allocator.nvme.store import NvmeExtent
+from allocator.sizes import KiB, round_up
+from migrator.counters import Counters
+from migrator.lanes import Event, HostCompute, HostEvent, Piece
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
+class HandLane:
+    """A lane that copies when `run` is called. It fails a test that runs a copy before what it is to follow."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[tuple[Sequence[Piece], Sequence[Event], HostEvent]] = deque()
+        self.copies = 0
+
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
+        done = HostEvent()
+        self.jobs.append((pieces, after, done))
+        self.copies += 1
+        return done
+
+    def run(self) -> None:
+        while self.jobs:
+            pieces, after, done = self.jobs.popleft()
+            assert all(event.query() for event in after)
+            for destination, source in pieces:
+                destination.copy_(source)
+            done.set()
+
+    def close(self) -> None:
+        self.run()
+
+
+class StreamCompute(HostCompute):
+    """Waits as a GPU's stream does: the host goes on. Remembers for what it waits, and on which stream."""
+
+    def __init__(self) -> None:
+        super().__init__(Counters())
+        self.current = 1
+        self.waits: list[tuple[Event, int]] = []
+        self.handed_over: list[tuple[torch.Tensor, int]] = []
+
+    def wait(self, event: Event, cause: str) -> None:
+        self.waits.append((event, self.current))
+
+    def stream(self) -> int:
+        return self.current
+
+    def hand_over(self, buffer: torch.Tensor) -> None:
+        self.handed_over.append((buffer, self.current))
+
+
+class HandStore:
+    """A store in memory whose transfers end when the test resolves them, or at once if `at_once`."""
+
+    where = "/somewhere"
+
+    def __init__(self, capacity: int, *, at_once: bool = False) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self.writes: list[Future[None]] = []
+        self.reads: list[Future[None]] = []
+        self.at_once = at_once
+        self._data: dict[NvmeExtent, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def allocate(self, nbytes: int) -> NvmeExtent | None:
+        nbytes = round_up(nbytes, 4 * KiB)
+        if self.used + nbytes > self.capacity:
+            return None
+        self.used += nbytes
+        return NvmeExtent(nbytes, ())
+
+    def free(self, extent: NvmeExtent) -> None:
+        self.used -= extent.nbytes
+        self._data.pop(extent, None)
+
+    def write(self, extent: NvmeExtent, block: torch.Tensor) -> Future[None]:
+        self._data[extent] = block.clone()
+        return self._start(self.writes)
+
+    def read(self, extent: NvmeExtent, block: torch.Tensor) -> Future[None]:
+        block.copy_(self._data[extent])
+        return self._start(self.reads)
+
+    def finish(self) -> None:
+        """From now on everything ends at once, what is under way included."""
+        with self._lock:
+            self.at_once = True
+            for request in (*self.writes, *self.reads):
+                if not request.done():
+                    request.set_result(None)
+
+    def _start(self, requests: list[Future[None]]) -> Future[None]:
+        request: Future[None] = Future()
+        with self._lock:
+            if self.at_once:
+                request.set_result(None)
+            requests.append(request)
+        return request

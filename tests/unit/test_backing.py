@@ -1,0 +1,489 @@
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from allocator.dram import DramArena, DramBlock
+from allocator.errors import StoreError, TierFull
+from allocator.nvme.posix import PosixFile
+from allocator.nvme.store import NvmeStore
+from allocator.sizes import PAGE, KiB, MiB
+from migrator.backing import Backing, Parcel
+from migrator.counters import Counters
+from migrator.lanes import Event, HostEvent
+from tests.unit.by_hand import HandStore, eventually
+from tests.unit.store_faults import FaultyFile, fail
+
+NBYTES = PAGE - 5 * KiB  # a page of DRAM, and a tail that no disk block ends with
+
+Make = Callable[..., Backing]
+
+
+def passed() -> HostEvent:
+    event = HostEvent()
+    event.set()
+    return event
+
+
+@pytest.fixture
+def arena() -> Iterator[DramArena]:
+    arena = DramArena(8 * PAGE, pinned=False, step=8 * PAGE)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def make(arena: DramArena) -> Iterator[Make]:
+    """Makes backings on `arena`; whatever a test leaves of them must close without help."""
+    made: list[tuple[Backing, HandStore | None]] = []
+
+    def make(store: HandStore | None = None) -> Backing:
+        backing = Backing(arena, store, Counters())  # type: ignore[arg-type]
+        made.append((backing, store))
+        return backing
+
+    yield make
+    for backing, store in made:
+        if store is not None:
+            store.finish()
+        backing.close()
+
+
+def put(backing: Backing, value: int, next_use: int, nbytes: int = NBYTES) -> Parcel:
+    """A parcel whose copy from HBM is over."""
+    parcel = backing.new(nbytes, next_use)
+    for event in parcel.after:
+        event.synchronize()
+    assert parcel.block is not None
+    parcel.block.tensor.fill_(value)
+    parcel.filled = passed()
+    return parcel
+
+
+def contents(backing: Backing, parcel: Parcel, lent: Event | None = None) -> set[int]:
+    """What is copied back to HBM, as the set of its bytes."""
+    seen: list[torch.Tensor] = []
+
+    def copy(block: DramBlock) -> Event:
+        seen.append(block.tensor.clone())
+        return lent or passed()
+
+    backing.lend(parcel, copy)
+    assert seen[0].numel() == parcel.nbytes
+    return set(seen[0].unique().tolist())
+
+
+def on_disk_only(parcel: Parcel) -> bool:
+    return parcel.block is None and parcel.extent is not None
+
+
+def fill(backing: Backing, count: int) -> list[Parcel]:
+    """Parcels 0, 1, ..., of which the first is needed last."""
+    return [put(backing, value=number, next_use=-number) for number in range(count)]
+
+
+def settle(backing: Backing, parcels: list[Parcel]) -> None:
+    """Wait until the disk is idle and what it has written is out of DRAM."""
+    assert eventually(lambda: not any(parcel.on_disk_lane() for parcel in parcels))
+    backing.read_ahead(parcels[-1])  # needed first, so it is in DRAM, and nothing is read
+
+
+def take_all(arena: DramArena) -> list[DramBlock]:
+    blocks = []
+    while (block := arena.allocate(PAGE)) is not None:
+        blocks.append(block)
+    return blocks
+
+
+# ------------------------------------------------------------------------------------------ dram first
+
+
+def test_a_parcel_begins_in_dram(make: Make, arena: DramArena) -> None:
+    store = HandStore(100 * MiB)
+    parcel = put(make(store), 1, 0)
+    assert parcel.block is not None and parcel.block.nbytes == NBYTES
+    assert (arena.used, store.used) == (PAGE, 0)
+
+
+def test_a_dropped_parcel_leaves_nothing(make: Make, arena: DramArena) -> None:
+    backing = make()
+    backing.drop(put(backing, 1, 0))
+    assert arena.used == 0
+
+
+def test_without_nvme_a_full_dram_says_so(make: Make, arena: DramArena) -> None:
+    backing = make()
+    fill(backing, 8)
+    with pytest.raises(TierFull, match=r"^tier dram is full: 2\.0 MiB requested, 16\.0 MiB of 16\.0 MiB in use"):
+        backing.new(NBYTES, 0)
+    assert arena.used == 8 * PAGE
+
+
+# ------------------------------------------------------------------------------------------ then nvme
+
+
+def test_what_is_needed_last_is_written_first(make: Make) -> None:
+    backing = make(HandStore(100 * MiB, at_once=True))
+    parcels = fill(backing, 12)
+    assert [on_disk_only(parcel) or parcel.writing is not None for parcel in parcels] == [True] * 6 + [False] * 6
+
+
+def test_room_is_made_before_dram_is_full(make: Make) -> None:
+    store = HandStore(100 * MiB)
+    fill(make(store), 7)
+    assert eventually(lambda: len(store.writes) == 1)
+    store.writes[0].set_result(None)
+
+
+def test_what_is_not_filled_yet_is_not_written(make: Make) -> None:
+    store = HandStore(100 * MiB)
+    backing = make(store)
+    for number in range(8):
+        backing.new(NBYTES, number)
+    assert store.used == 0
+    with pytest.raises(TierFull):
+        backing.new(NBYTES, 0)
+
+
+def test_a_write_waits_for_the_copy_that_fills_its_block(make: Make) -> None:
+    store = HandStore(100 * MiB, at_once=True)
+    backing = make(store)
+    parcel = backing.new(NBYTES, 99)
+    parcel.filled = filling = HostEvent()
+    fill(backing, 6)
+    assert parcel.writing is not None
+    assert store.writes == []
+    assert parcel.block is not None
+    parcel.block.tensor.fill_(7)
+    filling.set()
+    assert eventually(parcel.writing.done)
+    backing.read_ahead(parcel)  # looks after what is written
+    assert contents(backing, parcel) == {7}
+
+
+def test_what_was_written_comes_back(make: Make) -> None:
+    backing = make(HandStore(100 * MiB, at_once=True))
+    parcels = fill(backing, 20)
+    settle(backing, parcels)
+    assert sum(on_disk_only(parcel) for parcel in parcels) >= 12
+    assert [contents(backing, parcel) for parcel in parcels] == [{number} for number in range(20)]
+
+
+def test_what_is_on_disk_is_not_written_again(make: Make) -> None:
+    store = HandStore(100 * MiB, at_once=True)
+    backing = make(store)
+    parcels = fill(backing, 20)
+    for parcel in parcels + parcels:
+        contents(backing, parcel)
+    assert len(store.writes) <= len(parcels)
+
+
+def test_reading_ahead_pushes_nothing_out(make: Make, arena: DramArena) -> None:
+    backing = make(HandStore(100 * MiB, at_once=True))
+    parcels = fill(backing, 12)
+    settle(backing, parcels)
+    first, rest = parcels[0], take_all(arena)
+    assert on_disk_only(first)
+    assert not backing.read_ahead(first)
+    assert first.block is None
+    arena.free(rest.pop())
+    assert backing.read_ahead(first)
+    assert eventually(lambda: backing.at_hand(first))
+    for block in rest:
+        arena.free(block)
+
+
+def test_waits_for_the_disk_are_counted(arena: DramArena) -> None:
+    store, counters = HandStore(100 * MiB), Counters()
+    backing = Backing(arena, store, counters)  # type: ignore[arg-type]
+    parcel = fill(backing, 7)[0]
+    assert eventually(lambda: len(store.writes) == 1)
+    timer = threading.Timer(0.05, store.writes[0].set_result, (None,))
+    timer.start()
+    blocks = take_all(arena)
+    other = backing.new(NBYTES, 0)
+    assert counters.stalls["disk_write"].count == 1
+    assert other.block is not None and on_disk_only(parcel)
+    timer.join()
+    for block in blocks:
+        arena.free(block)
+    for request in store.writes[1:]:
+        request.set_result(None)
+    backing.close()
+    assert counters.moved["disk_write"] >= NBYTES
+
+
+# ------------------------------------------------------------------------ given back too early: never
+
+
+def test_a_block_is_not_given_back_while_it_is_written(make: Make, arena: DramArena) -> None:
+    store = HandStore(100 * MiB)
+    backing = make(store)
+    parcels = fill(backing, 7)
+    assert eventually(lambda: len(store.writes) == 1)
+    for parcel in parcels:
+        backing.drop(parcel)
+    assert (arena.used, store.used) == (PAGE, 2 * MiB - 4 * KiB)
+    store.writes[0].set_result(None)
+    assert eventually(lambda: parcels[0].writing is not None and parcels[0].writing.done())
+    backing.drop(put(backing, 1, 0))
+    assert (arena.used, store.used) == (0, 0)
+
+
+def test_a_block_is_not_given_back_while_it_is_read_into(make: Make, arena: DramArena) -> None:
+    store = HandStore(100 * MiB)
+    backing = make(store)
+    parcels = fill(backing, 7)
+    assert eventually(lambda: len(store.writes) == 1)
+    store.writes[0].set_result(None)
+    for parcel in parcels[1:]:
+        backing.drop(parcel)
+    assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
+    assert backing.read_ahead(parcels[0]) and eventually(lambda: len(store.reads) == 1)
+    backing.drop(parcels[0])
+    assert arena.used == PAGE
+    store.reads[0].set_result(None)
+    assert eventually(lambda: not parcels[0].on_disk_lane())
+    backing.drop(put(backing, 1, 0))
+    assert (arena.used, store.used) == (0, 0)
+
+
+@pytest.mark.parametrize("copy", ["filled", "lent"])
+def test_whoever_gets_a_block_waits_for_the_copy_that_still_touches_it(make: Make, copy: str) -> None:
+    backing = make()
+    parcels = fill(backing, 8)
+    under_way = HostEvent()
+    setattr(parcels[3], copy, under_way)
+    backing.drop(parcels[3])
+    assert under_way in backing.new(NBYTES, 0).after
+
+
+def test_a_copy_that_is_over_is_not_waited_for(make: Make) -> None:
+    backing = make()
+    parcels = fill(backing, 8)
+    under_way = parcels[3].lent = HostEvent()
+    backing.drop(parcels[3])
+    under_way.set()
+    assert list(backing.new(NBYTES, 0).after) == []
+
+
+def test_memory_is_not_read_into_while_a_copy_still_touches_it(make: Make, arena: DramArena) -> None:
+    store = HandStore(100 * MiB, at_once=True)
+    backing = make(store)
+    parcels = fill(backing, 12)
+    settle(backing, parcels)
+    assert on_disk_only(parcels[0])
+    others = take_all(arena)
+    under_way = parcels[11].lent = HostEvent()
+    backing.drop(parcels[11])
+    reads = len(store.reads)
+    assert backing.read_ahead(parcels[0])
+    assert not backing.at_hand(parcels[0])
+    assert len(store.reads) == reads
+    under_way.set()
+    assert eventually(lambda: backing.at_hand(parcels[0]))
+    for block in others:
+        arena.free(block)
+
+
+def test_nobody_takes_a_block_away_while_it_is_being_lent(make: Make, arena: DramArena) -> None:
+    """The engine of another thread looks for room at the very moment a copy out of a block is queued."""
+    backing = make(HandStore(100 * MiB, at_once=True))
+    parcels = fill(backing, 12)
+    settle(backing, parcels)
+    contents(backing, parcels[0])  # in DRAM and on NVMe: the cheapest to take away
+    assert parcels[0].block is not None
+    others = take_all(arena)
+    found: list[Parcel] = []
+    other = threading.Thread(target=lambda: found.append(backing.new(NBYTES, 0)))
+    lent = HostEvent()
+
+    def copy(block: DramBlock) -> Event:
+        other.start()
+        other.join(0.1)
+        assert found == [] or found[0].block.tensor.data_ptr() != block.tensor.data_ptr()  # type: ignore[union-attr]
+        return lent
+
+    backing.lend(parcels[0], copy)
+    other.join(10)
+    assert parcels[0].block is None  # taken now, by one who knows of the copy
+    assert lent in found[0].after
+    lent.set()
+    for block in others:
+        arena.free(block)
+
+
+# ------------------------------------------------------------------------------------------- bad days
+
+
+def test_two_full_tiers_name_the_last_one(make: Make, arena: DramArena) -> None:
+    store = HandStore(2 * NBYTES + 8 * KiB, at_once=True)
+    backing = make(store)
+    with pytest.raises(TierFull, match=r"^tier nvme at /somewhere is full: 2\.0 MiB requested, 4\.0 MiB of 4\.0 MiB"):
+        fill(backing, 11)
+    assert arena.used == 8 * PAGE
+
+
+def test_what_is_larger_than_dram_is_not_the_fault_of_nvme(make: Make) -> None:
+    backing = make(HandStore(100 * MiB))
+    with pytest.raises(TierFull, match=r"^tier dram is full: 18\.0 MiB requested"):
+        backing.new(9 * PAGE, 0)
+
+
+def test_a_write_that_fails_leaves_the_bytes_in_dram(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    store = HandStore(100 * MiB)
+    backing = make(store)
+    parcels = fill(backing, 7)
+    assert eventually(lambda: len(store.writes) == 1)
+    with caplog.at_level(logging.WARNING, "tiers"):
+        store.writes[0].set_exception(StoreError("/somewhere", 0, NBYTES, "write", "no space left"))
+        assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
+        assert contents(backing, parcels[0]) == {0}
+    assert store.used == 0
+    assert [record.message for record in caplog.records] == [
+        f"cannot write {NBYTES} bytes at offset 0 of /somewhere: no space left; what cannot be written stays in dram"
+    ]
+
+
+def test_what_cannot_be_written_is_not_tried_again(make: Make, arena: DramArena) -> None:
+    store = HandStore(100 * MiB)
+    backing = make(store)
+    parcels = fill(backing, 7)
+    assert eventually(lambda: len(store.writes) == 1)
+    store.writes[0].set_exception(StoreError("/somewhere", 0, NBYTES, "write", "no space left"))
+    assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
+    fill(backing, 1)
+    assert eventually(lambda: len(store.writes) == 2)
+    assert parcels[1].writing is not None
+    assert parcels[0].writing is None
+    store.writes[1].set_result(None)
+
+
+def test_any_error_of_a_write_keeps_the_bytes(make: Make) -> None:
+    store = HandStore(100 * MiB)
+    backing = make(store)
+    parcels = fill(backing, 7)
+    assert eventually(lambda: len(store.writes) == 1)
+    store.writes[0].set_exception(RuntimeError("a bug"))
+    assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
+    with pytest.raises(RuntimeError, match="a bug"):
+        backing.read_ahead(parcels[0])
+    assert parcels[0].extent is None  # nothing lies there, so it is no copy that the block could be given up for
+    assert contents(backing, parcels[0]) == {0}
+
+
+def test_a_read_that_fails_is_an_error_and_leaks_nothing(make: Make, arena: DramArena) -> None:
+    store = HandStore(100 * MiB)
+    backing = make(store)
+    parcels = fill(backing, 7)
+    assert eventually(lambda: len(store.writes) == 1)
+    store.writes[0].set_result(None)
+    assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
+    assert backing.read_ahead(parcels[0]) and eventually(lambda: len(store.reads) == 1)
+    store.reads[0].set_exception(StoreError("/somewhere", 0, NBYTES, "read", "bad sector"))
+    with pytest.raises(StoreError, match="cannot read .* bad sector"):
+        contents(backing, parcels[0])
+    for parcel in parcels:
+        backing.drop(parcel)
+    assert (arena.used, store.used) == (0, 0)
+
+
+def test_a_parcel_that_is_needed_waits_for_a_read_rather_than_fail(make: Make, arena: DramArena) -> None:
+    """All of DRAM is being read into, and backward asks for another parcel first."""
+    store = HandStore(100 * MiB, at_once=True)
+    backing = make(store)
+    parcels = fill(backing, 20)
+    for parcel in parcels[9:]:
+        backing.drop(parcel)
+    store.at_once = False
+    assert all([backing.read_ahead(parcel) for parcel in parcels[:8]])
+    assert arena.used == 8 * PAGE
+    lending = threading.Thread(target=contents, args=(backing, parcels[8]))
+    lending.start()
+    for number in range(9):
+        assert eventually(lambda number=number: len(store.reads) > number)  # type: ignore[misc]
+        store.reads[number].set_result(None)
+    lending.join(10)
+    assert parcels[8].lent is not None
+
+
+# -------------------------------------------------------------------------------------- on a real disk
+
+
+def random_life(backing: Backing, rng: Random, steps: int) -> None:
+    """Parcels come, are read ahead, are lent and go in any order; every byte that is lent is checked."""
+    alive: dict[Parcel, int] = {}
+    for step in range(steps):
+        action = rng.random()
+        if not alive or (action < 0.4 and len(alive) < 20):
+            value = step % 251
+            alive[put(backing, value, rng.randrange(100), rng.randrange(1, 2 * PAGE))] = value
+            continue
+        parcel = rng.choice(list(alive))
+        if action < 0.5:
+            backing.read_ahead(parcel)
+        elif action < 0.75:
+            assert contents(backing, parcel) == {alive[parcel]}
+        else:
+            backing.drop(parcel)
+            del alive[parcel]
+    for parcel, value in alive.items():
+        assert contents(backing, parcel) == {value}
+        backing.drop(parcel)
+
+
+def test_any_order_of_parcels_on_a_real_disk_loses_and_leaks_nothing(
+    arena: DramArena, tmp_path: Path, seed: int
+) -> None:
+    store = NvmeStore([tmp_path], 128 * MiB, gds="off", stripe=MiB, step=16 * MiB)
+    counters = Counters()
+    backing = Backing(arena, store, counters)
+    random_life(backing, Random(seed), 300)
+    backing.close()
+    assert (arena.used, store.used) == (0, 0)
+    assert min(counters.moved["disk_write"], counters.moved["disk_read"]) > 0
+    store.close()
+
+
+def test_a_disk_that_breaks_loses_nothing_that_is_in_dram(arena: DramArena, tmp_path: Path, seed: int) -> None:
+    faults = {number: fail(errno.EIO) for number in range(4, 1000)}
+    store = NvmeStore(
+        [tmp_path],
+        128 * MiB,
+        gds="off",
+        stripe=MiB,
+        step=16 * MiB,
+        backend=lambda path: FaultyFile(PosixFile(path), writes=faults),
+    )
+    backing = Backing(arena, store, Counters())
+    parcels: list[Parcel] = []
+    with pytest.raises(TierFull, match="^tier nvme at .* is full"):
+        while True:
+            parcels.append(put(backing, len(parcels), -len(parcels)))
+    assert len(parcels) >= 8  # all of DRAM, and what was written before
+    assert [contents(backing, parcel) for parcel in parcels] == [{number} for number in range(len(parcels))]
+    for parcel in parcels:
+        backing.drop(parcel)
+    backing.close()
+    assert (arena.used, store.used) == (0, 0)
+    store.close()
+
+
+def test_what_lies_on_a_closed_disk_is_an_error_and_no_hang(arena: DramArena, tmp_path: Path) -> None:
+    store = NvmeStore([tmp_path], 128 * MiB, gds="off", stripe=MiB, step=16 * MiB)
+    backing = Backing(arena, store, Counters())
+    parcels = fill(backing, 12)
+    settle(backing, parcels)
+    backing.close()
+    store.close()
+    assert on_disk_only(parcels[0])
+    with pytest.raises(Exception, match="session is over"):
+        contents(backing, parcels[0])
+    assert contents(backing, parcels[11]) == {11}

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from allocator.sizes import KiB, MiB
+from migrator.counters import Counters
+from migrator.lanes import SLOT, STAGING, HostCompute, HostEvent, HostLane, Piece, _adjacent
+from tests.unit.by_hand import eventually
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def lane(counters: Counters) -> Iterator[HostLane]:
+    lane = HostLane("d2h", counters)
+    yield lane
+    lane.close()
+
+
+def flat(nbytes: int, value: int = 0) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+# ------------------------------------------------------------------------------------- a lane of the host
+
+
+def test_a_lane_copies_every_piece(lane: HostLane) -> None:
+    pieces = [(flat(5), flat(5, value)) for value in (3, 7)]
+    lane.copy(pieces, ()).synchronize()
+    assert [piece[0].tolist() for piece in pieces] == [[3] * 5, [7] * 5]
+
+
+def test_a_copy_waits_for_what_it_is_to_follow(lane: HostLane) -> None:
+    before, target = HostEvent(), flat(1)
+    done = lane.copy([(target, flat(1, 9))], (before,))
+    time.sleep(0.02)
+    assert (done.query(), target.item()) == (False, 0)
+    before.set()
+    done.synchronize()
+    assert target.item() == 9
+
+
+def test_copies_keep_their_order(lane: HostLane) -> None:
+    before, target = HostEvent(), flat(1)
+    first, second = lane.copy([(target, flat(1, 1))], (before,)), lane.copy([(target, flat(1, 2))], ())
+    assert not second.query()
+    before.set()
+    second.synchronize()
+    assert first.query()
+    assert target.item() == 2
+
+
+def test_an_event_carries_the_error_of_its_copy(lane: HostLane) -> None:
+    failed = lane.copy([(flat(2), flat(3))], ())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broadcast"):
+            failed.synchronize()
+    lane.copy([(flat(2), flat(2))], ()).synchronize()
+
+
+def test_nothing_is_copied_after_an_error(lane: HostLane) -> None:
+    before, target = HostEvent(), flat(1)
+    done = lane.copy([(target, flat(1, 9))], (before,))
+    before.set(OSError("lost"))
+    with pytest.raises(OSError, match="lost"):
+        done.synchronize()
+    assert target.item() == 0
+
+
+def test_a_slow_lane_takes_its_time(counters: Counters) -> None:
+    lane = HostLane("h2d", counters, bytes_per_second=10 * MiB)
+    start = time.perf_counter()
+    lane.copy([(flat(MiB), flat(MiB))], ()).synchronize()
+    assert time.perf_counter() - start >= 0.1
+    lane.close()
+
+
+def test_an_idle_lane_keeps_no_memory_alive(lane: HostLane) -> None:
+    source, target = flat(KiB), flat(KiB)
+    weak = [StorageWeakRef(tensor.untyped_storage()) for tensor in (source, target)]
+    lane.copy([(target, source)], ()).synchronize()
+    del source, target
+    assert eventually(lambda: all(ref.expired() for ref in weak))
+
+
+def test_bytes_are_counted_by_lane(lane: HostLane, counters: Counters) -> None:
+    lane.copy([(flat(5), flat(5)), (flat(6), flat(6))], ()).synchronize()
+    assert counters.moved == {"d2h": 11, "h2d": 0, "disk_write": 0, "disk_read": 0}
+
+
+def test_a_lane_that_closes_carries_out_what_it_was_given(counters: Counters) -> None:
+    lane, target = HostLane("d2h", counters), flat(1)
+    lane.copy([(flat(1), flat(1))], ())
+    done = lane.copy([(target, flat(1, 9))], ())
+    lane.close()
+    assert done.query()
+    assert target.item() == 9
+
+
+def test_a_copy_after_the_end_is_carried_out_all_the_same(counters: Counters) -> None:
+    """A graph may outlive its session; backward must not wait for a thread that is gone."""
+    lane, target = HostLane("d2h", counters), flat(1)
+    lane.close()
+    done = lane.copy([(target, flat(1, 9))], ())
+    assert done.query()
+    assert target.item() == 9
+
+
+# --------------------------------------------------------------------------------------- a program's waits
+
+
+def test_a_wait_is_a_stall_of_its_cause(counters: Counters) -> None:
+    event = HostEvent()
+    timer = threading.Timer(0.02, event.set)
+    timer.start()
+    HostCompute(counters).wait(event, "h2d")
+    assert list(counters.stalls) == ["h2d"]
+    assert counters.stalls["h2d"].count == 1
+    assert counters.stalls["h2d"].seconds > 0.01
+    timer.join()
+
+
+def test_what_is_over_is_no_stall(counters: Counters) -> None:
+    compute = HostCompute(counters)
+    compute.wait(compute.mark(), "h2d")
+    assert counters.stalls == {}
+
+
+def test_a_wait_raises_what_the_copy_raised(counters: Counters) -> None:
+    event = HostEvent()
+    event.set(OSError("lost"))
+    with pytest.raises(OSError, match="lost"):
+        HostCompute(counters).wait(event, "d2h")
+
+
+# ------------------------------------------------------------------------- what is gathered into one transfer
+
+
+def slots(sizes: list[int], gaps: list[int]) -> list[Piece]:
+    memory = torch.empty(sum(sizes) + sum(gaps), dtype=torch.uint8)
+    pieces, offset = [], 0
+    for nbytes, gap in zip(sizes, gaps, strict=True):
+        pieces.append((memory.narrow(0, offset, nbytes), flat(nbytes)))
+        offset += nbytes + gap
+    return pieces
+
+
+def test_neighbours_up_to_a_slot_apart_are_one_run() -> None:
+    pieces = slots([100, 512, 7], [412, 0, 0])
+    assert _adjacent(pieces) == [pieces]
+
+
+def test_memory_of_others_in_between_parts_runs() -> None:
+    pieces = slots([512, 512], [SLOT, 0])
+    assert _adjacent(pieces) == [pieces[:1], pieces[1:]]
+
+
+def test_a_run_fits_the_staging_buffer() -> None:
+    pieces = slots([MiB - SLOT] * 20, [SLOT - 1] * 20)
+    runs = _adjacent(pieces)
+    assert [len(run) for run in runs] == [16, 4]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 900 * KiB), st.sampled_from([0, 1, SLOT - 1, SLOT, 4096])), max_size=60),
+    st.randoms(),
+)
+def test_runs_cover_every_piece_in_the_order_of_addresses(layout: list[tuple[int, int]], rng: Random) -> None:
+    pieces = slots([nbytes for nbytes, _ in layout], [gap for _, gap in layout])
+    shuffled = rng.sample(pieces, len(pieces))
+    runs = _adjacent(shuffled)
+    assert [id(piece) for run in runs for piece in run] == [id(piece) for piece in pieces]
+    for run in runs:
+        ends = [piece[0].data_ptr() + piece[0].numel() for piece in run]
+        assert ends[-1] - run[0][0].data_ptr() <= STAGING
+        assert all(0 <= piece[0].data_ptr() - end < SLOT for piece, end in zip(run[1:], ends, strict=False))
+
+
+def test_nothing_to_gather_is_no_run() -> None:
+    assert _adjacent([]) == []

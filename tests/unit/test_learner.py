@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allocator.sizes import GiB, MiB
+from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, SETTLED, Learner
+from migrator.plan import Plan, look_ahead
+from migrator.policies import POLICIES
+from migrator.trace import Trace
+from tests.unit.traces import chain
+
+TARGET = 1000 * MiB
+FLASHNEURON = POLICIES["flashneuron"]
+TRACE = chain([10 * MiB] * 40)
+
+
+def learned(peak: int = 700 * MiB) -> Learner:
+    learner = Learner(FLASHNEURON, TARGET)
+    assert learner.period_over(TRACE, peak, whole=True, unforeseen=False)
+    return learner
+
+
+def room(learner: Learner) -> int:
+    (plan,) = learner.plans
+    return plan.room
+
+
+def quiet(learner: Learner, peak: int, unforeseen: bool = False) -> bool:
+    """A period that was not recorded."""
+    return learner.period_over(None, peak, whole=True, unforeseen=unforeseen)
+
+
+# ----------------------------------------------------------------------------------- what is recorded
+
+
+def test_the_first_period_is_recorded() -> None:
+    assert Learner(FLASHNEURON, TARGET).records_next
+
+
+def test_a_period_before_the_optimizer_made_its_state_teaches_nothing() -> None:
+    learner = Learner(FLASHNEURON, TARGET)
+    assert not learner.period_over(TRACE, 10 * MiB, whole=False, unforeseen=False)
+    assert learner.plans == ()
+    assert learner.records_next
+
+
+def test_a_program_without_an_optimizer_is_learned_after_some_patience() -> None:
+    learner = Learner(FLASHNEURON, TARGET)
+    changed = [learner.period_over(TRACE, MiB, whole=False, unforeseen=False) for _ in range(PATIENCE)]
+    assert changed == [False] * (PATIENCE - 1) + [True]
+
+
+def test_a_period_that_saves_nothing_teaches_nothing() -> None:
+    learner = Learner(FLASHNEURON, TARGET)
+    assert not learner.period_over(Trace((), 0), MiB, whole=True, unforeseen=False)
+    assert learner.records_next
+
+
+def test_one_recorded_period_is_enough() -> None:
+    assert not learned().records_next
+
+
+def test_the_unforeseen_starts_recording() -> None:
+    learner = learned()
+    quiet(learner, TARGET, unforeseen=True)
+    for _ in range(PERIODS_AFTER_DRIFT):
+        assert learner.records_next
+        learner.period_over(TRACE, TARGET, whole=True, unforeseen=False)
+    assert not learner.records_next
+
+
+# ------------------------------------------------------------------------------------------ the room
+
+
+def test_the_first_room_is_what_the_learning_period_left() -> None:
+    assert room(learned(700 * MiB)) == 300 * MiB
+
+
+def test_a_program_above_the_target_gets_no_room() -> None:
+    assert room(learned(1200 * MiB)) == 0
+
+
+def test_the_room_grows_by_what_the_peak_lies_below_the_target() -> None:
+    learner = learned(700 * MiB)
+    assert quiet(learner, 950 * MiB)
+    assert room(learner) == 350 * MiB
+
+
+def test_the_room_shrinks_by_what_the_peak_lies_above_the_target() -> None:
+    learner = learned(700 * MiB)
+    assert quiet(learner, 1050 * MiB)
+    assert room(learner) == 250 * MiB
+
+
+def test_near_the_target_the_room_stays() -> None:
+    learner = learned(700 * MiB)
+    assert not quiet(learner, int(TARGET * (1 - SETTLED / 2)))
+    assert not quiet(learner, int(TARGET * (1 + SETTLED / 2)))
+
+
+def test_when_nothing_moves_more_room_is_not_asked_for() -> None:
+    learner = learned(100 * MiB)
+    assert learner.plans[0].groups == ()
+    assert not quiet(learner, 500 * MiB)
+
+
+def most(trace: Trace, plan: Plan | None) -> int:
+    """Saved bytes that are in HBM at once under `plan`: two groups under way beside what is kept."""
+    if plan is None:
+        return 0
+    under_way = look_ahead(max((group.nbytes for group in plan.groups), default=0), plan.room)
+    return plan.kept_bytes + min(under_way, plan.moved_bytes)
+
+
+def run(learner: Learner, periods: Sequence[tuple[Trace, int]], elsewhere: int = 0) -> tuple[list[bool], list[int]]:
+    """A program of `periods`, each with its own memory beside the saved bytes: what changed the plans, and the peaks.
+
+    `elsewhere` is a peak of another moment, in which saved bytes play no part.
+    """
+    changed, peaks = [], []
+    for trace, own in periods:
+        keys = {site.key for site in trace.sites}
+        known = [plan for plan in learner.plans if keys <= {*plan.keep, *(k for g in plan.groups for k in g.sites)}]
+        peak = max(elsewhere, own + most(trace, known[0] if known else None))
+        recorded = trace if learner.records_next else None
+        changed.append(learner.period_over(recorded, peak, whole=True, unforeseen=not known and recorded is None))
+        peaks.append(peak)
+    return changed, peaks
+
+
+@given(
+    sizes=st.lists(st.integers(1, 80).map(lambda n: n * MiB), min_size=1, max_size=30),
+    own=st.integers(0, 1000).map(lambda n: n * MiB),
+    elsewhere=st.integers(0, 1000).map(lambda n: n * MiB),
+)
+def test_feedback_settles_within_the_target(sizes: list[int], own: int, elsewhere: int) -> None:
+    learner = Learner(FLASHNEURON, TARGET)
+    changed, peaks = run(learner, [(chain(sizes), own)] * 30, elsewhere)
+    assert not any(changed[15:])
+    assert peaks[-1] <= TARGET * (1 + SETTLED) or learner.plans[0].kept_bytes == 0
+
+
+def test_a_peak_in_which_saved_bytes_have_no_part_settles_at_no_room() -> None:
+    learner = Learner(FLASHNEURON, TARGET)
+    changed, _ = run(learner, [(TRACE, 100 * MiB)] * 40, elsewhere=2 * TARGET)
+    assert room(learner) == 0
+    assert not any(changed[20:])
+
+
+def test_the_room_suits_the_largest_of_alternating_periods() -> None:
+    small, large = chain([10 * MiB] * 40, "small"), chain([10 * MiB] * 40, "large")
+    learner = Learner(FLASHNEURON, TARGET)
+    changed, peaks = run(learner, [(small, 200 * MiB), (large, 800 * MiB)] * 30)
+    assert not any(changed[30:])
+    assert max(peaks[30:]) <= TARGET * (1 + SETTLED)
+
+
+def test_a_policy_that_always_moves_settles_too() -> None:
+    learner = Learner(POLICIES["move"], TARGET)
+    learner.period_over(TRACE, 100 * MiB, whole=True, unforeseen=False)
+    changed = [quiet(learner, 100 * MiB) for _ in range(50)]
+    assert not any(changed[25:])
+
+
+# ------------------------------------------------------------------------------------- kinds of periods
+
+
+def test_alternating_kinds_of_periods_are_both_planned_for() -> None:
+    one, other = chain([10 * MiB] * 4, "g"), chain([20 * MiB] * 4, "d")
+    learner = Learner(FLASHNEURON, TARGET)
+    run(learner, [(one, 900 * MiB), (other, 900 * MiB)] * 6)
+    assert set(learner.traces) == {one, other}
+    assert len(learner.plans) == 2
+    assert not learner.records_next
+
+
+def test_of_one_kind_the_larger_period_is_planned_for() -> None:
+    learner = Learner(FLASHNEURON, TARGET)
+    large, small = chain([20 * MiB] * 4), chain([10 * MiB] * 4)
+    for trace in (small, large, small):
+        learner.period_over(trace, 100 * MiB, whole=True, unforeseen=False)
+    assert set(learner.traces) == {large}
+
+
+def test_only_recent_kinds_are_remembered() -> None:
+    learner = Learner(FLASHNEURON, TARGET)
+    kinds = [chain([MiB], f"kind{k}_") for k in range(KINDS + 3)]
+    for trace in kinds:
+        learner.period_over(trace, 100 * MiB, whole=True, unforeseen=False)
+    assert list(learner.traces) == kinds[3:]
+    assert len(learner.plans) == KINDS
+
+
+def test_sizes_that_change_all_the_time_do_not_change_the_plan_in_every_period(seed: int) -> None:
+    rng = Random(seed)
+    learner = learned(700 * MiB)
+    changed = [quiet(learner, rng.randrange(500, 1300) * MiB) for _ in range(200)]
+    assert sum(changed) < 50
+
+
+def test_sites_that_change_all_the_time_do_not_change_the_plan_in_every_period() -> None:
+    learner = Learner(FLASHNEURON, TARGET)
+    changed, _ = run(learner, [(chain([10 * MiB] * 4, f"shape{number}_"), 900 * MiB) for number in range(100)])
+    assert sum(changed) < 100
+
+
+@given(st.integers(1, 4 * GiB), st.lists(st.integers(0, 4 * GiB), max_size=8))
+def test_the_room_of_a_plan_is_never_negative(first: int, peaks: list[int]) -> None:
+    learner = learned(first)
+    for peak in peaks:
+        quiet(learner, peak)
+    assert room(learner) >= 0

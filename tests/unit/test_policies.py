@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allocator.sizes import GiB, MiB
+from migrator.plan import look_ahead
+from migrator.policies import AUTO, POLICIES
+from migrator.trace import Trace
+from tests.unit.traces import chain, traces
+
+ROOMS = st.integers(0, 2 * GiB)
+flashneuron, keep, move = POLICIES["flashneuron"], POLICIES["keep"], POLICIES["move"]
+
+
+
+def test_flashneuron_by_hand() -> None:
+    """FAST'21, section 4.2: select in creation order until what is not selected fits.
+
+    Nine storages, 48 MiB, into 40 MiB of room; a group is 40/16 = 2.5 MiB. The room must also hold two of
+    the largest groups as soon as anything moves::
+
+        moved     stays  largest group  stays + 2 groups
+        -           48       -            48   > 40
+        a  4        44       4            52   > 40
+        b  4        40       4            48   > 40
+        c  1        39       4            47   > 40
+        d  1        38       4            46   > 40
+        e  6        32       6            44   > 40
+        f  4        28       6            40  <= 40, enough
+
+    Backward asks for f first. Only c and d are small enough to share a group.
+    """
+    trace = chain([n * MiB for n in (4, 4, 1, 1, 6, 4, 4, 8, 16)])
+    plan = flashneuron(trace, 40 * MiB)
+    assert [group.sites for group in plan.groups] == [
+        ("layer5:0",), ("layer4:0",), ("layer3:0", "layer2:0"), ("layer1:0",), ("layer0:0",),
+    ]  # fmt: skip
+    assert sorted(plan.keep) == ["layer6:0", "layer7:0", "layer8:0"]
+    assert (plan.moved_bytes, plan.kept_bytes, plan.room) == (20 * MiB, 28 * MiB, 40 * MiB)
+
+
+def test_flashneuron_moves_nothing_that_fits() -> None:
+    assert flashneuron(chain([MiB] * 40), 40 * MiB).groups == ()
+
+
+@given(traces(), ROOMS)
+def test_flashneuron_keeps_within_the_room_or_moves_everything(trace: Trace, room: int) -> None:
+    plan = flashneuron(trace, room)
+    ahead = look_ahead(max((group.nbytes for group in plan.groups), default=0), room)
+    assert plan.kept_bytes + ahead <= room or plan.kept_bytes == 0
+
+
+@given(traces(), ROOMS)
+def test_flashneuron_moves_the_oldest(trace: Trace, room: int) -> None:
+    stays = set(flashneuron(trace, room).keep)
+    moves = [not any(site.key in stays for site in trace.sites if site.storage == life.ident) for life in trace.lifetimes]
+    assert moves == sorted(moves, reverse=True)
+
+
+@given(traces(), ROOMS)
+def test_keep_moves_nothing_and_has_room_for_it(trace: Trace, room: int) -> None:
+    plan = keep(trace, room)
+    assert plan.groups == ()
+    assert plan.room >= plan.kept_bytes == trace.saved_bytes
+
+
+@given(traces(), ROOMS)
+def test_move_keeps_nothing_and_takes_no_more_than_the_room(trace: Trace, room: int) -> None:
+    plan = move(trace, room)
+    assert plan.kept_bytes == 0
+    assert plan.moved_bytes == trace.saved_bytes
+    assert plan.room <= room
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(trace=traces(), room=ROOMS)
+def test_a_policy_always_decides_the_same(name: str, trace: Trace, room: int) -> None:
+    again = Trace.from_json(trace.to_json())
+    assert POLICIES[name](trace, room).to_json() == POLICIES[name](again, room).to_json()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_signs_its_plans(name: str) -> None:
+    assert POLICIES[name](chain([MiB]), 0).policy == name
+
+
+def test_auto_is_a_policy() -> None:
+    assert AUTO in POLICIES

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from migrator import recorder as module
+from migrator.engine import Group, Saved, State
+from migrator.recorder import Recorder
+from migrator.storages import Known, Storages
+from migrator.trace import Site
+
+NBYTES = 8192
+
+
+def known(storages: Storages, tensor: torch.Tensor) -> Known:
+    return storages.find(tensor, tensor.untyped_storage(), tensor._version)
+
+
+def moved(entry: Known, state: State) -> Known:
+    entry.saved = Saved(Group(0.0, state), None, NBYTES)
+    return entry
+
+
+def tensor(nbytes: int = NBYTES) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def nbytes_of(recorder: Recorder) -> dict[str, int]:
+    return {site.key: site.nbytes for site in recorder.trace().sites}
+
+
+def test_saves_and_uses_are_positions_of_one_order() -> None:
+    recorder, storages, x, y = Recorder(set()), Storages(), tensor(), tensor(2 * NBYTES)
+    first, second = recorder.save("a:0", known(storages, x)), recorder.save("b:0", known(storages, y))
+    assert first and second
+    second.used()
+    first.used()
+    second.used()
+    trace = recorder.trace()
+    assert trace.positions == 5
+    assert trace.sites == (Site("a:0", 0, NBYTES, 0, (3,)), Site("b:0", 1, 2 * NBYTES, 1, (2, 4)))
+
+
+def test_sites_on_one_storage_share_its_number() -> None:
+    recorder, storages, x = Recorder(set()), Storages(), tensor()
+    recorder.save("a:0", known(storages, x))
+    recorder.save("b:0", known(storages, x))
+    assert recorder.trace().saved_bytes == NBYTES
+
+
+def test_what_cannot_move_has_no_bytes_and_a_number_of_its_own() -> None:
+    recorder = Recorder(set())
+    recorder.save("a:0", None)
+    recorder.save("a:1", None)
+    one, other = recorder.trace().sites
+    assert (one.nbytes, other.nbytes) == (0, 0)
+    assert one.storage != other.storage
+
+
+def test_what_the_program_itself_keeps_is_not_worth_moving() -> None:
+    outlived: set[str] = set()
+    recorder, storages, logits = Recorder(outlived), Storages(), tensor()
+    recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
+    recorder.turn()
+    assert nbytes_of(recorder) == {"loss:0": 0}
+    later = Recorder(outlived)
+    later.save("loss:0", known(Storages(), logits))
+    assert nbytes_of(later) == {"loss:0": 0}
+
+
+def test_what_only_backward_needs_is_worth_moving() -> None:
+    recorder, x = Recorder(set()), tensor()
+    recorder.save("a:0", moved(known(Storages(), x), State.AWAY))
+    del x
+    recorder.turn()
+    assert nbytes_of(recorder) == {"a:0": NBYTES}
+
+
+@pytest.mark.parametrize("state", [State.FILLING, State.LEAVING])
+def test_what_is_still_held_by_its_group_is_not_judged(state: State) -> None:
+    recorder, x = Recorder(set()), tensor()
+    recorder.save("a:0", moved(known(Storages(), x), state))
+    recorder.turn()
+    assert nbytes_of(recorder) == {"a:0": NBYTES}
+
+
+def test_a_part_is_not_judged_while_our_own_group_holds_another_part() -> None:
+    recorder, storages, qkv = Recorder(set()), Storages(), tensor(3 * NBYTES)
+    q, k, _ = qkv.chunk(3)
+    recorder.save("q:0", moved(known(storages, q), State.AWAY))
+    recorder.save("k:0", moved(known(storages, k), State.LEAVING))  # holds the whole storage
+    recorder.turn()
+    assert nbytes_of(recorder) == {"q:0": NBYTES, "k:0": NBYTES}
+
+
+def test_a_period_that_never_ends_is_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMIT", 3)
+    recorder = Recorder(set())
+    assert [recorder.save(f"a:{k}", None) is None for k in range(5)] == [False, False, False, True, True]
+    assert len(recorder.trace().sites) == 3

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+
+from allocator.lifetimes import Lifetime
+from migrator.trace import FORMAT, Site, Trace
+from tests.unit.traces import chain, traces
+
+
+def test_sites_on_one_storage_are_one_lifetime() -> None:
+    trace = Trace((Site("a:0", 7, 64, 0, (4,)), Site("b:0", 7, 64, 1, (3, 5))), positions=6)
+    assert trace.lifetimes == (Lifetime(7, 64, birth=0, uses=(3, 4, 5)),)
+
+
+def test_a_storage_is_as_large_as_its_largest_site() -> None:
+    trace = Trace((Site("a:0", 7, 0, 0, ()), Site("b:0", 7, 64, 1, ())), positions=2)
+    assert trace.saved_bytes == 64
+
+
+def test_a_storage_without_bytes_to_move_has_no_lifetime() -> None:
+    assert Trace((Site("a:0", 7, 0, 0, (1,)),), positions=2).lifetimes == ()
+
+
+def test_lifetimes_are_in_the_order_of_births() -> None:
+    assert [life.ident for life in chain([1, 2, 3]).lifetimes] == [0, 1, 2]
+
+
+@given(traces())
+def test_shared_storages_count_once(trace: Trace) -> None:
+    assert trace.saved_bytes == sum({site.storage: site.nbytes for site in trace.sites}.values())
+
+
+@given(traces())
+def test_json_keeps_everything(trace: Trace) -> None:
+    assert Trace.from_json(trace.to_json()) == trace
+
+
+@pytest.mark.parametrize("header", [{"format": FORMAT + 1}, {}])
+def test_another_format_is_refused(header: dict[str, int]) -> None:
+    text = json.dumps({**header, "positions": 0, "sites": []})
+    with pytest.raises(ValueError, match="record it again"):
+        Trace.from_json(text)
