@@ -61,12 +61,16 @@ def run_variant(name: str, step: Callable[[], torch.Tensor], steps: int, argumen
         loss.item()  # waits for the device
         return (time.perf_counter() - start) / steps
 
+    def peaks() -> tuple[int, int]:
+        return (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+
     moved: dict[str, float] = {}
     stalls: dict[str, Any] = {}
     if arguments is None:
         for _ in range(2):
             step()
         took = timed()
+        allocated, reserved = peaks()
     else:
         with tiers.session(**arguments) as session:
             for _ in range(LEARNING):
@@ -74,9 +78,9 @@ def run_variant(name: str, step: Callable[[], torch.Tensor], steps: int, argumen
             before = session.stats()
             took = timed()
             after = session.stats()
+            allocated, reserved = peaks()
         moved = {lane: (after["moved"][lane] - before["moved"][lane]) / steps for lane in after["moved"]}
         stalls = after["stalls"]
-    allocated, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
     return Sitting(name, took, allocated, reserved, moved, stalls, sm_clock())
 
 
@@ -194,16 +198,18 @@ def main() -> None:
             sittings.append(run_variant(name, workload.step, options.steps, variants[name]))
             last = sittings[-1]
             print(
-                f"round {number} {name}: {last.step * 1e3:.1f} ms, reserved {format_size(last.reserved)}, {last.stalls}",
+                f"round {number} {name}: {last.step * 1e3:.1f} ms, reserved {format_size(last.reserved)}",
+                last.stalls,
                 flush=True,
             )
     if cuda:
         out, back = link_speed()
         print(f"link: out {out / 1e9:.1f} GB/s, back {back / 1e9:.1f} GB/s")
     if options.hooks:
-        tight = {"policy": "move", "dram": options.dram}
-        print(f"hooks, us a tensor: kept {hook_times(workload.step, {'policy': 'keep', 'dram': options.dram})}, ")
-        print(f"  moved {hook_times(workload.step, tight)}")
+        small = workloads.small_gpt("cuda" if cuda else "cpu")
+        for policy in ("keep", "move"):
+            times = hook_times(small.step, {"policy": policy, "dram": options.dram})
+            print(f"hooks, policy {policy}, us of host time a tensor, pack and unpack together: {times}")
     print(table(sittings))
     if options.json:
         options.json.write_text(json.dumps([asdict(s) for s in sittings], indent=1))

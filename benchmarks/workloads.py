@@ -63,6 +63,11 @@ def long_context_gpt(device: torch.device | str, *, tiny: bool = False, seed: in
     return _gpt("long-context GPT", device, seed, GPTShape(24, 2048, 16, 4096, batch=1, length=32_768))
 
 
+def small_gpt(device: torch.device | str, *, seed: int = 0) -> Workload:
+    """Build a GPT whose kernels are so short that the host decides its speed: for timing the host's own work."""
+    return _gpt("small GPT", device, seed, GPTShape(24, 256, 4, 1024, batch=2, length=256))
+
+
 def resnet152(device: torch.device | str, *, tiny: bool = False, seed: int = 0) -> Workload:
     """Build ResNet-152: batch 256 x 224 x 224, autocast bf16, channels_last, SGD with momentum."""
     name, layers, width, batch, side = "ResNet-152", (3, 8, 36, 3), 64, 256, 224

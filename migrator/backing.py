@@ -107,6 +107,7 @@ class Backing:
         with self._lock:
             self._largest = max(self._largest, nbytes)
             parcel.after = self._put(parcel, self._find_block(nbytes))
+            self._counters.groups += 1
             self._demote_ahead()
         return parcel
 

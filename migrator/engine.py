@@ -111,7 +111,6 @@ class Engine:
         self.limit = 0
         self.resident = 0
         self._peak = 0
-        self.sent = 0
         self.alive = 0  # saved tensors that move and are still part of a graph
         self._stayed = 0
         self._again: Group | None = None  # the last one that came back a second time
@@ -177,7 +176,6 @@ class Engine:
             raise
         group.parcel = parcel
         group.state = State.LEAVING
-        self.sent += 1
         self._leaving[group] = None
         self._waiting[group] = None
         self.relieve()
@@ -212,6 +210,7 @@ class Engine:
         """Fix the order in which groups come back, and start bringing them."""
         with self.lock:
             self.collect()
+            self._peak = max(self._peak, self.resident)
             needed = (group for group in self._waiting if group.next_use != NEVER)
             self._order = deque(sorted(needed, key=lambda group: group.next_use))
             self.prefetch()
@@ -316,10 +315,8 @@ class Engine:
             self._again = None
         if group.state is State.HOME:
             self._leave_home(group)
-        elif group.state is State.LEAVING and (filled := group.parcel and group.parcel.filled) and not filled.query():
-            # The lane still reads this memory. The allocator may unmap what is free (expandable segments) once
-            # its own stream is done: that stream must not be done before the lane is.
-            self.compute.wait(filled, "d2h", group.stream)
+        elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
+            self.compute.outlast(group.parcel.filled, group.stream)
         # The aliases are not emptied: backward may have handed one on to the program.
         self._drop_sources(group)
         group.state = State.GONE
@@ -342,15 +339,23 @@ class Engine:
             self._in_hbm.pop(group, None)
         self._peak = max(self._peak, self.resident)
 
-    def stay(self, nbytes: int) -> None:
-        """Count bytes that stay in HBM (negative: that left it)."""
-        # What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
-        nbytes = max(nbytes, -self._stayed)
-        self._stayed += nbytes
-        self.resident += nbytes
-        if nbytes > 0:
-            self._peak = max(self._peak, self.resident)
-            self.relieve()
+    def entered(self, nbytes: int) -> None:
+        """Count bytes that were saved and stay. On the way of every tensor that stays: no more than it must be."""
+        with self.lock:
+            self._stayed += nbytes
+            self.resident += nbytes
+            if self.resident > self.limit:
+                self.relieve()
+
+    def left(self, nbytes: int) -> None:
+        """Count bytes that had stayed and were used for the last time."""
+        with self.lock:
+            # What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
+            nbytes = min(nbytes, self._stayed)
+            self._stayed -= nbytes
+            self.resident -= nbytes
+            if self._order:
+                self.prefetch()
 
     def end_period(self) -> int:
         """Take stock; the highest use of the device in the period, in bytes.
@@ -363,8 +368,3 @@ class Engine:
         self._stayed = 0
         self.resident = self._peak = sum(group.counted for group in self._in_hbm)
         return peak
-
-    def close(self) -> None:
-        """Wait for the lanes and end them."""
-        self._out.close()
-        self._back.close()

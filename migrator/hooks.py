@@ -30,6 +30,7 @@ MIN_BYTES = 4096
 """Storages smaller than this stay: to look after one costs more than its memory is worth."""
 
 _graph_task = torch._C._current_graph_task_id
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # a build for CPUs has none
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -97,6 +98,7 @@ class Saver:
         self.in_backward = False  # backward has asked for something in this period
         self.steps_before = 0  # optimizer steps made before the period began
         self._period = 0
+        self._suspended = False
         self._make_mover = make_mover
         self._root_begins = root_begins
         self._period_over = period_over
@@ -121,6 +123,17 @@ class Saver:
         self.movers = {}
         self._period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
+
+    def suspend(self) -> None:
+        """Switch them off until `resume`."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._suspended = True
+
+    def resume(self) -> None:
+        """Switch them on again if they were suspended."""
+        if self._suspended:
+            self._suspended = False
+            self.push()
 
     def on_top(self) -> bool:
         """Whether these are the hooks that PyTorch would call now."""
@@ -170,8 +183,6 @@ class Saver:
             # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
             # at once, or soon, and the order of this period is being played back already.
             return _keep(tensor, None, None)
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return _keep(tensor, None, None)  # a CUDA graph replays addresses; nothing of it may move
         if self.in_backward:
             self.end_period()
         node = self.modules.here
@@ -182,10 +193,12 @@ class Saver:
         number = node.count
         node.count = number + 1
         action = node.actions[number] if number < len(node.actions) else None
+        if tensor.is_cuda and _capturing():
+            return _keep(tensor, None, None)  # a CUDA graph replays addresses: nothing of it may move
         if action is not None and action.stays:
             mover = action.mover
             if action.enter:
-                mover.entered(action.enter)
+                mover.engine.entered(action.enter)
             if mover.recorder is not None:
                 return _keep(tensor, action, self._record(mover, f"{node.path}:{number}", tensor))
             alias = tensor.detach()
@@ -204,7 +217,7 @@ class Saver:
                 if not self.in_backward:
                     self._turn()
                 if stay.leave:
-                    stay.mover.left(stay.leave)
+                    stay.mover.engine.left(stay.leave)
             return alias
         assert isinstance(packed, Moved)
         if packed.alias._version != packed.version:

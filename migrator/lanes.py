@@ -72,6 +72,9 @@ class Compute(Protocol):
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
         """Let `stream` go on only after `event`; what it waits counts as a stall of `cause`."""
 
+    def outlast(self, event: Event, stream: Stream) -> None:
+        """Memory of `stream` that a lane reads until `event` is about to be given back to the allocator."""
+
     def hand_over(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that `buffer` is used on the present stream as well as on its own."""
 
@@ -83,6 +86,9 @@ class Compute(Protocol):
 
     def peak(self, resident: int) -> int:
         """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""
+
+    def pressed(self) -> bool:
+        """Whether the allocator had to give up cached memory to stay within the budget since this was last called."""
 
     def reserved(self) -> int:
         """The most HBM that was ever taken from the device, cached memory included."""
@@ -98,6 +104,7 @@ class CudaCompute:
         self.device = device
         self._counters = counters
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._retries = peaks.retries(device)
         peaks.restart(device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -114,6 +121,12 @@ class CudaCompute:
         assert isinstance(event, torch.cuda.Event) and isinstance(stream, torch.cuda.Stream)
         self._waits.append((cause, self.mark(stream), event))
         stream.wait_event(event)
+
+    def outlast(self, event: Event, stream: Stream) -> None:
+        # What the lane reads from now on is nobody's any more, so it might be overwritten; but not unmapped, as the
+        # allocator does with memory that is free (expandable segments) once that memory's own stream is done.
+        if not event.query():
+            self.wait(event, "d2h", stream)
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         buffer.record_stream(torch.cuda.current_stream(self.device))
@@ -133,6 +146,10 @@ class CudaCompute:
         peak = peaks.since_restart(self.device)
         peaks.restart(self.device)
         return peak
+
+    def pressed(self) -> bool:
+        before, self._retries = self._retries, peaks.retries(self.device)
+        return self._retries > before
 
     def reserved(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
@@ -266,6 +283,9 @@ class HostCompute:
     def stream(self) -> Stream:
         return None
 
+    def outlast(self, event: Event, stream: Stream) -> None:
+        """The lane itself holds what it still reads."""
+
     def hand_over(self, buffer: torch.Tensor) -> None:
         """One stream: nothing to tell."""
 
@@ -278,6 +298,9 @@ class HostCompute:
     def peak(self, resident: int) -> int:
         self._highest = max(self._highest, self.static + resident)
         return self.static + resident
+
+    def pressed(self) -> bool:
+        return False
 
     def reserved(self) -> int:
         return self._highest

@@ -4,8 +4,10 @@ Pure: it is fed traces and peaks and hands back plans.
 
 The room is found by feedback. A period's peak is that of the program's own memory plus the saved bytes
 that were in HBM at that moment. One more byte of room raises the peak by one byte at most, so the room
-may always grow by what the peak lies below the target, and shrinks by what it lies above. The
-first estimate takes the learning period's peak as if nothing saved had been part of it.
+may always grow by what the peak lies below the target, and shrinks by what it lies above. It grows by
+half of that at a time: memory that is reserved in fragments is not in the peak, and shows only when the
+allocator has to flush its cache; then the room has found its ceiling. The first estimate takes the
+learning period's peak as if nothing saved had been part of it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from migrator.trace import Trace
 PERIODS_AFTER_DRIFT = 4  # recorded when something unforeseen was saved: programs alternate between kinds of periods
 KINDS = 8  # kinds of periods that are remembered
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
+PRESSED = 0.03  # of the target: what the room gives back when the allocator was pressed
 SETTLED = 0.02  # of the target: closer than this the room stays as it is
 
 
@@ -48,7 +51,7 @@ class Learner:
         """Whether the next period is to be recorded."""
         return self._to_record > 0
 
-    def period_over(self, trace: Trace | None, peak: int, *, whole: bool, drifted: bool) -> bool:
+    def period_over(self, trace: Trace | None, peak: int, *, whole: bool, drifted: bool, pressed: bool) -> bool:
         """Take in one period; whether `plans` changed.
 
         Parameters
@@ -60,6 +63,8 @@ class Learner:
         whole : bool
             Whether everything that lives as long as the program existed when the period began: the
             optimizer makes its state in the first step, so peaks before that are too low.
+        pressed : bool
+            Whether the allocator had to flush its cache to stay within the budget.
         drifted : bool
             Whether a tensor was saved that no plan knows, or one was not that a plan relies on.
         """
@@ -71,7 +76,7 @@ class Learner:
             return self._learn(trace, peak)
         if drifted:
             self._to_record = PERIODS_AFTER_DRIFT
-        return self._correct(peak)
+        return self._correct(peak, pressed)
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         kind = frozenset(site.key for site in trace.sites)
@@ -85,8 +90,8 @@ class Learner:
         self._plan()
         return True
 
-    def _correct(self, peak: int) -> bool:
-        slack = self._target - peak
+    def _correct(self, peak: int, pressed: bool) -> bool:
+        slack = -int(PRESSED * self._target) if pressed else self._target - peak
         if self._room is None or abs(slack) <= SETTLED * self._target:
             return False
         if slack < 0:
@@ -94,7 +99,7 @@ class Learner:
             self._ceiling = max(0, self._room + slack)
         elif not any(plan.groups for plan in self.plans):
             return False
-        room = min(self._room + slack, self._ceiling)
+        room = min(self._room + (slack // 2 if slack > 0 else slack), self._ceiling)
         if room == self._room:
             return False
         self._room = room

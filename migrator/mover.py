@@ -206,17 +206,6 @@ class Mover:
             tensor.data = view.set_(buffer.untyped_storage(), first, moved.size, moved.stride)
         return tensor
 
-    def entered(self, nbytes: int) -> None:
-        """Bytes were saved that stay."""
-        with self.engine.lock:
-            self.engine.stay(nbytes)
-
-    def left(self, nbytes: int) -> None:
-        """Bytes that had stayed were used for the last time."""
-        with self.engine.lock:
-            self.engine.stay(-nbytes)
-            self.engine.prefetch()
-
     # ---------------------------------------------------------------------------------- periods
 
     def end_period(self, *, whole: bool) -> bool:
@@ -237,7 +226,8 @@ class Mover:
             drifted = self._unforeseen or self._incomplete()
             self._begin()
             trace = None if self.recorder is None else self.recorder.trace()
-            changed = self.learner.period_over(trace, peak, whole=whole, drifted=drifted)
+            pressed = self.engine.compute.pressed()
+            changed = self.learner.period_over(trace, peak, whole=whole, drifted=drifted, pressed=pressed)
             self.recorder = Recorder(self._outlived) if self.learner.records_next else None
             if self.recorder is not None:
                 self._allocated_before = self.engine.compute.allocated()

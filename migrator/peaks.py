@@ -28,6 +28,11 @@ def since_restart(device: torch.device) -> int:
     return int(_plain_stats(device)["allocated_bytes"]["all"]["peak"])
 
 
+def retries(device: torch.device) -> int:
+    """How often PyTorch's allocator has flushed its cache because a request exceeded the budget."""
+    return int(_plain_stats(device)["num_alloc_retries"])
+
+
 def install() -> None:
     """Have PyTorch's functions take remembered peaks into account."""
     memory.memory_stats_as_nested_dict = _stats

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,6 +38,8 @@ class Session:
     ----------
     config : Config
         What the user asked for.
+    refuse : callable, optional
+        See `migrator.runtime.Options`.
 
     Raises
     ------
@@ -44,7 +47,7 @@ class Session:
         If the run directory holds an earlier run.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, refuse: Callable[[BudgetTooSmall], None] | None = None) -> None:
         self._config = config
         self._run = _run_directory(config)
         self._ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -61,6 +64,7 @@ class Session:
                 enforce=config.hbm.capacity is not None,
                 capacity=self._dram_capacity + self._nvme_capacity,
                 backing=self._make_backing,
+                refuse=refuse,
             )
         )
 
@@ -151,8 +155,7 @@ def install(config: Config) -> None:
     ConfigError
         If the run directory holds an earlier run.
     """
-    session = Session(config)
-    session.runtime.refuse = _exit
+    session = Session(config, refuse=_exit)
     session.open()
     # Registered after PyTorch's own exit handlers, and so run before them: while the driver is still up.
     atexit.register(session.close)

@@ -4,34 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import assert_same, batch, gradients, main, moving, perceptron, train
+import migrator
+from tests.scenarios import assert_same, batch, gradients, main, moved, moving, perceptron, train
 
 Compile = Callable[[nn.Module], nn.Module]
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
 def _train_compiled(compile_model: Compile, device: torch.device) -> list[Tensor]:
     torch.compiler.reset()
-    model = perceptron(device)
-    compiled = compile_model(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    results = []
-    for i in range(4):
-        optimizer.zero_grad()
-        loss = compiled(batch(device, i)).square().mean()
-        loss.backward()
-        optimizer.step()
-        results += [loss.detach(), *gradients(model)]
-    return results
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Block() for _ in range(3))).to(device)
+    return train(compile_model(model), device)
 
 
-def _blocks(model: nn.Module, backend: str) -> nn.Module:
-    for k in range(0, len(model), 2):
-        model[k].compile(backend=backend)
-        model[k + 1] = torch.compile(model[k + 1], backend=backend)
+def _each(model: nn.Module, backend: str) -> nn.Module:
+    for k, block in enumerate(model):
+        model[k] = torch.compile(block, backend=backend)
+    return model
+
+
+def _each_in_place(model: nn.Module, backend: str) -> nn.Module:
+    for block in model:
+        block.compile(backend=backend)
+    return model
+
+
+def _all_modules_in_place(model: nn.Module, backend: str) -> nn.Module:
+    for module in list(model.modules()):
+        module.compile(backend=backend)
     return model
 
 
@@ -49,9 +63,31 @@ def the_whole_model_without_a_graph_break(device: torch.device) -> None:
 
 
 def every_block(device: torch.device) -> None:
-    for backend in ("aot_eager", "inductor"):
-        print(f"  {backend}")
-        assert_same(partial(_train_compiled, partial(_blocks, backend=backend)), device)
+    for compile_model in (_each, _each_in_place, _all_modules_in_place):
+        for backend in ("aot_eager", "inductor"):
+            print(f"  {compile_model.__name__.strip('_')}, {backend}")
+            assert_same(partial(_train_compiled, partial(compile_model, backend=backend)), device)
+
+
+def our_own_functions_are_not_compiled(device: torch.device) -> None:
+    """Where a graph breaks, Dynamo takes up every Python function that is called, also from within autograd."""
+
+    @torch.compile(backend="aot_eager")
+    def broken(model: nn.Module, x: Tensor) -> Tensor:
+        h = model[:2](x)
+        torch._dynamo.graph_break()
+        return model[2:](h * h).square().mean()
+
+    torch.compiler.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    with moving() as session:
+        train(_all_modules_in_place(perceptron(device), "aot_eager"), device)
+        train(perceptron(device), device, loss_of=broken)
+        assert moved(session)["h2d"] > 0
+    files = {metrics.co_filename for metrics in torch._dynamo.utils.get_compilation_metrics()}
+    ours = [file for file in files if file and Path(file).is_relative_to(Path(migrator.__file__).parent)]
+    print(f"  compiled code of {len(files)} files, of ours: {ours}")
+    assert not ours
 
 
 def nothing_compiles_anew_in_later_steps(device: torch.device) -> None:

@@ -45,7 +45,7 @@ def save_on_cpu_around_a_part(device: torch.device) -> None:
             h = model[:4](x)
         return model[4:](h).square().mean()
 
-    assert_same(lambda device: train(perceptron(device), device, loss_of=loss_of), device)
+    assert_same(lambda device: train(perceptron(device, depth=6), device, loss_of=loss_of), device)
 
 
 def the_users_own_checkpoints(device: torch.device) -> None:

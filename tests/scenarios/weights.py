@@ -64,14 +64,6 @@ def leaves_weights_alone_that_functional_call_puts_in(device: torch.device) -> N
     assert _bytes <= 4 * ACTIVATION
 
 
-def gives_the_casts_of_autocast_back(device: torch.device) -> None:
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
-            return model(x).float().square().mean()
-
-    assert_same(lambda device: train(perceptron(device, width=128, depth=8), device, loss_of=loss_of), device)
-
-
 def _shard(model: nn.Module) -> None:
     """Keep every weight in two halves, and put it together around forward and backward, as FSDP does."""
     for layer in model:

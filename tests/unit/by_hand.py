@@ -13,7 +13,7 @@ import torch
 from allocator.nvme.store import NvmeExtent
 from allocator.sizes import KiB, round_up
 from migrator.counters import Counters
-from migrator.lanes import Event, HostCompute, HostEvent, Piece
+from migrator.lanes import Event, HostCompute, HostEvent, Piece, Stream
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -54,11 +54,15 @@ class StreamCompute(HostCompute):
     def __init__(self) -> None:
         super().__init__(Counters())
         self.current = 1
-        self.waits: list[tuple[Event, int]] = []
+        self.waits: list[tuple[Event, Stream]] = []
+        self.outlasted: list[tuple[Event, Stream]] = []
         self.handed_over: list[tuple[torch.Tensor, int]] = []
 
-    def wait(self, event: Event, cause: str) -> None:
-        self.waits.append((event, self.current))
+    def wait(self, event: Event, cause: str, stream: Stream) -> None:
+        self.waits.append((event, stream))
+
+    def outlast(self, event: Event, stream: Stream) -> None:
+        self.outlasted.append((event, stream))
 
     def stream(self) -> int:
         return self.current

@@ -214,8 +214,7 @@ def test_waits_for_the_disk_are_counted(arena: DramArena) -> None:
     timer.join()
     for block in blocks:
         arena.free(block)
-    for request in store.writes[1:]:
-        request.set_result(None)
+    store.finish()
     backing.close()
     assert counters.moved["disk_write"] >= NBYTES
 
@@ -358,12 +357,11 @@ def test_what_cannot_be_written_is_not_tried_again(make: Make, arena: DramArena)
     parcels = fill(backing, 7)
     assert eventually(lambda: len(store.writes) == 1)
     store.writes[0].set_exception(StoreError("/somewhere", 0, NBYTES, "write", "no space left"))
-    assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
+    settle(backing, parcels)
     fill(backing, 1)
-    assert eventually(lambda: len(store.writes) == 2)
-    assert parcels[1].writing is not None
+    assert eventually(lambda: len(store.writes) >= 2)
     assert parcels[0].writing is None
-    store.writes[1].set_result(None)
+    assert parcels[1].writing is not None
 
 
 def test_any_error_of_a_write_keeps_the_bytes(make: Make) -> None:
@@ -400,6 +398,7 @@ def test_a_parcel_that_is_needed_waits_for_a_read_rather_than_fail(make: Make, a
     store = HandStore(100 * MiB, at_once=True)
     backing = make(store)
     parcels = fill(backing, 20)
+    settle(backing, parcels)
     for parcel in parcels[9:]:
         backing.drop(parcel)
     store.at_once = False
@@ -445,14 +444,14 @@ def test_any_order_of_parcels_on_a_real_disk_loses_and_leaks_nothing(
     store = NvmeStore([tmp_path], 128 * MiB, gds="off", stripe=MiB, step=16 * MiB)
     counters = Counters()
     backing = Backing(arena, store, counters)
-    random_life(backing, Random(seed), 300)
+    random_life(backing, Random(seed), 200)
     backing.close()
     assert (arena.used, store.used) == (0, 0)
     assert min(counters.moved["disk_write"], counters.moved["disk_read"]) > 0
     store.close()
 
 
-def test_a_disk_that_breaks_loses_nothing_that_is_in_dram(arena: DramArena, tmp_path: Path, seed: int) -> None:
+def test_a_disk_that_breaks_loses_nothing_that_is_in_dram(arena: DramArena, tmp_path: Path) -> None:
     faults = {number: fail(errno.EIO) for number in range(4, 1000)}
     store = NvmeStore(
         [tmp_path],
@@ -467,9 +466,9 @@ def test_a_disk_that_breaks_loses_nothing_that_is_in_dram(arena: DramArena, tmp_
     with pytest.raises(TierFull, match="^tier nvme at .* is full"):
         while True:
             parcels.append(put(backing, len(parcels), -len(parcels)))
-    assert len(parcels) >= 8  # all of DRAM, and what was written before
-    assert [contents(backing, parcel) for parcel in parcels] == [{number} for number in range(len(parcels))]
-    for parcel in parcels:
+    assert len(parcels) > 8  # all of DRAM, and what was written before
+    for number, parcel in reversed(list(enumerate(parcels))):  # as backward does
+        assert contents(backing, parcel) == {number}
         backing.drop(parcel)
     backing.close()
     assert (arena.used, store.used) == (0, 0)

@@ -125,7 +125,7 @@ def test_a_wait_is_a_stall_of_its_cause(counters: Counters) -> None:
     event = HostEvent()
     timer = threading.Timer(0.02, event.set)
     timer.start()
-    HostCompute(counters).wait(event, "h2d")
+    HostCompute(counters).wait(event, "h2d", 0)
     assert list(counters.stalls) == ["h2d"]
     assert counters.stalls["h2d"].count == 1
     assert counters.stalls["h2d"].seconds > 0.01
@@ -134,7 +134,7 @@ def test_a_wait_is_a_stall_of_its_cause(counters: Counters) -> None:
 
 def test_what_is_over_is_no_stall(counters: Counters) -> None:
     compute = HostCompute(counters)
-    compute.wait(compute.mark(), "h2d")
+    compute.wait(compute.mark(compute.stream()), "h2d", compute.stream())
     assert counters.stalls == {}
 
 
@@ -142,7 +142,7 @@ def test_a_wait_raises_what_the_copy_raised(counters: Counters) -> None:
     event = HostEvent()
     event.set(OSError("lost"))
     with pytest.raises(OSError, match="lost"):
-        HostCompute(counters).wait(event, "d2h")
+        HostCompute(counters).wait(event, "d2h", 0)
 
 
 # ------------------------------------------------------------------------- what is gathered into one transfer

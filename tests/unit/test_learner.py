@@ -20,7 +20,7 @@ TRACE = chain([10 * MiB] * 40)
 
 def learned(peak: int = 700 * MiB) -> Learner:
     learner = Learner(FLASHNEURON, TARGET)
-    assert learner.period_over(TRACE, peak, whole=True, unforeseen=False)
+    assert learner.period_over(TRACE, peak, whole=True, pressed=False, drifted=False)
     return learner
 
 
@@ -29,9 +29,9 @@ def room(learner: Learner) -> int:
     return plan.room
 
 
-def quiet(learner: Learner, peak: int, unforeseen: bool = False) -> bool:
+def quiet(learner: Learner, peak: int, drifted: bool = False) -> bool:
     """A period that was not recorded."""
-    return learner.period_over(None, peak, whole=True, unforeseen=unforeseen)
+    return learner.period_over(None, peak, whole=True, pressed=False, drifted=drifted)
 
 
 # ----------------------------------------------------------------------------------- what is recorded
@@ -43,20 +43,20 @@ def test_the_first_period_is_recorded() -> None:
 
 def test_a_period_before_the_optimizer_made_its_state_teaches_nothing() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    assert not learner.period_over(TRACE, 10 * MiB, whole=False, unforeseen=False)
+    assert not learner.period_over(TRACE, 10 * MiB, whole=False, pressed=False, drifted=False)
     assert learner.plans == ()
     assert learner.records_next
 
 
 def test_a_program_without_an_optimizer_is_learned_after_some_patience() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    changed = [learner.period_over(TRACE, MiB, whole=False, unforeseen=False) for _ in range(PATIENCE)]
+    changed = [learner.period_over(TRACE, MiB, whole=False, pressed=False, drifted=False) for _ in range(PATIENCE)]
     assert changed == [False] * (PATIENCE - 1) + [True]
 
 
 def test_a_period_that_saves_nothing_teaches_nothing() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    assert not learner.period_over(Trace((), 0), MiB, whole=True, unforeseen=False)
+    assert not learner.period_over(Trace((), 0), MiB, whole=True, pressed=False, drifted=False)
     assert learner.records_next
 
 
@@ -66,10 +66,10 @@ def test_one_recorded_period_is_enough() -> None:
 
 def test_the_unforeseen_starts_recording() -> None:
     learner = learned()
-    quiet(learner, TARGET, unforeseen=True)
+    quiet(learner, TARGET, drifted=True)
     for _ in range(PERIODS_AFTER_DRIFT):
         assert learner.records_next
-        learner.period_over(TRACE, TARGET, whole=True, unforeseen=False)
+        learner.period_over(TRACE, TARGET, whole=True, pressed=False, drifted=False)
     assert not learner.records_next
 
 
@@ -127,7 +127,7 @@ def run(learner: Learner, periods: Sequence[tuple[Trace, int]], elsewhere: int =
         known = [plan for plan in learner.plans if keys <= {*plan.keep, *(k for g in plan.groups for k in g.sites)}]
         peak = max(elsewhere, own + most(trace, known[0] if known else None))
         recorded = trace if learner.records_next else None
-        changed.append(learner.period_over(recorded, peak, whole=True, unforeseen=not known and recorded is None))
+        changed.append(learner.period_over(recorded, peak, whole=True, pressed=False, drifted=not known and recorded is None))
         peaks.append(peak)
     return changed, peaks
 
@@ -161,7 +161,7 @@ def test_the_room_suits_the_largest_of_alternating_periods() -> None:
 
 def test_a_policy_that_always_moves_settles_too() -> None:
     learner = Learner(POLICIES["move"], TARGET)
-    learner.period_over(TRACE, 100 * MiB, whole=True, unforeseen=False)
+    learner.period_over(TRACE, 100 * MiB, whole=True, pressed=False, drifted=False)
     changed = [quiet(learner, 100 * MiB) for _ in range(50)]
     assert not any(changed[25:])
 
@@ -182,7 +182,7 @@ def test_of_one_kind_the_larger_period_is_planned_for() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     large, small = chain([20 * MiB] * 4), chain([10 * MiB] * 4)
     for trace in (small, large, small):
-        learner.period_over(trace, 100 * MiB, whole=True, unforeseen=False)
+        learner.period_over(trace, 100 * MiB, whole=True, pressed=False, drifted=False)
     assert set(learner.traces) == {large}
 
 
@@ -190,7 +190,7 @@ def test_only_recent_kinds_are_remembered() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     kinds = [chain([MiB], f"kind{k}_") for k in range(KINDS + 3)]
     for trace in kinds:
-        learner.period_over(trace, 100 * MiB, whole=True, unforeseen=False)
+        learner.period_over(trace, 100 * MiB, whole=True, pressed=False, drifted=False)
     assert list(learner.traces) == kinds[3:]
     assert len(learner.plans) == KINDS
 

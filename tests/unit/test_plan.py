@@ -48,14 +48,14 @@ def test_a_group_is_complete_after_its_last_birth_and_needed_at_its_first_use(
         members = [sites[key] for key in group.sites]
         first = {site.storage: site.birth for site in reversed(members)}
         assert group.last_birth == max(first.values())
-        assert group.first_use == min((use for site in members for use in site.uses), default=trace.positions)
+        assert group.first_use == min((use for site in members for use in site.uses), default=None)
 
 
 @given(st.lists(st.sampled_from([1, MiB, 80 * MiB]), max_size=12), ROOMS)
 def test_groups_are_in_the_order_in_which_they_are_needed(sizes: list[int], room: int) -> None:
     trace = chain(sizes)
     plan = make_plan("test", trace, range(len(sizes)), room)
-    needed = [group.first_use for group in plan.groups]
+    needed = [group.first_use or 0 for group in plan.groups]
     assert needed == sorted(needed)
 
 
@@ -70,7 +70,7 @@ def test_what_cannot_move_is_kept_at_no_cost() -> None:
 
 
 def test_a_group_is_a_sixteenth_of_the_room_within_bounds() -> None:
-    assert [group_bytes(room) for room in (0, 64 * MiB, 64 * GiB)] == [MiB, 4 * MiB, 64 * MiB]
+    assert [group_bytes(room) for room in (0, 64 * MiB, 64 * GiB)] == [2 * MiB, 4 * MiB, 64 * MiB]
 
 
 def test_nothing_is_looked_ahead_to_when_nothing_moves() -> None:
@@ -88,3 +88,12 @@ def test_json_holds_the_whole_plan(trace: Trace, room: int, rng: Random) -> None
     assert (data["policy"], data["room"]) == (plan.policy, room)
     assert data["keep"] == {key: {"enter": keep.enter, "leave": keep.leave} for key, keep in plan.keep.items()}
     assert [group["sites"] for group in data["groups"]] == [list(group.sites) for group in plan.groups]
+
+
+def test_what_is_never_used_has_no_first_use() -> None:
+    trace = Trace((Site("a:0", 0, 64, 0, ()),), positions=1)
+    assert [group.first_use for group in make_plan("test", trace, {0}, 0).groups] == [None]
+
+
+def test_a_group_takes_whole_pages_below_hbm() -> None:
+    assert make_plan("test", chain([1, 3 * MiB]), {0, 1}, 0).parcel_bytes == 6 * MiB

@@ -1,0 +1,147 @@
+"""Where PyTorch calls in: module hooks, optimizer hooks, forks, and the two functions that `torch.func` needs.
+
+At most one runtime is installed in a process. These are plain functions of the module because Dynamo traces
+module hooks: it must find nothing there but the question whether it is tracing, whose answer it knows.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+
+from migrator import peaks
+from migrator.hooks import Moved, Saver
+
+
+class Listener(Protocol):
+    """What a runtime is told."""
+
+    def enter(self, module: nn.Module) -> None:
+        """A forward begins in this thread."""
+
+    def leave(self) -> None:
+        """A forward ends in this thread, also when it raised."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has made a step."""
+
+    def forked(self) -> None:
+        """This is the child of a fork."""
+
+    def saver(self) -> Saver | None:
+        """The hooks of this thread, if they are on."""
+
+
+_active: Listener | None = None
+_handles: list[Any] = []
+
+
+def install(listener: Listener) -> None:
+    """Have PyTorch call `listener`. Touches no device.
+
+    Raises
+    ------
+    RuntimeError
+        If another one is installed.
+    """
+    global _active
+    if _active is not None:
+        raise RuntimeError("tiers is active already: close that session before opening another")
+    _active = listener
+    _handles.extend(
+        [
+            module_hooks.register_module_forward_pre_hook(_enter),
+            # Called when the forward raises, too: the path of modules must not keep what was left.
+            module_hooks.register_module_forward_hook(_leave, always_call=True),
+            optimizer_hooks.register_optimizer_step_post_hook(_stepped),
+        ]
+    )
+    _autograd._saved_tensors_hooks_disable = _disable
+    _autograd._saved_tensors_hooks_enable = _enable
+    peaks.install()
+    _keep_dynamo_out()
+    # torch.compile warns of module hooks that may fire twice. Ours may.
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    global _active
+    _active = None
+    while _handles:
+        _handles.pop().remove()
+    _autograd._saved_tensors_hooks_disable = _plain_disable
+    _autograd._saved_tensors_hooks_enable = _plain_enable
+    peaks.uninstall()
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _active is not None:
+        _active.enter(module)
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _active is not None:
+        _active.leave()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _active is not None:
+        _active.stepped(optimizer)
+
+
+# `torch.func` disables saved-tensor hooks while it runs, which PyTorch refuses while there are any; for this ours do
+# not count. Hooks of the program's own, above ours, still make it refuse. The functions below
+# `torch.autograd.graph.disable_saved_tensors_hooks` are replaced, not that one: Dynamo knows it by identity.
+
+_autograd: Any = torch._C._autograd
+_plain_disable = _autograd._saved_tensors_hooks_disable
+_plain_enable = _autograd._saved_tensors_hooks_enable
+
+
+def _disable(message: str, *rest: bool) -> None:
+    saver = None if _active is None else _active.saver()
+    if saver is not None and saver.on_top():
+        saver.suspend()
+    _plain_disable(message, *rest)
+
+
+def _enable() -> None:
+    _plain_enable()
+    saver = None if _active is None else _active.saver()
+    if saver is not None:
+        saver.resume()
+
+
+def _keep_dynamo_out() -> None:
+    """Have Dynamo run our entry points, and what they call, as they are, also where it traces what calls them.
+
+    `torch._dynamo.disable` says the same and puts a wrapper around each call.
+    """
+    from torch._C._dynamo import eval_frame  # importing this does not import torch._dynamo
+
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in (Saver.pack, Saver.unpack, Moved.__del__, _enter, _leave, _stepped, _disable, _enable):
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+def _after_fork() -> None:
+    global _active
+    if _active is not None:
+        _active.forked()
+        _active = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,129 @@
+"""Other processes: DataLoader workers by fork and by spawn, forks of the program's own, DDP over gloo."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from allocator.sizes import MiB
+from tests.scenarios import assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
+
+
+class _Augmented(Dataset):
+    """Uses modules in its workers, with gradients on, as people do without thinking."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.augment = nn.Sequential(nn.Linear(128, 128), nn.Tanh())
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> Tensor:
+        x = batch(torch.device("cpu"), i, rows=1024)
+        y = self.augment(x)
+        y.square().mean().backward()
+        return y.detach() + self.augment[0].weight.grad.mean()
+
+
+def _train_from(start: str, device: torch.device, *, persistent: bool = False) -> list[Tensor]:
+    loader = DataLoader(
+        _Augmented(), batch_size=None, num_workers=1, multiprocessing_context=start, persistent_workers=persistent
+    )
+    model = perceptron(device)
+    results = []
+    for _ in range(2):
+        for x in loader:
+            loss = model(x.to(device)).square().mean()
+            loss.backward()
+            results += [loss.detach(), *gradients(model)]
+    return results
+
+
+def dataloader_workers_by_fork(device: torch.device) -> None:
+    """The second epoch's workers are forked from a process in which everything of ours is running."""
+    assert_same(lambda device: _train_from("fork", device), device)
+
+
+def dataloader_workers_by_spawn(device: torch.device) -> None:
+    assert_same(lambda device: _train_from("spawn", device, persistent=True), device)
+
+
+def dataloader_workers_by_fork_with_a_file_open(device: torch.device) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        disk = {"dram": "4MiB", "nvme": "64MiB", "nvme_path": directory, "nvme_gds": "off"}
+        assert_same(lambda device: _train_from("fork", device), device, room=0, **disk)
+        assert os.listdir(directory) == []
+
+
+def a_fork_of_the_program_s_own(device: torch.device) -> None:
+    """The child computes without us, and ends as it pleases; the parent trains on."""
+    with moving(room=0) as session:
+        model = perceptron(device)
+        expected = bits(train(perceptron(torch.device("cpu")), torch.device("cpu")))
+        train(model, device)
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:  # no CUDA here: a fork cannot use it
+            same = bits(train(perceptron(torch.device("cpu")), torch.device("cpu"))) == expected
+            try:
+                sys.exit(0 if same else 3)  # runs what Python runs at exit
+            except SystemExit as leaving:
+                os._exit(int(str(leaving.code)))
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        before = moved(session)["h2d"]
+        train(model, device)
+        assert moved(session)["h2d"] > before
+
+
+def _train_rank(rank: int, directory: str, device: str, with_tiers: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/{with_tiers}", rank=rank, world_size=2)
+    on = torch.device(device)
+    model = DistributedDataParallel(perceptron(on, depth=6), bucket_cap_mb=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> list[Tensor]:
+        results = []
+        for i in range(4):
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(batch(on, 10 * i + rank)).square().mean().backward()
+            loss = model(batch(on, 10 * i + rank + 2)).square().mean()
+            loss.backward()
+            optimizer.step()
+            results += [loss.detach(), *gradients(model)]
+        return results
+
+    if with_tiers:
+        with moving(room=MiB) as session:
+            results = steps()
+            assert moved(session)["h2d"] > 0
+    else:
+        results = steps()
+    torch.save(results, Path(directory) / f"{with_tiers}-{rank}")
+    dist.destroy_process_group()
+
+
+def ddp_over_gloo(device: torch.device) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        for with_tiers in (False, True):
+            mp.spawn(_train_rank, (directory, str(device), with_tiers), nprocs=2)
+        for rank in range(2):
+            plain, ours = (bits(torch.load(Path(directory) / f"{how}-{rank}")) for how in (False, True))
+            print(f"  rank {rank}: {len(plain)} results")
+            assert plain == ours
+
+
+if __name__ == "__main__":
+    main("processes")

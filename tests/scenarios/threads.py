@@ -1,0 +1,105 @@
+"""Saved-tensor hooks belong to a thread; programs train in others, in several, and hand graphs around."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from tests.scenarios import assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
+
+
+def _in_a_thread(work: Callable[[], list[Tensor]]) -> list[Tensor]:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def training_in_a_second_thread(device: torch.device) -> None:
+    assert_same(lambda device: _in_a_thread(lambda: train(perceptron(device), device)), device)
+
+
+def training_in_two_threads_at_once(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        barrier = threading.Barrier(2)
+
+        def work(seed: int) -> list[Tensor]:
+            with lock:  # the seeds are global
+                model = perceptron(device, seed=seed)
+            barrier.wait()
+            return train(model, device, steps=8)
+
+        lock = threading.Lock()
+        with ThreadPoolExecutor(2) as pool:
+            return [result for results in pool.map(work, (1, 2)) for result in results]
+
+    assert_same(program, device, room=0)
+
+
+def training_in_one_thread_after_the_other(device: torch.device) -> None:
+    """A thread that ends takes what was made for it along."""
+
+    def threads() -> int:
+        return threading.active_count()
+
+    with moving(room=0) as session:
+        for i in range(20):
+            _in_a_thread(lambda: train(perceptron(device), device, steps=2))
+            if i == 3:
+                before = threads()
+        print(f"  {before} threads, later {threads()}; moved {moved(session)}")
+        assert threads() <= before
+
+
+def forward_in_one_thread_backward_in_another(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        results = []
+        for i in range(4):
+            optimizer.zero_grad()
+            loss = model(batch(device, i)).square().mean()
+
+            def walk(loss: Tensor = loss) -> list[Tensor]:
+                loss.backward()
+                optimizer.step()
+                return gradients(model)
+
+            results += [loss.detach(), *_in_a_thread(walk)]
+        return results
+
+    assert_same(program, device)
+
+
+def a_thread_that_outlives_the_session(device: torch.device) -> None:
+    """It trains in two sessions, and between them; in both its tensors move."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def results() -> list[bytes]:
+            return bits(pool.submit(lambda: train(perceptron(device), device)).result())
+
+        plain = results()
+        for _ in range(2):
+            with moving(room=0) as session:
+                assert results() == plain
+                print(f"  {moved(session)}")
+                assert moved(session)["h2d"] > 0
+            assert results() == plain
+
+
+def a_graph_shared_by_two_threads(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device)
+        h = model(batch(device, 0)).repeat(2, 1)
+        losses = [h.square().mean(), h.cos().mean()]
+        with ThreadPoolExecutor(2) as pool:
+            grads = pool.map(lambda loss: torch.autograd.grad(loss, list(model.parameters()), retain_graph=True), losses)
+            return [gradient for of_loss in grads for gradient in of_loss]
+
+    assert_same(program, device, room=0)
+
+
+if __name__ == "__main__":
+    main("threads")
