@@ -182,6 +182,8 @@ class Engine:
 
     def relieve(self) -> None:
         """Let go of groups whose copy was asked for until what is left is within the limit."""
+        if self._leaving and self.compute.capturing():
+            return
         while self.resident > self.limit and self._leaving:
             self._let_go(next(iter(self._leaving)))
 
@@ -217,6 +219,8 @@ class Engine:
 
     def prefetch(self) -> None:
         """Bring groups back, in order, while the limit allows; read ahead from disk those after them."""
+        if self._order and self.compute.capturing():
+            return
         while self._order:
             group = self._order[0]
             if group.state is State.AWAY and group.unused:
@@ -340,21 +344,25 @@ class Engine:
         self._peak = max(self._peak, self.resident)
 
     def entered(self, nbytes: int) -> None:
-        """Count bytes that were saved and stay. On the way of every tensor that stays: no more than it must be."""
-        with self.lock:
-            self._stayed += nbytes
-            self.resident += nbytes
-            if self.resident > self.limit:
+        """Count bytes that were saved and stay.
+
+        On the way of every tensor that stays, and so without the lock: should two threads meet here, the
+        count is off until the period ends, and with it the time at which groups leave or come back.
+        """
+        self._stayed += nbytes
+        self.resident += nbytes
+        if self.resident > self.limit and self._leaving:
+            with self.lock:
                 self.relieve()
 
     def left(self, nbytes: int) -> None:
         """Count bytes that had stayed and were used for the last time."""
-        with self.lock:
-            # What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
-            nbytes = min(nbytes, self._stayed)
-            self._stayed -= nbytes
-            self.resident -= nbytes
-            if self._order:
+        # What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
+        nbytes = min(nbytes, self._stayed)
+        self._stayed -= nbytes
+        self.resident -= nbytes
+        if self._order:
+            with self.lock:
                 self.prefetch()
 
     def end_period(self) -> int:

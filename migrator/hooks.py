@@ -30,7 +30,6 @@ MIN_BYTES = 4096
 """Storages smaller than this stay: to look after one costs more than its memory is worth."""
 
 _graph_task = torch._C._current_graph_task_id
-_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # a build for CPUs has none
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -193,8 +192,6 @@ class Saver:
         number = node.count
         node.count = number + 1
         action = node.actions[number] if number < len(node.actions) else None
-        if tensor.is_cuda and _capturing():
-            return _keep(tensor, None, None)  # a CUDA graph replays addresses: nothing of it may move
         if action is not None and action.stays:
             mover = action.mover
             if action.enter:
@@ -246,8 +243,8 @@ class Saver:
 
     def _move(self, tensor: Tensor, key: str, go: Go | None) -> Kept | Moved:
         mover = go.mover if go is not None else self._mover(tensor.device)
-        if mover is None:
-            return _keep(tensor, None, None)
+        if mover is None or mover.engine.compute.capturing():
+            return _keep(tensor, None, None)  # a CUDA graph replays addresses: nothing of it may move
         storage = self._movable(tensor)
         if storage is None:
             return _keep(tensor, None, self._record(mover, key, tensor))

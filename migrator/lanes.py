@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -78,6 +78,9 @@ class Compute(Protocol):
     def hand_over(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that `buffer` is used on the present stream as well as on its own."""
 
+    def capturing(self) -> bool:
+        """Whether the program is being captured into a graph, which no lane may become a part of."""
+
     def settle(self) -> None:
         """Add up the waits that are over by now, without blocking."""
 
@@ -104,32 +107,48 @@ class CudaCompute:
         self.device = device
         self._counters = counters
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._retries = peaks.retries(device)
         peaks.restart(device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+    def stream(self) -> tuple[int, int, int]:
+        # PyTorch's own triple; `torch.cuda.current_stream` takes seven microseconds to wrap it, and this is asked
+        # for with every tensor that moves.
+        handle: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self.device.index)
+        return handle
 
     def mark(self, stream: Stream) -> torch.cuda.Event:
-        assert isinstance(stream, torch.cuda.Stream)
-        return _mark(stream)
+        return _mark(self._wrapped(stream))
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
-        assert isinstance(event, torch.cuda.Event) and isinstance(stream, torch.cuda.Stream)
-        self._waits.append((cause, self.mark(stream), event))
-        stream.wait_event(event)
+        assert isinstance(event, torch.cuda.Event)
+        if event.query():
+            return
+        wrapped = self._wrapped(stream)
+        self._waits.append((cause, _mark(wrapped), event))
+        wrapped.wait_event(event)
 
     def outlast(self, event: Event, stream: Stream) -> None:
         # What the lane reads from now on is nobody's any more, so it might be overwritten; but not unmapped, as the
         # allocator does with memory that is free (expandable segments) once that memory's own stream is done.
-        if not event.query():
-            self.wait(event, "d2h", stream)
+        self.wait(event, "d2h", stream)
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         buffer.record_stream(torch.cuda.current_stream(self.device))
+
+    def capturing(self) -> bool:
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+    def _wrapped(self, stream: Stream) -> torch.cuda.Stream:
+        wrapped = self._streams.get(stream)
+        if wrapped is None:
+            number, device, kind = cast("tuple[int, int, int]", stream)
+            wrapped = torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind)
+            self._streams[stream] = wrapped
+        return wrapped
 
     def settle(self) -> None:
         waits, self._waits = self._waits, []
@@ -161,6 +180,12 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+def _set_stream(stream: tuple[int, int, int]) -> None:
+    # What `with torch.cuda.stream(...)` does, without the fifteen microseconds around it.
+    number, device, kind = stream
+    torch._C._cuda_setStream(stream_id=number, device_index=device, device_type=kind)
+
+
 class CudaLane:
     """A CUDA stream made once. Small pieces that leave are gathered on the GPU and go as one DMA."""
 
@@ -172,17 +197,22 @@ class CudaLane:
         self._staging: torch.Tensor | None = None
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> torch.cuda.Event:
-        with torch.cuda.stream(self._stream):
+        stream = self._stream
+        before = torch._C._cuda_getCurrentStream(self._device.index)
+        _set_stream((stream.stream_id, stream.device_index, stream.device_type))
+        try:
             for event in after:
                 assert isinstance(event, torch.cuda.Event)
-                self._stream.wait_event(event)
+                stream.wait_event(event)
             small = [piece for piece in pieces if piece[0].numel() < GATHER_BELOW and piece[1].is_cuda]
             for destination, source in pieces:
                 if destination.numel() >= GATHER_BELOW or not source.is_cuda:
                     destination.copy_(source, non_blocking=True)
             for run in _adjacent(small):
                 self._gather(run)
-            done = _mark(self._stream)
+            done = _mark(stream)
+        finally:
+            _set_stream(before)
         self._counters.moved[self._name] += sum(piece[0].numel() for piece in pieces)
         return done
 
@@ -288,6 +318,9 @@ class HostCompute:
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         """One stream: nothing to tell."""
+
+    def capturing(self) -> bool:
+        return False
 
     def settle(self) -> None:
         """Waits were counted when they happened."""

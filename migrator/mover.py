@@ -106,26 +106,26 @@ class Mover:
             record = None if self.recorder is None else self.recorder.save(key, known)
             if go is None and self.recorder is None:
                 self._unforeseen = True
+            stream = self.engine.compute.stream()
             if known.saved is None or known.saved.group.state is State.GONE:
-                known.saved = self.engine.add(self._group(go), _flat(storage, known.low, known.high))
+                known.saved = self.engine.add(self._group(go, stream), _flat(storage, known.low, known.high))
                 self._taken += 1
             saved, alias = known.saved, tensor.detach()
             self.engine.hold(saved, alias)
             first_byte = int(tensor.storage_offset()) * tensor.itemsize - known.low
             moved = Moved(tensor, alias, self, saved, first_byte, record)
             if go is None:
-                self._send_loose(self.engine.compute.stream())
+                self._send_loose(stream)
             else:
-                self._arrived(go.group, self.engine.compute.stream())
+                self._arrived(go.group, stream)
         return moved
 
-    def _group(self, go: Go | None) -> Group:
+    def _group(self, go: Go | None, stream: Stream) -> Group:
         """The group that the next tensor goes into: the plan's, or one for what no plan has foreseen.
 
         A group takes members of one stream only: its copy waits for that one, and that one lets go of
         their memory.
         """
-        stream = self.engine.compute.stream()
         if go is not None:
             return self._filling(go.group, stream).group
         group = self._loose.get(stream)

@@ -74,19 +74,29 @@ def main(family: str) -> None:
 
 
 @contextmanager
-def moving(*, room: int = MiB, policy: str = "move", **arguments: Any) -> Iterator[Session]:
-    """Open a session in which everything moves and `room` bytes of saved tensors may lie in HBM at once.
+def moving(*, room: int = MiB, share: float = 1, policy: str = "move", **arguments: Any) -> Iterator[Session]:
+    """Open a session in which a share of the storages moves, and few bytes of those may lie in HBM at once.
 
     A budget as small as the programs here cannot be set on a GPU, where libraries take more for themselves.
     So the budget is left open, and what derives the room from it is replaced: before and after there is a plan.
+
+    Parameters
+    ----------
+    room
+        Bytes of saved tensors that may lie in HBM besides those that stay.
+    share
+        Of the storages, evenly spread, once there is a plan; before that everything moves.
     """
 
-    def move_within_room(trace: Trace, left_by_budget: int) -> Plan:
-        return make_plan("move", trace, {life.ident for life in trace.lifetimes}, room)
+    def move_a_share(trace: Trace, left_by_budget: int) -> Plan:
+        lives = trace.lifetimes
+        goes = {life.ident: int((k + 1) * share) > int(k * share) for k, life in enumerate(lives)}
+        stays = sum(life.nbytes for life in lives if not goes[life.ident])
+        return make_plan("move", trace, {ident for ident, it_goes in goes.items() if it_goes}, stays + room)
 
     with (
         mock.patch.object(mover, "learning_room", lambda budget: room),
-        mock.patch.object(runtime, "POLICIES", {**POLICIES, "move": move_within_room}),
+        mock.patch.object(runtime, "POLICIES", {**POLICIES, "move": move_a_share}),
         tiers.session(policy=policy, **{"dram": "64MiB", **arguments}) as session,
     ):
         yield session

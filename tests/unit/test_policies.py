@@ -14,7 +14,6 @@ ROOMS = st.integers(0, 2 * GiB)
 flashneuron, keep, move = POLICIES["flashneuron"], POLICIES["keep"], POLICIES["move"]
 
 
-
 def test_flashneuron_by_hand() -> None:
     """FAST'21, section 4.2: select in creation order until what is not selected fits.
 
@@ -55,7 +54,9 @@ def test_flashneuron_keeps_within_the_room_or_moves_everything(trace: Trace, roo
 @given(traces(), ROOMS)
 def test_flashneuron_moves_the_oldest(trace: Trace, room: int) -> None:
     stays = set(flashneuron(trace, room).keep)
-    moves = [not any(site.key in stays for site in trace.sites if site.storage == life.ident) for life in trace.lifetimes]
+    moves = [
+        not any(site.key in stays for site in trace.sites if site.storage == life.ident) for life in trace.lifetimes
+    ]
     assert moves == sorted(moves, reverse=True)
 
 

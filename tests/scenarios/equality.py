@@ -1,0 +1,61 @@
+"""The programs of tests/programs, bit for bit what they are without tiers, at every budget.
+
+``python -m tests.scenarios.equality [PROGRAM ...] [--device cuda]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from functools import cache
+from typing import Any
+
+import torch
+
+from allocator.sizes import MiB
+from tests.programs import PROGRAMS, run
+from tests.scenarios import moving
+
+STEPS = 20
+BUDGETS: dict[str, dict[str, Any]] = {
+    "everything moves": {"room": 0},
+    "everything moves, read ahead": {"room": 2 * MiB},
+    "two thirds move": {"share": 2 / 3},
+    "a third moves": {"share": 1 / 3},
+    "nothing moves": {"policy": "keep"},
+    "everything moves, to disk as well": {"room": 0, "dram": "8MiB", "nvme": "256MiB", "nvme_gds": "off"},
+    "a third moves, to disk as well": {"share": 1 / 3, "dram": "4MiB", "nvme": "256MiB", "nvme_gds": "off"},
+}
+
+
+@cache
+def plain(program: str, device: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the results of a program without tiers, which has been shown to equal itself."""
+    results = run(program, STEPS, device)
+    assert run(program, STEPS, device) == results, "the program does not equal itself"
+    return results
+
+
+def check(program: str, budget: str, device: str) -> None:
+    """Check that `STEPS` losses and every gradient are those of the program without tiers."""
+    expected = plain(program, device)
+    with (
+        torch.random.fork_rng(),
+        tempfile.TemporaryDirectory() as directory,
+        moving(**{"nvme_path": directory, **BUDGETS[budget]}) as session,
+    ):
+        assert run(program, STEPS, device) == expected
+        stats = session.stats()
+    sizes = {lane: f"{nbytes / MiB:.1f} MiB" for lane, nbytes in stats["moved"].items()}
+    print(f"{program}, {budget}: {sizes}, {stats['groups']} groups, {stats['periods']} periods")
+    assert (stats["moved"]["h2d"] > 0) == (budget != "nothing moves")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.scenarios.equality")
+    parser.add_argument("programs", nargs="*", default=PROGRAMS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    for program in arguments.programs:
+        for budget in BUDGETS:
+            check(program, budget, arguments.device)
