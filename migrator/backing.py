@@ -13,7 +13,6 @@ a copy on a lane still touches it is *guarded*: whoever gets that memory next wa
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,8 +23,6 @@ from allocator.errors import StoreError, TierFull, TiersError
 from allocator.nvme.store import NvmeExtent, NvmeStore
 from migrator.counters import Counters
 from migrator.lanes import Event
-
-log = logging.getLogger("tiers")
 
 DISK_THREADS = 2  # per direction: while one waits for a copy or a result, the other keeps the store busy
 
@@ -87,7 +84,6 @@ class Backing:
         self._largest = 0
         self._writers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-write")
         self._readers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-read")
-        self._complained = False
         self._closed = False
         self._lock = threading.RLock()
         self._counting = threading.Lock()
@@ -208,10 +204,7 @@ class Backing:
         parcel.stuck = True
         if not isinstance(error, StoreError):
             raise error
-        if not self._complained:
-            self._complained = True
-            log.warning("%s; what cannot be written stays in dram", error)
-        return False
+        return False  # the store has said what happened, once for its directory
 
     def _free_extent(self, parcel: Parcel) -> None:
         if parcel.extent is not None and self._nvme is not None:

@@ -106,6 +106,13 @@ class Learner:
         self._plan()
         return True
 
+    def forget(self) -> None:
+        """Begin anew: what was learned cannot be carried out."""
+        self._traces.clear()
+        self.plans = ()
+        self._room = None
+        self._to_record = 1
+
     def _plan(self) -> None:
         self.plans = tuple(self._policy(trace, self._room or 0) for trace in self._traces.values())
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from allocator.errors import TierFull
+from allocator.sizes import PAGE
 from migrator.engine import NEVER, Engine, Group, State
 from migrator.hooks import Moved
 from migrator.lanes import Stream
@@ -155,8 +156,9 @@ class Mover:
         elif self.engine.over_limit():
             # They may be complete too late: what there is of them goes now, the rest in groups of its own.
             for (planned, stream), other in self._open.items():
-                self.engine.send(other.group)
-                other.group = _planned_group(planned, stream)
+                if other.group.nbytes >= PAGE:
+                    self.engine.send(other.group)
+                    other.group = _planned_group(planned, stream)
 
     def _send_loose(self, stream: Stream) -> None:
         group = self._loose.get(stream)
@@ -266,6 +268,7 @@ class Mover:
     def _adopt(self, plans: tuple[Plan, ...]) -> None:
         needed = max(plan.parcel_bytes for plan in plans)
         if needed > self._capacity:
+            self.learner.forget()  # whoever catches this may go on with something smaller
             raise TierFull("dram + nvme", None, needed, 0, self._capacity)
         self._room = self.engine.limit = max(plan.room for plan in plans)
 

@@ -111,7 +111,10 @@ def look_ahead(largest: int, room: int) -> int:
 
 
 def make_plan(policy: str, trace: Trace, moved: Collection[int], room: int) -> Plan:
-    """The plan in which the storages `moved` move and all others stay."""
+    """The plan in which the storages `moved` move and all others stay.
+
+    Its room is `room`, but never less than the groups that are under way need.
+    """
     lives = {life.ident: life for life in trace.lifetimes}
     sites: dict[int, list[str]] = {}
     keep: dict[str, Keep] = {}
@@ -125,9 +128,10 @@ def make_plan(policy: str, trace: Trace, moved: Collection[int], room: int) -> P
             first, last = site.birth == life.birth, bool(site.uses) and site.uses[-1] == life.death
             keep[site.key] = Keep(life.nbytes if first else 0, life.nbytes if last else 0)
     groups = group_by_death((lives[ident] for ident in moved), group_bytes(room))
+    largest = max((lives[ident].nbytes for ident in moved), default=0)
     return Plan(
         policy,
-        room,
+        max(room, look_ahead(largest, room)),
         keep,
         tuple(
             PageGroup(

@@ -186,13 +186,16 @@ class session(contextlib.AbstractContextManager[Session]):
     """
 
     def __init__(self, **arguments: object) -> None:
-        self._session = Session(load({"allocator": "torch", **arguments}).config)
+        self._config = load({"allocator": "torch", **arguments}).config
+        self._session: Session | None = None
 
     def __enter__(self) -> Session:
+        self._session = Session(self._config)
         self._session.open()
         return self._session
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.close()
+        if self._session is not None:
+            self._session.close()

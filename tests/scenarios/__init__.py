@@ -12,6 +12,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -92,7 +93,8 @@ def moving(*, room: int = MiB, share: float = 1, policy: str = "move", **argumen
         lives = trace.lifetimes
         goes = {life.ident: int((k + 1) * share) > int(k * share) for k, life in enumerate(lives)}
         stays = sum(life.nbytes for life in lives if not goes[life.ident])
-        return make_plan("move", trace, {ident for ident, it_goes in goes.items() if it_goes}, stays + room)
+        plan = make_plan("move", trace, {ident for ident, it_goes in goes.items() if it_goes}, room)
+        return replace(plan, room=stays + room)
 
     with (
         mock.patch.object(mover, "learning_room", lambda budget: room),
@@ -136,13 +138,13 @@ def assert_same(program: Program, device: torch.device, *, moves: bool = True, *
 
 
 def perceptron(device: torch.device, *, width: int = 128, depth: int = 4, seed: int = 0) -> nn.Sequential:
-    """Return a model that saves 1 MiB a layer on `batch`'s inputs."""
+    """Return a model that saves 1 MiB a layer of `batch`'s inputs."""
     torch.manual_seed(seed)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers).to(device)
 
 
-def batch(device: torch.device, i: int, *, rows: int = 1024, width: int = 128) -> Tensor:
+def batch(device: torch.device, i: int, *, rows: int = 2048, width: int = 128) -> Tensor:
     """Return the input of step `i`."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(i)).to(device)
 

@@ -10,21 +10,20 @@ import tempfile
 from functools import cache
 from typing import Any
 
-import torch
-
 from allocator.sizes import MiB
 from tests.programs import PROGRAMS, run
 from tests.scenarios import moving
 
 STEPS = 20
+DISK = {"nvme": "256MiB", "nvme_gds": "off"}
 BUDGETS: dict[str, dict[str, Any]] = {
-    "everything moves": {"room": 0},
-    "everything moves, read ahead": {"room": 2 * MiB},
+    "everything moves, nothing is brought ahead": {"room": 0, "dram": "256MiB"},
+    "everything moves": {"room": 4 * MiB},
     "two thirds move": {"share": 2 / 3},
     "a third moves": {"share": 1 / 3},
     "nothing moves": {"policy": "keep"},
-    "everything moves, to disk as well": {"room": 0, "dram": "8MiB", "nvme": "256MiB", "nvme_gds": "off"},
-    "a third moves, to disk as well": {"share": 1 / 3, "dram": "4MiB", "nvme": "256MiB", "nvme_gds": "off"},
+    "everything moves, to disk as well": {"dram": "8MiB", **DISK},
+    "a third moves, to disk as well": {"dram": "4MiB", "share": 1 / 3, **DISK},
 }
 
 
@@ -40,7 +39,6 @@ def check(program: str, budget: str, device: str) -> None:
     """Check that `STEPS` losses and every gradient are those of the program without tiers."""
     expected = plain(program, device)
     with (
-        torch.random.fork_rng(),
         tempfile.TemporaryDirectory() as directory,
         moving(**{"nvme_path": directory, **BUDGETS[budget]}) as session,
     ):
@@ -48,7 +46,8 @@ def check(program: str, budget: str, device: str) -> None:
         stats = session.stats()
     sizes = {lane: f"{nbytes / MiB:.1f} MiB" for lane, nbytes in stats["moved"].items()}
     print(f"{program}, {budget}: {sizes}, {stats['groups']} groups, {stats['periods']} periods")
-    assert (stats["moved"]["h2d"] > 0) == (budget != "nothing moves")
+    assert stats["moved"]["d2h"] > 0  # in the first period, before there is a plan
+    assert stats["groups"] > 1 or budget == "nothing moves"
 
 
 if __name__ == "__main__":

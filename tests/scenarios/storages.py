@@ -89,8 +89,8 @@ VIEWS: dict[str, View] = {
     "one element": lambda x: x[513:514, 77:78],
     "transposed": lambda x: x.t(),
     "every third": lambda x: x[::3, ::5],
-    "permuted": lambda x: x.view(8, 128, 128).permute(2, 0, 1),
-    "channels last": lambda x: x.view(8, 8, 16, 128).contiguous(memory_format=torch.channels_last),
+    "permuted": lambda x: x.view(16, 128, 128).permute(2, 0, 1),
+    "channels last": lambda x: x.view(8, 16, 16, 128).contiguous(memory_format=torch.channels_last),
     "overlapping windows": lambda x: x.reshape(-1).unfold(0, 1024, 256),
     "diagonal": lambda x: x.diagonal(),
     "empty": lambda x: x[:0],
@@ -115,7 +115,7 @@ def gives_views_of_every_kind_back(device: torch.device) -> None:
 
             return train(perceptron(device, depth=3), device, loss_of=loss_of)
 
-        assert_same(program, device)
+        assert_same(program, device, room=0)
 
 
 class _Carry(torch.autograd.Function):
@@ -146,12 +146,12 @@ def gives_dtypes_of_every_kind_back(device: torch.device) -> None:
 
         def program(device: torch.device, dtype: torch.dtype = dtype) -> list[Tensor]:
             def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-                extra = (x.repeat(8, 1) * 3).to(dtype)[5:, 1:]  # 1 MiB even at a byte an element
+                extra = (x.repeat(4, 1) * 3).to(dtype)[5:, 1:]  # 1 MiB even at a byte an element
                 return _Carry.apply(model(x), extra).square().mean()
 
             return train(perceptron(device, depth=2), device, loss_of=loss_of)
 
-        assert_same(program, device)
+        assert_same(program, device, room=0)
 
 
 def moves_only_the_bytes_of_a_small_view(device: torch.device) -> None:

@@ -91,9 +91,9 @@ def work_with_nested_tensors(device: torch.device) -> None:
 def work_with_sparse_tensors(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
-        edges = torch.randint(1024, (2, 5000), generator=generator)
+        edges = torch.randint(2048, (2, 5000), generator=generator)
         graph = torch.sparse_coo_tensor(
-            edges, torch.ones(5000), (1024, 1024), check_invariants=True
+            edges, torch.ones(5000), (2048, 2048), check_invariants=True
         ).coalesce().to(device)
 
         def loss_of(model: nn.Module, x: Tensor) -> Tensor:

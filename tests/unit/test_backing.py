@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -336,19 +335,15 @@ def test_what_is_larger_than_dram_is_not_the_fault_of_nvme(make: Make) -> None:
         backing.new(9 * PAGE, 0)
 
 
-def test_a_write_that_fails_leaves_the_bytes_in_dram(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_write_that_fails_leaves_the_bytes_in_dram(make: Make) -> None:
     store = HandStore(100 * MiB)
     backing = make(store)
     parcels = fill(backing, 7)
     assert eventually(lambda: len(store.writes) == 1)
-    with caplog.at_level(logging.WARNING, "tiers"):
-        store.writes[0].set_exception(StoreError("/somewhere", 0, NBYTES, "write", "no space left"))
-        assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
-        assert contents(backing, parcels[0]) == {0}
+    store.writes[0].set_exception(StoreError("/somewhere", 0, NBYTES, "write", "no space left"))
+    settle(backing, parcels)
     assert store.used == 0
-    assert [record.message for record in caplog.records] == [
-        f"cannot write {NBYTES} bytes at offset 0 of /somewhere: no space left; what cannot be written stays in dram"
-    ]
+    assert contents(backing, parcels[0]) == {0}
 
 
 def test_what_cannot_be_written_is_not_tried_again(make: Make, arena: DramArena) -> None:
@@ -386,7 +381,7 @@ def test_a_read_that_fails_is_an_error_and_leaks_nothing(make: Make, arena: Dram
     assert eventually(lambda: parcels[0].writing is None or parcels[0].writing.done())
     assert backing.read_ahead(parcels[0]) and eventually(lambda: len(store.reads) == 1)
     store.reads[0].set_exception(StoreError("/somewhere", 0, NBYTES, "read", "bad sector"))
-    with pytest.raises(StoreError, match="cannot read .* bad sector"):
+    with pytest.raises(StoreError, match=r"cannot read .* bad sector"):
         contents(backing, parcels[0])
     for parcel in parcels:
         backing.drop(parcel)
@@ -444,7 +439,7 @@ def test_any_order_of_parcels_on_a_real_disk_loses_and_leaks_nothing(
     store = NvmeStore([tmp_path], 128 * MiB, gds="off", stripe=MiB, step=16 * MiB)
     counters = Counters()
     backing = Backing(arena, store, counters)
-    random_life(backing, Random(seed), 200)
+    random_life(backing, Random(seed), 120)
     backing.close()
     assert (arena.used, store.used) == (0, 0)
     assert min(counters.moved["disk_write"], counters.moved["disk_read"]) > 0
@@ -463,7 +458,7 @@ def test_a_disk_that_breaks_loses_nothing_that_is_in_dram(arena: DramArena, tmp_
     )
     backing = Backing(arena, store, Counters())
     parcels: list[Parcel] = []
-    with pytest.raises(TierFull, match="^tier nvme at .* is full"):
+    with pytest.raises(TierFull, match=r"^tier nvme at .* is full"):
         while True:
             parcels.append(put(backing, len(parcels), -len(parcels)))
     assert len(parcels) > 8  # all of DRAM, and what was written before

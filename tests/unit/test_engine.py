@@ -18,7 +18,7 @@ from allocator.sizes import PAGE, KiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine, Group, Saved, State
-from migrator.lanes import SLOT, HostCompute, HostLane
+from migrator.lanes import SLOT, HostCompute, HostEvent, HostLane, Stream
 from tests.unit.by_hand import HandLane, HandStore, StreamCompute
 
 NBYTES = 64 * KiB
@@ -60,7 +60,7 @@ class Held:
 class Rig:
     """An engine whose lanes move when told to."""
 
-    def __init__(self, dram: int = 64 * MiB, store: HandStore | None = None) -> None:
+    def __init__(self, dram: int = 16 * MiB, store: HandStore | None = None) -> None:
         self.arena = DramArena(dram, pinned=False, step=dram)
         self.backing = Backing(self.arena, store, Counters())  # type: ignore[arg-type]
         self.compute = StreamCompute()
@@ -205,9 +205,14 @@ def test_a_full_tier_leaves_the_group_where_it_is(rig: Rig) -> None:
 
 
 def test_a_group_waits_for_the_stream_it_was_made_on(rig: Rig) -> None:
-    marks: list[object] = []
+    marks: list[Stream] = []
     plain = rig.compute.mark
-    rig.compute.mark = lambda stream: (marks.append(stream), plain(stream))[1]  # type: ignore[method-assign]
+
+    def mark(stream: Stream) -> HostEvent:
+        marks.append(stream)
+        return plain(stream)
+
+    rig.compute.mark = mark  # type: ignore[method-assign]
     group = rig.group()
     rig.held(group)
     rig.compute.current = 2
@@ -378,7 +383,7 @@ def test_a_graph_outlives_the_lanes() -> None:
     arena = DramArena(64 * MiB, pinned=False)
     backing = Backing(arena, None, Counters())
     lanes = [HostLane(name, Counters()) for name in ("d2h", "h2d")]
-    engine = Engine(HostCompute(Counters()), *lanes, backing)
+    engine = Engine(HostCompute(Counters()), lanes[0], lanes[1], backing)
     group = Group(0, engine.compute.stream())
     held = Held(engine, group, torch.randint(256, (NBYTES,), dtype=torch.uint8))
     engine.send(group)
@@ -614,7 +619,7 @@ def real(dram: int, path: Path | None) -> Real:
     store = None if path is None else NvmeStore([path], 256 * MiB, gds="off", stripe=MiB, step=32 * MiB)
     backing = Backing(arena, store, counters)
     lanes = [HostLane(name, counters, bytes_per_second=400 * MiB) for name in ("d2h", "h2d")]
-    return Real(Engine(HostCompute(counters), *lanes, backing), backing, arena, store, lanes)
+    return Real(Engine(HostCompute(counters), lanes[0], lanes[1], backing), backing, arena, store, lanes)
 
 
 def forward(engine: Engine, rng: Random, groups: int) -> list[Held]:
@@ -661,7 +666,7 @@ def test_any_program_gets_back_what_it_saved(on_disk: bool, tmp_path: Path, seed
     torch.manual_seed(seed)
     rig = real(8 * PAGE if on_disk else 128 * MiB, tmp_path if on_disk else None)
     kept: list[Held] = []
-    for _ in range(20):
+    for _ in range(12):
         rig.engine.limit = rng.choice([0, 200 * KiB, MiB, 100 * MiB])
         held = forward(rig.engine, rng, rng.randrange(1, 20))
         if rng.random() < 0.2:  # an exception: this graph dies without a backward

@@ -114,19 +114,24 @@ def test_a_group_that_may_still_be_completed_does_not_leave_early(rig: Rig) -> N
     assert early.saved.group.state is State.FILLING
 
 
+def halves(count: int) -> list[PageGroup]:
+    """Groups of two sites each, of which only the first comes."""
+    return [group(f"m{k}:0", f"m{k}:1", last_birth=1000 + k) for k in range(count)]
+
+
 def test_groups_that_are_never_complete_do_not_keep_hbm_full(rig: Rig) -> None:
     """A layer that was frozen after the plan was made: every group lacks a site."""
-    groups = rig.planned(*(group(f"m:{k}", f"m:{k + 1}", last_birth=k + 9) for k in range(0, 200, 2)), limit=4 * MiB)
-    moved = [rig.save(f"m:{2 * k}", go) for k, (go, _) in enumerate(groups)]
+    groups = rig.planned(*halves(400), limit=4 * MiB)
+    moved = [rig.save(f"m{k}:0", go) for k, (go, _) in enumerate(groups)]
     assert rig.engine.resident <= 4 * MiB + 2 * PAGE
-    assert len(moved) == 100
+    assert len(moved) == 400
 
 
 def test_what_leaves_under_pressure_leaves_in_pieces_worth_a_page(rig: Rig) -> None:
     """Bytes that stay are over the limit by themselves; single tensors would fill DRAM with padding."""
-    groups = rig.planned(*(group(f"m:{k}", f"m:{k + 1}", last_birth=k + 9) for k in range(0, 200, 2)), limit=MiB)
+    groups = rig.planned(*halves(100), limit=MiB)
     rig.mover.engine.entered(2 * MiB)
-    moved = [rig.save(f"m:{2 * k}", go) for k, (go, _) in enumerate(groups)]
+    moved = [rig.save(f"m{k}:0", go) for k, (go, _) in enumerate(groups)]
     assert rig.arena.used <= 2 * len(moved) * NBYTES
 
 
@@ -425,19 +430,20 @@ def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_pat
     """Kinds of periods alternate at random, sizes change, sites come and go; some forwards end in an exception."""
     rng, counters = Random(seed), Counters()
     rig = Rig.__new__(Rig)
-    rig.arena = DramArena(8 * PAGE if on_disk else 256 * MiB, pinned=False)
+    rig.arena = DramArena(8 * PAGE if on_disk else 64 * MiB, pinned=False)
     store = NvmeStore([tmp_path], 256 * MiB, gds="off", stripe=MiB, step=32 * MiB) if on_disk else None
     rig.backing = Backing(rig.arena, store, counters)
     lanes = [HostLane(name, counters) for name in ("d2h", "h2d")]
-    rig.engine = Engine(HostCompute(counters), *lanes, rig.backing)
-    budget = rng.choice([8, 24, 64]) * MiB
+    rig.engine = Engine(HostCompute(counters), lanes[0], lanes[1], rig.backing)
+    budget = rng.choice([4, 12, 64]) * MiB
     rig.mover = Mover(rig.engine, Learner(POLICIES[policy], budget), budget, 512 * MiB)
     rig.give_back = rig.mover.give_back  # type: ignore[method-assign]
     rig.settle = lambda: None  # type: ignore[method-assign]
     kinds = [
-        {f"{kind}{k}:0": rng.randrange(4 * KiB, MiB) for k in range(rng.randrange(1, 40))} for kind in ("a", "b", "c")
+        {f"{kind}{k}:0": rng.randrange(4 * KiB, 400 * KiB) for k in range(rng.randrange(1, 40))}
+        for kind in ("a", "b", "c")
     ]
-    for _ in range(25):
+    for _ in range(16):
         program = dict(rng.choice(kinds))
         if rng.random() < 0.3:
             program = {key: nbytes for key, nbytes in program.items() if rng.random() < 0.8}

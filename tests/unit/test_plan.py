@@ -85,7 +85,7 @@ def test_the_look_ahead_holds_two_of_the_largest_groups() -> None:
 def test_json_holds_the_whole_plan(trace: Trace, room: int, rng: Random) -> None:
     plan = some_plan(trace, room, rng)
     data = json.loads(plan.to_json())
-    assert (data["policy"], data["room"]) == (plan.policy, room)
+    assert (data["policy"], data["room"]) == (plan.policy, plan.room)
     assert data["keep"] == {key: {"enter": keep.enter, "leave": keep.leave} for key, keep in plan.keep.items()}
     assert [group["sites"] for group in data["groups"]] == [list(group.sites) for group in plan.groups]
 
@@ -97,3 +97,8 @@ def test_what_is_never_used_has_no_first_use() -> None:
 
 def test_a_group_takes_whole_pages_below_hbm() -> None:
     assert make_plan("test", chain([1, 3 * MiB]), {0, 1}, 0).parcel_bytes == 6 * MiB
+
+
+def test_the_room_is_never_less_than_what_is_under_way_needs() -> None:
+    assert make_plan("test", chain([1, 9 * MiB]), {0, 1}, 0).room == look_ahead(9 * MiB, 0)
+    assert make_plan("test", chain([1, 9 * MiB]), (), 0).room == 0
