@@ -12,13 +12,12 @@ learning period's peak as if nothing saved had been part of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from migrator.plan import Plan
 from migrator.policies import Policy
 from migrator.trace import Trace
 
 PERIODS_AFTER_DRIFT = 4  # recorded when something unforeseen was saved: programs alternate between kinds of periods
+LONGEST_PAUSE = 128  # periods
 KINDS = 8  # kinds of periods that are remembered
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
 PRESSED = 0.03  # of the target: what the room gives back when the allocator was pressed
@@ -44,6 +43,9 @@ class Learner:
         self._ceiling = target  # the most room that no period so far has made too much
         self._to_record = 1
         self._periods = 0
+        self._steady = 0  # periods as foreseen since the last drift
+        self._pause = PERIODS_AFTER_DRIFT  # from one look at a drift to the next, longer each time
+        self._look_again = 0
         self.plans: tuple[Plan, ...] = ()
 
     @property
@@ -74,8 +76,16 @@ class Learner:
         if trace is not None and trace.sites:
             self._to_record -= 1
             return self._learn(trace, peak)
-        if drifted:
+        if not drifted:
+            self._steady += 1
+            if self._steady > self._pause:
+                self._pause = PERIODS_AFTER_DRIFT
+        elif self._periods >= self._look_again:
+            # A program that is new in every period (routing, shapes) must not be recorded in every period.
+            self._steady = 0
             self._to_record = PERIODS_AFTER_DRIFT
+            self._look_again = self._periods + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return self._correct(peak, pressed)
 
     def _learn(self, trace: Trace, peak: int) -> bool:
@@ -96,10 +106,11 @@ class Learner:
             return False
         if slack < 0:
             # A program may alternate between kinds of periods: the largest must fit, and it comes again.
-            self._ceiling = max(0, self._room + slack)
-        elif not any(plan.groups for plan in self.plans):
+            room = self._ceiling = max(0, self._room + slack)
+        elif any(plan.groups for plan in self.plans):
+            room = min(self._room + slack // 2, self._ceiling)
+        else:
             return False
-        room = min(self._room + (slack // 2 if slack > 0 else slack), self._ceiling)
         if room == self._room:
             return False
         self._room = room
@@ -116,7 +127,6 @@ class Learner:
     def _plan(self) -> None:
         self.plans = tuple(self._policy(trace, self._room or 0) for trace in self._traces.values())
 
-    @property
-    def traces(self) -> Iterable[Trace]:
-        """One trace per kind of period."""
-        return self._traces.values()
+    def learned(self) -> tuple[Trace, Plan] | None:
+        """The trace recorded last and its plan, if there is a plan."""
+        return (list(self._traces.values())[-1], self.plans[-1]) if self.plans else None

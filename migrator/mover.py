@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from allocator.errors import TierFull
-from allocator.sizes import PAGE
 from migrator.engine import NEVER, Engine, Group, State
 from migrator.hooks import Moved
 from migrator.lanes import Stream
@@ -115,10 +114,9 @@ class Mover:
             self.engine.hold(saved, alias)
             first_byte = int(tensor.storage_offset()) * tensor.itemsize - known.low
             moved = Moved(tensor, alias, self, saved, first_byte, record)
-            if go is None:
-                self._send_loose(stream)
-            else:
+            if go is not None:
                 self._arrived(go.group, stream)
+            self._send_loose(stream)
         return moved
 
     def _group(self, go: Go | None, stream: Stream) -> Group:
@@ -127,7 +125,9 @@ class Mover:
         A group takes members of one stream only: its copy waits for that one, and that one lets go of
         their memory.
         """
-        if go is not None:
+        # While the plan does not hold (groups wait for sites that do not come, and the limit is reached) what comes
+        # travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
+        if go is not None and not self.engine.over_limit():
             return self._filling(go.group, stream).group
         group = self._loose.get(stream)
         if group is None or group.state is State.GONE:
@@ -153,12 +153,6 @@ class Mover:
             # Groups that should have been complete before it wait for a branch that was not taken.
             for key in [key for key in self._open if key[0].last_birth <= planned.last_birth]:
                 self.engine.send(self._open.pop(key).group)
-        elif self.engine.over_limit():
-            # They may be complete too late: what there is of them goes now, the rest in groups of its own.
-            for (planned, stream), other in self._open.items():
-                if other.group.nbytes >= PAGE:
-                    self.engine.send(other.group)
-                    other.group = _planned_group(planned, stream)
 
     def _send_loose(self, stream: Stream) -> None:
         group = self._loose.get(stream)
@@ -171,7 +165,8 @@ class Mover:
             # No plan asked for this one to go, so it may stay: the program may well fit.
             if not self._full_said:
                 self._full_said = True
-                log.warning("%s; what no plan has foreseen stays in hbm", full)
+                # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
+                log.warning("%s; what no plan has foreseen stays in hbm", str(full))
 
     # ------------------------------------------------------------------------------------- back
 
@@ -198,10 +193,10 @@ class Mover:
             if not moved.was_used:
                 moved.was_used = True
                 engine.used(saved.group)
+            # Not the alias itself, which is emptied when its group is let go, but one more: it shares the
+            # program's version counter, so that what backward changes in place is noticed, too.
+            tensor = moved.alias.detach()
             engine.prefetch()
-        # Not the alias itself, which is emptied when its group is let go, but one more: it shares the
-        # program's version counter, so that what backward changes in place is noticed, too.
-        tensor = moved.alias.detach()
         if buffer is not None:
             first = (saved.offset + moved.offset) // moved.dtype.itemsize
             view = torch.empty(0, dtype=moved.dtype, device=buffer.device)

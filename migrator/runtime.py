@@ -30,8 +30,10 @@ from migrator.hooks import Saver
 from migrator.lanes import Compute, CudaCompute, CudaLane, HostCompute, HostLane, Lane
 from migrator.learner import Learner
 from migrator.mover import Mover
+from migrator.plan import Plan
 from migrator.policies import POLICIES
 from migrator.steps import StepTimes
+from migrator.trace import Trace
 
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
@@ -90,6 +92,7 @@ class Runtime:
         self.options = options
         self.armed = False  # whether anything has trained under it
         self.closed = False
+        self.learned: tuple[Trace, Plan] | None = None  # set by `close`: the last trace and plan there were
         self._counters = Counters()
         self._periods = 0
         self._steps = StepTimes()
@@ -124,6 +127,8 @@ class Runtime:
         if self._thread.saver is not None:
             self._thread.saver.end_period()
         for saver in list(self._savers):
+            for mover in saver.armed_movers:
+                self.learned = mover.learner.learned() or self.learned
             saver.pop()
         for device, shared in self._devices.items():
             shared.out.close()

@@ -103,6 +103,10 @@ class Session:
         if self._run is not None and self.runtime.armed:
             self._run.mkdir(parents=True, exist_ok=True)
             (self._run / STATS).write_text(json.dumps(stats, indent=2) + "\n")
+            if self.runtime.learned is not None:
+                trace, plan = self.runtime.learned
+                (self._run / "trace.json").write_text(trace.to_json() + "\n")
+                (self._run / "plan.json").write_text(plan.to_json() + "\n")
 
     def stats(self) -> dict[str, Any]:
         """What happened so far. Bytes are integers, times are seconds, sizes are this rank's."""

@@ -31,7 +31,7 @@ from tests.unit.store_faults import FaultyFile, fail, flip
 def _program(device: torch.device, *, depth: int = 8, steps: int = 4) -> list[Tensor]:
     """Save `depth` storages of 2 MiB, each a group, a step."""
     model = perceptron(device, depth=depth)
-    return train(model, device, steps=steps, loss_of=lambda model, x: model(x.repeat(4, 1)).square().mean())
+    return train(model, device, steps=steps, loss_of=lambda model, x: model(x.repeat(2, 1)).square().mean())
 
 
 @contextmanager

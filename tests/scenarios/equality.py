@@ -22,7 +22,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "two thirds move": {"share": 2 / 3},
     "a third moves": {"share": 1 / 3},
     "nothing moves": {"policy": "keep"},
-    "everything moves, to disk as well": {"dram": "8MiB", **DISK},
+    "everything moves, to disk as well": {"dram": "4MiB", **DISK},
     "a third moves, to disk as well": {"dram": "4MiB", "share": 1 / 3, **DISK},
 }
 
@@ -46,8 +46,6 @@ def check(program: str, budget: str, device: str) -> None:
         stats = session.stats()
     sizes = {lane: f"{nbytes / MiB:.1f} MiB" for lane, nbytes in stats["moved"].items()}
     print(f"{program}, {budget}: {sizes}, {stats['groups']} groups, {stats['periods']} periods")
-    assert stats["moved"]["d2h"] > 0  # in the first period, before there is a plan
-    assert stats["groups"] > 1 or budget == "nothing moves"
 
 
 if __name__ == "__main__":

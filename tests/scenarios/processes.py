@@ -29,7 +29,7 @@ class _Augmented(Dataset):
         return 8
 
     def __getitem__(self, i: int) -> Tensor:
-        x = batch(torch.device("cpu"), i, rows=1024)
+        x = batch(torch.device("cpu"), i)
         y = self.augment(x)
         y.square().mean().backward()
         return y.detach() + self.augment[0].weight.grad.mean()
@@ -61,7 +61,8 @@ def dataloader_workers_by_spawn(device: torch.device) -> None:
 def dataloader_workers_by_fork_with_a_file_open(device: torch.device) -> None:
     with tempfile.TemporaryDirectory() as directory:
         disk = {"dram": "4MiB", "nvme": "64MiB", "nvme_path": directory, "nvme_gds": "off"}
-        assert_same(lambda device: _train_from("fork", device), device, room=0, **disk)
+        stats = assert_same(lambda device: _train_from("fork", device), device, room=0, **disk)
+        assert stats["moved"]["disk_read"] > 0
         assert os.listdir(directory) == []
 
 
