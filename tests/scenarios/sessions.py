@@ -6,7 +6,6 @@ import gc
 import os
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -29,10 +28,8 @@ def _footprint() -> dict[str, object]:
         "always called": len(hooks._global_forward_hooks_always_called),
         "optimizer hooks": len(optimizers._global_optimizer_post_hooks),
         "saved-tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
-        "disable": torch.autograd.graph.disable_saved_tensors_hooks,
-        "disable in C": torch._C._autograd._saved_tensors_hooks_disable,
-        "fork": len(threading._after_fork.__name__),
-        "warning filters": list(warnings.filters),
+        "torch.func's switch": torch._C._autograd._saved_tensors_hooks_disable,
+        "statistics' reset": torch.cuda.reset_peak_memory_stats,
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "files": len(os.listdir("/proc/self/fd")),
     }

@@ -15,7 +15,7 @@ from tests.scenarios.equality import BUDGETS, STEPS, check, plain
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Let the tests' own threads have the other core: OpenMP's would spin on it."""
+    """Let the threads of the runtime have the other core: OpenMP's would spin on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
