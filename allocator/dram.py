@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from allocator.extents import Extent, ExtentMap
+from allocator.ledger import Account
 from allocator.pinning import PinningRefused, map_pages, pin, touch
 from allocator.sizes import PAGE, GiB, format_size, round_up
 
@@ -61,14 +62,19 @@ class DramArena:
         so and goes on unpinned; if it refuses a later step, the arena has reached its capacity.
     step
         Bytes to grow by at a time; a larger request grows by its own size.
+    account
+        What is taken from the system is claimed there; if a claim is refused, the arena has reached its
+        capacity until one is granted again.
     """
 
-    def __init__(self, capacity: int, *, pinned: bool, step: int = GiB) -> None:
+    def __init__(self, capacity: int, *, pinned: bool, step: int = GiB, account: Account | None = None) -> None:
         if capacity < 0 or step <= 0:
             raise ValueError(f"an arena needs capacity >= 0 and step > 0, not {capacity} and {step}")
-        self._capacity = capacity - capacity % PAGE
+        self._limit = capacity - capacity % PAGE
         self._step = round_up(step, PAGE)
         self._device = torch.cuda.current_device() if pinned else None
+        self._account = account
+        self._refused = False  # the last claim
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._mappings: list[_Mapping] = []
@@ -81,8 +87,8 @@ class DramArena:
 
     @property
     def capacity(self) -> int:
-        """The most the arena can hold, in bytes; falls to what it has when the system refuses more."""
-        return self._capacity
+        """The most the arena can hold, in bytes; what it has while it can get no more."""
+        return self._grown if self._refused else self._limit
 
     @property
     def used(self) -> int:
@@ -110,9 +116,10 @@ class DramArena:
         if block is not None:
             return block
         with self._growing:
+            least = round_up(nbytes, PAGE)
             # Asked again first: another thread may have grown while this one waited.
             while (block := self._take(nbytes)) is None:
-                if not self._grow(round_up(nbytes, PAGE)):
+                if not (self._grow(least) or self._drop_scattered(least)):
                     return None
             return block
 
@@ -155,6 +162,7 @@ class DramArena:
             self._reserver.join()
         with self._growing, self._lock:
             self._mappings.clear()
+            self._release(self._grown)
             self._grown = 0
 
     def _take(self, nbytes: int) -> DramBlock | None:
@@ -172,35 +180,42 @@ class DramArena:
         # An interpreter that is about to exit waits for this thread: it must not pin another 100 GiB first.
         while not self._closed and threading.main_thread().is_alive():
             with self._growing:
-                if self._grown >= min(self._goal, self._capacity) or not self._grow(PAGE):
+                if self._grown >= min(self._goal, self._limit) or not self._grow(PAGE):
                     return
 
     def _grow(self, least: int) -> bool:
         """Add a mapping of at least `least` bytes; the caller holds `_growing`. False if that cannot be."""
-        with self._lock:
-            idle = sum(mapping.extents.capacity for mapping in self._mappings if not mapping.extents.used)
-            room = self._capacity - self._grown
-            if room < least <= room + idle:  # room enough, but in pieces that are too small: make one of them
-                self._drop_idle()
-                room = self._capacity - self._grown
+        room = self._limit - self._grown
         if self._closed or room < least:
             return False
         nbytes = min(max(self._step, least), room)
+        if self._account is not None:
+            nbytes = self._account.claim(nbytes, least)
+            self._refused = not nbytes
+            if self._refused:
+                return False
         try:
-            memory = self._map(nbytes)
+            memory = self._obtain(nbytes)
         except (OSError, PinningRefused) as refusal:
             log.warning(
                 "dram stays at %s of %s, the system gives no more: %s",
                 format_size(self._grown),
-                format_size(self._capacity),
+                format_size(self._limit),
                 refusal,
             )
-            self._capacity = self._grown
+            self._limit = self._grown
             return False
         with self._lock:
             self._mappings.append(_Mapping(memory, ExtentMap(nbytes, PAGE)))
             self._grown += nbytes
         return True
+
+    def _obtain(self, nbytes: int) -> torch.Tensor:
+        try:
+            return self._map(nbytes)
+        except BaseException:  # also Ctrl-C: what nobody has must not stay claimed
+            self._release(nbytes)
+            raise
 
     def _map(self, nbytes: int) -> torch.Tensor:
         pages = map_pages(nbytes)
@@ -215,8 +230,21 @@ class DramArena:
                 self._device = None
         return torch.frombuffer(pages, dtype=torch.uint8)
 
+    def _drop_scattered(self, least: int) -> bool:
+        """Drop idle mappings if that makes room for `least` in one piece."""
+        with self._lock:
+            return least <= self.capacity - self._grown + self._idle() and self._drop_idle() > 0
+
+    def _idle(self) -> int:
+        return sum(mapping.extents.capacity for mapping in self._mappings if not mapping.extents.used)
+
     def _drop_idle(self) -> int:
-        idle = sum(mapping.extents.capacity for mapping in self._mappings if not mapping.extents.used)
+        idle = self._idle()
         self._mappings = [mapping for mapping in self._mappings if mapping.extents.used]
         self._grown -= idle
+        self._release(idle)
         return idle
+
+    def _release(self, nbytes: int) -> None:
+        if self._account is not None and nbytes:
+            self._account.release(nbytes)

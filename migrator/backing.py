@@ -144,6 +144,13 @@ class Backing:
         self._dram.free(block)
         return True
 
+    def check(self, needed: int) -> None:
+        """Raise TierFull if `needed` bytes at once are more than DRAM and NVMe hold together."""
+        dram, nvme = self._dram.capacity, 0 if self._nvme is None else self._nvme.capacity
+        if needed > dram + nvme:
+            where = None if self._nvme is None else self._nvme.where
+            raise TierFull("dram" if self._nvme is None else "dram and nvme", where, needed, 0, dram + nvme)
+
     def _full(self, nbytes: int) -> TierFull:
         nvme, dram = self._nvme, self._dram
         if nvme is None or nbytes > dram.capacity:

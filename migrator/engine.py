@@ -118,7 +118,7 @@ class Engine:
         self.dead: deque[tuple[Group, bool]] = deque()
         self._out = out
         self._back = back
-        self._backing = backing
+        self.backing = backing
         self._leaving: dict[Group, None] = {}  # in the order in which their copies end
         self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
         self._order: deque[Group] = deque()
@@ -163,7 +163,7 @@ class Engine:
         for saved in group.members:
             saved.offset = offset
             offset = round_up(offset + saved.nbytes, SLOT)
-        parcel = self._backing.new(offset, group.next_use)
+        parcel = self.backing.new(offset, group.next_use)
         assert parcel.block is not None
         pieces = []
         for saved in group.members:
@@ -172,7 +172,7 @@ class Engine:
         try:
             parcel.filled = self._out.copy(pieces, (self.compute.mark(group.stream), *parcel.after))
         except BaseException:
-            self._backing.drop(parcel)
+            self.backing.drop(parcel)
             raise
         group.parcel = parcel
         group.state = State.LEAVING
@@ -225,20 +225,16 @@ class Engine:
             group = self._order[0]
             if group.state is State.AWAY and group.unused:
                 assert group.parcel is not None
-                if self.resident + group.nbytes > self.limit or not self._backing.at_hand(group.parcel):
+                if self.resident + group.nbytes > self.limit or not self.backing.at_hand(group.parcel):
                     break
                 try:
                     self._bring(group)
                 except torch.OutOfMemoryError:
                     break  # nobody needs it yet; by then there may be room
             self._order.popleft()
-        if self._backing.has_disk:
+        if self.backing.has_disk:
             for group in islice(self._order, READ_AHEAD):
-                if (
-                    group.parcel is not None
-                    and group.state is State.AWAY
-                    and not self._backing.read_ahead(group.parcel)
-                ):
+                if group.parcel is not None and group.state is State.AWAY and not self.backing.read_ahead(group.parcel):
                     break
 
     def source(self, saved: Saved) -> torch.Tensor | None:
@@ -285,7 +281,7 @@ class Engine:
         after: list[Event] = [self.compute.mark(group.stream)]
         if group.parcel.filled is not None:
             after.append(group.parcel.filled)
-        self._backing.lend(group.parcel, lambda block: self._back.copy([(buffer, block.tensor)], after))
+        self.backing.lend(group.parcel, lambda block: self._back.copy([(buffer, block.tensor)], after))
         group.ready_on = []
         group.state = State.HOME
         if group.unused:
@@ -325,7 +321,7 @@ class Engine:
         self._drop_sources(group)
         group.state = State.GONE
         if group.parcel is not None:
-            self._backing.drop(group.parcel)
+            self.backing.drop(group.parcel)
             group.parcel = None
 
     def _drop_sources(self, group: Group) -> None:

@@ -259,7 +259,7 @@ class Saver:
         """The tensor's storage if it may move: memory of its own that is no parameter's and no buffer's."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or _is_wrapped(tensor):
             return None
-        if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
+        if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or tensor.numel() == 0:
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed or isinstance(tensor._base, nn.Parameter):

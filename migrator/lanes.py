@@ -198,7 +198,7 @@ class CudaLane:
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> torch.cuda.Event:
         stream = self._stream
-        before = torch._C._cuda_getCurrentStream(self._device.index)
+        device, before = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(self._device.index)
         _set_stream((stream.stream_id, stream.device_index, stream.device_type))
         try:
             for event in after:
@@ -213,6 +213,8 @@ class CudaLane:
             done = _mark(stream)
         finally:
             _set_stream(before)
+            if device != self._device.index:  # to set a stream is to go to its device
+                torch._C._cuda_setDevice(device)
         self._counters.moved[self._name] += sum(piece[0].numel() for piece in pieces)
         return done
 

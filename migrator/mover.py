@@ -66,11 +66,9 @@ class Mover:
         Decides what is recorded and planned.
     budget : int
         HBM budget, in bytes.
-    capacity : int
-        Bytes below HBM, all tiers together.
     """
 
-    def __init__(self, engine: Engine, learner: Learner, budget: int, capacity: int) -> None:
+    def __init__(self, engine: Engine, learner: Learner, budget: int) -> None:
         self.engine = engine
         self.learner = learner
         self.budget = budget
@@ -78,7 +76,6 @@ class Mover:
         self.storages = Storages()
         self._outlived: set[str] = set()
         self.recorder: Recorder | None = Recorder(self._outlived)
-        self._capacity = capacity
         self._room = learning_room(budget)
         self._open: dict[tuple[PageGroup, Stream], _Open] = {}
         self._opened: set[PageGroup] = set()
@@ -261,10 +258,11 @@ class Mover:
         return bool(lacking) and all(not lacking.isdisjoint(plan.groups) for plan in touched)
 
     def _adopt(self, plans: tuple[Plan, ...]) -> None:
-        needed = max(plan.parcel_bytes for plan in plans)
-        if needed > self._capacity:
+        try:
+            self.engine.backing.check(max(plan.parcel_bytes for plan in plans))
+        except TierFull:
             self.learner.forget()  # whoever catches this may go on with something smaller
-            raise TierFull("dram + nvme", None, needed, 0, self._capacity)
+            raise
         self._room = self.engine.limit = max(plan.room for plan in plans)
 
     def actions(self) -> Iterator[tuple[str, Stay | Go]]:

@@ -55,8 +55,6 @@ class Options:
         The HBM budget of a device, in bytes.
     enforce : bool
         Have PyTorch's allocator refuse what exceeds the budget.
-    capacity : int
-        Bytes below HBM, all tiers together.
     backing : callable
         Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
     refuse : callable, optional
@@ -66,7 +64,6 @@ class Options:
     policy: str
     hbm: Callable[[torch.device], int]
     enforce: bool
-    capacity: int
     backing: Callable[[Counters, bool], Backing]
     refuse: Callable[[BudgetTooSmall], None] | None = None
 
@@ -192,7 +189,7 @@ class Runtime:
         engine = Engine(shared.compute, shared.out, shared.back, self._backing)
         target = int(shared.budget * (1 - FRAGMENTS)) if device.type == "cuda" else shared.budget
         learner = Learner(POLICIES[self.options.policy], target)
-        return Mover(engine, learner, shared.budget, self.options.capacity)
+        return Mover(engine, learner, shared.budget)
 
     def _make_device(self, device: torch.device) -> _Device:
         budget, counters = self.options.hbm(device), self._counters

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from allocator.dram import DramArena
+from allocator.ledger import Account, Ledger
 from allocator.nvme.store import NvmeStore
 from allocator.sizes import MiB
 from migrator.backing import Backing
@@ -29,10 +30,14 @@ log = logging.getLogger("tiers")
 
 MARGIN = 512 * MiB  # of HBM that is left to others when no budget is set
 STATS = "stats.json"
+LEDGERS = (Path("/dev/shm"), Path("/tmp"))  # the first that serves; not TMPDIR, which may differ between ranks
 
 
 class Session:
     """One configuration at work in this process.
+
+    The capacities of `dram` and `nvme` are the node's: its processes share them through a ledger, first come,
+    first served, so a rank that needs more than another may have it. Without a ledger each takes an equal share.
 
     Parameters
     ----------
@@ -50,10 +55,11 @@ class Session:
     def __init__(self, config: Config, refuse: Callable[[BudgetTooSmall], None] | None = None) -> None:
         self._config = config
         self._run = _run_directory(config)
-        self._ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._ledger = _open_ledger()
+        self._ranks = 1 if self._ledger else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._policy = AUTO if config.policy == "auto" else config.policy
-        dram = config.dram.capacity
-        self._dram_capacity = (default_dram_capacity(read_memory()) if dram is None else dram) // self._ranks
+        dram = self._default_dram() if config.dram.capacity is None else config.dram.capacity
+        self._dram_capacity = dram // self._ranks
         self._nvme_capacity = (config.nvme.capacity or 0) // self._ranks if config.nvme.paths else 0
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
@@ -62,11 +68,15 @@ class Session:
                 policy=self._policy,
                 hbm=self._hbm,
                 enforce=config.hbm.capacity is not None,
-                capacity=self._dram_capacity + self._nvme_capacity,
                 backing=self._make_backing,
                 refuse=refuse,
             )
         )
+
+    def _default_dram(self) -> int:
+        # The ledger subtracts what other processes hold, which is missing from what the system has available.
+        held = self._ledger.used("dram") if self._ledger else 0
+        return default_dram_capacity(read_memory()) + held // 2
 
     def _hbm(self, device: torch.device) -> int:
         if self._config.hbm.capacity is not None:
@@ -79,11 +89,23 @@ class Session:
     def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
         if self._config.allocator == "pages":
             log.warning("allocator pages is not built yet: PyTorch's own is used, with the migrator")
-        self._dram = DramArena(self._dram_capacity, pinned=on_gpu)
+        if self._ledger is None:
+            text = "no ledger can be kept in %s, so dram and nvme are this rank's alone: 1/%d of the capacities"
+            log.warning(text, " or ".join(map(str, LEDGERS)), self._ranks)
+        self._dram = DramArena(self._dram_capacity, pinned=on_gpu, account=self._account("dram", self._dram_capacity))
         if self._nvme_capacity:
             nvme = self._config.nvme
-            self._nvme = NvmeStore(nvme.paths, self._nvme_capacity, gds=nvme.gds, checksum=nvme.checksum)
+            self._nvme = NvmeStore(
+                nvme.paths,
+                self._nvme_capacity,
+                gds=nvme.gds,
+                checksum=nvme.checksum,
+                account=self._account("nvme", self._nvme_capacity),
+            )
         return Backing(self._dram, self._nvme, counters)
+
+    def _account(self, tier: str, capacity: int) -> Account | None:
+        return self._ledger.open_account(tier, capacity) if self._ledger else None
 
     def open(self) -> None:
         """Start."""
@@ -101,15 +123,22 @@ class Session:
         if self._dram is not None:
             self._dram.close()
         if self._run is not None and self.runtime.armed:
-            self._run.mkdir(parents=True, exist_ok=True)
-            (self._run / STATS).write_text(json.dumps(stats, indent=2) + "\n")
-            if self.runtime.learned is not None:
-                trace, plan = self.runtime.learned
-                (self._run / "trace.json").write_text(trace.to_json() + "\n")
-                (self._run / "plan.json").write_text(plan.to_json() + "\n")
+            self._write(self._run, stats)
+
+    def _write(self, directory: Path, stats: dict[str, Any]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        if (directory / STATS).exists() and not self._config.run_force:
+            # Trainers started by hand, without RANK, share the directory: none must overwrite another's.
+            directory = directory / f"process{os.getpid()}"
+            directory.mkdir()
+        (directory / STATS).write_text(json.dumps(stats, indent=2) + "\n")
+        if self.runtime.learned is not None:
+            trace, plan = self.runtime.learned
+            (directory / "trace.json").write_text(trace.to_json() + "\n")
+            (directory / "plan.json").write_text(plan.to_json() + "\n")
 
     def stats(self) -> dict[str, Any]:
-        """What happened so far. Bytes are integers, times are seconds, sizes are this rank's."""
+        """What happened so far. Bytes are integers, times are seconds, peaks are this rank's."""
         numbers = self.runtime.numbers()
         device = numbers.pop("device")
         peak_hbm, budget_hbm = numbers.pop("peak_hbm"), numbers.pop("budget_hbm")
@@ -125,6 +154,13 @@ class Session:
             },
             **numbers,
         }
+
+
+def _open_ledger() -> Ledger | None:
+    for place in LEDGERS:
+        with contextlib.suppress(OSError):  # said where it matters, when something is about to be shared
+            return Ledger(place / f"tiers-{os.geteuid()}")
+    return None
 
 
 def _prefer_expandable_segments() -> None:
@@ -144,6 +180,9 @@ def _run_directory(config: Config) -> Path | None:
         return None
     rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     directory = config.run / f"rank{rank}" if rank else config.run
+    standing = next(parent for parent in (directory, *directory.parents) if parent.exists())
+    if not standing.is_dir() or not os.access(standing, os.W_OK):
+        raise ConfigError(f"TIERS_RUN: {directory} cannot be written: {standing} is no directory that you may write to")
     if (directory / STATS).exists() and not config.run_force:
         raise ConfigError(
             f"TIERS_RUN: {directory} holds an earlier run: name another directory or set TIERS_RUN_FORCE=1"

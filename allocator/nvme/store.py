@@ -12,6 +12,7 @@ import torch
 
 from allocator.errors import CorruptionError, StoreError
 from allocator.extents import Extent
+from allocator.ledger import Account
 from allocator.nvme.backend import BLOCK, Backend, read_all, write_all
 from allocator.nvme.checksum import checksum as checksum_of
 from allocator.nvme.choose import Gds, choose_backend
@@ -69,6 +70,8 @@ class NvmeStore:
         Bytes that a file grows by.
     backend
         Opens a directory's file; by default chosen by `gds`.
+    account
+        What the files grow by is claimed there.
 
     Raises
     ------
@@ -89,6 +92,7 @@ class NvmeStore:
         depth: int = 8,
         step: int = GiB,
         backend: Callable[[Path], Backend] | None = None,
+        account: Account | None = None,
     ) -> None:
         if not paths or capacity < 0 or depth <= 0 or stripe <= 0 or stripe % BLOCK:
             raise ValueError("a store needs paths, capacity >= 0, depth > 0 and stripes of whole 4 KiB")
@@ -103,7 +107,7 @@ class NvmeStore:
         open_backend = backend or choose_backend(gds)
         try:
             for path in paths:
-                self._volumes.append(Volume(open_backend(path), capacity // len(paths), step))
+                self._volumes.append(Volume(open_backend(path), capacity // len(paths), step, account))
         except BaseException:
             self._close_files()
             raise
@@ -278,4 +282,4 @@ class NvmeStore:
 
     def _close_files(self) -> None:
         for volume in self._volumes:
-            volume.backend.close()
+            volume.close()

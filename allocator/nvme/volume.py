@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from allocator.extents import Extent, ExtentMap
+from allocator.ledger import Account
 from allocator.nvme.backend import BLOCK, Backend
 from allocator.sizes import format_size
 
@@ -22,19 +23,26 @@ class Volume:
         Hard cap in bytes, rounded down to whole blocks.
     step
         Bytes to grow by, so that a large limit claims only the disk space that is used.
+    account
+        What the file grows by is claimed there; if a claim is refused, there is no room until one is granted.
     """
 
-    def __init__(self, backend: Backend, limit: int, step: int) -> None:
+    def __init__(self, backend: Backend, limit: int, step: int, account: Account | None = None) -> None:
         self.backend = backend
         self._extents = ExtentMap(0, BLOCK)
         self._limit = limit - limit % BLOCK
         self._step = step - step % BLOCK
+        self._account = account
+        self._claimed = 0
+        self._refused = False  # the last claim
         self._retired = False
 
     @property
     def capacity(self) -> int:
-        """Bytes that it may hold: less than it was given once its disk is full or it is out of rotation."""
-        return self._extents.used if self._retired else self._limit
+        """Bytes that it may hold: less than it was given when it can get no more or is out of rotation."""
+        if self._retired:
+            return self._extents.used
+        return self._extents.capacity if self._refused else self._limit
 
     def allocate(self, nbytes: int) -> Extent | None:
         """Take `nbytes` (whole blocks), or return None if there is no room."""
@@ -55,6 +63,12 @@ class Volume:
             self._retired = True
             log.warning("nvme at %s takes no more data: %s", self.backend.path, reason)
 
+    def close(self) -> None:
+        """Give the file's space back; nothing can be allocated any more. Idempotent."""
+        self._retired = True
+        self.backend.close()
+        self._release(self._claimed)
+
     def _grow(self, least: int) -> bool:
         size = self._extents.capacity
         room = self._limit - size
@@ -62,9 +76,16 @@ class Volume:
             return False
         while True:
             more = min(max(self._step, least), room)
+            if self._account is not None:
+                more = self._account.claim(more, least)
+                self._claimed += more
+                self._refused = not more
+                if self._refused:
+                    return False
             try:
                 self.backend.grow(size + more)
             except OSError as refusal:
+                self._release(more)
                 if more > least:  # a disk that is nearly full still has room for smaller steps
                     self._step = max(more // 2 - more // 2 % BLOCK, BLOCK)
                     continue
@@ -79,3 +100,8 @@ class Volume:
                 return False
             self._extents.extend(more)
             return True
+
+    def _release(self, nbytes: int) -> None:
+        if self._account is not None and nbytes:
+            self._account.release(nbytes)
+            self._claimed -= nbytes

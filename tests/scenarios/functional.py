@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
@@ -70,11 +71,13 @@ def an_ensemble_trained_under_vmap(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         models = [perceptron(device, seed=k) for k in range(3)]
         weights, buffers = stack_module_state(models)
-        frame = models[0]
+
+        def call(w: dict[str, Tensor], b: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(models[0], (w, b), x)
+
         results = []
         for i in range(4):
-            out = vmap(lambda w, b, x: functional_call(frame, (w, b), x), (0, 0, None))(weights, buffers, batch(device, i))
-            loss = out.square().mean()
+            loss = vmap(call, (0, 0, None))(weights, buffers, batch(device, i)).square().mean()
             loss.backward()
             results += [loss.detach(), *(w.grad.clone() for w in weights.values())]
             results += train(perceptron(device), device, steps=1)
@@ -125,8 +128,6 @@ def batched_gradients_of_one_graph(device: torch.device) -> None:
 
 
 def the_user_s_own_hooks_make_torch_func_refuse_as_ever(device: torch.device) -> None:
-    import pytest
-
     with moving():
         train(perceptron(device), device, steps=1)
         with (

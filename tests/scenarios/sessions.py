@@ -116,5 +116,23 @@ def a_session_in_which_nothing_trains(device: torch.device) -> None:
     assert _footprint() == before
 
 
+def peak_statistics_are_the_program_s(device: torch.device) -> None:
+    """We look at peaks of periods; a program that reads or resets its own does not notice."""
+    if device.type == "cpu":
+        return  # PyTorch counts no memory there
+    with moving(room=0):
+        model = perceptron(device)
+        torch.cuda.reset_peak_memory_stats()
+        peaks = []
+        for i in range(6):
+            train(model, device, steps=1)
+            model(batch(device, i, rows=4096 * (6 - i))).sum().backward()  # needs less than the one before
+            peaks.append(torch.cuda.max_memory_allocated())
+        print(f"  {peaks}")
+        assert peaks == sorted(peaks)
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() < peaks[-1]
+
+
 if __name__ == "__main__":
     main("sessions")

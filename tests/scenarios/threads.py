@@ -93,10 +93,14 @@ def a_graph_shared_by_two_threads(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         model = perceptron(device)
         h = model(batch(device, 0)).repeat(2, 1)
-        losses = [h.square().mean(), h.cos().mean()]
+        weights = list(model.parameters())
+
+        def walk(loss: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(loss, weights, retain_graph=True)
+
         with ThreadPoolExecutor(2) as pool:
-            grads = pool.map(lambda loss: torch.autograd.grad(loss, list(model.parameters()), retain_graph=True), losses)
-            return [gradient for of_loss in grads for gradient in of_loss]
+            first, second = pool.map(walk, [h.square().mean(), h.cos().mean()])
+        return [*first, *second]
 
     assert_same(program, device, room=0)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.scenarios import assert_same, batch, main, moved, moving, perceptron, train
+from tests.scenarios import assert_same, batch, main, moved, moving, perceptron
 
 WIDTH = 1024  # 4 MiB of weight, 4 KiB a row of activations: what moves by mistake is seen at once
 ROWS = 64

@@ -36,7 +36,7 @@ class Rig:
         self.compute = StreamCompute()
         self.out, self.back = HandLane(), HandLane()
         self.engine = Engine(self.compute, self.out, self.back, self.backing)
-        self.mover = Mover(self.engine, Learner(POLICIES[policy], budget), budget, dram)
+        self.mover = Mover(self.engine, Learner(POLICIES[policy], budget), budget)
 
     def planned(self, *groups: PageGroup, limit: int = GiB) -> list[list[Go]]:
         """As if a plan had these groups: per group what it says of each site."""
@@ -436,7 +436,7 @@ def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_pat
     lanes = [HostLane(name, counters) for name in ("d2h", "h2d")]
     rig.engine = Engine(HostCompute(counters), lanes[0], lanes[1], rig.backing)
     budget = rng.choice([4, 12, 64]) * MiB
-    rig.mover = Mover(rig.engine, Learner(POLICIES[policy], budget), budget, 512 * MiB)
+    rig.mover = Mover(rig.engine, Learner(POLICIES[policy], budget), budget)
     rig.give_back = rig.mover.give_back  # type: ignore[method-assign]
     rig.settle = lambda: None  # type: ignore[method-assign]
     kinds = [

@@ -1,0 +1,210 @@
+"""What our processes of one user hold of a node's memory, so that together they stay within its capacity.
+
+The ledger is a private directory, and an account that holds something is a file in it: sparse, as long as the
+bytes that are held (``ls -l`` shows who has what), and flock'ed by its process. The kernel drops that lock when
+the process ends, however it ends and in whatever pid namespace, so a file whose lock can be taken belongs to
+nobody, and the next claim removes it. What an account holds is known to its process; the file only publishes
+it, and is made anew if somebody removes it. So nothing on disk can be stale, and there is nothing to repair.
+
+Locks: a claim holds a flock on the directory while it counts, so that two never see the same room. `_lock` lets
+one thread at a time do so, and is held across a fork: no child inherits a claim under way. Nothing is logged
+under it, because a fork takes the locks of logging as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from allocator.sizes import PAGE, format_size
+
+log = logging.getLogger("tiers")
+
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+
+_lock = threading.Lock()
+_published: set[Account] = set()  # those of this process that have a file
+
+
+class Ledger:
+    """The ledger in `directory`, which is made if need be.
+
+    Parameters
+    ----------
+    directory
+        In a place that all processes of the user see. A tmpfs suits best: nothing in it outlives the machine.
+
+    Raises
+    ------
+    OSError
+        If it cannot be made or locked, or other users have access to it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        with _lock, _locked(directory):
+            pass
+
+    def used(self, tier: str) -> int:
+        """Bytes of `tier` that all processes hold now. OSError if they cannot be counted."""
+        with _lock, _locked(self.directory) as directory:
+            return _in_use(directory, tier)
+
+    def open_account(self, tier: str, capacity: int) -> Account:
+        """Make an account that holds nothing yet.
+
+        Parameters
+        ----------
+        capacity
+            Bytes of `tier` that all processes may hold when this one claims; others may see it differently.
+        """
+        return Account(self.directory, tier, capacity)
+
+
+class Account:
+    """What one arena or store holds of its tier. Thread-safe; made by `Ledger.open_account`.
+
+    First come, first served: no process has a share that is kept for it. A forked child has the account
+    without what is held in it. If the ledger cannot be used any more, an account says so and goes on alone.
+    """
+
+    def __init__(self, directory: Path, tier: str, capacity: int) -> None:
+        self._directory = directory
+        self._tier = tier
+        self._capacity = capacity
+        self._held = 0
+        self._file: int | None = None
+        self._name = ""
+        self._said: set[str] = set()
+
+    def claim(self, nbytes: int, least: int | None = None) -> int:
+        """Claim `nbytes`, or what is left of them, in whole pages, if that is at least `least`.
+
+        Takes some ten microseconds, and some more for each account in the ledger.
+
+        Parameters
+        ----------
+        least
+            `nbytes` if not given: all or nothing.
+
+        Returns
+        -------
+        int
+            Bytes claimed; 0 if the node's capacity is reached.
+        """
+        least = nbytes if least is None else least
+        failure: OSError | None = None
+        with _lock:
+            others = 0
+            try:
+                with _locked(self._directory) as directory:
+                    if self._held:
+                        self._publish(directory, self._held)
+                    others = _in_use(directory, self._tier) - self._held
+                    granted = self._grant(nbytes, least, others)
+                    if granted:
+                        self._publish(directory, self._held + granted)
+            except OSError as error:
+                failure = error
+                granted = self._grant(nbytes, least, others)
+            self._held += granted
+            held = self._held
+        if failure is not None:
+            self._say_once("%s is taken without regard to other processes: %s", self._tier, failure)
+        elif not granted:
+            sizes = (format_size(size) for size in (held, others, self._capacity))
+            self._say_once("%s stays at %s for now: other processes hold %s of the node's %s", self._tier, *sizes)
+        return granted
+
+    def release(self, nbytes: int) -> None:
+        """Give back `nbytes` of what was claimed."""
+        with _lock:
+            self._held = max(self._held - nbytes, 0)  # a forked child may release what only its parent holds
+            if self._file is None:
+                return
+            if self._held:
+                os.ftruncate(self._file, self._held)
+            else:
+                with suppress(OSError):  # without its lock, the next claim would remove it
+                    os.unlink(self._directory / self._name)
+                self._forget_file()
+
+    def _grant(self, nbytes: int, least: int, others: int) -> int:
+        left = self._capacity - self._held - others
+        if nbytes <= left:
+            return nbytes
+        return max(left - left % PAGE, least) if least <= left else 0
+
+    def _publish(self, directory: int, nbytes: int) -> None:
+        """Write `nbytes` down; the caller holds the directory's lock, so nobody sees a file without its lock."""
+        if self._file is not None and not os.fstat(self._file).st_nlink:
+            self._forget_file()  # removed under our feet, as logind does at a user's last logout
+        if self._file is None:
+            self._name = f"{self._tier}-{os.getpid()}-{secrets.token_hex(4)}"
+            self._file = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=directory)
+            _published.add(self)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(self._file, nbytes)
+
+    def _forget_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        _published.discard(self)
+
+    def _say_once(self, text: str, *values: object) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning(text, *values)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Open and lock the directory at `path`; the caller holds `_lock`."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+    try:
+        found = os.fstat(directory)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(errno.EPERM, "is not private to this user", str(path))
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _in_use(directory: int, tier: str) -> int:
+    """Add up what the living hold, and remove what the dead have left."""
+    total = 0
+    for name in os.listdir(directory):
+        if not name.startswith(f"{tier}-"):
+            continue
+        with suppress(FileNotFoundError):  # released since it was listed
+            file = os.open(name, os.O_RDWR | _FLAGS, dir_fd=directory)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name, dir_fd=directory)
+            except BlockingIOError:
+                total += os.fstat(file).st_size
+            finally:
+                os.close(file)
+    return total
+
+
+def _after_fork_in_child() -> None:
+    # The child has the parent's files and with them its locks, which would outlive the parent.
+    for account in list(_published):
+        account._forget_file()
+        account._held = 0
+    _lock.release()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_fork_in_child)

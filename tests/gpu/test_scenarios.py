@@ -1,0 +1,30 @@
+"""The scenarios of tests/scenarios on a GPU; a family has a process of its own, so that none spoils another's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+
+
+def on_gpu(module: str, *arguments: str) -> None:
+    """Run a module of tests/scenarios; show what it said if it does not hold."""
+    command = [sys.executable, "-m", f"tests.scenarios.{module}", *arguments, "--device", "cuda"]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout.splitlines()[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_holds(family: str) -> None:
+    on_gpu(family)

@@ -1,0 +1,72 @@
+"""Many steps leave nothing: arenas empty, file descriptors, threads and memory where they were after a warm-up."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import tempfile
+import threading
+
+import psutil
+import torch
+from torch import nn
+
+from allocator.sizes import MiB
+from tests.scenarios import batch, main, moved, moving, perceptron
+
+WARM_UP = 50  # steps: until caches of PyTorch's, of Python's and of the C library have their size
+GROWTH = 4 * MiB  # of resident memory that is noise: a leak of one small tensor a step is seen
+
+
+def _steps(model: nn.Module, device: torch.device, count: int) -> None:
+    """Train, with now and then a step that ends otherwise."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for i in range(count):
+        optimizer.zero_grad()
+        loss = model(batch(device, i, rows=2048 - i % 3)).square().mean()
+        if i % 10 == 3:
+            continue  # dropped
+        loss.backward(retain_graph=i % 10 == 5)
+        if i % 10 == 5:
+            loss.backward()
+        optimizer.step()
+        if i % 10 == 7:
+            model(batch(device, i)).mean()  # evaluation that forgot no_grad
+    del loss
+
+
+def _counts() -> dict[str, int]:
+    return {"files": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+
+
+def _resident() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free counts as free, wherever in the C library's heap it lies
+    return psutil.Process().memory_info().rss
+
+
+def leave_nothing(device: torch.device, steps: int = 100) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        disk = {"dram": "6MiB", "nvme": "64MiB", "nvme_path": directory, "nvme_gds": "off"}
+        with moving(room=0, **disk) as session:
+            model = perceptron(device)
+            _steps(model, device, WARM_UP)
+            before, resident = _counts(), _resident()
+            on_gpu = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+            _steps(model, device, steps)
+            after, growth = _counts(), _resident() - resident
+            print(f"  {before} before, {after} after {steps} steps; resident memory grew by {growth / MiB:.1f} MiB")
+            print(f"  moved {moved(session)}, peak {session.stats()['peak']}")
+            assert moved(session)["disk_read"] > 0
+            assert after == before
+            assert growth < GROWTH
+            assert on_gpu == (torch.cuda.memory_allocated() if device.type == "cuda" else 0)
+            dram, nvme = session._dram, session._nvme
+        assert dram is not None
+        assert nvme is not None
+        assert (dram.used, nvme.used) == (0, 0)
+
+
+if __name__ == "__main__":
+    main("leaks")

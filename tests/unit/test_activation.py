@@ -1,0 +1,221 @@
+"""What users do: a plain program under TIERS_ALLOCATOR, its run directory, and what it says when it cannot run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allocator.sizes import MiB
+
+ROOT = Path(__file__).parents[2]
+
+# `import torch` calls the gate where the package is installed; here it is called by hand, right after.
+START = """
+import os, sys
+import torch
+from torch import nn
+from tiers.autoload import gate
+gate()
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step(i):
+    x = torch.randn(2048, 256, generator=torch.Generator().manual_seed(i))
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex(), flush=True)
+"""
+TRAIN = START + "\nfor i in range(6):\n    step(i)\n"
+
+WEIGHTS = 4 * (256 * 256 + 256) * 4
+SMALL = str(2 * WEIGHTS + 8 * MiB)  # weights and gradients, and half of what is saved
+
+
+def python(code: str, **environ: object) -> subprocess.CompletedProcess[str]:
+    base = {"PATH": "/usr/bin:/bin", "XDG_CONFIG_HOME": "/nonexistent", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=base | {key: str(value) for key, value in environ.items()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def tiered(code: str, **environ: object) -> subprocess.CompletedProcess[str]:
+    return python(code, **{"TIERS_ALLOCATOR": "torch", "TIERS_DRAM": "64MiB", **environ})
+
+
+def stats_of(directory: Path) -> dict[str, object]:
+    return json.loads((directory / "stats.json").read_text())
+
+
+def names(value: object) -> object:
+    return {name: names(below) for name, below in value.items()} if isinstance(value, dict) else type(value).__name__
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run within a small budget."""
+    directory = tmp_path_factory.mktemp("runs") / "run"
+    plain, ours = python(TRAIN), tiered(TRAIN, TIERS_HBM=SMALL, TIERS_RUN=directory)
+    assert plain.returncode == ours.returncode == 0, ours.stderr
+    assert ours.stdout == plain.stdout
+    assert ours.stderr == ""
+    return directory
+
+
+def test_a_program_prints_the_same_losses_and_moves(run: Path) -> None:
+    assert stats_of(run)["moved"]["h2d"] > 0
+
+
+def test_the_names_in_stats_json_are_these(run: Path) -> None:
+    stats = stats_of(run)
+    stall = {"count": "int", "seconds": "float"}
+    assert set(stats["stalls"]) <= {"d2h", "h2d", "disk_write", "disk_read"}
+    stats["stalls"] = {"h2d": stats["stalls"]["h2d"]}
+    assert names(stats) == {
+        "device": "str",
+        "allocator": "str",
+        "policy": "str",
+        "budget": {"hbm": "int", "dram": "int", "nvme": "int"},
+        "periods": "int",
+        "steps": "int",
+        "peak": {"hbm": "int", "dram": "int", "nvme": "int"},
+        "moved": {"d2h": "int", "h2d": "int", "disk_write": "int", "disk_read": "int"},
+        "groups": "int",
+        "stalls": {"h2d": stall},
+        "unmanaged_bytes": "int",
+        "step_s": {"median": "float", "min": "float", "max": "float"},
+    }
+
+
+def test_the_numbers_in_stats_json_are_the_run_s(run: Path) -> None:
+    stats = stats_of(run)
+    assert (stats["device"], stats["allocator"], stats["policy"]) == ("cpu", "torch", "flashneuron")
+    assert stats["budget"] == {"hbm": int(SMALL), "dram": 64 * MiB, "nvme": 0}
+    assert stats["steps"] == stats["periods"] == 6
+    assert 0 < stats["peak"]["hbm"] <= int(SMALL)
+    assert stats["step_s"]["min"] <= stats["step_s"]["median"] <= stats["step_s"]["max"]
+
+
+def test_a_second_run_into_a_directory_is_refused_unless_forced(run: Path) -> None:
+    before = (run / "stats.json").read_text()
+    refused = tiered(TRAIN, TIERS_RUN=run)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.count("\n") == 1
+    assert str(run) in refused.stderr
+    assert "TIERS_RUN_FORCE=1" in refused.stderr
+    assert (run / "stats.json").read_text() == before
+    assert tiered(TRAIN, TIERS_RUN=run, TIERS_RUN_FORCE=1).returncode == 0
+    assert (run / "stats.json").read_text() != before
+
+
+def test_stats_are_written_after_an_exception(tmp_path: Path) -> None:
+    done = tiered(START + "step(0)\nstep(1)\nraise ArithmeticError('nan')", TIERS_RUN=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ArithmeticError: nan\n")
+    assert stats_of(tmp_path)["steps"] == 2
+
+
+def test_an_exit_code_of_the_program_stays(tmp_path: Path) -> None:
+    assert tiered(START + "step(0)\nsys.exit(7)", TIERS_RUN=tmp_path).returncode == 7
+    assert stats_of(tmp_path)["steps"] == 1
+
+
+def test_each_rank_writes_into_a_directory_of_its_own(tmp_path: Path) -> None:
+    for rank in range(2):
+        done = tiered(TRAIN, TIERS_RUN=tmp_path, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
+        assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
+    # What is below HBM is the node's, shared by its ranks.
+    assert stats_of(tmp_path / "rank0")["budget"]["dram"] == 32 * MiB
+
+
+def test_a_fork_that_exits_writes_nothing_and_ends(tmp_path: Path) -> None:
+    """It runs the handlers of a session that belongs to its parent, whose threads it does not have."""
+    (tmp_path / "nvme").mkdir()
+    fork = """
+step(0); step(1)
+if os.fork() == 0:
+    sys.exit(0)
+_, status = os.wait()
+assert status == 0 and not os.path.exists(os.environ["TIERS_RUN"])
+step(2)
+"""
+    disk = {"TIERS_DRAM": "4MiB", "TIERS_NVME": "64MiB", "TIERS_NVME_PATH": tmp_path / "nvme"}
+    done = tiered(START + fork, TIERS_HBM=SMALL, TIERS_RUN=tmp_path / "run", **disk)
+    assert done.returncode == 0, done.stderr
+    assert stats_of(tmp_path / "run")["steps"] == 3
+
+
+def test_a_program_that_trains_nothing_writes_nothing(tmp_path: Path) -> None:
+    done = tiered(START + "with torch.no_grad(): model(torch.zeros(1, 256))", TIERS_RUN=tmp_path / "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "run").exists()
+
+
+def test_spawned_workers_leave_the_run_to_the_program(tmp_path: Path) -> None:
+    """They import the script anew, gate and all, and use modules that could train."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        START
+        + """
+from torch.utils.data import DataLoader, Dataset
+
+class Data(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return model(torch.full((256,), float(i))).detach()
+
+if __name__ == "__main__":
+    for i, x in enumerate(DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")):
+        step(i)
+"""
+    )
+    start = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    done = tiered(start, TIERS_RUN=tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("0x") == 4
+    assert stats_of(tmp_path / "run")["steps"] == 4
+
+
+def test_a_budget_below_the_weights_says_how_much_they_need() -> None:
+    done = tiered(TRAIN, TIERS_HBM="500KiB")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "500.0 KiB" in done.stderr
+    assert f"{WEIGHTS / MiB:.1f} MiB" in done.stderr
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = tiered(TRAIN, TIERS_RUN=tmp_path / "file" / "run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "TIERS_RUN" in done.stderr
+
+
+def test_tiers_that_are_full_end_the_program_with_their_names_and_sizes(tmp_path: Path) -> None:
+    nvme, run = tmp_path / "nvme", tmp_path / "run"
+    nvme.mkdir()
+    disk = {"TIERS_DRAM": "2MiB", "TIERS_NVME": "4MiB", "TIERS_NVME_PATH": nvme}
+    done = tiered(TRAIN, TIERS_POLICY="move", TIERS_HBM=SMALL, TIERS_RUN=run, **disk)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "TierFull: tier dram + nvme" in last
+    assert str(nvme) in last
+    assert "MiB requested" in last
+    assert "of 6.0 MiB" in last
+    assert stats_of(run)["steps"] >= 1
+    assert list(nvme.iterdir()) == []

@@ -1,0 +1,154 @@
+"""Memory at the near end of a disk path: in DRAM, in HBM, or in HBM behind a bounce buffer in DRAM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import Protocol
+
+import torch
+
+from allocator.dram import DramBlock
+from allocator.nvme.backend import BLOCK
+from allocator.nvme.store import NvmeExtent, NvmeStore
+from migrator.counters import Counters
+from migrator.lanes import CudaLane
+from tiers.probe.affinity import Node
+from tiers.probe.host import HostMemory
+from tiers.probe.measure import copies, window
+
+
+class Buffer(Protocol):
+    """Memory for the copies of one size, and how a store gets at it."""
+
+    memory: torch.Tensor
+    """All of it, one copy after the other."""
+
+    def take(self, size: int) -> None:
+        """Make room. Waived or TierFull if there is none."""
+
+    def give(self) -> None:
+        """Give it back; nothing is in flight by then."""
+
+    def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:
+        """Write copy by copy to `extents`, all queued together."""
+
+    def read(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:
+        """Read `extents` in the same way."""
+
+
+class DramBuffer:
+    """Blocks of the arena, as page groups that go to disk are."""
+
+    def __init__(self, memory: HostMemory, node: Node) -> None:
+        self.memory = _NOTHING
+        self.parts: Sequence[torch.Tensor] = ()
+        self._memory = memory
+        self._node = node
+        self._block: DramBlock | None = None
+
+    def take(self, size: int) -> None:  # noqa: D102
+        self._block = self._memory.take(self._node, window(size))
+        self.memory = self._block.tensor
+        self.parts = self.memory.split(size)
+
+    def give(self) -> None:  # noqa: D102
+        self.memory, self.parts = _NOTHING, ()
+        if self._block is not None:
+            self._memory.give(self._node, self._block)
+            self._block = None
+
+    def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
+        _write(store, extents, self.parts)
+
+    def read(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
+        _read(store, extents, self.parts)
+
+
+class HbmBuffer:
+    """GPU memory that the store's backend transfers itself."""
+
+    def __init__(self, index: int) -> None:
+        self.memory = _NOTHING
+        self._device = torch.device("cuda", index)
+        self._parts: Sequence[torch.Tensor] = ()
+
+    def take(self, size: int) -> None:  # noqa: D102
+        # torch aligns to 512 bytes, a store asks for whole blocks.
+        room = torch.empty(window(size) + BLOCK, dtype=torch.uint8, device=self._device)
+        start = -room.data_ptr() % BLOCK
+        self.memory = room[start : start + window(size)]
+        self._parts = self.memory.split(size)
+
+    def give(self) -> None:  # noqa: D102
+        self.memory, self._parts = _NOTHING, ()
+
+    def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
+        _write(store, extents, self._parts)
+
+    def read(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
+        _read(store, extents, self._parts)
+
+
+class BouncedBuffer:
+    """GPU memory behind a block of the arena, as the runtime goes where GPUDirect Storage is missing.
+
+    A copy is on its second leg while the next is on its first.
+    """
+
+    def __init__(self, index: int, bounce: DramBuffer) -> None:
+        self.memory = _NOTHING
+        self._device = torch.device("cuda", index)
+        self._bounce = bounce
+        self._lanes: tuple[CudaLane, CudaLane] | None = None
+        self._parts: Sequence[torch.Tensor] = ()
+
+    def take(self, size: int) -> None:  # noqa: D102
+        self._bounce.take(size)
+        self.memory = torch.empty(window(size), dtype=torch.uint8, device=self._device)
+        self._parts = self.memory.split(size)
+        counters = Counters()
+        self._lanes = CudaLane(self._device, "d2h", counters), CudaLane(self._device, "h2d", counters)
+
+    def give(self) -> None:  # noqa: D102
+        for lane in self._lanes or ():
+            lane.close()
+        self._lanes = None
+        self.memory, self._parts = _NOTHING, ()
+        self._bounce.give()
+
+    def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
+        assert self._lanes is not None
+        d2h, _ = self._lanes
+        arrived = [d2h.copy([piece], []) for piece in zip(self._bounce.parts, self._parts, strict=True)]
+        writes = []
+        for event, extent, part in zip(arrived, extents, self._bounce.parts, strict=True):
+            event.synchronize()
+            writes.append(store.write(extent, part))
+        _finish(writes)
+
+    def read(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
+        assert self._lanes is not None
+        _, h2d = self._lanes
+        reads = [store.read(extent, part) for extent, part in zip(extents, self._bounce.parts, strict=True)]
+        for read, piece in zip(reads, zip(self._parts, self._bounce.parts, strict=True), strict=True):
+            read.result()
+            arrived = h2d.copy([piece], [])
+        arrived.synchronize()
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _write(store: NvmeStore, extents: Sequence[NvmeExtent], parts: Sequence[torch.Tensor]) -> None:
+    _finish([store.write(extent, part) for extent, part in zip(extents, parts, strict=True)])
+
+
+def _read(store: NvmeStore, extents: Sequence[NvmeExtent], parts: Sequence[torch.Tensor]) -> None:
+    _finish([store.read(extent, part) for extent, part in zip(extents, parts, strict=True)])
+
+
+def _finish(transfers: Sequence[Future[None]]) -> None:
+    wait(transfers)
+    for transfer in transfers:
+        transfer.result()

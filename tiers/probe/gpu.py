@@ -1,0 +1,176 @@
+"""The link between a GPU and host memory: the runtime's lanes and arena, and plain copies as a reference."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Literal, Protocol, cast
+
+import torch
+
+from allocator.dram import DramBlock
+from allocator.errors import TiersError
+from migrator.counters import Counters
+from migrator.lanes import CudaLane, Event, Piece
+from tiers.probe.affinity import Node
+from tiers.probe.host import HostMemory
+from tiers.probe.measure import Run, copies, window
+from tiers.probe.pattern import fill, matches
+from tiers.probe.results import Path
+
+Direction = Literal["d2h", "h2d"]
+
+_HOLD = 8_000_000  # cycles: 4 ms or more
+_LONGEST_HOLD = 64 * _HOLD
+
+
+def cuda_refusal() -> str | None:
+    """Say why no GPU can be used, or return None."""
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+class Copier(Protocol):
+    """What a lane does."""
+
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> Event:
+        """Copy once all of `after` have been passed; the event says when it is done."""
+
+    def close(self) -> None:
+        """Wait for what was submitted."""
+
+
+class PlainStream:
+    """A stream with nothing of ours around it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> torch.cuda.Event:
+        """Queue plain copies."""
+        with torch.cuda.stream(self._stream):
+            for event in after:
+                self._stream.wait_event(cast("torch.cuda.Event", event))
+            for destination, source in pieces:
+                destination.copy_(source, non_blocking=True)
+            done = torch.cuda.Event(enable_timing=True)
+            done.record(self._stream)
+        return done
+
+    def close(self) -> None:
+        """Wait for what was queued."""
+        self._stream.synchronize()
+
+
+class HbmDramPath:
+    """Copies between a GPU and a NUMA node, in one direction or in both at once.
+
+    Parameters
+    ----------
+    index
+        The GPU as torch numbers it.
+    directions
+        Each gets memory and a stream of its own.
+    memory
+        The arena's, copied by `CudaLane`; None is memory that torch pins, copied by `PlainStream`.
+    cores
+        Those near the GPU.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        index: int,
+        node: Node,
+        directions: Sequence[Direction],
+        memory: HostMemory | None,
+        cores: frozenset[int],
+    ) -> None:
+        ends = (f"hbm{index}", f"dram{node.number}")
+        lane = directions[0] if memory is not None and len(directions) == 1 else None
+        self.path = Path(kind, *(ends if "d2h" in directions else ends[::-1]), lane)
+        self.cores = cores
+        self._device = torch.device("cuda", index)
+        self._node = node
+        self._directions = directions
+        self._memory = memory
+        self._hold = _HOLD
+        self._salt = 0
+        self._blocks: list[DramBlock] = []
+        self._copiers: list[Copier] = []
+        self._pieces: list[Piece] = []
+
+    def why_not(self) -> str | None:  # noqa: D102
+        return cuda_refusal()
+
+    def prepare(self, size: int) -> None:  # noqa: D102
+        self._salt = secrets.randbits(32)
+        for direction in self._directions:
+            host = self._host(window(size))
+            hbm = torch.empty(window(size), dtype=torch.uint8, device=self._device)
+            destination, source = (host, hbm) if direction == "d2h" else (hbm, host)
+            fill(source, self._salt)
+            destination.zero_()
+            self._pieces.append((destination, source))
+            self._copiers.append(
+                PlainStream(self._device)
+                if self._memory is None
+                else CudaLane(self._device, direction, Counters())
+            )
+        torch.cuda.synchronize(self._device)  # what follows runs on other streams than what was written here
+
+    def run(self, size: int) -> Run:
+        """Queue everything behind a kernel that keeps the streams waiting, then let them go together.
+
+        So the time is that of the copies, without that of queueing them.
+        """
+        while True:
+            gate = self._gate()
+            ends = [self._queue(copier, piece, size, gate) for copier, piece in self._paired()]
+            held = not gate.query()
+            for end in ends:
+                end.synchronize()
+            if held:
+                seconds = max(gate.elapsed_time(end) for end in ends) / 1e3
+                return Run(window(size) * len(ends), seconds)
+            # The gate opened before all was queued, as on a slow or busy host.
+            self._hold *= 2
+            if self._hold > _LONGEST_HOLD:
+                raise TiersError("the host is too busy to queue the copies while their streams are held")
+
+    def intact(self) -> bool:  # noqa: D102
+        return all(matches(destination, self._salt) for destination, _ in self._pieces)
+
+    def release(self) -> None:  # noqa: D102
+        for copier in self._copiers:
+            copier.close()  # memory that a DMA still reads must not be given back
+        self._copiers.clear()
+        self._pieces.clear()
+        if self._memory is not None:
+            for block in self._blocks:
+                self._memory.give(self._node, block)
+        self._blocks.clear()
+
+    def _host(self, nbytes: int) -> torch.Tensor:
+        if self._memory is None:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self._blocks.append(self._memory.take(self._node, nbytes))
+        return self._blocks[-1].tensor
+
+    def _paired(self) -> list[tuple[Copier, Piece]]:
+        return list(zip(self._copiers, self._pieces, strict=True))
+
+    def _gate(self) -> torch.cuda.Event:
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(self._hold)
+            gate = torch.cuda.Event(enable_timing=True)
+            gate.record()
+        return gate
+
+    def _queue(self, copier: Copier, piece: Piece, size: int, gate: torch.cuda.Event) -> torch.cuda.Event:
+        destination, source = piece
+        end: Event = gate
+        for index in range(copies(size)):
+            at = slice(index * size, (index + 1) * size)
+            # A stream keeps its order, so only its first copy waits for the gate.
+            end = copier.copy([(destination[at], source[at])], [] if index else [gate])
+        return cast("torch.cuda.Event", end)
