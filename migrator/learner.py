@@ -125,8 +125,9 @@ class Learner:
         self._to_record = 1
 
     def _plan(self) -> None:
-        self.plans = tuple(self._policy(trace, self._room or 0) for trace in self._traces.values())
+        self.plans = tuple(self._policy(trace, self._room or 0) for trace in self.traces)
 
-    def learned(self) -> tuple[Trace, Plan] | None:
-        """The trace recorded last and its plan, if there is a plan."""
-        return (list(self._traces.values())[-1], self.plans[-1]) if self.plans else None
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """One trace per kind of period, the one recorded last at the end; a plan each in `plans`."""
+        return tuple(self._traces.values())

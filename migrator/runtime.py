@@ -125,7 +125,8 @@ class Runtime:
             self._thread.saver.end_period()
         for saver in list(self._savers):
             for mover in saver.armed_movers:
-                self.learned = mover.learner.learned() or self.learned
+                if mover.learner.plans:
+                    self.learned = (mover.learner.traces[-1], mover.learner.plans[-1])
             saver.pop()
         for device, shared in self._devices.items():
             shared.out.close()

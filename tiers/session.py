@@ -18,7 +18,7 @@ import torch
 from allocator.dram import DramArena
 from allocator.ledger import Account, Ledger
 from allocator.nvme.store import NvmeStore
-from allocator.sizes import MiB
+from allocator.sizes import PAGE, GiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.policies import AUTO
@@ -92,7 +92,12 @@ class Session:
         if self._ledger is None:
             text = "no ledger can be kept in %s, so dram and nvme are this rank's alone: 1/%d of the capacities"
             log.warning(text, " or ".join(map(str, LEDGERS)), self._ranks)
-        self._dram = DramArena(self._dram_capacity, pinned=on_gpu, account=self._account("dram", self._dram_capacity))
+        self._dram = DramArena(
+            self._dram_capacity,
+            pinned=on_gpu,
+            step=_step(self._dram_capacity),
+            account=self._account("dram", self._dram_capacity),
+        )
         if self._nvme_capacity:
             nvme = self._config.nvme
             self._nvme = NvmeStore(
@@ -100,6 +105,7 @@ class Session:
                 self._nvme_capacity,
                 gds=nvme.gds,
                 checksum=nvme.checksum,
+                step=_step(self._nvme_capacity),
                 account=self._account("nvme", self._nvme_capacity),
             )
         return Backing(self._dram, self._nvme, counters)
@@ -154,6 +160,11 @@ class Session:
             },
             **numbers,
         }
+
+
+def _step(capacity: int) -> int:
+    """Bytes to grow a tier by: little enough that one rank's first step leaves room for the others'."""
+    return max(PAGE, min(GiB, capacity // 16))
 
 
 def _open_ledger() -> Ledger | None:

@@ -44,6 +44,7 @@ FAMILIES = (
     "hooks",
     "leaks",
     "mixed",
+    "periods",
     "processes",
     "sessions",
     "storages",

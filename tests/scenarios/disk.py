@@ -87,7 +87,7 @@ def nothing_fits_anywhere(device: torch.device) -> None:
             _program(device, depth=16, steps=6)
         print(f"  {caught.value}")
         full = caught.value
-        assert full.tier in ("nvme", "dram + nvme")
+        assert full.tier in ("nvme", "dram and nvme")
         assert full.requested > 0
         assert full.capacity > 0
         assert str(arguments["nvme_path"]) in str(full.path)

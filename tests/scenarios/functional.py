@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 from tests.scenarios import assert_same, batch, gradients, main, moving, perceptron, train
+
+M_PERTURB = -6  # of glibc's mallopt
 
 
 def grad_vjp_jvp_and_jacobians_between_steps(device: torch.device) -> None:
@@ -138,21 +143,27 @@ def the_user_s_own_hooks_make_torch_func_refuse_as_ever(device: torch.device) ->
 
 
 def forward_mode_in_training(device: torch.device) -> None:
+    """It saves tensors that stand for zeros and have no memory: storages at address 0."""
+
     def program(device: torch.device) -> list[Tensor]:
         model = perceptron(device)
         results = []
         for i in range(4):
             x = batch(device, i)
-            with torch.autograd.forward_ad.dual_level():
-                y = model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
-                primal, tangent = torch.autograd.forward_ad.unpack_dual(y)
+            with forward_ad.dual_level():
+                y = model(forward_ad.make_dual(x, torch.ones_like(x)))
+                primal, tangent = forward_ad.unpack_dual(y)
                 loss = primal.square().mean() + tangent.square().mean()
                 loss.backward()
             results += [loss.detach(), *gradients(model)]
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return results
 
-    assert_same(program, device)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_PERTURB, 0xA5)  # memory that nobody has written to is no zero by chance
+    try:
+        assert_same(program, device, room=0)
+    finally:
+        libc.mallopt(M_PERTURB, 0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import assert_same, batch, gradients, main, moving, perceptron, train
+from tests.scenarios import assert_same, batch, gradients, main, perceptron, train
 
 
 def branches_that_backward_never_visits(device: torch.device) -> None:
@@ -59,23 +59,6 @@ def two_losses_on_one_graph(device: torch.device) -> None:
             one.backward(retain_graph=True)
             other.backward()
             results += [one.detach(), other.detach(), *gradients(model)]
-        return results
-
-    assert_same(program, device)
-
-
-def losses_of_several_steps_that_go_backward_together(device: torch.device) -> None:
-    def program(device: torch.device) -> list[Tensor]:
-        model = perceptron(device)
-        results = []
-        for _ in range(3):
-            losses = [model(batch(device, i)).square().mean() for i in range(3)]
-            sum(losses).backward()
-            results += gradients(model)
-            losses = [model(batch(device, i)).square().mean() for i in range(3)]
-            for loss in losses:  # first in, first out: the wrong way round
-                loss.backward()
-            results += gradients(model)
         return results
 
     assert_same(program, device)
@@ -140,85 +123,6 @@ def a_hessian_vector_product_in_training(device: torch.device) -> None:
     assert_same(program, device)
 
 
-def gradient_accumulation_with_lengths_that_change(device: torch.device) -> None:
-    def program(device: torch.device) -> list[Tensor]:
-        model = perceptron(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        results = []
-        for step in range(5):
-            optimizer.zero_grad()
-            for i in range(3):
-                loss = model(batch(device, 3 * step + i, rows=300 * (1 + (step + i) % 4))).square().mean()
-                loss.backward()
-                results.append(loss.detach())
-            optimizer.step()
-            results += gradients(model)
-        return results
-
-    assert_same(program, device)
-
-
-def shapes_that_change_from_step_to_step(device: torch.device) -> None:
-    def program(device: torch.device) -> list[Tensor]:
-        model = perceptron(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        results = []
-        for i, rows in enumerate((1024, 1024, 1, 5000, 17, 1024, 3000, 1024)):
-            optimizer.zero_grad()
-            h = model(batch(device, i, rows=rows))
-            loss = (h * torch.tanh(h) if i % 3 else h).square().mean()
-            loss.backward()
-            optimizer.step()
-            results += [loss.detach(), *gradients(model)]
-        return results
-
-    for policy in ("move", "auto"):
-        assert_same(program, device, policy=policy)
-
-
-def layers_skipped_at_random(device: torch.device) -> None:
-    def program(device: torch.device) -> list[Tensor]:
-        model = perceptron(device, depth=6)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        choose = torch.Generator().manual_seed(0)
-        results = []
-        for i in range(10):
-            optimizer.zero_grad()
-            h = batch(device, i)
-            for layer in model:
-                if torch.rand((), generator=choose) < 0.7:
-                    h = layer(h)
-            loss = (h * h).mean()
-            if loss.requires_grad:
-                loss.backward()
-                optimizer.step()
-            results += [loss.detach(), *gradients(model)]
-        return results
-
-    assert_same(program, device)
-
-
-def a_gan_with_two_optimizers(device: torch.device) -> None:
-    def program(device: torch.device) -> list[Tensor]:
-        generator, critic = perceptron(device, seed=1), perceptron(device, seed=2)
-        makes = torch.optim.Adam(generator.parameters(), lr=1e-4)
-        judges = torch.optim.Adam(critic.parameters(), lr=1e-4)
-        results = []
-        for i in range(4):
-            fake = generator(batch(device, 2 * i))
-            judges.zero_grad()
-            (critic(fake.detach()).mean() - critic(batch(device, 2 * i + 1)).mean()).backward()
-            judges.step()
-            makes.zero_grad()
-            loss = -critic(fake).mean()
-            loss.backward()
-            makes.step()
-            results += [loss.detach(), *gradients(generator), *gradients(critic)]
-        return results
-
-    assert_same(program, device)
-
-
 def backward_outside_of_where_forward_was(device: torch.device) -> None:
     """In another function, under no_grad, under autocast, with hooks on tensors."""
 
@@ -265,37 +169,6 @@ def anomaly_detection(device: torch.device) -> None:
 
     with warnings.catch_warnings(action="ignore"):  # that it slows things down
         assert_same(program, device)
-
-
-def losses_dropped_without_backward(device: torch.device) -> None:
-    def program(device: torch.device) -> list[Tensor]:
-        model = perceptron(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        results = []
-        for i in range(8):
-            optimizer.zero_grad()
-            loss = model(batch(device, i)).square().mean()
-            results.append(loss.detach())
-            if i % 3 == 1:
-                del loss
-                continue
-            loss.backward()
-            optimizer.step()
-        return results
-
-    assert_same(program, device)
-
-
-def nothing_of_a_dropped_graph_stays_in_a_tier(device: torch.device) -> None:
-    with moving(room=0) as session:
-        model = perceptron(device)
-        train(model, device)
-        for i in range(50):
-            model(batch(device, i)).square().mean()
-        train(model, device, steps=1)
-        peak = session.stats()["peak"]["dram"]
-        print(f"  peak dram {peak}")
-        assert peak <= 24 << 20  # four periods' worth: every forward saves 4 MiB, in blocks of 2
 
 
 if __name__ == "__main__":

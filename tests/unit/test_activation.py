@@ -138,7 +138,7 @@ def test_each_rank_writes_into_a_directory_of_its_own(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
     # What is below HBM is the node's, shared by its ranks.
-    assert stats_of(tmp_path / "rank0")["budget"]["dram"] == 32 * MiB
+    assert stats_of(tmp_path / "rank0")["budget"]["dram"] == 64 * MiB
 
 
 def test_a_fork_that_exits_writes_nothing_and_ends(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_tiers_that_are_full_end_the_program_with_their_names_and_sizes(tmp_path
     done = tiered(TRAIN, TIERS_POLICY="move", TIERS_HBM=SMALL, TIERS_RUN=run, **disk)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert "TierFull: tier dram + nvme" in last
+    assert "TierFull: tier dram and nvme at" in last
     assert str(nvme) in last
     assert "MiB requested" in last
     assert "of 6.0 MiB" in last

@@ -15,7 +15,7 @@ from migrator.counters import Counters
 from migrator.lanes import CudaLane
 from tiers.probe.affinity import Node
 from tiers.probe.host import HostMemory
-from tiers.probe.measure import copies, window
+from tiers.probe.measure import window
 
 
 class Buffer(Protocol):
@@ -29,6 +29,9 @@ class Buffer(Protocol):
 
     def give(self) -> None:
         """Give it back; nothing is in flight by then."""
+
+    def clear(self) -> None:
+        """Zero it and all that is behind it, so that what is found there later came from the disk."""
 
     def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:
         """Write copy by copy to `extents`, all queued together."""
@@ -58,6 +61,9 @@ class DramBuffer:
             self._memory.give(self._node, self._block)
             self._block = None
 
+    def clear(self) -> None:  # noqa: D102
+        self.memory.zero_()
+
     def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
         _write(store, extents, self.parts)
 
@@ -82,6 +88,9 @@ class HbmBuffer:
 
     def give(self) -> None:  # noqa: D102
         self.memory, self._parts = _NOTHING, ()
+
+    def clear(self) -> None:  # noqa: D102
+        self.memory.zero_()
 
     def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
         _write(store, extents, self._parts)
@@ -116,6 +125,10 @@ class BouncedBuffer:
         self._lanes = None
         self.memory, self._parts = _NOTHING, ()
         self._bounce.give()
+
+    def clear(self) -> None:  # noqa: D102
+        self.memory.zero_()
+        self._bounce.clear()
 
     def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
         assert self._lanes is not None

@@ -43,9 +43,7 @@ class Disks:
 
     def open(self, backend: Callable[[Folder], Backend], checksum: bool, capacity: int) -> NvmeStore:
         """Open it with a backend of its own."""
-        return NvmeStore(
-            self.directories, capacity, gds="off", checksum=checksum, step=STEP, backend=backend
-        )
+        return NvmeStore(self.directories, capacity, gds="off", checksum=checksum, step=STEP, backend=backend)
 
 
 def catalogue(gpus: Sequence[Gpu], nodes: Sequence[Node], memory: HostMemory, disks: Disks) -> list[ProbePath]:
@@ -102,10 +100,14 @@ def _dram_disk(node: Node, memory: HostMemory, disks: Disks) -> Iterator[ProbePa
 
 
 def _hbm_disk(gpu: Gpu, memory: HostMemory, disks: Disks) -> Iterator[ProbePath]:
-    direct = partial(KvikioFile, direct=True)
     # Only what passes host memory can be checked there, so the other two ways go without checksums.
     ways_in: tuple[tuple[str, Callable[[], Buffer], partial[NvmeStore], Callable[[], str | None]], ...] = (
-        ("gds", partial(HbmBuffer, gpu.index), partial(disks.open, direct, False), partial(gds_obstacle, disks.directories)),
+        (
+            "gds",
+            partial(HbmBuffer, gpu.index),
+            partial(disks.open, partial(KvikioFile, direct=True), False),
+            partial(gds_obstacle, disks.directories),
+        ),
         (
             "bounce",
             lambda: BouncedBuffer(gpu.index, DramBuffer(memory, gpu.node)),

@@ -121,7 +121,7 @@ class DiskPath:
         return self._open_store(capacity)
 
     def _clear(self) -> None:
-        self._buffer.memory.zero_()
+        self._buffer.clear()
         self._settle()
 
     def _settle(self) -> None:

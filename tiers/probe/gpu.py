@@ -112,9 +112,7 @@ class HbmDramPath:
             destination.zero_()
             self._pieces.append((destination, source))
             self._copiers.append(
-                PlainStream(self._device)
-                if self._memory is None
-                else CudaLane(self._device, direction, Counters())
+                PlainStream(self._device) if self._memory is None else CudaLane(self._device, direction, Counters())
             )
         torch.cuda.synchronize(self._device)  # what follows runs on other streams than what was written here
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from allocator.dram import DramArena, DramBlock
 from allocator.errors import TierFull
 from allocator.nvme.backend import BLOCK
-from allocator.sizes import round_up
+from allocator.sizes import PAGE, round_up
 from migrator.counters import Counters
 from migrator.lanes import HostLane
 from tiers.probe.affinity import Node, on_cores
@@ -50,7 +51,7 @@ class HostMemory:
         with on_cores(node.cores):
             arena = self._arenas.get(node.number)
             if arena is None:
-                step = max(self._capacity, 1)
+                step = max(self._capacity, PAGE)
                 arena = self._arenas[node.number] = DramArena(self._capacity, pinned=self._pinned, step=step)
             block = arena.allocate(nbytes)
         if block is None:
@@ -59,6 +60,12 @@ class HostMemory:
             arena.free(block)
             raise Waived("the driver refuses to pin host memory")
         return block
+
+    def grow(self, nodes: Iterable[Node]) -> None:
+        """Take all memory from the system now: that takes seconds, which no path should have to spend."""
+        for node in nodes:
+            with suppress(Waived, TierFull):  # told to the paths, when they ask
+                self.give(node, self.take(node, self._capacity))
 
     def give(self, node: Node, block: DramBlock) -> None:
         """Give a block back."""
@@ -111,9 +118,7 @@ class MemcpyPath:
             at = slice(index * size, (index + 1) * size)
             pieces = zip(destination[at].split(part), source[at].split(part), strict=True)
             # The lanes take turns, or all small copies, which are one part each, would be for the first.
-            done += [
-                self._lanes[(index + turn) % self._threads].copy([piece], []) for turn, piece in enumerate(pieces)
-            ]
+            done += [self._lanes[(index + turn) % self._threads].copy([piece], []) for turn, piece in enumerate(pieces)]
         for event in done:
             event.synchronize()
         return Run(window(size), time.perf_counter() - start)

@@ -96,7 +96,7 @@ def measure(
     paths: Sequence[ProbePath],
     effort_for: Callable[[ProbePath], Effort],
     seconds: float,
-    on_path: Callable[[Path], None] = lambda path: None,
+    on_path: Callable[[str], None] = lambda label: None,
 ) -> list[PathResult]:
     """Measure every path that can run, one after the other; time that one leaves over goes to the rest.
 
@@ -107,14 +107,14 @@ def measure(
     seconds
         For all of them together, about: it bounds the sizes and the runs, not the single run.
     on_path
-        Told of every path before it is looked at.
+        Told the label of every path before it is looked at.
     """
     refusals = [probe.why_not() for probe in paths]
     left = refusals.count(None)
     deadline = time.perf_counter() + seconds
     results = []
     for probe, refusal in zip(paths, refusals, strict=True):
-        on_path(probe.path)
+        on_path(probe.path.label)
         if refusal is not None:
             results.append(PathResult(probe.path, "waived", refusal))
             continue

@@ -109,7 +109,7 @@ class PathResult:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """A GPU as torch numbers them; None is what nvidia-smi does not tell. The clock is that after measuring."""
+    """A GPU as torch numbers them; None is what nvidia-smi does not tell. It was busy when asked."""
 
     index: int
     name: str
