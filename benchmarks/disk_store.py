@@ -111,9 +111,8 @@ def main() -> None:
                     seconds[direction].setdefault(name, []).append(time.perf_counter() - start)
     for _, _, close in ways.values():
         close()
-    print(
-        f"{format_size(options.size)} in {format_size(STRIPE)} requests, {DEPTH} in flight, {options.directory.resolve()}"
-    )
+    where = options.directory.resolve()
+    print(f"{format_size(options.size)} in requests of {format_size(STRIPE)}, {DEPTH} in flight, {where}")
     for direction, by_name in seconds.items():
         for name, times in by_name.items():
             ratio = median_ratio(by_name["plain O_DIRECT"], times)

@@ -27,7 +27,9 @@ from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine
 from migrator.hooks import Saver
-from migrator.lanes import Compute, CudaCompute, CudaLane, HostCompute, HostLane, Lane
+from migrator.lanes import Compute, Lane
+from migrator.lanes.cuda import CudaCompute, CudaLane
+from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import Learner
 from migrator.mover import Mover
 from migrator.plan import Plan

@@ -13,7 +13,8 @@ import torch
 from allocator.nvme.store import NvmeExtent
 from allocator.sizes import KiB, round_up
 from migrator.counters import Counters
-from migrator.lanes import Event, HostCompute, HostEvent, Piece, Stream
+from migrator.lanes import Event, Piece, Stream
+from migrator.lanes.host import HostCompute, HostEvent
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -30,9 +30,7 @@ def test_only_what_lies_between_the_clock_readings_is_counted() -> None:
         nonlocal now
         now += seconds
 
-    comparison = alternate(
-        {"plain": lambda: take(1.0), "slow": lambda: take(3.0)}, rounds=5, clock=lambda: now
-    )
+    comparison = alternate({"plain": lambda: take(1.0), "slow": lambda: take(3.0)}, rounds=5, clock=lambda: now)
     assert comparison.medians() == {"plain": 1.0, "slow": 3.0}
     assert comparison.ratio("slow", "plain") == Ratio(3.0, 3.0, 3.0)
     assert len(comparison.sm_clocks) == 5
@@ -40,9 +38,7 @@ def test_only_what_lies_between_the_clock_readings_is_counted() -> None:
 
 def test_the_device_is_synchronized_around_every_timed_run() -> None:
     happened: list[str] = []
-    alternate(
-        {"a": lambda: happened.append("run")}, rounds=2, warmup=0, synchronize=lambda: happened.append("sync")
-    )
+    alternate({"a": lambda: happened.append("run")}, rounds=2, warmup=0, synchronize=lambda: happened.append("sync"))
     assert happened == ["sync", "run", "sync"] * 2
 
 

@@ -32,9 +32,7 @@ sys.modules['tiers.session'] = session
 GATE = "from tiers.autoload import gate; gate()"
 
 
-@pytest.mark.parametrize(
-    "environ", [{}, {"TIERS_ALLOCATOR": ""}, {"TIERS_ALLOCATOR": "off", "TIERS_HBM": "lots"}]
-)
+@pytest.mark.parametrize("environ", [{}, {"TIERS_ALLOCATOR": ""}, {"TIERS_ALLOCATOR": "off", "TIERS_HBM": "lots"}])
 def test_off_imports_nothing(environ):
     code = f"""
 import sys
@@ -110,7 +108,4 @@ def test_session_stays_the_class_after_its_module_is_imported():
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error():
-    assert (
-        "AttributeError: module 'tiers' has no attribute 'sesion'"
-        in python("import tiers; tiers.sesion").stderr
-    )
+    assert "AttributeError: module 'tiers' has no attribute 'sesion'" in python("import tiers; tiers.sesion").stderr

@@ -16,7 +16,8 @@ from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, KiB, MiB
 from migrator.backing import Backing, Parcel
 from migrator.counters import Counters
-from migrator.lanes import Event, HostEvent
+from migrator.lanes import Event
+from migrator.lanes.host import HostEvent
 from tests.unit.by_hand import HandStore, eventually
 from tests.unit.store_faults import FaultyFile, fail
 

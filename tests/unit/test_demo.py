@@ -91,9 +91,7 @@ def test_the_example_is_run_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert float(training.losses[0]) > 5
 
 
-def test_a_run_that_fails_says_with_which_settings_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_says_with_which_settings_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "train.py"
     broken.write_text("raise SystemExit('the disk is on fire')")
     monkeypatch.setattr(demo_module, "EXAMPLE", broken)

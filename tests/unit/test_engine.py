@@ -18,7 +18,8 @@ from allocator.sizes import PAGE, KiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine, Group, Saved, State
-from migrator.lanes import SLOT, HostCompute, HostEvent, HostLane, Stream
+from migrator.lanes import SLOT, Stream
+from migrator.lanes.host import HostCompute, HostEvent, HostLane
 from tests.unit.by_hand import HandLane, HandStore, StreamCompute
 
 NBYTES = 64 * KiB

@@ -91,9 +91,7 @@ def test_augmenting_gives_the_size_asked_for_from_any_shape(shape: tuple[int, in
         assert sample.isfinite().all()
 
 
-def test_drawn_images_are_announced_loudly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drawn_images_are_announced_loudly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(train_resnet, "find_spec", lambda name: None)
     images = load_photographs(None)
     assert "WARNING: no photographs" in capsys.readouterr().out

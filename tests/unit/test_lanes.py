@@ -13,7 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from allocator.sizes import KiB, MiB
 from migrator.counters import Counters
-from migrator.lanes import SLOT, STAGING, HostCompute, HostEvent, HostLane, Piece, _adjacent
+from migrator.lanes import SLOT, Piece
+from migrator.lanes.cuda import STAGING, _adjacent
+from migrator.lanes.host import HostCompute, HostEvent, HostLane
 from tests.unit.by_hand import eventually
 
 

@@ -17,7 +17,8 @@ from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine, State
 from migrator.hooks import Moved
-from migrator.lanes import SLOT, HostCompute, HostLane
+from migrator.lanes import SLOT
+from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import Learner
 from migrator.mover import Go, Mover, Stay, log
 from migrator.plan import PageGroup

@@ -137,9 +137,7 @@ def test_what_was_never_written_cannot_be_read(make: Make, memory: Memory) -> No
         store.read(take(store, STRIPE), memory(STRIPE))
 
 
-@pytest.mark.parametrize(
-    "spoil", [lambda b: b[:-BLOCK], lambda b: b.view(torch.int32), lambda b: b.view(2, -1)]
-)
+@pytest.mark.parametrize("spoil", [lambda b: b[:-BLOCK], lambda b: b.view(torch.int32), lambda b: b.view(2, -1)])
 def test_a_block_that_does_not_fit_is_refused(
     make: Make, memory: Memory, spoil: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
@@ -352,9 +350,7 @@ while True:
 
 
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGKILL)

@@ -119,9 +119,7 @@ def test_a_failed_read_is_an_exception_and_passes(make: Make, blocks: Blocks) ->
     assert torch.equal(*blocks)
 
 
-@pytest.mark.parametrize(
-    "fault", [short(16 * KiB), short(5000), fail(errno.EINTR)], ids=["short", "odd", "EINTR"]
-)
+@pytest.mark.parametrize("fault", [short(16 * KiB), short(5000), fail(errno.EINTR)], ids=["short", "odd", "EINTR"])
 def test_a_transfer_that_stops_half_way_goes_on(make: Make, blocks: Blocks, fault: Fault) -> None:
     store = make(reads={1: fault, 2: fault}, writes={0: fault, 4: fault})
     extent = take(store)
@@ -154,9 +152,7 @@ def test_without_checksums_a_flipped_bit_passes(make: Make, blocks: Blocks) -> N
     assert (blocks[0] != blocks[1]).sum() == 1
 
 
-def test_a_full_disk_is_filled_to_the_brim_and_said_once(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_filled_to_the_brim_and_said_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     store = make(full_at=5 * MiB + 100 * KiB)
     taken = 0
     while store.allocate(4 * KiB):

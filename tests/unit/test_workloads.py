@@ -49,9 +49,9 @@ def test_forward_and_backward_can_be_had_without_the_optimizer(build: Callable[.
 def test_the_gpt_keeps_weights_gradients_and_state_in_bf16_and_its_loss_in_fp32() -> None:
     workload = reference_gpt("cpu", tiny=True)
     assert workload.forward_backward().dtype is torch.float32
-    assert {
-        parameter.grad.dtype for parameter in workload.model.parameters() if parameter.grad is not None
-    } == {torch.bfloat16}
+    assert {parameter.grad.dtype for parameter in workload.model.parameters() if parameter.grad is not None} == {
+        torch.bfloat16
+    }
     workload.step()
     states = workload.optimizer.state.values()
     assert {state[key].dtype for state in states for key in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}

@@ -12,7 +12,7 @@ from allocator.dram import DramBlock
 from allocator.nvme.backend import BLOCK
 from allocator.nvme.store import NvmeExtent, NvmeStore
 from migrator.counters import Counters
-from migrator.lanes import CudaLane
+from migrator.lanes.cuda import CudaLane
 from tiers.probe.affinity import Node
 from tiers.probe.host import HostMemory
 from tiers.probe.measure import window

@@ -11,7 +11,8 @@ import torch
 from allocator.dram import DramBlock
 from allocator.errors import TiersError
 from migrator.counters import Counters
-from migrator.lanes import CudaLane, Event, Piece
+from migrator.lanes import Event, Piece
+from migrator.lanes.cuda import CudaLane
 from tiers.probe.affinity import Node
 from tiers.probe.host import HostMemory
 from tiers.probe.measure import Run, copies, window

@@ -1,0 +1,92 @@
+"""Lanes and the compute stream: the one place where the migrator touches streams and events.
+
+A *lane* is one direction of the link between HBM and DRAM. It takes copies, carries them out in
+order beside the program, and hands back an event for each. *Compute* is the program's own stream.
+Both exist twice: on a GPU (`cuda`) they are CUDA streams, and nothing here ever blocks the host;
+without one (`host`) a lane is a thread, host memory plays HBM, and a wait of the compute stream is a
+wait of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+import torch
+
+from allocator.sizes import MiB
+
+SLOT = 512
+"""Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
+their code path by alignment, so a tensor that comes back must be aligned as it was, or results differ."""
+
+GATHER_BELOW = 1 * MiB  # a plain copy of this size reaches 90% of the link; below, gathering wins
+
+Piece = tuple[torch.Tensor, torch.Tensor]
+"""(destination, source): flat uint8 tensors of one size."""
+
+
+class Event(Protocol):
+    """A point in the order of a lane or of the compute stream."""
+
+    def query(self) -> bool:
+        """Whether it has been passed."""
+
+    def synchronize(self) -> None:
+        """Block the host until it has been passed; raises what the work before it raised."""
+
+
+class Lane(Protocol):
+    """One direction of one link."""
+
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> Event:
+        """Copy every piece once all events of `after` have been passed; the event says when it is done."""
+
+    def close(self) -> None:
+        """Wait for what was submitted and end."""
+
+
+Stream = Hashable
+"""One of the program's streams."""
+
+
+class Compute(Protocol):
+    """The program's own stream on one device."""
+
+    device: torch.device
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """HBM that may be written once `mark` (taken afterwards) has been passed."""
+
+    def stream(self) -> Stream:
+        """The stream the program is on now. What is true of one stream says nothing about another."""
+
+    def mark(self, stream: Stream) -> Event:
+        """The end of everything that `stream` was given so far."""
+
+    def wait(self, event: Event, cause: str, stream: Stream) -> None:
+        """Let `stream` go on only after `event`; what it waits counts as a stall of `cause`."""
+
+    def outlast(self, event: Event, stream: Stream) -> None:
+        """Memory of `stream` that a lane reads until `event` is about to be given back to the allocator."""
+
+    def hand_over(self, buffer: torch.Tensor) -> None:
+        """Tell the allocator that `buffer` is used on the present stream as well as on its own."""
+
+    def capturing(self) -> bool:
+        """Whether the program is being captured into a graph, which no lane may become a part of."""
+
+    def settle(self) -> None:
+        """Add up the waits that are over by now, without blocking."""
+
+    def allocated(self) -> int:
+        """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""
+
+    def peak(self, resident: int) -> int:
+        """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""
+
+    def pressed(self) -> bool:
+        """Whether the allocator had to give up cached memory to stay within the budget since this was last called."""
+
+    def reserved(self) -> int:
+        """The most HBM that was ever taken from the device, cached memory included."""
