@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,17 @@ from allocator.sizes import MiB
 
 ROOT = Path(__file__).parents[2]
 
-# `import torch` calls the gate where the package is installed; here it is called by hand, right after.
-START = """
+# `import torch` calls the gate where the package is installed. So that these tests do not depend on that, it is
+# called by hand, right after, and PyTorch's own call is switched off; one test below has it the way users do.
+BY_HAND = """
+import torch
+from tiers.autoload import gate
+gate()
+"""
+PROGRAM = """
 import os, sys
 import torch
 from torch import nn
-from tiers.autoload import gate
-gate()
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())))
@@ -33,6 +38,7 @@ def step(i):
     optimizer.step()
     print(loss.item().hex(), flush=True)
 """
+START = BY_HAND + PROGRAM
 TRAIN = START + "\nfor i in range(6):\n    step(i)\n"
 
 WEIGHTS = 4 * (256 * 256 + 256) * 4
@@ -40,7 +46,12 @@ SMALL = str(2 * WEIGHTS + 8 * MiB)  # weights and gradients, and half of what is
 
 
 def python(code: str, **environ: object) -> subprocess.CompletedProcess[str]:
-    base = {"PATH": "/usr/bin:/bin", "XDG_CONFIG_HOME": "/nonexistent", "PYTHONPATH": str(ROOT)}
+    base = {
+        "PATH": "/usr/bin:/bin",
+        "XDG_CONFIG_HOME": "/nonexistent",
+        "PYTHONPATH": str(ROOT),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -76,6 +87,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_program_prints_the_same_losses_and_moves(run: Path) -> None:
     assert stats_of(run)["moved"]["h2d"] > 0
+
+
+@pytest.mark.skipif(
+    not any(point.value == "tiers.autoload:gate" for point in entry_points(group="torch.backends")),
+    reason="the package is not installed, so PyTorch does not know of it",
+)
+def test_one_variable_is_enough_where_the_package_is_installed(tmp_path: Path) -> None:
+    program = PROGRAM + "\nfor i in range(4):\n    step(i)\n"
+    plain = python(program)
+    ours = tiered(program, TIERS_HBM=SMALL, TIERS_RUN=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD=1)
+    assert plain.returncode == ours.returncode == 0, ours.stderr
+    assert ours.stdout == plain.stdout
+    assert stats_of(tmp_path)["steps"] == 4
 
 
 def test_the_names_in_stats_json_are_these(run: Path) -> None:
