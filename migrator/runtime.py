@@ -30,7 +30,7 @@ from migrator.hooks import Saver
 from migrator.lanes import Compute, Lane
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
-from migrator.learner import Learner
+from migrator.learner import SETTLED, Learner
 from migrator.mover import Mover
 from migrator.plan import Plan
 from migrator.policies import POLICIES
@@ -190,8 +190,9 @@ class Runtime:
                 self._backing = self.options.backing(self._counters, device.type == "cuda")
             shared = self._devices.get(device) or self._make_device(device)
         engine = Engine(shared.compute, shared.out, shared.back, self._backing)
-        target = int(shared.budget * (1 - FRAGMENTS)) if device.type == "cuda" else shared.budget
-        learner = Learner(POLICIES[self.options.policy], target)
+        # The room settles within a little of the target, on either side: the budget lies above that.
+        margin = FRAGMENTS if device.type == "cuda" else SETTLED
+        learner = Learner(POLICIES[self.options.policy], int(shared.budget * (1 - margin)))
         return Mover(engine, learner, shared.budget)
 
     def _make_device(self, device: torch.device) -> _Device:
