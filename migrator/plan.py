@@ -113,7 +113,7 @@ def look_ahead(largest: int, room: int) -> int:
 def make_plan(policy: str, trace: Trace, moved: Collection[int], room: int) -> Plan:
     """The plan in which the storages `moved` move and all others stay.
 
-    Its room is `room`, but never less than the groups that are under way need.
+    Its room is `room`, but never less than the largest group: that much of HBM every group needs once.
     """
     lives = {life.ident: life for life in trace.lifetimes}
     sites: dict[int, list[str]] = {}
@@ -128,10 +128,9 @@ def make_plan(policy: str, trace: Trace, moved: Collection[int], room: int) -> P
             first, last = site.birth == life.birth, bool(site.uses) and site.uses[-1] == life.death
             keep[site.key] = Keep(life.nbytes if first else 0, life.nbytes if last else 0)
     groups = group_by_death((lives[ident] for ident in moved), group_bytes(room))
-    largest = max((lives[ident].nbytes for ident in moved), default=0)
     return Plan(
         policy,
-        max(room, look_ahead(largest, room)),
+        max(room, *(sum(life.nbytes for life in group) for group in groups), 0),
         keep,
         tuple(
             PageGroup(
