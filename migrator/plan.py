@@ -1,10 +1,10 @@
-"""The plan: for each site keep or move, and which sites travel together. Plain data, `plan.json`."""
+"""The plan: for each site keep, move or recompute, and which sites travel together. Plain data, `plan.json`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from allocator.groups import group_by_death
 from allocator.sizes import PAGE, GiB, MiB, round_up
@@ -44,12 +44,18 @@ class PageGroup:
         Position at which the group is complete.
     first_use : int or None
         Position at which backward first asks for one of them; None if it never does.
+    bring_at : int or None
+        In-trigger: the position from which it may come back; None as soon as there is room.
+    tier : str or None
+        Where it goes: ``dram`` or ``nvme``; None leaves it to what is free.
     """
 
     sites: tuple[str, ...]
     nbytes: int
     last_birth: int
     first_use: int | None
+    bring_at: int | None = None
+    tier: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +72,24 @@ class Plan:
         Sites that stay.
     groups : tuple of PageGroup
         Sites that move, in the order of their deaths.
+    recompute : tuple of str
+        Sites whose tensor is dropped and made again by its recipe when backward asks for it.
+    regions : tuple of str
+        Paths of the modules that are recomputed as a whole. The sites within are in no other field; what a
+        checkpoint saves of its own, its inputs, comes under the keys that `checkpoint_key` makes.
+    limits : mapping of str to (int, int)
+        How `room` changes on the way: from this site's birth on, and from its first use on. Empty: it does not.
 
-    A site that is in neither was not foreseen; it moves, in a group of its period's own.
+    A site that is nowhere was not foreseen; it moves, in a group of its period's own.
     """
 
     policy: str
     room: int
     keep: Mapping[str, Keep]
     groups: tuple[PageGroup, ...]
+    recompute: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def kept_bytes(self) -> int:
@@ -93,6 +109,11 @@ class Plan:
     def to_json(self) -> str:
         """One JSON object."""
         return json.dumps(asdict(self))
+
+
+def checkpoint_key(path: str, number: int) -> str:
+    """Key of the site that holds input `number` of the region `path` while it is recomputed as a whole."""
+    return f"{path}/in:{number}"
 
 
 def group_bytes(room: int) -> int:

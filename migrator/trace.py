@@ -1,14 +1,19 @@
-"""The trace: what one period saved for backward, in order. Plain data, `trace.json`."""
+"""The trace: what one period saved for backward, in order, when, and what it would cost to make it again.
+
+Plain data, `trace.json`. A *position* counts the events of the period (a tensor saved, a tensor asked
+for again); `times` and `others` tell what was measured at each.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from allocator.lifetimes import Lifetime
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +41,81 @@ class Site:
     uses: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a storage is made again from others: light recomputation.
+
+    Attributes
+    ----------
+    op : str
+        Name of the operation that made it, such as ``GeluBackward0``.
+    inputs : tuple of int
+        Storages it is made from. They are saved in the same period; each is kept, moved or has a recipe itself.
+    seconds : float
+        What making it again takes on the device.
+    """
+
+    op: str
+    inputs: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A module that may be recomputed as a whole, from its saved inputs.
+
+    Attributes
+    ----------
+    path : str
+        The module's path.
+    begin, end : int
+        Its forward saved the sites born in positions ``[begin, end)``.
+    inputs : tuple of int
+        Storages that a checkpoint of it would save.
+    input_bytes : int
+        Bytes of those.
+    seconds : float
+        What its forward takes on the device.
+    """
+
+    path: str
+    begin: int
+    end: int
+    inputs: tuple[int, ...]
+    input_bytes: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Trace:
-    """One period: its sites in the order of their births."""
+    """One period.
+
+    Attributes
+    ----------
+    sites : tuple of Site
+        What was saved, in the order of births.
+    positions : int
+        How many positions the period has.
+    times : tuple of float
+        Seconds on the device from the period's begin to each position; empty if not measured.
+    seconds : float
+        The whole period, the optimizer's step included; 0 if not measured.
+    others : tuple of int
+        The most HBM in use between the position before and this one, in bytes, without the storages of
+        the sites; one more at the end for what follows the last position. Empty if not measured.
+    recipes : mapping of int to Recipe
+        Storages that can be made again cheaply.
+    regions : tuple of Region
+        Modules that can be recomputed as a whole; they may nest.
+    """
 
     sites: tuple[Site, ...]
     positions: int
+    times: tuple[float, ...] = ()
+    seconds: float = 0.0
+    others: tuple[int, ...] = ()
+    recipes: Mapping[int, Recipe] = field(default_factory=dict)
+    regions: tuple[Region, ...] = ()
 
     @cached_property
     def lifetimes(self) -> tuple[Lifetime, ...]:
@@ -66,7 +140,17 @@ class Trace:
 
     def to_json(self) -> str:
         """One JSON object with a format number."""
-        return json.dumps({"format": FORMAT, "positions": self.positions, "sites": [asdict(s) for s in self.sites]})
+        data = {
+            "format": FORMAT,
+            "positions": self.positions,
+            "seconds": self.seconds,
+            "sites": [asdict(site) for site in self.sites],
+            "times": self.times,
+            "others": self.others,
+            "recipes": {ident: asdict(recipe) for ident, recipe in self.recipes.items()},
+            "regions": [asdict(region) for region in self.regions],
+        }
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
@@ -81,5 +165,12 @@ class Trace:
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
             raise ValueError(f"trace format {found!r} is not {FORMAT}: record it again with this version")
-        sites = (Site(s["key"], s["storage"], s["nbytes"], s["birth"], tuple(s["uses"])) for s in data["sites"])
-        return cls(tuple(sites), data["positions"])
+        return cls(
+            sites=tuple(Site(**site | {"uses": tuple(site["uses"])}) for site in data["sites"]),
+            positions=data["positions"],
+            times=tuple(data["times"]),
+            seconds=data["seconds"],
+            others=tuple(data["others"]),
+            recipes={int(i): Recipe(**r | {"inputs": tuple(r["inputs"])}) for i, r in data["recipes"].items()},
+            regions=tuple(Region(**region | {"inputs": tuple(region["inputs"])}) for region in data["regions"]),
+        )

@@ -1,0 +1,33 @@
+"""The links between the tiers, as plans see them: how fast each lane is. Plain data, `[links]` in tiers.toml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What each lane gives, in bytes per second, for transfers of full size.
+
+    Attributes
+    ----------
+    d2h, h2d : float
+        HBM to DRAM and back, one direction at a time.
+    both : float
+        The two together when both are busy, in total.
+    disk_write, disk_read : float
+        DRAM to NVMe and back; 0 where there is no NVMe tier.
+    latency : float
+        Seconds from asking for a transfer to its first byte.
+    """
+
+    d2h: float
+    h2d: float
+    both: float
+    disk_write: float = 0.0
+    disk_read: float = 0.0
+    latency: float = 20e-6
+
+
+PCIE_GEN5 = Links(d2h=55.0e9, h2d=55.1e9, both=92.8e9)
+"""Measured on an H100 on PCIe Gen5 x16: what is taken for granted where nobody has measured."""
