@@ -1,17 +1,19 @@
-"""Learns a program: which periods to record, how much room their saved tensors may have, and when to plan anew.
+"""Learns a program: which periods to record, what budget their plans are made for, and when to plan anew.
 
 Pure: it is fed traces and peaks and hands back plans.
 
-The room is found by feedback. A period's peak is that of the program's own memory plus the saved bytes
-that were in HBM at that moment. One more byte of room raises the peak by one byte at most, so the room
-may always grow by what the peak lies below the target, and shrinks by what it lies above. It grows by
-half of that at a time: memory that is reserved in fragments is not in the peak, and shows only when the
-allocator has to flush its cache; then the room has found its ceiling. The first estimate takes the
-learning period's peak as if nothing saved had been part of it.
+A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget
+is the room that the rest of the program leaves, and is found by feedback. A period's peak is that of the
+program's own memory plus the saved bytes that were in HBM at that moment. One more byte of room raises the
+peak by one byte at most, so the room may always grow by what the peak lies below the target, and shrinks by
+what it lies above. It grows by half of that at a time: memory that is reserved in fragments is not in the
+peak, and shows only when the allocator has to flush its cache; then the room has found its ceiling. The
+first estimate takes the learning period's peak as if nothing saved had been part of it.
 """
 
 from __future__ import annotations
 
+from migrator.links import PCIE_GEN5, Links
 from migrator.plan import Plan
 from migrator.policies import Policy
 from migrator.trace import Trace
@@ -33,14 +35,18 @@ class Learner:
         Makes the plans.
     target : int
         The peak to aim for, in bytes.
+    links : Links
+        What the policy takes the lanes to give.
     """
 
-    def __init__(self, policy: Policy, target: int) -> None:
+    def __init__(self, policy: Policy, target: int, links: Links = PCIE_GEN5) -> None:
         self._policy = policy
         self._target = target
+        self._links = links
         self._traces: dict[frozenset[str], Trace] = {}
-        self._room: int | None = None
-        self._ceiling = target  # the most room that no period so far has made too much
+        self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
+        self._correction = 0  # of what the policy is given, found by feedback
+        self._ceiling: int | None = None  # the largest correction that no period so far has found too large
         self._to_record = 1
         self._periods = 0
         self._steady = 0  # periods as foreseen since the last drift
@@ -106,26 +112,40 @@ class Learner:
             return False
         if slack < 0:
             # A program may alternate between kinds of periods: the largest must fit, and it comes again.
-            room = self._ceiling = max(0, self._room + slack)
+            correction = self._ceiling = max(-self._base, self._correction + slack)
         elif any(plan.groups for plan in self.plans):
-            room = min(self._room + slack // 2, self._ceiling)
+            highest = self._target - self._base if self._ceiling is None else self._ceiling
+            correction = min(self._correction + slack // 2, highest)
         else:
             return False
-        if room == self._room:
+        if correction == self._correction:
             return False
-        self._room = room
+        self._correction = correction
         self._plan()
         return True
+
+    @property
+    def _base(self) -> int:
+        """The largest budget that a trace is planned for, before any correction."""
+        return max((self._before_correction(trace) for trace in self.traces), default=0)
+
+    def _before_correction(self, trace: Trace) -> int:
+        return self._target if trace.others else self._room or 0
 
     def forget(self) -> None:
         """Begin anew: what was learned cannot be carried out."""
         self._traces.clear()
         self.plans = ()
         self._room = None
+        self._correction = 0
+        self._ceiling = None
         self._to_record = 1
 
     def _plan(self) -> None:
-        self.plans = tuple(self._policy(trace, self._room or 0) for trace in self.traces)
+        budgets = (max(0, self._before_correction(trace) + self._correction) for trace in self.traces)
+        self.plans = tuple(
+            self._policy(trace, budget, self._links) for trace, budget in zip(self.traces, budgets, strict=True)
+        )
 
     @property
     def traces(self) -> tuple[Trace, ...]:

@@ -116,6 +116,11 @@ def checkpoint_key(path: str, number: int) -> str:
     return f"{path}/in:{number}"
 
 
+def least_room(trace: Trace, budget: int) -> int:
+    """Saved bytes that `budget` has room for at every position of the period."""
+    return max(0, budget - max(trace.others, default=0))
+
+
 def group_bytes(room: int) -> int:
     """Size of a page group under `room` bytes: a sixteenth of it, between a page and full speed's 64 MiB."""
     return min(FULL_SPEED, max(PAGE, room // 16))

@@ -31,6 +31,7 @@ from migrator.lanes import Compute, Lane
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import SETTLED, Learner
+from migrator.links import PCIE_GEN5, Links
 from migrator.mover import Mover
 from migrator.plan import Plan
 from migrator.policies import POLICIES
@@ -61,6 +62,8 @@ class Options:
         Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
     refuse : callable, optional
         Ends the program when the budget is too small, where an exception is not what its user should see.
+    links : Links
+        What plans take the lanes to give.
     """
 
     policy: str
@@ -68,6 +71,7 @@ class Options:
     enforce: bool
     backing: Callable[[Counters, bool], Backing]
     refuse: Callable[[BudgetTooSmall], None] | None = None
+    links: Links = PCIE_GEN5
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ class Runtime:
         engine = Engine(shared.compute, shared.out, shared.back, self._backing)
         # The room settles within a little of the target, on either side: the budget lies above that.
         margin = FRAGMENTS if device.type == "cuda" else SETTLED
-        learner = Learner(POLICIES[self.options.policy], int(shared.budget * (1 - margin)))
+        learner = Learner(POLICIES[self.options.policy], int(shared.budget * (1 - margin)), self.options.links)
         return Mover(engine, learner, shared.budget)
 
     def _make_device(self, device: torch.device) -> _Device:

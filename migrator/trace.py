@@ -117,7 +117,7 @@ class Trace:
     times: tuple[float, ...] = ()
     seconds: float = 0.0
     others: tuple[int, ...] = ()
-    recipes: Mapping[int, Recipe] = field(default_factory=dict)
+    recipes: Mapping[int, Recipe] = field(default_factory=dict, hash=False)
     regions: tuple[Region, ...] = ()
 
     @cached_property

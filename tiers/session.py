@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, GiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
+from migrator.links import links_from
 from migrator.policies import AUTO
 from migrator.runtime import BudgetTooSmall, Options, Runtime
 from tiers.config import Config, ConfigError, load
@@ -70,6 +72,7 @@ class Session:
                 enforce=config.hbm.capacity is not None,
                 backing=self._make_backing,
                 refuse=refuse,
+                links=links_from(asdict(config.links), disk=self._nvme_capacity > 0),
             )
         )
 

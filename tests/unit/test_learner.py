@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from hypothesis import given
@@ -101,6 +102,15 @@ def test_the_room_shrinks_by_what_the_peak_lies_above_the_target() -> None:
     learner = learned(700 * MiB)
     assert quiet(learner, 1050 * MiB)
     assert room(learner) == 250 * MiB
+
+
+def test_a_trace_that_tells_what_else_lies_in_hbm_is_planned_for_the_target() -> None:
+    learner = Learner(FLASHNEURON, TARGET)
+    trace = replace(TRACE, others=(600 * MiB,) * (TRACE.positions + 1))
+    learner.period_over(trace, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert room(learner) == 400 * MiB
+    assert quiet(learner, 1100 * MiB)
+    assert room(learner) == 300 * MiB
 
 
 def test_near_the_target_the_room_stays() -> None:

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
+from migrator.links import PCIE_GEN5
 from migrator.plan import look_ahead
 from migrator.policies import AUTO, POLICIES
 from migrator.trace import Trace
 from tests.unit.traces import chain, traces
 
 ROOMS = st.integers(0, 2 * GiB)
-flashneuron, keep, move = POLICIES["flashneuron"], POLICIES["keep"], POLICIES["move"]
+flashneuron, keep, move = (partial(POLICIES[name], links=PCIE_GEN5) for name in ("flashneuron", "keep", "move"))
 
 
 def test_flashneuron_by_hand() -> None:
@@ -60,6 +64,12 @@ def test_flashneuron_moves_the_oldest(trace: Trace, room: int) -> None:
     assert moves == sorted(moves, reverse=True)
 
 
+def test_what_else_lies_in_hbm_comes_off_the_budget() -> None:
+    trace = chain([n * MiB for n in (4, 4, 1, 1, 6, 4, 4, 8, 16)])
+    crowded = replace(trace, others=(*[0] * 17, 90 * MiB, 10 * MiB))
+    assert flashneuron(crowded, 130 * MiB).to_json() == flashneuron(trace, 40 * MiB).to_json()
+
+
 @given(traces(), ROOMS)
 def test_keep_moves_nothing_and_has_room_for_it(trace: Trace, room: int) -> None:
     plan = keep(trace, room)
@@ -79,12 +89,12 @@ def test_move_keeps_nothing_and_takes_no_more_than_it_must(trace: Trace, room: i
 @given(trace=traces(), room=ROOMS)
 def test_a_policy_always_decides_the_same(name: str, trace: Trace, room: int) -> None:
     again = Trace.from_json(trace.to_json())
-    assert POLICIES[name](trace, room).to_json() == POLICIES[name](again, room).to_json()
+    assert POLICIES[name](trace, room, PCIE_GEN5).to_json() == POLICIES[name](again, room, PCIE_GEN5).to_json()
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_signs_its_plans(name: str) -> None:
-    assert POLICIES[name](chain([MiB]), 0).policy == name
+    assert POLICIES[name](chain([MiB]), 0, PCIE_GEN5).policy == name
 
 
 def test_auto_is_a_policy() -> None:
