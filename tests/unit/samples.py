@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from allocator.sizes import GiB, KiB, MiB
+from allocator.sizes import GiB, MiB
 from migrator.trace import Recipe, Region, Site, Trace
 
 FLOPS = 450e12  # a second, bf16, as matrix products reach it
