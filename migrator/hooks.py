@@ -31,35 +31,22 @@ MIN_BYTES = 4096
 
 _graph_task = torch._C._current_graph_task_id
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_keys = torch._C._dispatch_keys
 
 
 class Moved:
     """What the graph holds in place of a saved tensor that moves."""
 
-    __slots__ = (
-        "alias",
-        "dead",
-        "dtype",
-        "mover",
-        "offset",
-        "record",
-        "saved",
-        "size",
-        "stride",
-        "version",
-        "was_used",
-    )
+    __slots__ = ("dead", "dtype", "first", "mover", "record", "saved", "size", "stride", "was_used")
 
-    def __init__(self, tensor: Tensor, alias: Tensor, mover: Mover, saved: Saved, offset: int, record: Record | None):
-        self.alias = alias
-        self.version = alias._version
+    def __init__(self, tensor: Tensor, mover: Mover, saved: Saved, record: Record | None):
         self.mover = mover
         self.saved = saved
         self.record = record
         self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
-        self.offset = offset  # of its first element in `saved`, in bytes
+        self.first = tensor.storage_offset()  # in elements
         self.was_used = False
         self.dead: deque[tuple[Group, bool]] = mover.engine.dead
 
@@ -217,8 +204,9 @@ class Saver:
                     stay.mover.engine.left(stay.leave)
             return alias
         assert isinstance(packed, Moved)
-        if packed.alias._version != packed.version:
-            raise _modified(packed.alias, packed.dtype, packed.size, packed.version)
+        saved = packed.saved
+        if saved.alias._version != saved.version:
+            raise _modified(saved.alias, packed.dtype, packed.size, saved.version)
         if not self.in_backward:
             self._turn()
         if packed.record is not None:
@@ -257,14 +245,27 @@ class Saver:
 
     def _movable(self, tensor: Tensor) -> torch.UntypedStorage | None:
         """The tensor's storage if it may move: memory of its own that is no parameter's and no buffer's."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or _is_wrapped(tensor):
+        if type(tensor) is not Tensor or (_keys(tensor).raw_repr() not in _plain and not _is_plain(tensor)):
             return None
-        if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or tensor.numel() == 0:
+        if not tensor.numel():
             return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed or isinstance(tensor._base, nn.Parameter):
+        if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed or type(tensor._base) is nn.Parameter:
             return None
         return storage
+
+
+_plain: set[int] = set()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but strided memory. All of it shows in the dispatch keys, so one look is enough."""
+    if tensor.layout is not torch.strided or _is_wrapped(tensor) or tensor.is_nested:
+        return False
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return False
+    _plain.add(_keys(tensor).raw_repr())
+    return True
 
 
 def _keep(tensor: Tensor, stay: Stay | None, record: Record | None) -> Kept:

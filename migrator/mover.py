@@ -24,6 +24,8 @@ from migrator.storages import Storages
 
 log = logging.getLogger("tiers")
 
+_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+
 UNFORESEEN = 1 << 60
 """Groups that no plan orders are expected back last in, first out, and after all that a plan orders."""
 
@@ -51,6 +53,7 @@ class Go:
 class _Open:
     """A planned group that is filling in this period."""
 
+    planned: PageGroup
     group: Group
     missing: int
 
@@ -98,34 +101,35 @@ class Mover:
         TierFull
             If the plan has it leave HBM and no tier has room.
         """
-        with self.engine.lock:
+        engine = self.engine
+        with engine.lock:
             known = self.storages.find(tensor, storage, tensor._version)
             record = None if self.recorder is None else self.recorder.save(key, known)
-            if go is None and self.recorder is None:
+            # A group takes members of one stream only: its copy waits for that one, and that one lets go of
+            # their memory.
+            stream = engine.compute.stream()
+            filling = self._filling(go.group, stream) if go is not None else None
+            if filling is None and self.recorder is None:
                 self._unforeseen = True
-            stream = self.engine.compute.stream()
-            if known.saved is None or known.saved.group.state is State.GONE:
-                known.saved = self.engine.add(self._group(go, stream), _flat(storage, known.low, known.high))
+            saved = known.saved
+            if saved is None or saved.group.state is State.GONE:
+                # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
+                # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
+                group = self._loose_group(stream) if filling is None or engine.over_limit() else filling.group
+                saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
-            saved, alias = known.saved, tensor.detach()
-            self.engine.hold(saved, alias)
-            first_byte = int(tensor.storage_offset()) * tensor.itemsize - known.low
-            moved = Moved(tensor, alias, self, saved, first_byte, record)
-            if go is not None:
-                self._arrived(go.group, stream)
-            self._send_loose(stream)
+            engine.hold(saved)
+            moved = Moved(tensor, self, saved, record)
+            if filling is not None:
+                filling.missing -= 1
+                if not filling.missing:
+                    self._complete(filling.planned)
+            if self._loose:
+                self._send_loose(stream)
         return moved
 
-    def _group(self, go: Go | None, stream: Stream) -> Group:
-        """The group that the next tensor goes into: the plan's, or one for what no plan has foreseen.
-
-        A group takes members of one stream only: its copy waits for that one, and that one lets go of
-        their memory.
-        """
-        # While the plan does not hold (groups wait for sites that do not come, and the limit is reached) what comes
-        # travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
-        if go is not None and not self.engine.over_limit():
-            return self._filling(go.group, stream).group
+    def _loose_group(self, stream: Stream) -> Group:
+        """The group for what no plan has foreseen."""
         group = self._loose.get(stream)
         if group is None or group.state is State.GONE:
             self._loose_made += 1
@@ -136,20 +140,17 @@ class Mover:
         filling = self._open.get((planned, stream))
         if filling is None:
             self._opened.add(planned)
-            filling = _Open(_planned_group(planned, stream), len(planned.sites))
+            filling = _Open(planned, _planned_group(planned, stream), len(planned.sites))
             self._open[planned, stream] = filling
         elif filling.group.state is State.GONE:  # all that was in it died before it was complete
             filling.group = _planned_group(planned, stream)
         return filling
 
-    def _arrived(self, planned: PageGroup, stream: Stream) -> None:
-        filling = self._filling(planned, stream)
-        filling.missing -= 1
-        if not filling.missing:
-            self._completed.add(planned)
-            # Groups that should have been complete before it wait for a branch that was not taken.
-            for key in [key for key in self._open if key[0].last_birth <= planned.last_birth]:
-                self.engine.send(self._open.pop(key).group)
+    def _complete(self, planned: PageGroup) -> None:
+        self._completed.add(planned)
+        # Groups that should have been complete before it wait for a branch that was not taken.
+        for key in [key for key in self._open if key[0].last_birth <= planned.last_birth]:
+            self.engine.send(self._open.pop(key).group)
 
     def _send_loose(self, stream: Stream) -> None:
         group = self._loose.get(stream)
@@ -185,19 +186,26 @@ class Mover:
         """
         saved, engine = moved.saved, self.engine
         with engine.lock:
-            engine.collect()
-            buffer = engine.source(saved)
+            if engine.dead:
+                engine.collect()
+            buffer, first = engine.source(saved), moved.first
+            if buffer is None:
+                storage = saved.alias.untyped_storage()
+            else:
+                storage = buffer.untyped_storage()
+                first += (saved.offset - saved.low) // moved.dtype.itemsize
             if not moved.was_used:
                 moved.was_used = True
                 engine.used(saved.group)
-            # Not the alias itself, which is emptied when its group is let go, but one more: it shares the
-            # program's version counter, so that what backward changes in place is noticed, too.
-            tensor = moved.alias.detach()
+            # It shares the program's version counter, so that what backward changes in place is noticed, too.
+            tensor = saved.alias.detach()
             engine.prefetch()
-        if buffer is not None:
-            first = (saved.offset + moved.offset) // moved.dtype.itemsize
-            view = torch.empty(0, dtype=moved.dtype, device=buffer.device)
-            tensor.data = view.set_(buffer.untyped_storage(), first, moved.size, moved.stride)
+        if tensor.dtype is moved.dtype:
+            with _below_autograd():  # where nothing counts as a change in place
+                tensor.set_(storage, first, moved.size, moved.stride)
+        else:
+            view = torch.empty(0, dtype=moved.dtype, device=storage.device)
+            tensor.data = view.set_(storage, first, moved.size, moved.stride)
         return tensor
 
     # ---------------------------------------------------------------------------------- periods
@@ -278,8 +286,3 @@ class Mover:
 
 def _planned_group(planned: PageGroup, stream: Stream) -> Group:
     return Group(NEVER if planned.first_use is None else planned.first_use, stream)
-
-
-def _flat(storage: torch.UntypedStorage, low: int, high: int) -> Tensor:
-    """The bytes ``[low, high)`` of a storage as a flat uint8 tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, low, (high - low,), (1,))

@@ -58,10 +58,10 @@ class Recorder:
         """Backward begins. What we let go of and is still alive, somebody else holds."""
         known_storages = [record.known for record in self._records if record.known is not None]
         # Of a storage that we hold ourselves, by another part of it, nothing can be said.
-        ours = {k.weak.cdata for k in known_storages if k.saved is None or k.saved.group.state is not State.AWAY}
+        ours = {k.cdata for k in known_storages if k.saved is None or k.saved.group.state is not State.AWAY}
         for record in self._records:
             known = record.known
-            if known is None or known.weak.cdata in ours:
+            if known is None or known.cdata in ours:
                 continue
             if known.freed():
                 self._outlived.discard(record.key)

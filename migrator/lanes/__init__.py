@@ -10,7 +10,7 @@ wait of the host.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,8 +22,30 @@ their code path by alignment, so a tensor that comes back must be aligned as it 
 
 GATHER_BELOW = 1 * MiB  # a plain copy of this size reaches 90% of the link; below, gathering wins
 
-Piece = tuple[torch.Tensor, torch.Tensor]
-"""(destination, source): flat uint8 tensors of one size."""
+
+class Piece(NamedTuple):
+    """Bytes to copy: `nbytes` of them from byte `start` of `source` to byte `at` of `target`.
+
+    The pieces of one copy that are smaller than `GATHER_BELOW` share their target.
+    """
+
+    target: torch.UntypedStorage
+    at: int
+    source: torch.UntypedStorage
+    start: int
+    nbytes: int
+
+
+def whole(target: torch.Tensor, source: torch.Tensor) -> Piece:
+    """All of `source`, to `target`: flat uint8 tensors of one size."""
+    at, start = int(target.storage_offset()), int(source.storage_offset())
+    return Piece(target.untyped_storage(), at, source.untyped_storage(), start, target.numel())
+
+
+def flat(storage: torch.UntypedStorage, first: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """The bytes ``[first, first + nbytes)`` of a storage as a flat tensor."""
+    size = dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first // size, (nbytes // size,), (1,))
 
 
 class Event(Protocol):

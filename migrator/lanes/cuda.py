@@ -10,7 +10,7 @@ import torch
 from allocator.sizes import PAGE, MiB, round_up
 from migrator import peaks
 from migrator.counters import Counters
-from migrator.lanes import GATHER_BELOW, SLOT, Event, Piece, Stream
+from migrator.lanes import GATHER_BELOW, SLOT, Event, Piece, Stream, flat
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
 
@@ -119,10 +119,12 @@ class CudaLane:
             for event in after:
                 assert isinstance(event, torch.cuda.Event)
                 stream.wait_event(event)
-            small = [piece for piece in pieces if piece[0].numel() < GATHER_BELOW and piece[1].is_cuda]
-            for destination, source in pieces:
-                if destination.numel() >= GATHER_BELOW or not source.is_cuda:
-                    destination.copy_(source, non_blocking=True)
+            small = []
+            for piece in pieces:
+                if piece.nbytes < GATHER_BELOW and piece.source.is_cuda:
+                    small.append(piece)
+                else:
+                    _copy(piece)
             for run in _adjacent(small):
                 self._gather(run)
             done = _mark(stream)
@@ -130,42 +132,49 @@ class CudaLane:
             _set_stream(before)
             if device != self._device.index:  # to set a stream is to go to its device
                 torch._C._cuda_setDevice(device)
-        self._counters.moved[self._name] += sum(piece[0].numel() for piece in pieces)
+        self._counters.moved[self._name] += sum(piece.nbytes for piece in pieces)
         return done
 
     def _gather(self, run: list[Piece]) -> None:
         if len(run) == 1:
-            run[0][0].copy_(run[0][1], non_blocking=True)
+            _copy(run[0])
             return
-        start = run[0][0].data_ptr()
-        nbytes = run[-1][0].data_ptr() - start + run[-1][0].numel()
+        first = run[0].at
+        nbytes = run[-1].at + run[-1].nbytes - first
         if self._staging is None or self._staging.numel() < nbytes:
             # Allocated on this lane's stream and used only there, one run after the other: the
             # stream's order is all the protection it needs.
             self._staging = torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self._device)
-        slots = [self._staging.narrow(0, d.data_ptr() - start, d.numel()) for d, _ in run]
-        torch._foreach_copy_([_wide(slot) for slot in slots], [_wide(source) for _, source in run])
-        host = run[0][0].as_strided((nbytes,), (1,))
-        host.copy_(self._staging[:nbytes], non_blocking=True)
+        staging = self._staging.untyped_storage()
+        slots, sources = [], []
+        for _, at, source, start, size in run:
+            # As words of eight, where they divide: the gathering kernel copies element by element.
+            if size % 8:
+                _copy(Piece(staging, at - first, source, start, size))
+            else:
+                slots.append(flat(staging, at - first, size, torch.int64))
+                sources.append(flat(source, start, size, torch.int64))
+        if slots:
+            torch._foreach_copy_(slots, sources)
+        _copy(Piece(run[0].target, first, staging, 0, nbytes))
 
     def close(self) -> None:
         self._stream.synchronize()
 
 
+def _copy(piece: Piece) -> None:
+    target, at, source, start, nbytes = piece
+    flat(target, at, nbytes).copy_(flat(source, start, nbytes), non_blocking=True)
+
+
 def _adjacent(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Runs of pieces whose destinations follow one another, slot by slot, in at most `STAGING` bytes."""
+    """Runs of pieces whose places in the target follow one another, slot by slot, in at most `STAGING` bytes."""
     runs: list[list[Piece]] = []
-    end = start = -1
-    for piece in sorted(pieces, key=lambda piece: piece[0].data_ptr()):
-        at = piece[0].data_ptr()
-        if not (runs and 0 <= at - end < SLOT and at + piece[0].numel() - start <= STAGING):
+    end = first = -1
+    for piece in sorted(pieces, key=lambda piece: piece.at):
+        if not (runs and 0 <= piece.at - end < SLOT and piece.at + piece.nbytes - first <= STAGING):
             runs.append([])
-            start = at
+            first = piece.at
         runs[-1].append(piece)
-        end = at + piece[0].numel()
+        end = piece.at + piece.nbytes
     return runs
-
-
-def _wide(flat: torch.Tensor) -> torch.Tensor:
-    """The same bytes as words of eight, where they divide: the gathering kernel copies element by element."""
-    return flat.view(torch.int64) if flat.numel() % 8 == 0 else flat

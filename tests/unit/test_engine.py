@@ -33,10 +33,9 @@ class Held:
         self.group = group
         self.expected = tensor.clone()
         self.memory = StorageWeakRef(tensor.untyped_storage())
-        self.saved = saved or engine.add(group, tensor)
-        self.alias = tensor.detach()
+        self.saved = saved or engine.add(group, tensor, 0, tensor.numel())
         self.was_used = False
-        engine.hold(self.saved, self.alias)
+        engine.hold(self.saved)
 
     def use(self) -> torch.Tensor:
         """Backward asks for it."""
@@ -49,13 +48,13 @@ class Held:
                 engine.used(self.group)
             engine.prefetch()
         if buffer is None:
-            return self.alias.detach()
+            return self.saved.alias.detach()
         return buffer[self.saved.offset : self.saved.offset + self.saved.nbytes]
 
     def die(self) -> None:
         """The graph lets go of it; the engine learns of it when it looks."""
         self.engine.dead.append((self.group, self.was_used))
-        del self.alias
+        del self.saved
 
 
 class Rig:
@@ -142,7 +141,7 @@ def test_what_is_let_go_has_no_memory_in_hbm(rig: Rig) -> None:
     (held,) = rig.sent()
     rig.out.run()
     assert held.memory.expired()
-    assert held.alias.untyped_storage().nbytes() == 0
+    assert held.saved.alias.untyped_storage().nbytes() == 0
 
 
 def test_memory_is_let_go_in_the_order_of_the_stream(rig: Rig) -> None:
@@ -156,9 +155,8 @@ def test_an_alias_without_memory_still_tells_of_changes_in_place(rig: Rig) -> No
     group = rig.group()
     held = Held(rig.engine, group, x)
     rig.engine.send(group)
-    version = held.alias._version
     x.add_(1)
-    assert held.alias._version == version + 1
+    assert held.saved.alias._version == held.saved.version + 1
 
 
 def test_a_tensor_saved_again_after_its_storage_left_holds_no_memory(rig: Rig) -> None:
@@ -197,7 +195,7 @@ def test_a_full_tier_leaves_the_group_where_it_is(rig: Rig) -> None:
     second = small.held(group)
     with pytest.raises(TierFull, match="tier dram is full"):
         small.engine.send(group)
-    assert torch.equal(second.alias, second.expected)
+    assert torch.equal(second.saved.alias, second.expected)
     first.die()
     small.out.run()
     small.engine.send(group)
