@@ -105,7 +105,9 @@ class Trace:
         The whole period, the optimizer's step included; 0 if not measured.
     others : tuple of int
         The most HBM in use between the position before and this one, in bytes, without the storages of
-        the sites; one more at the end for what follows the last position. Empty if not measured.
+        the sites; one more at the end for what follows the last position. Empty if not measured. A storage
+        is a site's from the position after its birth to the one after its last use, in which the gradient is
+        computed with it; before and after that it counts here.
     recipes : mapping of int to Recipe
         Storages that can be made again cheaply.
     regions : tuple of Region
