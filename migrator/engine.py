@@ -211,12 +211,13 @@ class Engine:
         for saved in group.members:
             # The alias lives on without memory: it still shares the tensor's version counter, and so still
             # tells whether somebody modified in place what was saved.
-            saved.alias.data = self._empty(saved.alias.dtype)
+            saved.alias.data = self.empty(saved.alias.dtype)
         group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)
 
-    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without memory."""
         empty = self._nothing.get(dtype)
         if empty is None:
             empty = self._nothing[dtype] = torch.empty(0, dtype=dtype, device=self.compute.device)
@@ -334,7 +335,7 @@ class Engine:
         elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
             self.compute.outlast(group.parcel.filled, group.stream)
         for saved in group.members:
-            saved.alias = self._empty(torch.uint8)  # the period's list of storages knows `saved` until its end
+            saved.alias = self.empty(torch.uint8)  # the period's list of storages knows `saved` until its end
         group.members.clear()
         group.state = State.GONE
         if group.parcel is not None:

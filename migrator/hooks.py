@@ -12,22 +12,28 @@ The hooks belong to a thread (PyTorch hands them on to the threads of backward),
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from migrator import weights
-from migrator.engine import Group, Saved
-from migrator.recorder import Record
+from migrator.actions import Action, Go, Make, Stay
+from migrator.engine import Group, Saved, State
+from migrator.formulas import Formula
+from migrator.recorder import Record, Recorder
+from migrator.remake import Dropped, Origins, base_of, find, note, note_epsilon
 from migrator.sites import Modules
 
 if TYPE_CHECKING:
-    from migrator.mover import Go, Mover, Stay
+    from migrator.mover import Mover
 
 MIN_BYTES = 4096
 """Storages smaller than this stay: to look after one costs more than its memory is worth."""
+
+EPSILONS = (1e-5, 1e-6)
+"""What normalisations are tried with that are no modules: neither node nor module tells."""
 
 _graph_task = torch._C._current_graph_task_id
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -37,7 +43,7 @@ _keys = torch._C._dispatch_keys
 class Moved:
     """What the graph holds in place of a saved tensor that moves."""
 
-    __slots__ = ("dead", "dtype", "first", "mover", "record", "saved", "size", "stride", "was_used")
+    __slots__ = ("__weakref__", "dead", "dtype", "first", "mover", "record", "saved", "size", "stride", "was_used")
 
     def __init__(self, tensor: Tensor, mover: Mover, saved: Saved, record: Record | None):
         self.mover = mover
@@ -46,7 +52,7 @@ class Moved:
         self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
-        self.first = tensor.storage_offset()  # in elements
+        self.first = int(tensor.storage_offset())  # in elements
         self.was_used = False
         self.dead: deque[tuple[Group, bool]] = mover.engine.dead
 
@@ -55,8 +61,10 @@ class Moved:
         self.dead.append((self.saved.group, self.was_used))
 
 
-Kept = tuple[Tensor, int, "Stay | None", "Record | None"]
+Kept = tuple[Tensor, int, Stay | None, Record | None]
 """What the graph holds for one that stays: alias, version, what the plan says, and its record."""
+
+Packed: TypeAlias = Kept | Moved | Dropped
 
 
 class Saver:
@@ -78,9 +86,11 @@ class Saver:
         root_begins: Callable[[nn.Module], None],
         period_over: Callable[[Saver], None],
     ) -> None:
-        self.modules: Modules[Stay | Go] = Modules()
+        self.modules: Modules[Action] = Modules()
         self.movers: dict[torch.device, Mover | None] = {}
-        self.actions: dict[str, list[Stay | Go | None]] = {}
+        self.actions: dict[str, list[Action | None]] = {}
+        self.recording = False
+        self._searching = False  # some formula of the plans needs to know which node made what was saved
         self.in_backward = False  # backward has asked for something in this period
         self.steps_before = 0  # optimizer steps made before the period began
         self._period = 0
@@ -126,7 +136,7 @@ class Saver:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and getattr(top[0], "__self__", None) is self
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module, args: Sequence[object]) -> None:
         """A forward begins."""
         if self.modules.outside:
             self._forget_dead_forward()
@@ -134,14 +144,36 @@ class Saver:
             self._fixed = weights.storages(weights.of_module(module))
             self._root_begins(module)
         self.modules.enter(module)
+        if self.recording and module._modules and self.modules.inside:
+            self._visit(args)
 
-    def adopt(self, actions: Iterable[tuple[str, Stay | Go]]) -> None:
+    def leave(self, module: nn.Module, output: object) -> None:
+        """A forward ends."""
+        if self.recording:
+            note_epsilon(module, output)
+            for mover in self.armed_movers:
+                if mover.recorder is not None:
+                    mover.recorder.leave(self.modules.here.path)
+        self.modules.leave()
+
+    def _visit(self, args: Sequence[object]) -> None:
+        """Record a forward within another that could be recomputed as a whole."""
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        for mover in self.armed_movers:
+            if mover.recorder is not None and tensors and self.movers.get(tensors[0].device) is mover:
+                storages = [(tensor, self._movable(tensor)) for tensor in tensors]
+                known = [mover.storages.find(t, storage, t._version) for t, storage in storages if storage is not None]
+                mover.recorder.enter(self.modules.here.path, known)
+
+    def adopt(self, actions: Iterable[tuple[str, Action]]) -> None:
         """From the next period on, do this at these sites."""
-        by_path: dict[str, dict[int, Stay | Go]] = {}
+        by_path: dict[str, dict[int, Action]] = {}
         for key, action in actions:
             path, _, number = key.rpartition(":")
             by_path.setdefault(path, {})[int(number)] = action
         self.actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
+        planned = [action for of in self.actions.values() for action in of]
+        self._searching = any(isinstance(action, Make) and action.verified.searched for action in planned)
 
     def _forget_dead_forward(self) -> None:
         """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
@@ -160,10 +192,11 @@ class Saver:
             self.in_backward = False
             self._period += 1
             self._period_over(self)
+            self.recording = any(mover.recorder is not None for mover in self.armed_movers)
 
     # ------------------------------------------------------------------------------------- hooks
 
-    def pack(self, tensor: Tensor) -> Kept | Moved:
+    def pack(self, tensor: Tensor) -> Packed:
         """PyTorch saves `tensor`."""
         if _graph_task() != -1:
             # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
@@ -179,19 +212,32 @@ class Saver:
         number = node.count
         node.count = number + 1
         action = node.actions[number] if number < len(node.actions) else None
+        if self.recording or self._searching:
+            return self._pack_noting(tensor, f"{node.path}:{number}", action)
         if action is not None and action.stays:
-            mover = action.mover
             if action.enter:
-                mover.engine.entered(action.enter)
-            if mover.recorder is not None:
-                return _keep(tensor, action, self._record(mover, f"{node.path}:{number}", tensor))
+                action.mover.engine.entered(action.enter)
             alias = tensor.detach()
             return (alias, alias._version, action, None)
         return self._move(tensor, f"{node.path}:{number}", action)
 
-    def unpack(self, packed: Kept | Moved) -> Tensor:
+    def _pack_noting(self, tensor: Tensor, key: str, action: Action | None) -> Packed:
+        """Pack as ever, and remember with the node that made the tensor what became of it; try its formula."""
+        packed: Packed
+        if isinstance(action, Stay):
+            if action.enter:
+                action.mover.engine.entered(action.enter)
+            packed = _keep(tensor, action, self._record(action.mover, key, tensor))
+        else:
+            packed = self._move(tensor, key, action)
+        if self.recording:
+            self._try_formula(tensor, key, packed)
+        note(tensor, packed)
+        return packed
+
+    def unpack(self, packed: Packed) -> Tensor:
         """Backward needs a tensor that `pack` was given."""
-        if type(packed) is tuple:
+        if isinstance(packed, tuple):
             alias, version, stay, record = packed
             if alias._version != version:
                 raise _modified(alias, alias.dtype, alias.size(), version)
@@ -203,15 +249,26 @@ class Saver:
                 if stay.leave:
                     stay.mover.engine.left(stay.leave)
             return alias
-        assert isinstance(packed, Moved)
-        saved = packed.saved
-        if saved.alias._version != saved.version:
-            raise _modified(saved.alias, packed.dtype, packed.size, saved.version)
+        _check(packed)
         if not self.in_backward:
             self._turn()
         if packed.record is not None:
             packed.record.used()
-        return packed.mover.give_back(packed)
+        if isinstance(packed, Moved):
+            return packed.mover.give_back(packed)
+        return packed.again(self._peek, count=True)
+
+    def _peek(self, packed: Packed) -> Tensor:
+        """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
+        if isinstance(packed, tuple):
+            alias, version, _, _ = packed
+            if alias._version != version:
+                raise _modified(alias, alias.dtype, alias.size(), version)
+            return alias
+        _check(packed)
+        if isinstance(packed, Moved):
+            return packed.mover.give_back(packed, count=False)
+        return packed.again(self._peek, count=False)
 
     def _turn(self) -> None:
         if _graph_task() == -1:
@@ -227,20 +284,46 @@ class Saver:
             return None
         storage = self._movable(tensor)
         known = None if storage is None else mover.storages.find(tensor, storage, tensor._version)
-        return mover.recorder.save(key, known)
+        return mover.recorder.save(key, known, self.modules.here.kind)
 
-    def _move(self, tensor: Tensor, key: str, go: Go | None) -> Kept | Moved:
+    def _move(self, tensor: Tensor, key: str, go: Action | None) -> Packed:
         mover = go.mover if go is not None else self._mover(tensor.device)
         if mover is None or mover.engine.compute.capturing():
             return _keep(tensor, None, None)  # a CUDA graph replays addresses: nothing of it may move
         storage = self._movable(tensor)
         if storage is None:
             return _keep(tensor, None, self._record(mover, key, tensor))
-        return mover.take(tensor, storage, key, go)
+        kind = self.modules.here.kind
+        if type(go) is Make:
+            return mover.drop(tensor, storage, key, go.verified, self._origins(go.verified.epsilon), kind)
+        return mover.take(tensor, storage, key, go if type(go) is Go else None, kind)
+
+    def _origins(self, epsilon: float | None = None) -> Origins:
+        return Origins(lambda hook: getattr(hook, "__self__", None) is self, _keep_leaf, epsilon)
+
+    def _try_formula(self, tensor: Tensor, key: str, packed: Packed) -> None:
+        """See whether the tensor could be made again, if this is the first of its storage."""
+        record = packed[3] if isinstance(packed, tuple) else packed.record
+        if record is None or record.known is None:
+            return
+        recorder, ident, base = record.recorder, record.known.ident, base_of(tensor)
+        if recorder.trials is None or not recorder.trials.is_new(ident):
+            return
+        for epsilon in (None, *EPSILONS):
+            source = self._origins(epsilon)
+            what = packed.made.formula if isinstance(packed, Dropped) else find(base, source)
+            inputs = None if what is None else _inputs(what, recorder)
+            if what is not None and inputs is not None:
+                if recorder.trials.knows(ident, key, base, what, inputs):
+                    return
+                recorder.trials.attempt(ident, base, what, source, inputs, self._peek)
+            if epsilon is None and (what is not None or not source.asked):
+                return  # it is not for want of an epsilon
 
     def _mover(self, device: torch.device) -> Mover | None:
         if device not in self.movers:
-            self.movers[device] = self._make_mover(device)
+            mover = self.movers[device] = self._make_mover(device)
+            self.recording |= mover is not None and mover.recorder is not None
         return self.movers[device]
 
     def _movable(self, tensor: Tensor) -> torch.UntypedStorage | None:
@@ -268,9 +351,35 @@ def _is_plain(tensor: Tensor) -> bool:
     return True
 
 
+def _inputs(what: Formula, recorder: Recorder) -> tuple[int, ...] | None:
+    """The storages that a formula needs; None if one of them is not at hand, or not of this period."""
+    idents: dict[int, None] = {}
+    for packed in what.inputs:
+        if isinstance(packed, Moved) and packed.saved.group.state is State.AWAY:
+            return None
+        record = packed[3] if isinstance(packed, tuple) else packed.record
+        if record is None:
+            continue  # a leaf of the graph: the program keeps it
+        if record.recorder is not recorder:
+            return None
+        if record.known is not None:
+            idents[record.known.ident] = None
+    return tuple(idents)
+
+
+def _keep_leaf(tensor: Tensor) -> Kept:
+    return _keep(tensor, None, None)
+
+
 def _keep(tensor: Tensor, stay: Stay | None, record: Record | None) -> Kept:
     alias = tensor.detach()  # not the tensor: for an output that would be a reference cycle
     return (alias, alias._version, stay, record)
+
+
+def _check(packed: Moved | Dropped) -> None:
+    source = packed.saved if isinstance(packed, Moved) else packed.made
+    if source.alias._version != source.version:
+        raise _modified(source.alias, packed.dtype, packed.size, source.version)
 
 
 def _modified(alias: Tensor, dtype: torch.dtype, size: torch.Size, version: int) -> RuntimeError:

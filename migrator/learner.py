@@ -113,7 +113,7 @@ class Learner:
         if slack < 0:
             # A program may alternate between kinds of periods: the largest must fit, and it comes again.
             correction = self._ceiling = max(-self._base, self._correction + slack)
-        elif any(plan.groups for plan in self.plans):
+        elif any(plan.groups or plan.recompute or plan.regions for plan in self.plans):
             highest = self._target - self._base if self._ceiling is None else self._ceiling
             correction = min(self._correction + slack // 2, highest)
         else:

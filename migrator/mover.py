@@ -6,47 +6,28 @@ Stands between the hooks, which see one tensor at a time, and the engine, which 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from allocator.errors import TierFull
+from migrator.actions import Action, Go, Make, Stay
 from migrator.engine import NEVER, Engine, Group, State
 from migrator.hooks import Moved
 from migrator.lanes import Stream
 from migrator.learner import Learner
 from migrator.plan import PageGroup, Plan, group_bytes, learning_room
 from migrator.recorder import Recorder
+from migrator.remake import Dropped, Made, Origins, Verified, base_of, find, layout, view
 from migrator.storages import Storages
 
 log = logging.getLogger("tiers")
 
-_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
-
 UNFORESEEN = 1 << 60
 """Groups that no plan orders are expected back last in, first out, and after all that a plan orders."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stay:
-    """The plan's word for a site: stay; with the bytes that enter and leave HBM by it."""
-
-    mover: Mover
-    enter: int
-    leave: int
-    stays: ClassVar[Literal[True]] = True
-
-
-@dataclass(frozen=True, slots=True)
-class Go:
-    """The plan's word for a site: go, with this group."""
-
-    mover: Mover
-    group: PageGroup
-    stays: ClassVar[Literal[False]] = False
 
 
 @dataclass(slots=True)
@@ -78,7 +59,8 @@ class Mover:
         self.unmanaged = 0  # bytes that backward needs and no hook was told of
         self.storages = Storages()
         self._outlived: set[str] = set()
-        self.recorder: Recorder | None = Recorder(self._outlived)
+        self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
+        self.recorder: Recorder | None = self._new_recorder()
         self._room = learning_room(budget)
         self._open: dict[tuple[PageGroup, Stream], _Open] = {}
         self._opened: set[PageGroup] = set()
@@ -91,9 +73,17 @@ class Mover:
         self._allocated_before = engine.compute.allocated()
         engine.limit = self._room
 
+    def _new_recorder(self) -> Recorder:
+        return Recorder(self._outlived, self.engine.compute.meter(), self._resident, self.verified)
+
+    def _resident(self) -> int:
+        with self.engine.lock:
+            self.engine.collect()
+            return self.engine.resident
+
     # -------------------------------------------------------------------------------------- out
 
-    def take(self, tensor: Tensor, storage: torch.UntypedStorage, key: str, go: Go | None) -> Moved:
+    def take(self, tensor: Tensor, storage: torch.UntypedStorage, key: str, go: Go | None, kind: str = "") -> Moved:
         """Take charge of a saved tensor.
 
         Raises
@@ -104,7 +94,7 @@ class Mover:
         engine = self.engine
         with engine.lock:
             known = self.storages.find(tensor, storage, tensor._version)
-            record = None if self.recorder is None else self.recorder.save(key, known)
+            record = None if self.recorder is None else self.recorder.save(key, known, kind)
             # A group takes members of one stream only: its copy waits for that one, and that one lets go of
             # their memory.
             stream = engine.compute.stream()
@@ -176,8 +166,25 @@ class Mover:
             self.unmanaged = max(self.unmanaged, grown - self.engine.resident)
         self.engine.begin_backward()
 
-    def give_back(self, moved: Moved) -> Tensor:
-        """The tensor that was taken, bit for bit, in HBM.
+    def drop(
+        self, tensor: Tensor, storage: torch.UntypedStorage, key: str, verified: Verified, source: Origins, kind: str
+    ) -> Dropped | Moved:
+        """Let go of a saved tensor that its formula makes again; where that does not hold any more, take it."""
+        with self.engine.lock:
+            known = self.storages.find(tensor, storage, tensor._version)
+            made = None if known.made is None else known.made()
+            if made is None:
+                base = base_of(tensor)
+                what = find(base, source) if layout(base) == verified.layout else None
+                if what is None or what.name != verified.name:
+                    return self.take(tensor, storage, key, None, kind)
+                made = Made(base, what, self.engine)
+                known.made = weakref.ref(made)
+            record = None if self.recorder is None else self.recorder.save(key, known, kind)
+            return Dropped(tensor, made, record)
+
+    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
+        """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it.
 
         Raises
         ------
@@ -194,19 +201,11 @@ class Mover:
             else:
                 storage = buffer.untyped_storage()
                 first += (saved.offset - saved.low) // moved.dtype.itemsize
-            if not moved.was_used:
+            if count and not moved.was_used:
                 moved.was_used = True
                 engine.used(saved.group)
-            # It shares the program's version counter, so that what backward changes in place is noticed, too.
-            tensor = saved.alias.detach()
             engine.prefetch()
-        if tensor.dtype is moved.dtype:
-            with _below_autograd():  # where nothing counts as a change in place
-                tensor.set_(storage, first, moved.size, moved.stride)
-        else:
-            view = torch.empty(0, dtype=moved.dtype, device=storage.device)
-            tensor.data = view.set_(storage, first, moved.size, moved.stride)
-        return tensor
+        return view(saved.alias, storage, moved.dtype, first, moved.size, moved.stride)
 
     # ---------------------------------------------------------------------------------- periods
 
@@ -224,13 +223,16 @@ class Mover:
             If a plan moves more than the tiers below HBM hold.
         """
         with self.engine.lock:
+            trace = None
+            if self.recorder is not None:
+                trace, verified = self.recorder.trace()
+                self.verified.update(verified)
             peak = self.engine.end_period()
             drifted = self._unforeseen or self._incomplete()
             self._begin()
-            trace = None if self.recorder is None else self.recorder.trace()
             pressed = self.engine.compute.pressed()
             changed = self.learner.period_over(trace, peak, whole=whole, drifted=drifted, pressed=pressed)
-            self.recorder = Recorder(self._outlived) if self.learner.records_next else None
+            self.recorder = self._new_recorder() if self.learner.records_next else None
             if self.recorder is not None:
                 self._allocated_before = self.engine.compute.allocated()
             if changed:
@@ -248,7 +250,7 @@ class Mover:
         with self.engine.lock:
             self._begin()
             if self.recorder is not None:
-                self.recorder = Recorder(self._outlived)
+                self.recorder = self._new_recorder()
 
     def _begin(self) -> None:
         self._open.clear()
@@ -273,11 +275,15 @@ class Mover:
             raise
         self._room = self.engine.limit = max(plan.room for plan in plans)
 
-    def actions(self) -> Iterator[tuple[str, Stay | Go]]:
+    def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""
         for plan in self.learner.plans:
             for key, keep in plan.keep.items():
                 yield key, Stay(self, keep.enter, keep.leave)
+        for plan in self.learner.plans:
+            for key in plan.recompute:
+                if key in self.verified:
+                    yield key, Make(self, self.verified[key])
         for plan in self.learner.plans:
             for group in plan.groups:
                 for key in group.sites:

@@ -153,16 +153,16 @@ class Runtime:
         """The hooks of this thread, if they are on."""
         return self._thread.saver
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
         """A forward begins in this thread."""
         saver = self._thread.saver or self._arm()
         if saver is not None:
-            saver.enter(module)
+            saver.enter(module, args)
 
-    def leave(self) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """A forward ends in this thread, also when it raised."""
         if self._thread.saver is not None:
-            self._thread.saver.modules.leave()
+            self._thread.saver.leave(module, output)
 
     def _arm(self) -> Saver | None:
         if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:

@@ -17,6 +17,7 @@ from migrator.lanes import SLOT
 
 if TYPE_CHECKING:
     from migrator.engine import Saved
+    from migrator.remake import Made
 
 
 class Known:
@@ -32,9 +33,11 @@ class Known:
         Identity of the storage, good for as long as this object lives: it is a weak reference to it.
     saved : Saved or None
         Where it moves, if it does.
+    made : weak reference or None
+        How it is made again, if it is dropped.
     """
 
-    __slots__ = ("base", "cdata", "high", "ident", "low", "saved", "version")
+    __slots__ = ("base", "cdata", "high", "ident", "low", "made", "saved", "version")
 
     def __init__(
         self, ident: int, low: int, high: int, base: torch.Tensor, version: int, storage: torch.UntypedStorage
@@ -46,6 +49,7 @@ class Known:
         self.version = version
         self.cdata: int = storage._weak_ref()  # type: ignore[assignment]
         self.saved: Saved | None = None
+        self.made: weakref.ref[Made] | None = None
 
     def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
         free(self.cdata)

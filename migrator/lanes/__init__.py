@@ -10,11 +10,15 @@ wait of the host.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from allocator.sizes import MiB
+
+if TYPE_CHECKING:
+    from migrator.lanes.meter import Measures
 
 SLOT = 512
 """Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
@@ -72,6 +76,25 @@ Stream = Hashable
 """One of the program's streams."""
 
 
+class Meter(Protocol):
+    """Measures one period; see `migrator.lanes.meter`."""
+
+    def mark(self) -> Any:
+        """A point in the program's time."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds from one point to another, once the device has passed both."""
+
+    def tick(self, resident: int) -> None:
+        """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is done inside is not the program's."""
+
+    def finish(self, resident: int) -> Measures:
+        """The period is over; waits until the device has passed its end."""
+
+
 class Compute(Protocol):
     """The program's own stream on one device."""
 
@@ -103,6 +126,9 @@ class Compute(Protocol):
 
     def allocated(self) -> int:
         """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""
+
+    def meter(self) -> Meter:
+        """A meter of what happens from now on."""
 
     def peak(self, resident: int) -> int:
         """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""

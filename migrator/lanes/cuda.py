@@ -11,6 +11,7 @@ from allocator.sizes import PAGE, MiB, round_up
 from migrator import peaks
 from migrator.counters import Counters
 from migrator.lanes import GATHER_BELOW, SLOT, Event, Piece, Stream, flat
+from migrator.lanes.meter import CudaMeter
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
 
@@ -24,6 +25,7 @@ class CudaCompute:
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._retries = peaks.retries(device)
+        self.waited: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None  # what a meter leaves out
         peaks.restart(device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -43,7 +45,10 @@ class CudaCompute:
         if event.query():
             return
         wrapped = self._wrapped(stream)
-        self._waits.append((cause, _mark(wrapped), event))
+        reached = _mark(wrapped)
+        self._waits.append((cause, reached, event))
+        if self.waited is not None:
+            self.waited.append((reached, event))
         wrapped.wait_event(event)
 
     def outlast(self, event: Event, stream: Stream) -> None:
@@ -75,6 +80,9 @@ class CudaCompute:
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
+
+    def meter(self) -> CudaMeter:
+        return CudaMeter(self)
 
     def peak(self, resident: int) -> int:
         peak = peaks.since_restart(self.device)

@@ -11,6 +11,7 @@ import torch
 
 from migrator.counters import Counters
 from migrator.lanes import Event, Piece, Stream, flat
+from migrator.lanes.meter import HostMeter
 
 
 class HostEvent:
@@ -83,6 +84,13 @@ class HostCompute:
 
     def allocated(self) -> int:
         return 0
+
+    def meter(self) -> HostMeter:
+        return HostMeter(self)
+
+    def stalled(self) -> float:
+        """Seconds that the host has waited so far."""
+        return sum(stall.seconds for stall in self._counters.stalls.values())
 
     def peak(self, resident: int) -> int:
         self._highest = max(self._highest, self.static + resident)
