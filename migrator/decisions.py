@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from migrator.plan import PageGroup, Plan, least_room, make_plan
+from migrator.effects import effect
+from migrator.plan import PageGroup, Plan, least_room, plan_of
+from migrator.schedule import scheduled
 from migrator.trace import Trace
 
 
@@ -39,7 +41,9 @@ def assemble(
     """
     moved = moved or {}
     tiers = {ident: trip.tier for ident, trip in moved.items() if trip.tier is not None}
-    plan = make_plan(policy, trace, moved, least_room(trace, budget), dropped=dropped, regions=regions, tiers=tiers)
+    outcome = effect(trace, dropped, regions)
+    plan = plan_of(policy, outcome, moved, least_room(trace, budget), regions=regions, tiers=tiers)
+    plan = scheduled(plan, trace, outcome, budget)
     storage_of = {site.key: site.storage for site in trace.sites}
 
     def triggered(group: PageGroup) -> PageGroup:

@@ -150,6 +150,10 @@ class Draft:
             self._away[storage] = first, end
             self.trips[storage] = Trip(end - 1, self.trips[storage].tier)
 
+    def come_with_room(self, storage: int) -> None:
+        """Leave it to the room when a storage that moves comes back: earlier than that would be late already."""
+        self.trips[storage] = Trip(None, self.trips[storage].tier)
+
     def away(self, storage: int) -> tuple[int, int]:
         """The stretches in which a storage that moves is away."""
         return self._away[storage]
@@ -163,6 +167,7 @@ class Draft:
             first, end = idle.begin + 2, idle.end
             if over[first:end].any():
                 self.send(idle, first, end, tier)
+                self.come_with_room(idle.storage)
                 over = self.memory.over
 
     # --------------------------------------------------------------------------------- recomputing

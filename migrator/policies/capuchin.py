@@ -21,11 +21,9 @@ are accessed for backward once, as a rule; later accesses find them in HBM.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-
-import numpy as np
 
 from migrator.draft import Draft
 from migrator.intervals import Interval
@@ -35,61 +33,63 @@ from migrator.trace import Trace
 
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:
-    """Swap and recompute until the peak is within the budget."""
+    """Swap and recompute until the peak is within the budget; then the next peak, if there is one."""
     draft = Draft(trace, budget, links)
-    while not draft.memory.fits:  # each round flattens the highest window that is left
+    while not draft.memory.fits:
         before = len(draft.trips) + len(draft.remade)
-        _relieve(draft, *_peak_window(draft))
+        _relieve(draft, _Peak.of(draft))
         if len(draft.trips) + len(draft.remade) == before:
             break
     return draft.plan("capuchin")
 
 
-def _peak_window(draft: Draft) -> tuple[int, int]:
-    """The stretches ``[first, end)`` around the highest one in which memory is over the room throughout."""
-    over = draft.memory.over
-    top = int(over.argmax())
-    free = np.flatnonzero(over == 0)
-    at = int(np.searchsorted(free, top))
-    return int(free[at - 1]) + 1 if at else 0, int(free[at]) if at < len(free) else len(over)
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """The stretch in which most is over the room, when it begins, and when memory is within the room again."""
+
+    top: int
+    start: float
+    stop: float
+
+    @classmethod
+    def of(cls, draft: Draft) -> _Peak:
+        over, times = draft.memory.over, (0.0, *draft.trace.times, draft.trace.seconds)
+        top = int(over.argmax())
+        end = top + int((over[top:] == 0).argmax()) if (over[top:] == 0).any() else len(over)
+        return cls(top, times[top], times[end])
+
+    def is_left(self, draft: Draft) -> bool:
+        return bool(draft.memory.used[self.top] > draft.memory.room[self.top])
 
 
-def _relieve(draft: Draft, first: int, end: int) -> None:
-    alive = [idle for idle in draft.stays if idle.begin + 2 < end and first < idle.end]
-    later = []
+def _relieve(draft: Draft, peak: _Peak) -> None:
+    alive = [idle for idle in draft.stays if idle.begin + 2 <= peak.top < idle.end]
+    late = deque[Interval]()
     for idle in sorted(alive, key=lambda idle: -_free_time(draft, idle)):
-        if _flat(draft, first, end):
+        if not peak.is_left(draft):
             return
-        window = draft.window(idle)
-        if window is not None and window.first < end <= window.end:
-            draft.move(window)
+        if _overhead(draft, idle, peak) > 0:
+            late.append(idle)
         else:
-            later.append(idle)
-    _weigh(draft, first, end, later)
-
-
-def _weigh(draft: Draft, first: int, end: int, swaps: list[Interval]) -> None:
-    """Choose one by one by overhead; `swaps` in the order of free time."""
+            _swap(draft, idle)
 
     def saving(storage: int) -> tuple[float, int]:
         return -draft.idle[storage].nbytes / max(draft.chain(storage), 1e-9), storage
 
     # Lazily sorted: MSPS only falls while sources are chosen, so the first that is still first is the largest.
-    remakes = [saving(idle.storage) for idle in swaps if draft.remakable(idle.storage)]
+    remakes = [saving(idle.storage) for idle in late if draft.remakable(idle.storage)]
     heapify(remakes)
-    queue = deque(swaps)
-    while queue and not _flat(draft, first, end):
-        swap = queue[0]
+    while late and peak.is_left(draft):
         while remakes and (remakes[0][1] in draft.trips or saving(remakes[0][1]) > remakes[0]):
             _, storage = heappop(remakes)
             if storage not in draft.trips:
                 heappush(remakes, saving(storage))
-        if swap.storage in draft.remade:
-            queue.popleft()
-        elif remakes and draft.chain(remakes[0][1]) <= -_free_time(draft, swap):
+        if late[0].storage in draft.remade:
+            late.popleft()
+        elif remakes and draft.chain(remakes[0][1]) <= _overhead(draft, late[0], peak):
             draft.remake(heappop(remakes)[1])
         else:
-            _swap_late(draft, queue.popleft())
+            _swap(draft, late.popleft())
 
 
 def _free_time(draft: Draft, idle: Interval) -> float:
@@ -98,13 +98,20 @@ def _free_time(draft: Draft, idle: Interval) -> float:
     return back.start - out.end if back.start >= 0 else -math.inf
 
 
-def _swap_late(draft: Draft, idle: Interval) -> None:
-    """Swap although the step waits for it: out as the lane allows, back in the stretch before its use."""
-    out = draft.lanes.out(idle.nbytes, idle.start)
-    draft.lanes.book(out)
-    gone = bisect_left(draft.trace.times, out.left) + 1
-    draft.send(idle, min(gone, max(idle.begin + 2, idle.end - 1)), idle.end)
+def _overhead(draft: Draft, idle: Interval, peak: _Peak) -> float:
+    """Seconds that the step would wait: to be out by the peak, and to be back although it starts after the peak."""
+    out, back = draft.lanes.out(idle.nbytes, idle.start), draft.lanes.back(idle.nbytes, idle.stop)
+    return max(0.0, out.left - peak.start) + max(0.0, max(out.end, peak.stop) - back.start)
 
 
-def _flat(draft: Draft, first: int, end: int) -> bool:
-    return not draft.memory.over[first:end].any()
+def _swap(draft: Draft, idle: Interval) -> None:
+    """Swap, and book the lanes; a swap with overhead comes back when there is room, as its in-trigger is past."""
+    window = draft.window(idle)
+    if window is not None:
+        draft.lanes.book(window.out)
+        draft.lanes.book(window.back)
+        draft.send(idle, idle.begin + 2, window.end)
+        return
+    draft.lanes.book(draft.lanes.out(idle.nbytes, idle.start))
+    draft.send(idle, idle.begin + 2, idle.end)
+    draft.come_with_room(idle.storage)

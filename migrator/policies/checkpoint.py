@@ -19,6 +19,7 @@ from migrator.effects import effect
 from migrator.intervals import Bytes, room
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.schedule import occupied
 from migrator.trace import Region, Trace
 
 BOUNDS = 64  # at most as many are tried
@@ -61,8 +62,4 @@ def _bounds(trace: Trace) -> list[int]:
 def _bytes_in_hbm(trace: Trace, chosen: tuple[Region, ...]) -> Bytes:
     """Bytes held and bytes made again, by stretch."""
     outcome = effect(trace, (), [region.path for region in chosen])
-    changes = np.zeros(trace.positions + 2, dtype=np.int64)
-    for held in outcome.held.values():
-        changes[held.birth + 1] += held.nbytes
-        changes[held.leave + 2] -= held.nbytes
-    return np.cumsum(changes)[:-1] + outcome.again
+    return occupied(outcome.held.values(), trace.positions) + outcome.again
