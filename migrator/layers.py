@@ -10,8 +10,11 @@ from migrator.trace import Site, Trace
 
 CONVOLUTIONS = frozenset(f"{name}{n}d" for name in ("Conv", "ConvTranspose", "LazyConv") for n in (1, 2, 3))
 ACTIVATIONS = frozenset(
-    "CELU ELU GELU GLU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid LogSoftmax Mish PReLU RReLU "
-    "ReLU ReLU6 SELU SiLU Sigmoid Softmax Softmax2d Softmin Softplus Softshrink Softsign Tanh Tanhshrink Threshold".split()
+    {
+        *("CELU", "ELU", "GELU", "GLU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyReLU", "Mish"),
+        *("PReLU", "RReLU", "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "LogSigmoid", "Softplus", "Softshrink"),
+        *("Softsign", "Tanh", "Tanhshrink", "Threshold", "Softmax", "Softmax2d", "Softmin", "LogSoftmax"),
+    }
 )
 
 

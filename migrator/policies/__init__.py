@@ -16,16 +16,44 @@ from types import MappingProxyType
 
 from migrator.links import Links
 from migrator.plan import Plan
-from migrator.policies import flashneuron, keep, move
+from migrator.policies import (
+    autotm,
+    capuchin,
+    checkpoint,
+    flashneuron,
+    g10,
+    keep,
+    move,
+    sentinel,
+    ssdtrain,
+    superneurons,
+    swapadvisor,
+    teraio,
+    vdnn,
+    vdnnpp,
+)
 from migrator.trace import Trace
 
 Policy = Callable[[Trace, int, Links], Plan]
 
 POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
     {
+        "autotm": autotm.plan,
+        "capuchin": capuchin.plan,
+        "checkpoint": checkpoint.plan,
         "flashneuron": flashneuron.plan,
+        "g10": g10.plan,
         "keep": keep.plan,
         "move": move.plan,
+        "sentinel": sentinel.plan,
+        "ssdtrain": ssdtrain.plan,
+        "superneurons": superneurons.plan,
+        "swapadvisor": swapadvisor.plan,
+        "teraio": teraio.plan,
+        "vdnn++": vdnnpp.plan,
+        "vdnn-all": vdnn.plan_all,
+        "vdnn-conv": vdnn.plan_conv,
+        "vdnn-dyn": vdnn.plan_dyn,
     }
 )
 
