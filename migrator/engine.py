@@ -281,6 +281,17 @@ class Engine:
                 self.compute.hand_over(group.buffer)
         return group.buffer
 
+    def put_away(self, group: Group) -> None:
+        """Let go of a group again that came back before its time."""
+        with self.lock:
+            if group.state is State.HOME:
+                self._count(group, 0)
+                self._leave_home(group)
+
+    def is_on_disk(self, group: Group) -> bool:
+        """Whether it would take the disk to bring the group back."""
+        return group.state is State.AWAY and group.parcel is not None and not self.backing.at_hand(group.parcel)
+
     def used(self, group: Group) -> None:
         """Take note that backward asked for one more tensor of the group, for the first time."""
         group.unused -= 1

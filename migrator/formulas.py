@@ -44,6 +44,9 @@ class Formula:
 class Source(Protocol):
     """Where formulas find their inputs."""
 
+    def is_fresh(self, node: Any) -> bool:
+        """Whether a node was made in the forward that is under way: autocast caches casts of weights for longer."""
+
     def packed(self, node: Any, name: str) -> Any:
         """What was packed of the tensor that `node` saved as `name`; None if there is none, or it is not ours."""
 
@@ -51,7 +54,7 @@ class Source(Protocol):
         """What was packed of that output of a node; None if it was not saved, or is gone."""
 
     def leaf(self, tensor: Tensor) -> Any:
-        """Pack a leaf of the graph."""
+        """Pack a leaf of the graph; None if it may be another than it was when the node read it."""
 
     def epsilon(self, node: Any) -> float | None:
         """The epsilon of a normalisation whose node does not tell."""
@@ -60,7 +63,9 @@ class Source(Protocol):
 def formula(node: Any, source: Source, depth: int = DEPTH) -> Formula | None:
     """The formula for the first output of `node`; None if there is none."""
     build = _TABLE.get(node.name())
-    return None if build is None or not depth else build(node, _Operands(node, source, depth - 1))
+    if build is None or not depth or not source.is_fresh(node):
+        return None
+    return build(node, _Operands(node, source, depth - 1))
 
 
 class _Operands:
@@ -82,7 +87,8 @@ class _Operands:
         if node is None:
             return None
         if node.name() == "torch::autograd::AccumulateGrad":
-            return Formula(".", (self.source.leaf(node.variable),), _first)
+            packed = self.source.leaf(node.variable)
+            return None if packed is None else Formula(".", (packed,), _first)
         packed = self.source.made_by(node, output)
         if packed is not None:
             return Formula(".", (packed,), _first)

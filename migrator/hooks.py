@@ -35,6 +35,9 @@ MIN_BYTES = 4096
 EPSILONS = (1e-5, 1e-6)
 """What normalisations are tried with that are no modules: neither node nor module tells."""
 
+NO_FORWARD = 1 << 64
+"""No node is as late: nothing can be made again."""
+
 _graph_task = torch._C._current_graph_task_id
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _keys = torch._C._dispatch_keys
@@ -99,6 +102,8 @@ class Saver:
         self._root_begins = root_begins
         self._period_over = period_over
         self._fixed: set[int] = set()
+        self._began = NO_FORWARD  # PyTorch's number of the first node of the forward under way
+        self._versions: dict[int, int] = {}  # of parameters, when it began
 
     # ----------------------------------------------------------------------------------- on, off
 
@@ -142,6 +147,11 @@ class Saver:
             self._forget_dead_forward()
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages.
             self._fixed = weights.storages(weights.of_module(module))
+            if self.recording or self._searching:
+                # Sharded parameters lose their memory between the forward and the backward of their module.
+                sharded = any(weights.is_sharded(child) for child in module.modules())
+                self._began = NO_FORWARD if sharded else torch._C._autograd._get_sequence_nr()
+                self._versions = {id(parameter): parameter._version for parameter in module.parameters()}
             self._root_begins(module)
         self.modules.enter(module)
         if self.recording and module._modules and self.modules.inside:
@@ -299,7 +309,10 @@ class Saver:
         return mover.take(tensor, storage, key, go if type(go) is Go else None, kind)
 
     def _origins(self, epsilon: float | None = None) -> Origins:
-        return Origins(lambda hook: getattr(hook, "__self__", None) is self, _keep_leaf, epsilon)
+        return Origins(self._is_ours, _keep_leaf, self._versions, self._began, epsilon)
+
+    def _is_ours(self, hook: object) -> bool:
+        return getattr(hook, "__self__", None) is self
 
     def _try_formula(self, tensor: Tensor, key: str, packed: Packed) -> None:
         """See whether the tensor could be made again, if this is the first of its storage."""
@@ -307,7 +320,7 @@ class Saver:
         if record is None or record.known is None:
             return
         recorder, ident, base = record.recorder, record.known.ident, base_of(tensor)
-        if recorder.trials is None or not recorder.trials.is_new(ident):
+        if recorder.trials is None or not recorder.trials.is_new(ident) or self._movable(base) is None:
             return
         for epsilon in (None, *EPSILONS):
             source = self._origins(epsilon)
@@ -316,7 +329,11 @@ class Saver:
             if what is not None and inputs is not None:
                 if recorder.trials.knows(ident, key, base, what, inputs):
                     return
+                moved = [packed for packed in what.inputs if isinstance(packed, Moved)]
+                away = [packed for packed in moved if packed.saved.group.state is State.AWAY]
                 recorder.trials.attempt(ident, base, what, source, inputs, self._peek)
+                for packed in away:
+                    packed.mover.engine.put_away(packed.saved.group)
             if epsilon is None and (what is not None or not source.asked):
                 return  # it is not for want of an epsilon
 
@@ -352,10 +369,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _inputs(what: Formula, recorder: Recorder) -> tuple[int, ...] | None:
-    """The storages that a formula needs; None if one of them is not at hand, or not of this period."""
+    """The storages that a formula needs; None if one of them is on disk, or not of this period."""
     idents: dict[int, None] = {}
     for packed in what.inputs:
-        if isinstance(packed, Moved) and packed.saved.group.state is State.AWAY:
+        if isinstance(packed, Moved) and packed.mover.engine.is_on_disk(packed.saved.group):
             return None
         record = packed[3] if isinstance(packed, tuple) else packed.record
         if record is None:

@@ -225,8 +225,8 @@ class Mover:
         with self.engine.lock:
             trace = None
             if self.recorder is not None:
-                trace, verified = self.recorder.trace()
-                self.verified.update(verified)
+                trace = self.recorder.trace()
+                self.verified.update(self.recorder.verified)
             peak = self.engine.end_period()
             drifted = self._unforeseen or self._incomplete()
             self._begin()

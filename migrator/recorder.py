@@ -74,6 +74,7 @@ class Recorder:
         self._resident = resident
         self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
         self.trials = None if meter is None else Trials(meter, verified)
+        self.verified: dict[str, Verified] = {}  # by site, the formulas that held; known with the trace
 
     def advance(self) -> int:
         """The next position."""
@@ -116,8 +117,8 @@ class Recorder:
             else:
                 self._outlived.add(record.key)
 
-    def trace(self) -> tuple[Trace, dict[str, Verified]]:
-        """What was recorded, and by site the formulas that held; waits for the device to end the period.
+    def trace(self) -> Trace:
+        """What was recorded; where it was measured, this waits for the device to end the period.
 
         Sites that cannot move, or free nothing by it, have 0 bytes.
         """
@@ -131,10 +132,11 @@ class Recorder:
                 nbytes = 0
             sites.append(Site(record.key, ident, nbytes, record.birth, tuple(record.uses), record.kind))
         if self._meter is None or self.trials is None:
-            return Trace(tuple(sites), self._position), {}
+            return Trace(tuple(sites), self._position)
         measures = self._meter.finish(self._resident())
         held = self.trials.results()
-        trace = Trace(
+        self.verified = {site.key: held[site.storage][1] for site in sites if site.storage in held}
+        return Trace(
             tuple(sites),
             self._position,
             times=measures.times,
@@ -143,7 +145,6 @@ class Recorder:
             recipes={ident: recipe for ident, (recipe, _) in held.items()},
             regions=tuple(self._regions()),
         )
-        return trace, {site.key: held[site.storage][1] for site in sites if site.storage in held}
 
     def _regions(self) -> list[Region]:
         assert self._meter is not None

@@ -9,7 +9,7 @@ released meanwhile.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ class Verified(NamedTuple):
     layout : tuple
         Size, strides and dtype of what it made.
     searched : bool
-        Whether it needs to know which saved tensor came from which node.
+        Whether it needs to know which saved tensor came from which node, or the versions of parameters.
     seconds : float
         What it took on the device.
     """
@@ -149,9 +149,9 @@ def layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def find(base: Tensor, source: Origins) -> Formula | None:
-    """The formula for a tensor that owns its memory, all of it; None if there is none."""
+    """The formula for a plain tensor that owns its memory, all of it; None if there is none."""
     node = base.grad_fn
-    if node is None or type(base) is not Tensor or base.output_nr or base.storage_offset():
+    if node is None or base.output_nr or base.storage_offset():
         return None
     if base.numel() * base.itemsize != base.untyped_storage().nbytes():
         return None
@@ -167,19 +167,34 @@ class Origins:
         Whether an unpack hook is the thread's own.
     keep : callable
         Packs a tensor that stays.
+    versions : mapping of int to int
+        The model's parameters, by id, and their versions when the forward under way began.
+    began : int
+        PyTorch's number of the first node of that forward.
     epsilon : float, optional
         What normalisations take that do not tell otherwise.
     """
 
     def __init__(
-        self, is_ours: Callable[[Any], bool], keep: Callable[[Tensor], Any], epsilon: float | None = None
+        self,
+        is_ours: Callable[[Any], bool],
+        keep: Callable[[Tensor], Any],
+        versions: Mapping[int, int],
+        began: int,
+        epsilon: float | None = None,
     ) -> None:
         self._is_ours = is_ours
         self._keep = keep
+        self._versions = versions
+        self._began = began
         self._epsilon = epsilon
         self.searched = False  # for what a node made
         self.asked = False  # for an epsilon
         self.told: float | None = None  # what the answer was
+
+    def is_fresh(self, node: Any) -> bool:
+        """Whether a node was made in the forward that is under way."""
+        return bool(node._sequence_nr() >= self._began)
 
     def packed(self, node: Any, name: str) -> Any:
         """What was packed of the tensor that `node` saved as `name`."""
@@ -205,8 +220,9 @@ class Origins:
         return found if rest is None or found is None else (found, *rest)
 
     def leaf(self, tensor: Tensor) -> Any:
-        """Pack a leaf of the graph."""
-        return self._keep(tensor)
+        """Pack a parameter that is as it was when the forward began."""
+        self.searched = True
+        return self._keep(tensor) if self._versions.get(id(tensor)) == tensor._version else None
 
     def epsilon(self, node: Any) -> float | None:
         """The epsilon of a normalisation."""

@@ -74,6 +74,7 @@ class CudaMeter:
         self._ticks: list[torch.cuda.Event] = []
         self._others: list[int] = []
         self._left_out: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._highest = 0  # since the last tick
         compute.waited = self._left_out
         peaks.lap(compute.device)
 
@@ -90,11 +91,16 @@ class CudaMeter:
         # Into a graph that is being captured no event of ours may go.
         capturing = self._compute.capturing()
         self._ticks.append(self._ticks[-1] if capturing and self._ticks else self.mark())
-        self._others.append(max(0, peaks.lap(self._compute.device) - resident))
+        self._others.append(self._without(resident))
+
+    def _without(self, resident: int) -> int:
+        highest, self._highest = max(self._highest, peaks.lap(self._compute.device)), 0
+        return max(0, highest - resident)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is done inside is not the program's."""
+        self._highest = max(self._highest, peaks.lap(self._compute.device))
         start = self.mark()
         try:
             yield
@@ -105,7 +111,7 @@ class CudaMeter:
     def finish(self, resident: int) -> Measures:
         """The period is over; waits until the device has passed its end. To be called once."""
         self._compute.waited = None
-        others = (*self._others, max(0, peaks.lap(self._compute.device) - resident))
+        others = (*self._others, self._without(resident))
         end = self.mark()
         end.synchronize()
         gaps = []

@@ -47,6 +47,7 @@ FAMILIES = (
     "mixed",
     "periods",
     "processes",
+    "recompute",
     "sessions",
     "storages",
     "subclasses",
@@ -91,7 +92,9 @@ def main(family: str) -> None:
 
 
 @contextmanager
-def moving(*, room: int = MiB, share: float = 1, policy: str = "move", **arguments: Any) -> Iterator[Session]:
+def moving(
+    *, room: int = MiB, share: float = 1, remake: bool = False, policy: str = "move", **arguments: Any
+) -> Iterator[Session]:
     """Open a session in which a share of the storages moves, and few bytes of those may lie in HBM at once.
 
     A budget as small as the programs here cannot be set on a GPU, where libraries take more for themselves.
@@ -103,13 +106,16 @@ def moving(*, room: int = MiB, share: float = 1, policy: str = "move", **argumen
         Bytes of saved tensors that may lie in HBM besides those that stay.
     share
         Of the storages, evenly spread, once there is a plan; before that everything moves.
+    remake
+        What can be made again cheaply does not move, but is.
     """
 
     def move_a_share(trace: Trace, budget: int, links: Links) -> Plan:
         lives = trace.lifetimes
         goes = {life.ident: int((k + 1) * share) > int(k * share) for k, life in enumerate(lives)}
         stays = sum(life.nbytes for life in lives if not goes[life.ident])
-        plan = make_plan("move", trace, {ident for ident, it_goes in goes.items() if it_goes}, room)
+        again = set(trace.recipes) & set(goes) if remake else set()
+        plan = make_plan("move", trace, {ident for ident, it_goes in goes.items() if it_goes}, room, dropped=again)
         return replace(plan, room=stays + room)
 
     with (

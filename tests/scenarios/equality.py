@@ -22,6 +22,8 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "two thirds move": {"share": 2 / 3},
     "a third moves": {"share": 1 / 3},
     "nothing moves": {"policy": "keep"},
+    "everything light is made again": {"share": 0, "remake": True},
+    "everything light is made again, and everything else moves": {"remake": True},
     "everything moves, to disk as well": {"dram": "8MiB", **DISK},
     "a third moves, to disk as well": {"dram": "8MiB", "share": 1 / 3, **DISK},
 }
