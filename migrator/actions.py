@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
 from migrator.plan import PageGroup
 from migrator.remake import Verified
 
 if TYPE_CHECKING:
     from migrator.mover import Mover
+
+
+class Pace(NamedTuple):
+    """When a site comes in the plan's period, and what its room is from there on.
+
+    Attributes
+    ----------
+    birth, use : int
+        Positions at which it is saved, and first asked for.
+    from_birth, from_use : int or None
+        Saved bytes that may lie in HBM from then on; None: as many as before.
+    """
+
+    birth: int
+    use: int
+    from_birth: int | None
+    from_use: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +36,7 @@ class Stay:
     mover: Mover
     enter: int
     leave: int
+    pace: Pace | None = None
     stays: ClassVar[Literal[True]] = True
 
 
@@ -28,6 +46,7 @@ class Go:
 
     mover: Mover
     group: PageGroup
+    pace: Pace | None = None
     stays: ClassVar[Literal[False]] = False
 
 
@@ -37,6 +56,7 @@ class Make:
 
     mover: Mover
     verified: Verified
+    pace: Pace | None = None
     stays: ClassVar[Literal[False]] = False
 
 

@@ -35,6 +35,7 @@ from itertools import islice
 import torch
 
 from allocator.sizes import round_up
+from migrator.actions import Pace
 from migrator.backing import Backing, Parcel
 from migrator.lanes import GATHER_BELOW, SLOT, Compute, Event, Lane, Piece, Stream, whole
 
@@ -103,6 +104,8 @@ class Group:
     parcel: Parcel | None = None
     buffer: torch.Tensor | None = None
     ready_on: list[Stream] = field(default_factory=list)  # streams that have waited for the buffer's copy
+    bring_at: int = -1  # position from which it may come back
+    tier: str | None = None  # where it is to go
 
 
 class Engine:
@@ -120,6 +123,7 @@ class Engine:
         self.compute = compute
         self.lock = threading.RLock()
         self.limit = 0
+        self.position = -1  # in the plan's period, as far as the sites that came tell
         self.resident = 0
         self._peak = 0
         self.alive = 0  # saved tensors that move and are still part of a graph
@@ -174,7 +178,7 @@ class Engine:
         for saved in group.members:
             saved.offset = offset
             offset = round_up(offset + saved.nbytes, SLOT)
-        parcel = self.backing.new(offset, group.next_use)
+        parcel = self.backing.new(offset, group.next_use, group.tier)
         assert parcel.block is not None
         block = parcel.block.tensor
         target, at = block.untyped_storage(), int(block.storage_offset())
@@ -187,6 +191,7 @@ class Engine:
         except BaseException:
             self.backing.drop(parcel)
             raise
+        self.backing.filled(parcel)
         group.parcel = parcel
         group.state = State.LEAVING
         self._leaving[group] = None
@@ -242,7 +247,9 @@ class Engine:
             group = self._order[0]
             if group.state is State.AWAY and group.unused:
                 assert group.parcel is not None
-                if self.resident + group.nbytes > self.limit or not self.backing.at_hand(group.parcel):
+                if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
+                    break
+                if not self.backing.at_hand(group.parcel):
                     break
                 try:
                     self._bring(group)
@@ -280,17 +287,6 @@ class Engine:
             if stream != group.stream:
                 self.compute.hand_over(group.buffer)
         return group.buffer
-
-    def put_away(self, group: Group) -> None:
-        """Let go of a group again that came back before its time."""
-        with self.lock:
-            if group.state is State.HOME:
-                self._count(group, 0)
-                self._leave_home(group)
-
-    def is_on_disk(self, group: Group) -> bool:
-        """Whether it would take the disk to bring the group back."""
-        return group.state is State.AWAY and group.parcel is not None and not self.backing.at_hand(group.parcel)
 
     def used(self, group: Group) -> None:
         """Take note that backward asked for one more tensor of the group, for the first time."""
@@ -374,6 +370,26 @@ class Engine:
         if self.resident > self.limit and self._leaving:
             with self.lock:
                 self.relieve()
+
+    def born(self, pace: Pace) -> None:
+        """A site of the plan comes: from here on its room holds."""
+        self.position = pace.birth
+        if pace.from_birth is not None:
+            self.limit = pace.from_birth
+            if self.resident > self.limit and self._leaving:
+                with self.lock:
+                    self.relieve()
+
+    def reached(self, pace: Pace) -> None:
+        """Backward asks for a site of the plan: from here on its room holds, and its triggers."""
+        if pace.use <= self.position:
+            return  # asked for again, or not in the plan's order
+        self.position = pace.use
+        if pace.from_use is not None:
+            self.limit = pace.from_use
+        if self._order:
+            with self.lock:
+                self.prefetch()
 
     def left(self, nbytes: int) -> None:
         """Count bytes that had stayed and were used for the last time."""

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from migrator import weights
 from migrator.actions import Action, Go, Make, Stay
-from migrator.engine import Group, Saved, State
+from migrator.engine import Group, Saved
 from migrator.formulas import Formula
 from migrator.recorder import Record, Recorder
-from migrator.remake import Dropped, Origins, base_of, find, note, note_epsilon
+from migrator.remake import Dropped, Origins, Verified, base_of, find, layout, note, note_epsilon
 from migrator.sites import Modules
+from migrator.trials import Trial
 
 if TYPE_CHECKING:
     from migrator.mover import Mover
@@ -46,10 +47,23 @@ _keys = torch._C._dispatch_keys
 class Moved:
     """What the graph holds in place of a saved tensor that moves."""
 
-    __slots__ = ("__weakref__", "dead", "dtype", "first", "mover", "record", "saved", "size", "stride", "was_used")
+    __slots__ = (
+        "__weakref__",
+        "dead",
+        "dtype",
+        "first",
+        "go",
+        "mover",
+        "record",
+        "saved",
+        "size",
+        "stride",
+        "was_used",
+    )
 
-    def __init__(self, tensor: Tensor, mover: Mover, saved: Saved, record: Record | None):
+    def __init__(self, tensor: Tensor, mover: Mover, saved: Saved, go: Go | None, record: Record | None):
         self.mover = mover
+        self.go = go
         self.saved = saved
         self.record = record
         self.dtype = tensor.dtype
@@ -222,6 +236,8 @@ class Saver:
         number = node.count
         node.count = number + 1
         action = node.actions[number] if number < len(node.actions) else None
+        if action is not None and action.pace is not None:
+            action.mover.engine.born(action.pace)
         if self.recording or self._searching:
             return self._pack_noting(tensor, f"{node.path}:{number}", action)
         if action is not None and action.stays:
@@ -241,7 +257,7 @@ class Saver:
         else:
             packed = self._move(tensor, key, action)
         if self.recording:
-            self._try_formula(tensor, key, packed)
+            self._prepare_trial(tensor, key, packed)
         note(tensor, packed)
         return packed
 
@@ -253,9 +269,12 @@ class Saver:
                 raise _modified(alias, alias.dtype, alias.size(), version)
             if record is not None:
                 record.used()
+                self._try(record, alias)
             if stay is not None:
                 if not self.in_backward:
                     self._turn()
+                if stay.pace is not None:
+                    stay.mover.engine.reached(stay.pace)
                 if stay.leave:
                     stay.mover.engine.left(stay.leave)
             return alias
@@ -264,8 +283,11 @@ class Saver:
             self._turn()
         if packed.record is not None:
             packed.record.used()
+        if packed.go is not None and packed.go.pace is not None:
+            packed.go.mover.engine.reached(packed.go.pace)
         if isinstance(packed, Moved):
-            return packed.mover.give_back(packed)
+            tensor = packed.mover.give_back(packed)
+            return tensor if packed.record is None else self._try(packed.record, tensor)
         return packed.again(self._peek, count=True)
 
     def _peek(self, packed: Packed) -> Tensor:
@@ -305,7 +327,7 @@ class Saver:
             return _keep(tensor, None, self._record(mover, key, tensor))
         kind = self.modules.here.kind
         if type(go) is Make:
-            return mover.drop(tensor, storage, key, go.verified, self._origins(go.verified.epsilon), kind)
+            return mover.drop(tensor, storage, key, go, self._origins(go.verified.epsilon), kind)
         return mover.take(tensor, storage, key, go if type(go) is Go else None, kind)
 
     def _origins(self, epsilon: float | None = None) -> Origins:
@@ -314,28 +336,34 @@ class Saver:
     def _is_ours(self, hook: object) -> bool:
         return getattr(hook, "__self__", None) is self
 
-    def _try_formula(self, tensor: Tensor, key: str, packed: Packed) -> None:
+    def _prepare_trial(self, tensor: Tensor, key: str, packed: Packed) -> None:
         """See whether the tensor could be made again, if this is the first of its storage."""
         record = packed[3] if isinstance(packed, tuple) else packed.record
         if record is None or record.known is None:
             return
-        recorder, ident, base = record.recorder, record.known.ident, base_of(tensor)
-        if recorder.trials is None or not recorder.trials.is_new(ident) or self._movable(base) is None:
+        trials, ident, base = record.recorder.trials, record.known.ident, base_of(tensor)
+        if trials is None or not trials.is_new(ident) or self._movable(base) is None:
             return
         for epsilon in (None, *EPSILONS):
             source = self._origins(epsilon)
             what = packed.made.formula if isinstance(packed, Dropped) else find(base, source)
-            inputs = None if what is None else _inputs(what, recorder)
+            inputs = None if what is None else _inputs(what, record.recorder)
             if what is not None and inputs is not None:
-                if recorder.trials.knows(ident, key, base, what, inputs):
+                if trials.knows(ident, key, base, what, inputs):
                     return
-                moved = [packed for packed in what.inputs if isinstance(packed, Moved)]
-                away = [packed for packed in moved if packed.saved.group.state is State.AWAY]
-                recorder.trials.attempt(ident, base, what, source, inputs, self._peek)
-                for packed in away:
-                    packed.mover.engine.put_away(packed.saved.group)
+                verified = Verified(what.name, source.told, layout(base), source.searched, 0.0)
+                first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
+                record.trials.append(Trial(ident, what, verified, inputs, base.size(), base.stride(), first, nbytes))
             if epsilon is None and (what is not None or not source.asked):
                 return  # it is not for want of an epsilon
+
+    def _try(self, record: Record, tensor: Tensor) -> Tensor:
+        """Carry the trials of a tensor out that backward is about to be given."""
+        trials, record.trials = record.trials, []
+        for trial in trials:
+            if record.recorder.trials is not None:
+                record.recorder.trials.attempt(trial, tensor, self._peek)
+        return tensor
 
     def _mover(self, device: torch.device) -> Mover | None:
         if device not in self.movers:
@@ -369,11 +397,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _inputs(what: Formula, recorder: Recorder) -> tuple[int, ...] | None:
-    """The storages that a formula needs; None if one of them is on disk, or not of this period."""
+    """The storages that a formula needs; None if one of them is not of this period."""
     idents: dict[int, None] = {}
     for packed in what.inputs:
-        if isinstance(packed, Moved) and packed.mover.engine.is_on_disk(packed.saved.group):
-            return None
         record = packed[3] if isinstance(packed, tuple) else packed.record
         if record is None:
             continue  # a leaf of the graph: the program keeps it

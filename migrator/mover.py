@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from allocator.errors import TierFull
-from migrator.actions import Action, Go, Make, Stay
+from migrator.actions import Action, Go, Make, Pace, Stay
 from migrator.engine import NEVER, Engine, Group, State
 from migrator.hooks import Moved
 from migrator.lanes import Stream
 from migrator.learner import Learner
-from migrator.plan import PageGroup, Plan, group_bytes, learning_room
+from migrator.plan import PageGroup, Plan, checkpoint_key, group_bytes, learning_room
 from migrator.recorder import Recorder
 from migrator.remake import Dropped, Made, Origins, Verified, base_of, find, layout, view
 from migrator.storages import Storages
+from migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 
@@ -109,7 +110,7 @@ class Mover:
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
             engine.hold(saved)
-            moved = Moved(tensor, self, saved, record)
+            moved = Moved(tensor, self, saved, go, record)
             if filling is not None:
                 filling.missing -= 1
                 if not filling.missing:
@@ -167,7 +168,7 @@ class Mover:
         self.engine.begin_backward()
 
     def drop(
-        self, tensor: Tensor, storage: torch.UntypedStorage, key: str, verified: Verified, source: Origins, kind: str
+        self, tensor: Tensor, storage: torch.UntypedStorage, key: str, make: Make, source: Origins, kind: str
     ) -> Dropped | Moved:
         """Let go of a saved tensor that its formula makes again; where that does not hold any more, take it."""
         with self.engine.lock:
@@ -175,13 +176,13 @@ class Mover:
             made = None if known.made is None else known.made()
             if made is None:
                 base = base_of(tensor)
-                what = find(base, source) if layout(base) == verified.layout else None
-                if what is None or what.name != verified.name:
+                what = find(base, source) if layout(base) == make.verified.layout else None
+                if what is None or what.name != make.verified.name:
                     return self.take(tensor, storage, key, None, kind)
                 made = Made(base, what, self.engine)
                 known.made = weakref.ref(made)
             record = None if self.recorder is None else self.recorder.save(key, known, kind)
-            return Dropped(tensor, made, record)
+            return Dropped(tensor, made, make, record)
 
     def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
         """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it.
@@ -260,6 +261,8 @@ class Mover:
         self._unforeseen = False
         self._taken = 0
         self.storages = Storages()
+        self.engine.position = -1
+        self.engine.limit = self._room
 
     def _incomplete(self) -> bool:
         """Whether sites that were foreseen did not come; of kinds of periods that alternate, one plan must fit."""
@@ -277,18 +280,39 @@ class Mover:
 
     def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""
-        for plan in self.learner.plans:
+        paced = [
+            (plan, _paces(plan, trace)) for plan, trace in zip(self.learner.plans, self.learner.traces, strict=True)
+        ]
+        for plan, paces in paced:
             for key, keep in plan.keep.items():
-                yield key, Stay(self, keep.enter, keep.leave)
-        for plan in self.learner.plans:
+                yield key, Stay(self, keep.enter, keep.leave, paces.get(key))
+        for plan, paces in paced:
             for key in plan.recompute:
                 if key in self.verified:
-                    yield key, Make(self, self.verified[key])
-        for plan in self.learner.plans:
+                    yield key, Make(self, self.verified[key], paces.get(key))
+        for plan, paces in paced:
             for group in plan.groups:
                 for key in group.sites:
-                    yield key, Go(self, group)
+                    yield key, Go(self, group, paces.get(key))
 
 
 def _planned_group(planned: PageGroup, stream: Stream) -> Group:
-    return Group(NEVER if planned.first_use is None else planned.first_use, stream)
+    next_use = NEVER if planned.first_use is None else planned.first_use
+    bring_at = -1 if planned.bring_at is None else planned.bring_at
+    return Group(next_use, stream, bring_at=bring_at, tier=planned.tier)
+
+
+def _paces(plan: Plan, trace: Trace) -> dict[str, Pace]:
+    """By site, when it comes and what room there is from then on; empty if the plan's room never changes."""
+    if not plan.limits and all(group.bring_at is None for group in plan.groups):
+        return {}
+    times = {site.key: (site.birth, min(site.uses, default=-1)) for site in trace.sites}
+    for region in trace.regions:
+        inner = [use for site in trace.sites_of(region) for use in site.uses]
+        for number in range(len(region.inputs)):
+            times[checkpoint_key(region.path, number)] = (region.begin, min(inner, default=-1))
+    paces = {}
+    for key, (birth, use) in times.items():
+        from_birth, from_use = plan.limits.get(key, (None, None))
+        paces[key] = Pace(birth, use, from_birth, from_use)
+    return paces

@@ -12,21 +12,30 @@ from migrator.lanes import Meter
 from migrator.remake import Verified
 from migrator.storages import Known
 from migrator.trace import Region, Site, Trace
-from migrator.trials import Trials
+from migrator.trials import Trial, Trials
 
 LIMIT = 100_000  # records; a period without backward never ends, and its trace would be of no use
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class _Entry:
     """One saved tensor of the period under way; `known` is None for what cannot move."""
 
-    recorder: Recorder
     key: str
     birth: int
     known: Known | None
-    kind: str = ""
+    kind: str
     uses: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What the graph holds of an entry; and of its trials, whose inputs nobody else may keep alive."""
+
+    recorder: Recorder
+    known: Known | None
+    uses: list[int]
+    trials: list[Trial] = field(default_factory=list)
 
     def used(self) -> None:
         """Backward asks for it."""
@@ -68,7 +77,7 @@ class Recorder:
         verified: Mapping[str, Verified] = MappingProxyType({}),
     ) -> None:
         self._position = 0
-        self._records: list[Record] = []
+        self._entries: list[_Entry] = []
         self._outlived = outlived
         self._meter = meter
         self._resident = resident
@@ -85,11 +94,11 @@ class Recorder:
 
     def save(self, key: str, known: Known | None, kind: str = "") -> Record | None:
         """The program saves a tensor."""
-        if len(self._records) >= LIMIT:
+        if len(self._entries) >= LIMIT:
             return None
-        record = Record(self, key, self.advance(), known, kind)
-        self._records.append(record)
-        return record
+        entry = _Entry(key, self.advance(), known, kind)
+        self._entries.append(entry)
+        return Record(self, known, entry.uses)
 
     def enter(self, path: str, inputs: Sequence[Known]) -> None:
         """The forward of a module begins that could be recomputed as a whole from `inputs`."""
@@ -105,17 +114,17 @@ class Recorder:
 
     def turn(self) -> None:
         """Backward begins. What we let go of and is still alive, somebody else holds."""
-        known_storages = [record.known for record in self._records if record.known is not None]
+        known_storages = [entry.known for entry in self._entries if entry.known is not None]
         # Of a storage that we hold ourselves, by another part of it, nothing can be said.
         ours = {k.cdata for k in known_storages if k.saved is None or k.saved.group.state is not State.AWAY}
-        for record in self._records:
-            known = record.known
+        for entry in self._entries:
+            known = entry.known
             if known is None or known.cdata in ours:
                 continue
             if known.freed():
-                self._outlived.discard(record.key)
+                self._outlived.discard(entry.key)
             else:
-                self._outlived.add(record.key)
+                self._outlived.add(entry.key)
 
     def trace(self) -> Trace:
         """What was recorded; where it was measured, this waits for the device to end the period.
@@ -124,13 +133,13 @@ class Recorder:
         """
         sites = []
         alone = -1  # storages that are not told apart get numbers of their own
-        for record in self._records:
-            known = record.known
+        for entry in self._entries:
+            known = entry.known
             ident, nbytes = (alone, 0) if known is None else (known.ident, known.high - known.low)
             alone -= known is None
-            if record.key in self._outlived:
+            if entry.key in self._outlived:
                 nbytes = 0
-            sites.append(Site(record.key, ident, nbytes, record.birth, tuple(record.uses), record.kind))
+            sites.append(Site(entry.key, ident, nbytes, entry.birth, tuple(entry.uses), entry.kind))
         if self._meter is None or self.trials is None:
             return Trace(tuple(sites), self._position)
         measures = self._meter.finish(self._resident())

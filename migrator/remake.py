@@ -18,6 +18,7 @@ from torch import Tensor
 from migrator.formulas import Formula, formula
 
 if TYPE_CHECKING:
+    from migrator.actions import Make
     from migrator.engine import Engine
     from migrator.recorder import Record
 
@@ -38,7 +39,7 @@ class Verified(NamedTuple):
     epsilon : float or None
         What it took for a normalisation's epsilon.
     layout : tuple
-        Size, strides and dtype of what it made.
+        Of what it made.
     searched : bool
         Whether it needs to know which saved tensor came from which node, or the versions of parameters.
     seconds : float
@@ -88,10 +89,11 @@ class Made:
 class Dropped:
     """What the graph holds in place of a saved tensor that is made again."""
 
-    __slots__ = ("__weakref__", "dtype", "first", "made", "record", "size", "stride", "was_used")
+    __slots__ = ("__weakref__", "dtype", "first", "go", "made", "record", "size", "stride", "was_used")
 
-    def __init__(self, tensor: Tensor, made: Made, record: Record | None) -> None:
+    def __init__(self, tensor: Tensor, made: Made, go: Make, record: Record | None) -> None:
         made.unused += 1
+        self.go = go
         self.made = made
         self.record = record
         self.dtype = tensor.dtype
@@ -144,7 +146,9 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Size, strides and dtype."""
+    """What must be as it was when a formula was tried: strides and dtype; not how long contiguous dimensions are."""
+    if tensor.is_contiguous():
+        return (tensor.dim(), tensor.dtype)
     return (tensor.size(), tensor.stride(), tensor.dtype)
 
 
