@@ -11,9 +11,10 @@ The hooks belong to a thread (PyTorch hands them on to the threads of backward),
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from migrator.actions import Action, Go, Make, Stay
 from migrator.engine import Group, Saved
 from migrator.formulas import Formula
 from migrator.recorder import Record, Recorder
+from migrator.regions import Regions, other_state
 from migrator.remake import Dropped, Origins, Verified, base_of, find, layout, note, note_epsilon
 from migrator.sites import Modules
 from migrator.trials import Trial
@@ -107,6 +109,9 @@ class Saver:
         self.movers: dict[torch.device, Mover | None] = {}
         self.actions: dict[str, list[Action | None]] = {}
         self.recording = False
+        self.regions = Regions(self.modules, self._may_recompute)
+        self._whole: tuple[str, ...] = ()  # paths of the regions that the plans recompute
+        self._ident = threading.get_ident()
         self._searching = False  # some formula of the plans needs to know which node made what was saved
         self.in_backward = False  # backward has asked for something in this period
         self.steps_before = 0  # optimizer steps made before the period began
@@ -136,6 +141,7 @@ class Saver:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         self.actions = {}
         self.movers = {}
+        self.regions.apply(())
         self._period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
 
@@ -157,7 +163,7 @@ class Saver:
 
     def enter(self, module: nn.Module, args: Sequence[object]) -> None:
         """A forward begins."""
-        if self.modules.outside:
+        if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
             self._forget_dead_forward()
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages.
             self._fixed = weights.storages(weights.of_module(module))
@@ -169,34 +175,54 @@ class Saver:
             self._root_begins(module)
         self.modules.enter(module)
         if self.recording and module._modules and self.modules.inside:
-            self._visit(args)
+            self._visit(module, args)
 
     def leave(self, module: nn.Module, output: object) -> None:
         """A forward ends."""
         if self.recording:
             note_epsilon(module, output)
+            path = self.modules.here.path
             for mover in self.armed_movers:
-                if mover.recorder is not None:
-                    mover.recorder.leave(self.modules.here.path)
+                if mover.recorder is not None and mover.recorder.visits(path):
+                    mover.recorder.leave(path, other_state(module))
         self.modules.leave()
 
-    def _visit(self, args: Sequence[object]) -> None:
+    def _visit(self, module: nn.Module, args: Sequence[object]) -> None:
         """Record a forward within another that could be recomputed as a whole."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        for mover in self.armed_movers:
-            if mover.recorder is not None and tensors and self.movers.get(tensors[0].device) is mover:
-                storages = [(tensor, self._movable(tensor)) for tensor in tensors]
-                known = [mover.storages.find(t, storage, t._version) for t, storage in storages if storage is not None]
-                mover.recorder.enter(self.modules.here.path, known)
+        mover = self.movers.get(tensors[0].device) if tensors else None
+        if mover is None or mover.recorder is None or not torch.is_grad_enabled() or self._began == NO_FORWARD:
+            return
+        path = self.modules.here.path
+        if self._may_recompute() and _graph_task() == -1 and self.regions.know(path, module):
+            storages = [self._movable(tensor) for tensor in tensors]
+            inputs = [
+                None if storage is None else mover.storages.find(tensor, storage, tensor._version)
+                for tensor, storage in zip(tensors, storages, strict=True)
+            ]
+            mover.recorder.enter(path, inputs, other_state(module))
 
-    def adopt(self, actions: Iterable[tuple[str, Action]]) -> None:
-        """From the next period on, do this at these sites."""
+    def _may_recompute(self) -> bool:
+        """Whether the thread is ours, and what it saves comes here: not to a checkpoint of the program's own.
+
+        Nor to `torch.func`, nor into a CUDA graph.
+        """
+        autograd: Any = torch._C._autograd
+        if threading.get_ident() != self._ident or not autograd._saved_tensors_hooks_is_enabled():
+            return False
+        if not self.on_top():
+            return False
+        return not any(mover.engine.compute.capturing() for mover in self.armed_movers)
+
+    def adopt(self, actions: Iterable[tuple[str, Action]], regions: Iterable[str] = ()) -> None:
+        """From the next period on, do this at these sites, and recompute these regions."""
         by_path: dict[str, dict[int, Action]] = {}
         for key, action in actions:
             path, _, number = key.rpartition(":")
             by_path.setdefault(path, {})[int(number)] = action
         self.actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
         planned = [action for of in self.actions.values() for action in of]
+        self._whole = tuple(regions)
         self._searching = any(isinstance(action, Make) and action.verified.searched for action in planned)
 
     def _forget_dead_forward(self) -> None:
@@ -217,6 +243,8 @@ class Saver:
             self._period += 1
             self._period_over(self)
             self.recording = any(mover.recorder is not None for mover in self.armed_movers)
+            # A period is recorded with all that its modules save.
+            self.regions.apply(() if self.recording else self._whole)
 
     # ------------------------------------------------------------------------------------- hooks
 

@@ -47,7 +47,8 @@ class _Visit:
     """A module's forward, under way or over."""
 
     begin: int
-    inputs: Sequence[Known]
+    inputs: Sequence[Known | None]
+    state: object
     start: Any
     end: int = -1
     over: Any = None
@@ -100,16 +101,20 @@ class Recorder:
         self._entries.append(entry)
         return Record(self, known, entry.uses)
 
-    def enter(self, path: str, inputs: Sequence[Known]) -> None:
-        """The forward of a module begins that could be recomputed as a whole from `inputs`."""
+    def enter(self, path: str, inputs: Sequence[Known | None], state: object) -> None:
+        """The forward of a module begins that could be recomputed as a whole from `inputs`, if `state` stays."""
         if self._meter is not None:
-            visit = _Visit(self._position, inputs, self._meter.mark())
+            visit = _Visit(self._position, inputs, state, self._meter.mark())
             self._visits[path] = None if path in self._visits else visit
 
-    def leave(self, path: str) -> None:
+    def visits(self, path: str) -> bool:
+        """Whether `enter` has been told of that module."""
+        return self._visits.get(path) is not None
+
+    def leave(self, path: str, state: object) -> None:
         """It ends."""
         visit = self._visits.get(path)
-        if visit is not None and self._meter is not None:
+        if visit is not None and self._meter is not None and visit.state == state:
             visit.end, visit.over = self._position, self._meter.mark()
 
     def turn(self) -> None:
@@ -160,8 +165,12 @@ class Recorder:
         regions = []
         for path, visit in self._visits.items():
             if visit is None or visit.end <= visit.begin:
-                continue  # entered twice, left by an exception, or nothing was saved in it
-            bytes_of = {known.ident: known.high - known.low for known in visit.inputs}
+                continue  # entered twice, left by an exception or with another state, or nothing was saved in it
+            alone, idents = -len(self._entries), []
+            for known in visit.inputs:  # one each, as the checkpoint will save them
+                alone -= known is None
+                idents.append(alone if known is None else known.ident)
+            nbytes = {known.ident: known.high - known.low for known in visit.inputs if known is not None}
             seconds = self._meter.seconds(visit.start, visit.over)
-            regions.append(Region(path, visit.begin, visit.end, tuple(bytes_of), sum(bytes_of.values()), seconds))
+            regions.append(Region(path, visit.begin, visit.end, tuple(idents), sum(nbytes.values()), seconds))
         return regions

@@ -248,7 +248,11 @@ class Runtime:
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
             changed |= mover.end_period(whole=whole)
         if changed:
-            saver.adopt(action for mover in saver.armed_movers for action in mover.actions())
+            movers = saver.armed_movers
+            saver.adopt(
+                (action for mover in movers for action in mover.actions()),
+                [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
+            )
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
