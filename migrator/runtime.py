@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from allocator.errors import TiersError
+from allocator.native import lane as native
 from allocator.sizes import format_size
 from migrator import entry, weights
 from migrator.backing import Backing
@@ -30,6 +31,7 @@ from migrator.hooks import Saver
 from migrator.lanes import Compute, Lane
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
+from migrator.lanes.native import NativeCompute, NativeLane
 from migrator.learner import SETTLED, Learner
 from migrator.links import PCIE_GEN5, Links
 from migrator.mover import Mover
@@ -202,8 +204,7 @@ class Runtime:
     def _make_device(self, device: torch.device) -> _Device:
         budget, counters = self.options.hbm(device), self._counters
         if device.type == "cuda":
-            out, back = CudaLane(device, "d2h", counters), CudaLane(device, "h2d", counters)
-            shared = _Device(CudaCompute(device, counters), out, back, budget)
+            shared = _on_gpu(device, counters, budget)
             if self.options.enforce:
                 total = torch.cuda.get_device_properties(device).total_memory
                 torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
@@ -282,6 +283,15 @@ class Runtime:
             "unmanaged_bytes": self._unmanaged,
             "step_s": self._steps.summary(),
         }
+
+
+def _on_gpu(device: torch.device, counters: Counters, budget: int) -> _Device:
+    library = native.load()
+    if library is None:
+        lanes = CudaLane(device, "d2h", counters), CudaLane(device, "h2d", counters)
+        return _Device(CudaCompute(device, counters), *lanes, budget)
+    lanes = NativeLane(device, "d2h", counters, library), NativeLane(device, "h2d", counters, library)
+    return _Device(NativeCompute(device, counters, library), *lanes, budget)
 
 
 def _has_tiers(device: torch.device) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -16,16 +17,23 @@ from migrator.lanes.meter import CudaMeter
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
 
 
+class TimedEvent(Event, Protocol):
+    """An event of a stream, that tells when it was passed."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this one to another; both must have been passed."""
+
+
 class CudaCompute:
     """The current stream of a CUDA device, asked for at each use: a program may change it at any time."""
 
     def __init__(self, device: torch.device, counters: Counters) -> None:
         self.device = device
         self._counters = counters
-        self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits: list[tuple[str, TimedEvent, TimedEvent]] = []
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._retries = peaks.retries(device)
-        self.waited: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None  # what a meter leaves out
+        self.waited: list[tuple[TimedEvent, TimedEvent]] | None = None  # what a meter leaves out
         peaks.restart(device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -37,19 +45,22 @@ class CudaCompute:
         handle: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self.device.index)
         return handle
 
-    def mark(self, stream: Stream) -> torch.cuda.Event:
+    def mark(self, stream: Stream) -> TimedEvent:
         return _mark(self._wrapped(stream))
 
-    def wait(self, event: Event, cause: str, stream: Stream) -> None:
+    def order(self, stream: Stream, event: Event) -> None:
+        """Let `stream` go on only after `event`."""
         assert isinstance(event, torch.cuda.Event)
+        self._wrapped(stream).wait_event(event)
+
+    def wait(self, event: Event, cause: str, stream: Stream) -> None:
         if event.query():
             return
-        wrapped = self._wrapped(stream)
-        reached = _mark(wrapped)
-        self._waits.append((cause, reached, event))
+        reached, passed = self.mark(stream), cast("TimedEvent", event)
+        self._waits.append((cause, reached, passed))
         if self.waited is not None:
-            self.waited.append((reached, event))
-        wrapped.wait_event(event)
+            self.waited.append((reached, passed))
+        self.order(stream, event)
 
     def outlast(self, event: Event, stream: Stream) -> None:
         # What the lane reads from now on is nobody's any more, so it might be overwritten; but not unmapped, as the
@@ -112,6 +123,8 @@ def _set_stream(stream: tuple[int, int, int]) -> None:
 class CudaLane:
     """A CUDA stream made once. Small pieces that leave are gathered on the GPU and go as one DMA."""
 
+    gather_below = GATHER_BELOW
+
     def __init__(self, device: torch.device, name: str, counters: Counters) -> None:
         self._stream = torch.cuda.Stream(device)
         self._device = device
@@ -119,29 +132,40 @@ class CudaLane:
         self._counters = counters
         self._staging: torch.Tensor | None = None
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> torch.cuda.Event:
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> TimedEvent:
+        small: list[Piece] = []
+        large: list[Piece] = []
+        for piece in pieces:
+            (small if piece.nbytes < self.gather_below and piece.source.is_cuda else large).append(piece)
+        done = self._carry_out(large, small, after)
+        self._counters.moved[self._name] += sum(piece.nbytes for piece in pieces)
+        return done
+
+    def _carry_out(self, large: Sequence[Piece], small: Sequence[Piece], after: Sequence[Event]) -> TimedEvent:
+        with self._on_stream():
+            for event in after:
+                assert isinstance(event, torch.cuda.Event)
+                self._stream.wait_event(event)
+            for piece in large:
+                _copy(piece)
+            self._gather_all(small)
+            return _mark(self._stream)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
         stream = self._stream
         device, before = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(self._device.index)
         _set_stream((stream.stream_id, stream.device_index, stream.device_type))
         try:
-            for event in after:
-                assert isinstance(event, torch.cuda.Event)
-                stream.wait_event(event)
-            small = []
-            for piece in pieces:
-                if piece.nbytes < GATHER_BELOW and piece.source.is_cuda:
-                    small.append(piece)
-                else:
-                    _copy(piece)
-            for run in _adjacent(small):
-                self._gather(run)
-            done = _mark(stream)
+            yield
         finally:
             _set_stream(before)
             if device != self._device.index:  # to set a stream is to go to its device
                 torch._C._cuda_setDevice(device)
-        self._counters.moved[self._name] += sum(piece.nbytes for piece in pieces)
-        return done
+
+    def _gather_all(self, small: Sequence[Piece]) -> None:
+        for run in _adjacent(small):
+            self._gather(run)
 
     def _gather(self, run: list[Piece]) -> None:
         if len(run) == 1:

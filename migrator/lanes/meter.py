@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from migrator import peaks
 
 if TYPE_CHECKING:
-    from migrator.lanes.cuda import CudaCompute
+    from migrator.lanes.cuda import CudaCompute, TimedEvent
     from migrator.lanes.host import HostCompute
 
 
@@ -71,18 +69,18 @@ class CudaMeter:
     def __init__(self, compute: CudaCompute) -> None:
         self._compute = compute
         self._begin = self.mark()
-        self._ticks: list[torch.cuda.Event] = []
+        self._ticks: list[TimedEvent] = []
         self._others: list[int] = []
-        self._left_out: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._left_out: list[tuple[TimedEvent, TimedEvent]] = []
         self._highest = 0  # since the last tick
         compute.waited = self._left_out
         peaks.lap(compute.device)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> TimedEvent:
         """A point of the present stream."""
         return self._compute.mark(self._compute.stream())
 
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, start: TimedEvent, end: TimedEvent) -> float:
         """Seconds from one point to another; both must have been passed."""
         return float(start.elapsed_time(end)) / 1e3
 
