@@ -7,8 +7,9 @@ save to its first use, counts: saved tensors that backward has fetched stay unti
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from migrator.intervals import Floats, Interval, durations, inactive
 from migrator.links import Links
 from migrator.plan import Plan
 from migrator.trace import Trace
+
+CLOSE = 0.05  # worths that differ by less count as equal
 
 
 def timed(trace: Trace, links: Links) -> Trace:
@@ -128,6 +131,32 @@ class Draft:
         over = (self.memory.used[span] - self.memory.room[span]).clip(0, most)
         return float(np.dot(over, self.durations[span]))
 
+    def move_best_first(
+        self,
+        candidates: Iterable[Interval],
+        place: Callable[[Interval], Window | None],
+        worth: Callable[[Window], float],
+    ) -> None:
+        """Move candidates, the worthiest first, until memory fits or no move is worth anything.
+
+        Ties go by bytes times idle time. What a move is worth may only fall as others are decided: so it is
+        worked out anew for the head of the list alone, which is taken if it is still within `CLOSE` of the next.
+        """
+
+        def rated(idle: Interval) -> tuple[tuple[float, float, int], Window | None]:
+            window = place(idle)
+            value = worth(window) if window is not None else 0.0
+            return (-value, -idle.nbytes * idle.seconds, idle.storage), window
+
+        heap = [rated(idle)[0] for idle in candidates]
+        heapify(heap)
+        while heap and heap[0][0] < 0 and not self.memory.fits:
+            rating, window = rated(self.idle[heappop(heap)[2]])
+            if heap and rating[0] > (1 - CLOSE) * heap[0][0]:
+                heappush(heap, rating)
+            elif window is not None and rating[0] < 0:
+                self.move(window)
+
     def move(self, window: Window) -> None:
         """Decide to move, and book what it takes."""
         self.lanes.book(window.out)
@@ -144,10 +173,9 @@ class Draft:
     def come_earlier(self, storage: int, end: int) -> None:
         """Have a storage that moves be away until stretch `end` only."""
         first, before = self._away[storage]
-        end = max(first, end)
         if end < before:
-            self.memory.add(end, before, self.idle[storage].nbytes)
-            self._away[storage] = first, end
+            self.memory.add(max(first, end), before, self.idle[storage].nbytes)
+            self._away[storage] = first, max(first, end)
             self.trips[storage] = Trip(end - 1, self.trips[storage].tier)
 
     def come_with_room(self, storage: int) -> None:
@@ -159,7 +187,12 @@ class Draft:
         return self._away[storage]
 
     def send_until_it_fits(self, candidates: Iterable[Interval], tier: str | None = None) -> None:
-        """Move candidates that lie in HBM where it is too full, one after the other, though the step waits for them."""
+        """Let the step wait: for what moves to be out at once, then for candidates that lie where HBM is too full."""
+        if not self.memory.fits:
+            for storage, (first, end) in self._away.items():
+                at_once = min(first, self.idle[storage].begin + 2)
+                self.memory.add(at_once, first, -self.idle[storage].nbytes)
+                self._away[storage] = at_once, end
         over = self.memory.over
         for idle in candidates:
             if not over.any():

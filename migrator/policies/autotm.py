@@ -33,7 +33,7 @@ from migrator.trace import Trace
 
 NODES = 40
 REACH = 6  # nodes
-SECONDS = 1.5  # for the solver
+SECONDS = 1.0  # for the solver
 GAP = 0.01  # of the optimum: closer than this it need not get
 EXCESS = 1e3  # seconds per GB above the budget: more than any move
 

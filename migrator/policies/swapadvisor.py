@@ -50,7 +50,7 @@ def plan(trace: Trace, budget: int, links: Links, *, seed: int = 0, seconds: flo
     The same for the same seed, unless the time was too short for all generations.
     """
     draft = Draft(trace, budget, links)
-    if draft.memory.fits:
+    if draft.memory.fits or not draft.idle:
         return draft.plan("swapadvisor")
     search = _Search(draft.trace, least_room(trace, budget), Random(seed), time.monotonic() + seconds)
 

@@ -73,20 +73,25 @@ def trips(trace: Trace, offloaded: set[int]) -> dict[int, Trip]:
     rows = layers(trace)
     waiting = offloaded & {life.ident for life in trace.lifetimes}
     found: dict[int, Trip] = {}
+    nearest = len(rows)  # the last layer before the current one that still waits for its prefetch
+    convolution = [number for number, layer in enumerate(rows) if layer.kind in CONVOLUTIONS]
     for current in range(len(rows) - 1, -1, -1):
         _fetch(rows[current], rows[current], waiting, found)
-        for before in range(current - 1, -1, -1):
-            if _fetch(rows[before], rows[current], waiting, found) or rows[before].kind in CONVOLUTIONS:
-                break
+        while convolution and convolution[-1] >= current:
+            convolution.pop()
+        nearest = min(nearest, current - 1)
+        while nearest >= 0 and waiting.isdisjoint(site.storage for site in rows[nearest].sites):
+            nearest -= 1
+        if nearest >= max(convolution[-1:], default=0):
+            _fetch(rows[nearest], rows[current], waiting, found)
     return found
 
 
-def _fetch(layer: Layer, when: Layer, waiting: set[int], found: dict[int, Trip]) -> bool:
-    """Prefetch for `layer` as backward enters `when`; whether there was anything to fetch."""
+def _fetch(layer: Layer, when: Layer, waiting: set[int], found: dict[int, Trip]) -> None:
+    """Prefetch for `layer` as backward enters `when`."""
     wanted = {site.storage for site in layer.sites} & waiting
     waiting -= wanted
     found.update((ident, Trip(when.entered)) for ident in wanted)
-    return bool(wanted)
 
 
 def _needed_by(rows: list[Layer]) -> set[int]:
