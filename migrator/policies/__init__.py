@@ -16,13 +16,14 @@ from types import MappingProxyType
 
 from migrator.links import Links
 from migrator.plan import Plan
-from migrator.policies import flashneuron, keep, move
+from migrator.policies import auto, flashneuron, keep, move
 from migrator.trace import Trace
 
 Policy = Callable[[Trace, int, Links], Plan]
 
 POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
     {
+        "auto": auto.plan,
         "flashneuron": flashneuron.plan,
         "keep": keep.plan,
         "move": move.plan,
