@@ -21,7 +21,6 @@ from migrator.trace import Region, Trace
 
 KEEP, MOVE, DROP, WITHIN = range(4)
 SHARE = 4  # of what is over, as much as one round of the greedy search takes away at most: 1 in 4
-LARGEST_REGION = 0.5  # of the room at its first use: recomputing it brings all of it back at once
 
 Ints = NDArray[np.int64]
 
@@ -113,6 +112,7 @@ class Search:
         self.begins: list[int] = []
         self.dependents: list[Ints] = []  # storages outside that are made from one within
         self.inputs: list[list[int]] = []
+        self.crowding: list[float] = []  # of regions that do the same, the smaller leave more room in backward
         for region in self.trace.regions:
             sites = self.trace.sites_of(region)
             uses = [use for site in sites for use in site.uses]
@@ -125,8 +125,10 @@ class Search:
                 if count == sites_on[ident] and ident in self.number and ident not in region.inputs
             ]
             begins = min(uses, default=0)
-            if not inner or self.nbytes[inner].sum() > LARGEST_REGION * self.room[begins + 1]:
+            largest = int(self.nbytes[inner].sum())
+            if not inner or largest > self.room[begins + 1]:  # recomputing it brings all of that back at once
                 continue
+            self.crowding.append(1 + largest / int(self.room[begins + 1]))
             outside = {n for i in inner for n in made_from.get(self.idents[i], ()) if n not in set(inner)}
             self.regions.append(region)
             self.inner.append(np.array(inner, dtype=np.int64))
@@ -248,7 +250,7 @@ class Search:
         relief = np.add.reduceat(np.where(action == KEEP, self.nbytes[inner] * gone, 0.0), self.inner_starts)
         saved = np.where(action == DROP, self.drop_cost[inner], np.where(action == MOVE, self.move_cost[inner], 0.0))
         cost = self.region_cost - np.add.reduceat(saved, self.inner_starts)
-        return _rate(cost, relief, free)
+        return _rate(cost * self.crowding, relief, free)
 
     def _pull(self, state: State, rates: Floats, enough: int, deadline: float, regions_free: NDArray[np.bool_]) -> bool:
         """Pull the best levers, together for not much more than `enough` bytes; whether there was one."""

@@ -9,10 +9,12 @@ every machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from allocator.errors import TiersError
 from allocator.sizes import format_size
+from migrator.effects import obtainable
 from migrator.intervals import Bytes
 from migrator.links import Links
 from migrator.plan import Plan
@@ -26,8 +28,9 @@ LANES = (1.0, 0.9, 0.75, 0.5, 0.0, 1.05, 1.15, 1.4, 2.0, 1e9)
 """For how long the lane out may be busy, as multiples of the forward; the last is for budgets that need it."""
 
 SIMULATED_SITES = 60_000  # sites times simulations of one planning: what keeps it within its time
-LEAST = 12  # simulations, however large the trace
+LEAST = 40  # simulations, however large the trace
 TRIMS = 100  # levers that are looked at again, the dearest first
+RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan,)  # whose plans are candidates as they are
 REPAIRS = 4  # times that what the simulator found over the budget goes back into the search
 
 
@@ -95,7 +98,10 @@ class _Planner:
         return self.fits
 
     def search(self) -> None:
-        """Solve with each of several deadlines for the lane out."""
+        """Take what other policies plan, and solve with each of several deadlines for the lane out."""
+        for rival in RIVALS:
+            made = replace(rival(self.trace, self.budget, self.links), policy="auto")
+            self._consider(_Tried(made, simulate(self.trace, self.links, made)))
         self.levers = Search(self.trace, self.budget, self.links)
         for lane in LANES:
             for spare in (False, True):
@@ -146,8 +152,13 @@ class _Planner:
 
     def _try(self, choice: Choice) -> _Tried:
         self.left -= 1
-        made = fit("auto", self.trace, self.budget, choice.moved, dropped=choice.dropped, regions=choice.regions)
+        made = self._fit(choice, self.budget)
         return _Tried(made, simulate(self.trace, self.links, made))
+
+    def _fit(self, choice: Choice, budget: int) -> Plan:
+        dropped = obtainable(self.trace, choice.dropped, choice.regions)
+        moved = choice.moved | (choice.dropped - dropped)
+        return fit("auto", self.trace, budget, moved, dropped=dropped, regions=choice.regions)
 
     def _consider(self, tried: _Tried) -> None:
         fits = tried.result.peak["hbm"] <= self.budget
@@ -155,12 +166,17 @@ class _Planner:
             self.best = tried
 
     def _too_small(self) -> NoPlanFits:
-        peaks = []
-        for choice in extremes(self.trace):
-            made = fit("auto", self.trace, 0, choice.moved, dropped=choice.dropped, regions=choice.regions)
-            peaks.append(simulate(self.trace, self.links, made).hbm)
-        hbm = min(peaks, key=lambda hbm: int(hbm.max()))
-        return NoPlanFits(self.budget, int(hbm.max()), _holds(self.trace, hbm))
+        least = min((self._least(choice) for choice in extremes(self.trace)), key=lambda hbm: int(hbm.max()))
+        return NoPlanFits(self.budget, int(least.max()), _holds(self.trace, least))
+
+    def _least(self, choice: Choice) -> Bytes:
+        """What HBM holds under the smallest budget that a choice meets."""
+        budget = self.budget
+        while True:
+            hbm = simulate(self.trace, self.links, self._fit(choice, budget)).hbm
+            if hbm.max() <= budget:
+                return hbm
+            budget = int(hbm.max())  # with more room groups are larger, and may need more in turn
 
 
 def _holds(trace: Trace, hbm: Bytes) -> str:
