@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from allocator.errors import TiersError
 from allocator.sizes import format_size
 from migrator.effects import obtainable
 from migrator.intervals import Bytes
 from migrator.links import Links
-from migrator.plan import Plan
+from migrator.plan import NoPlanFits, Plan
 from migrator.policies import flashneuron
 from migrator.schedule import fit
 from migrator.search import Choice, Search, State, extremes
@@ -32,23 +31,6 @@ LEAST = 40  # simulations, however large the trace
 TRIMS = 100  # levers that are looked at again, the dearest first
 RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan,)  # whose plans are candidates as they are
 REPAIRS = 4  # times that what the simulator found over the budget goes back into the search
-
-
-class NoPlanFits(TiersError):
-    """No plan for the period stays within the budget.
-
-    Attributes
-    ----------
-    smallest : int
-        The smallest budget for which there is one, in bytes.
-    """
-
-    def __init__(self, budget: int, smallest: int, holds: str) -> None:
-        super().__init__(
-            f"no plan keeps this program within {format_size(budget)} of hbm: it needs {format_size(smallest)}, which "
-            f"{holds}; raise TIERS_HBM above that, or make the batch smaller"
-        )
-        self.smallest = smallest
 
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:

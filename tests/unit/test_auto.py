@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from allocator.sizes import GiB, MiB
 from migrator.intervals import occupancy
 from migrator.links import PCIE_GEN5
-from migrator.plan import Plan
+from migrator.plan import NoPlanFits, Plan
 from migrator.policies import POLICIES
-from migrator.policies.auto import NoPlanFits
 from migrator.search import Choice, extremes
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Recipe, Region, Trace
