@@ -6,7 +6,7 @@ its first use, and stays until its last. What it is made from must be there by t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -149,6 +149,38 @@ def effect(trace: Trace, dropped: Collection[int] = (), regions: Collection[str]
     return _Builder(trace, dropped, outermost(trace, regions)).build()
 
 
+def obtainable(trace: Trace, dropped: Collection[int], regions: Collection[str] = ()) -> frozenset[int]:
+    """The storages of `dropped` that can be made again when all the others of them are held."""
+    inside = outermost(trace, regions)
+    seen = {site.storage for site in outside(trace, inside)}
+    saved_as_input = {ident for region in inside for ident in region.inputs}
+    asked = sorted(set(dropped) & seen & trace.recipes.keys() - saved_as_input)
+    there = (seen | saved_as_input) - set(asked)
+    made: set[int] = set()
+    while True:
+        ready = [ident for ident in asked if ident not in made and there | made >= set(trace.recipes[ident].inputs)]
+        made.update(ready)
+        if ready:
+            continue
+        stuck = next((ident for ident in asked if ident not in made), None)
+        if stuck is None:
+            return frozenset(made)
+        asked.remove(stuck)
+        there.add(stuck)
+
+
+def outside(trace: Trace, regions: Sequence[Region]) -> Iterator[Site]:
+    """Sites that lie in none of the regions, which follow each other."""
+    at, sites = 0, trace.sites
+    for region in regions:
+        while at < len(sites) and sites[at].birth < region.begin:
+            yield sites[at]
+            at += 1
+        while at < len(sites) and sites[at].birth < region.end:
+            at += 1
+    yield from sites[at:]
+
+
 class _Builder:
     def __init__(self, trace: Trace, dropped: Collection[int], regions: list[Region]) -> None:
         self.trace = trace
@@ -165,7 +197,7 @@ class _Builder:
 
     def build(self) -> Effect:
         nbytes = self.trace.storage_bytes
-        for site in self._outside():
+        for site in outside(self.trace, self.regions):
             if site.storage in self.dropped:
                 self.recomputed.append(site)
             else:
@@ -185,17 +217,6 @@ class _Builder:
             again=np.cumsum(self.changes)[:-1],
             work={at: Work(s, tuple(sorted(self.inputs[at]))) for at, s in sorted(self.seconds.items())},
         )
-
-    def _outside(self) -> Iterator[Site]:
-        """Sites that lie in none of the regions."""
-        at, sites = 0, self.trace.sites
-        for region in self.regions:
-            while at < len(sites) and sites[at].birth < region.begin:
-                yield sites[at]
-                at += 1
-            while at < len(sites) and sites[at].birth < region.end:
-                at += 1
-        yield from sites[at:]
 
     def _hold(self, ident: int, nbytes: int, holder: Holder) -> None:
         held = self.held.setdefault(ident, Held(ident, nbytes))

@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
+from allocator.errors import TiersError
 from allocator.groups import group_by_death
 from allocator.lifetimes import Lifetime
-from allocator.sizes import PAGE, GiB, MiB, round_up
+from allocator.sizes import PAGE, GiB, MiB, format_size, round_up
 from migrator.effects import Effect, effect
 from migrator.effects import checkpoint_key as checkpoint_key  # hooks that carry a plan out look for it here
 from migrator.trace import Trace
@@ -17,6 +18,23 @@ from migrator.trace import Trace
 FULL_SPEED = 64 * MiB  # a copy of this size runs at the link's full speed, with room to spare
 GROUPS_AHEAD = 2  # one group on the link and one behind it keep the link busy
 _NOWHERE: Mapping[int, str] = MappingProxyType({})
+
+
+class NoPlanFits(TiersError):
+    """No plan for the period stays within the budget.
+
+    Attributes
+    ----------
+    smallest : int
+        The smallest budget for which there is one, in bytes.
+    """
+
+    def __init__(self, budget: int, smallest: int, holds: str) -> None:
+        super().__init__(
+            f"no plan keeps this program within {format_size(budget)} of hbm: it needs {format_size(smallest)}, which "
+            f"{holds}; raise TIERS_HBM above that, or make the batch smaller"
+        )
+        self.smallest = smallest
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,16 @@ from torch.utils.data import get_worker_info
 from allocator.errors import TiersError
 from allocator.sizes import format_size
 from migrator import entry, weights
+from migrator.background import in_background
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine
+from migrator.feedback import SETTLED
 from migrator.hooks import Saver
 from migrator.lanes import Compute, Lane
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
-from migrator.learner import SETTLED, Learner
+from migrator.learner import Learner
 from migrator.links import PCIE_GEN5, Links
 from migrator.mover import Mover
 from migrator.plan import Plan
@@ -131,6 +133,7 @@ class Runtime:
             self._thread.saver.end_period()
         for saver in list(self._savers):
             for mover in saver.armed_movers:
+                mover.learner.finish()
                 if mover.learner.plans:
                     self.learned = (mover.learner.traces[-1], mover.learner.plans[-1])
             saver.pop()
@@ -196,7 +199,9 @@ class Runtime:
         engine = Engine(shared.compute, shared.out, shared.back, self._backing)
         # The room settles within a little of the target, on either side: the budget lies above that.
         margin = FRAGMENTS if device.type == "cuda" else SETTLED
-        learner = Learner(POLICIES[self.options.policy], int(shared.budget * (1 - margin)), self.options.links)
+        learner = Learner(
+            POLICIES[self.options.policy], int(shared.budget * (1 - margin)), self.options.links, in_background
+        )
         return Mover(engine, learner, shared.budget)
 
     def _make_device(self, device: torch.device) -> _Device:

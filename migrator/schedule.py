@@ -8,14 +8,14 @@ section 4.4: eager prefetching), in the order of uses. Pure functions on plain d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from migrator.effects import Effect, Held, Holder
+from migrator.effects import Effect, Held, Holder, effect
 from migrator.intervals import Bytes, room
-from migrator.plan import PageGroup, Plan
+from migrator.plan import PageGroup, Plan, plan_of
 from migrator.trace import Trace
 
 
@@ -46,6 +46,39 @@ def scheduled(plan: Plan, trace: Trace, outcome: Effect, budget: int) -> Plan:
     highest = max((most for pair in limits.values() for most in pair), default=plan.room)
     groups = tuple(replace(group, bring_at=triggers.get(number)) for number, group in enumerate(plan.groups))
     return replace(plan, room=max(highest, *(group.nbytes for group in groups), 0), groups=groups, limits=limits)
+
+
+def fit(
+    policy: str,
+    trace: Trace,
+    budget: int,
+    moved: Collection[int],
+    *,
+    dropped: Collection[int] = (),
+    regions: Collection[str] = (),
+    tiers: Mapping[int, str] | None = None,
+) -> Plan:
+    """The plan of a choice for a budget: with limits and in-triggers where the trace tells what else lies in HBM.
+
+    Parameters
+    ----------
+    policy : str
+        Who decided.
+    trace : Trace
+        The period.
+    budget : int
+        HBM for saved tensors and `others`, in bytes.
+    moved, dropped, regions, tiers
+        As `migrator.plan.make_plan` takes them.
+
+    Raises
+    ------
+    Unobtainable
+        If something is dropped that cannot be made again.
+    """
+    outcome = effect(trace, dropped, regions)
+    most = max(0, budget - min(trace.others, default=0))
+    return scheduled(plan_of(policy, outcome, moved, most, regions=regions, tiers=tiers or {}), trace, outcome, budget)
 
 
 @dataclass(frozen=True, slots=True)

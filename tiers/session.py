@@ -23,7 +23,6 @@ from allocator.sizes import PAGE, GiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.links import links_from
-from migrator.policies import AUTO
 from migrator.runtime import BudgetTooSmall, Options, Runtime
 from tiers.config import Config, ConfigError, load
 from tiers.topology import default_dram_capacity, read_memory
@@ -59,7 +58,6 @@ class Session:
         self._run = _run_directory(config)
         self._ledger = _open_ledger()
         self._ranks = 1 if self._ledger else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._policy = AUTO if config.policy == "auto" else config.policy
         dram = self._default_dram() if config.dram.capacity is None else config.dram.capacity
         self._dram_capacity = dram // self._ranks
         self._nvme_capacity = (config.nvme.capacity or 0) // self._ranks if config.nvme.paths else 0
@@ -67,7 +65,7 @@ class Session:
         self._nvme: NvmeStore | None = None
         self.runtime = Runtime(
             Options(
-                policy=self._policy,
+                policy=config.policy,
                 hbm=self._hbm,
                 enforce=config.hbm.capacity is not None,
                 backing=self._make_backing,
@@ -154,7 +152,7 @@ class Session:
         return {
             "device": device,
             "allocator": "torch",
-            "policy": self._policy,
+            "policy": self._config.policy,
             "budget": {"hbm": budget_hbm, "dram": self._dram_capacity, "nvme": self._nvme_capacity},
             "peak": {
                 "hbm": peak_hbm,

@@ -23,7 +23,7 @@ TORCH = TorchFacts("2.13.0", "13.0", sees_gpu=True, loads_tiers=True)
 STATS = {
     "device": "cuda:0",
     "allocator": "torch",
-    "policy": "flashneuron",
+    "policy": "auto",
     "budget": {"hbm": 20 * GiB, "dram": None, "nvme": 0},
     "periods": 10,
     "steps": 10,

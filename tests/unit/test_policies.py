@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from allocator.sizes import GiB, MiB
 from migrator.links import PCIE_GEN5
 from migrator.plan import look_ahead
-from migrator.policies import AUTO, POLICIES
+from migrator.policies import POLICIES
 from migrator.trace import Trace
 from tests.unit.traces import chain, traces
 
@@ -95,7 +95,3 @@ def test_a_policy_always_decides_the_same(name: str, trace: Trace, room: int) ->
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_signs_its_plans(name: str) -> None:
     assert POLICIES[name](chain([MiB]), 0, PCIE_GEN5).policy == name
-
-
-def test_auto_is_a_policy() -> None:
-    assert AUTO in POLICIES
