@@ -17,7 +17,7 @@ from migrator.booking import Lanes, Memory, Transfer
 from migrator.decisions import Trip, assemble
 from migrator.intervals import Floats, Interval, durations, inactive
 from migrator.links import Links
-from migrator.plan import Plan
+from migrator.plan import Plan, least_room, look_ahead
 from migrator.trace import Trace
 
 CLOSE = 0.05  # worths that differ by less count as equal
@@ -87,6 +87,9 @@ class Draft:
     def __init__(self, trace: Trace, budget: int, links: Links) -> None:
         self.trace = timed(trace, links)
         self.memory = Memory(self.trace, budget)
+        if not self.memory.fits:
+            # What moves does so in groups: one comes before all of the last one was used.
+            self.memory = Memory(self.trace, budget - look_ahead(1, least_room(trace, budget)))
         self.lanes = Lanes(links)
         self.idle: dict[int, Interval] = {}
         for interval in inactive(self.trace):
@@ -249,4 +252,4 @@ class Draft:
 
     def plan(self, policy: str) -> Plan:
         """The plan that the decisions amount to."""
-        return assemble(policy, self.trace, self._budget, moved=self.trips, dropped=self.remade)
+        return assemble(policy, self.trace, self._budget, self.trips, self.remade)

@@ -25,17 +25,17 @@ from migrator.trace import Trace
 
 def plan_all(trace: Trace, budget: int, links: Links) -> Plan:
     """Offload for every layer, whatever the budget."""
-    return layer_synchronous(assemble("vdnn-all", trace, budget, moved=trips(trace, of_all(trace))), trace)
+    return layer_synchronous(assemble("vdnn-all", trace, budget, trips(trace, of_all(trace))), trace)
 
 
 def plan_conv(trace: Trace, budget: int, links: Links) -> Plan:
     """Offload for convolutions, whatever the budget."""
-    return layer_synchronous(assemble("vdnn-conv", trace, budget, moved=trips(trace, of_convolutions(trace))), trace)
+    return layer_synchronous(assemble("vdnn-conv", trace, budget, trips(trace, of_convolutions(trace))), trace)
 
 
 def plan_dyn(trace: Trace, budget: int, links: Links) -> Plan:
     """Offload nothing if that fits, else for convolutions if that fits, else for every layer."""
-    return layer_synchronous(assemble("vdnn-dyn", trace, budget, moved=least(trace, budget, links)), trace)
+    return layer_synchronous(assemble("vdnn-dyn", trace, budget, least(trace, budget, links)), trace)
 
 
 def of_all(trace: Trace) -> set[int]:
