@@ -146,18 +146,21 @@ class Draft:
         worked out anew for the head of the list alone, which is taken if it is still within `CLOSE` of the next.
         """
 
-        def rated(idle: Interval) -> tuple[tuple[float, float, int], Window | None]:
+        def rated(idle: Interval) -> tuple[tuple[float, float, int, int], Window | None]:
             window = place(idle)
             value = worth(window) if window is not None else 0.0
-            return (-value, -idle.nbytes * idle.seconds, idle.storage), window
+            return (-value, -idle.nbytes * idle.seconds, idle.storage, len(self.trips)), window
 
         heap = [rated(idle)[0] for idle in candidates]
         heapify(heap)
         while heap and heap[0][0] < 0 and not self.memory.fits:
             rating, window = rated(self.idle[heappop(heap)[2]])
-            if heap and rating[0] > (1 - CLOSE) * heap[0][0]:
-                heappush(heap, rating)
-            elif window is not None and rating[0] < 0:
+            if heap and rating > heap[0]:
+                up_to_date = heap[0][3] == len(self.trips)
+                if up_to_date or rating[0] > (1 - CLOSE) * heap[0][0]:
+                    heappush(heap, rating)
+                    continue
+            if window is not None and rating[0] < 0:
                 self.move(window)
 
     def move(self, window: Window) -> None:

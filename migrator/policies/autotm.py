@@ -35,7 +35,7 @@ NODES = 40
 REACH = 6  # nodes
 SECONDS = 1.0  # for the solver
 GAP = 0.01  # of the optimum: closer than this it need not get
-EXCESS = 1e3  # seconds per GB above the budget: more than any move
+EXCESS = 100  # times the way out and back: what each byte above the budget costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _nodes(draft: Draft) -> list[int]:
 def _bundles(draft: Draft, nodes: Sequence[int]) -> list[_Bundle]:
     members: dict[tuple[int, int], list[Interval]] = {}
     for idle in draft.idle.values():
-        begin, end = (bisect_right(nodes, stretch) - 1 for stretch in (idle.begin + 1, idle.end + 1))
+        begin, end = (bisect_right(nodes, stretch) - 1 for stretch in (idle.begin, idle.end + 1))
         if begin + 1 < end:
             members.setdefault((begin, end), []).append(idle)
     return [_Bundle(begin, end, tuple(idles)) for (begin, end), idles in members.items()]
@@ -171,7 +171,7 @@ def _solve(draft: Draft, nodes: Sequence[int], bundles: Sequence[_Bundle], secon
                 program.row([(waits, 1.0), *((k, -seconds) for k, seconds in terms)], lower=-computes)
         lacking = float(over[first:end].max()) / 1e9
         if lacking > 0:
-            excess = program.variable(EXCESS, whole=False)
+            excess = program.variable(EXCESS * 1e9 * (1 / links.d2h + 1 / links.h2d), whole=False)
             program.row([(excess, 1.0), *away[node]], lower=lacking)
     values = program.solve(seconds)
     if values is None:

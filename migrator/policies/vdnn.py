@@ -105,9 +105,10 @@ def layer_synchronous(plan: Plan, trace: Trace) -> Plan:
     nbytes = trace.storage_bytes
     going = {key for group in plan.groups for key in group.sites}
     largest = max(group.nbytes for group in plan.groups)
-    stayed, limits = 0, {}
+    stayed, limits = 0, dict(plan.limits)
     for layer in layers(trace):
         stayed += sum(plan.keep[site.key].enter for site in layer.sites if site.key in plan.keep)
         own = sum(nbytes[ident] for ident in {site.storage for site in layer.sites if site.key in going})
-        limits[layer.sites[0].key] = (min(plan.room, stayed + max(own, largest)), plan.room)
+        in_forward, in_backward = limits.get(layer.sites[0].key, (plan.room, plan.room))
+        limits[layer.sites[0].key] = (min(in_forward, stayed + max(own, largest)), in_backward)
     return replace(plan, limits=limits)
