@@ -20,6 +20,7 @@ from migrator.simulator import H100, Costs
 from migrator.trace import Region, Trace
 
 KEEP, MOVE, DROP, WITHIN = range(4)
+CHAIN = 0.03  # of the positions: how much earlier than for itself a storage may be made again for another
 SHARE = 4  # of what is over, as much as one round of the greedy search takes away at most: 1 in 4
 
 Ints = NDArray[np.int64]
@@ -96,6 +97,10 @@ class Search:
         recipes = [recipe if recipe and seen >= set(recipe.inputs) else None for recipe in recipes]
         self.drop_cost = np.array([np.inf if recipe is None else recipe.seconds for recipe in recipes])
         self.sources = [() if recipe is None else recipe.inputs for recipe in recipes]
+        self.made_from: dict[int, list[int]] = {}  # source -> numbers of what is made from it
+        for number, sources in enumerate(self.sources):
+            for source in sources:
+                self.made_from.setdefault(source, []).append(number)
         self._set_up_regions()
 
     def _set_up_regions(self) -> None:
@@ -103,10 +108,6 @@ class Search:
         sites_on: dict[int, int] = {}
         for site in self.trace.sites:
             sites_on[site.storage] = sites_on.get(site.storage, 0) + 1
-        made_from: dict[int, list[int]] = {}
-        for number, sources in enumerate(self.sources):
-            for source in sources:
-                made_from.setdefault(source, []).append(number)
         self.regions: list[Region] = []
         self.inner: list[Ints] = []
         self.begins: list[int] = []
@@ -129,7 +130,7 @@ class Search:
             if not inner or largest > self.room[begins + 1]:  # recomputing it brings all of that back at once
                 continue
             self.crowding.append(1 + largest / int(self.room[begins + 1]))
-            outside = {n for i in inner for n in made_from.get(self.idents[i], ()) if n not in set(inner)}
+            outside = {n for i in inner for n in self.made_from.get(self.idents[i], ()) if n not in set(inner)}
             self.regions.append(region)
             self.inner.append(np.array(inner, dtype=np.int64))
             self.begins.append(begins)
@@ -165,8 +166,7 @@ class Search:
 
     def used(self, state: State) -> Bytes:
         """Saved bytes in HBM by stretch, with copies that leave one after the other and come back just in time."""
-        first = np.where(state.action == DROP, self.again, self.birth)
-        first = np.where(state.action == WITHIN, state.made + 1, first)
+        first = np.where((state.action == DROP) | (state.action == WITHIN), state.made + 1, self.birth)
         changes = np.zeros(len(self.room) + 1, dtype=np.int64)
         np.add.at(changes, first, self.nbytes)
         np.add.at(changes, self.end, -self.nbytes)
@@ -263,9 +263,8 @@ class Search:
                 pulled = True
             elif state.action[number := lever % count] == KEEP:
                 if lever >= count:
-                    if not self._obtainable(state, number):
+                    if not self._drop(state, number):
                         continue
-                    state.action[number] = DROP
                 else:
                     state.action[number] = MOVE
                     moved = self.in_order[state.action[self.in_order] == MOVE]
@@ -276,11 +275,27 @@ class Search:
                 pulled = True
         return pulled
 
-    def _obtainable(self, state: State, number: int) -> bool:
-        within = (self.number.get(source) for source in self.sources[number])
+    def _drop(self, state: State, number: int) -> bool:
+        """Drop a storage, if it can be made again without making others much earlier than they are needed."""
         if any(number in self.inputs[region] for region in state.regions):
             return False
-        return all(source is None or state.action[source] != WITHIN for source in within)
+        above = [n for n in self.made_from.get(self.idents[number], ()) if state.action[n] == DROP]
+        earlier = {number: min((int(state.made[n]) for n in above), default=int(self.again[number]) - 1)}
+        queue = [number]
+        while queue:
+            at = earlier[made := queue.pop()]
+            if int(self.again[made]) - 1 - at > CHAIN * len(self.room):
+                return False
+            for source in (self.number[ident] for ident in self.sources[made] if ident in self.number):
+                if state.action[source] == WITHIN or source == number:
+                    return False
+                if state.action[source] == DROP and at < earlier.get(source, int(state.made[source])):
+                    earlier[source] = at
+                    queue.append(source)
+        state.action[number] = DROP
+        for made, at in earlier.items():
+            state.made[made] = min(at, int(self.again[made]) - 1)
+        return True
 
     def _recompute(self, state: State, region: int, regions_free: NDArray[np.bool_]) -> int:
         """Recompute a region, if that takes nothing away from others; bytes that it relieves."""

@@ -121,14 +121,14 @@ class _Planner:
         """Search from a state, and again with what the simulator found over the budget."""
         for _ in range(REPAIRS):
             lane, spare = how
-            if not self.levers.solve(state, held, lane=lane, spare_droppable=spare, ban=ban):
-                return
-            self.levers.trim(state, held, TRIMS)
+            solved = self.levers.solve(state, held, lane=lane, spare_droppable=spare, ban=ban)
+            if solved:
+                self.levers.trim(state, held, TRIMS)
             tried = self._try(self.levers.choice(state))
             tried.state, tried.held, tried.how = state.copy(), held, how
             self._consider(tried)
             over = (tried.result.hbm - self.budget).clip(min=0)
-            if not over.any() or self.left <= 0:
+            if not solved or not over.any() or self.left <= 0:
                 return
             held = held + over
 
