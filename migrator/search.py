@@ -21,7 +21,6 @@ from migrator.trace import Region, Trace
 
 KEEP, MOVE, DROP, WITHIN = range(4)
 CHAIN = 0.03  # of the positions: how much earlier than for itself a storage may be made again for another
-SHARE = 4  # of what is over, as much as one round of the greedy search takes away at most: 1 in 4
 
 Ints = NDArray[np.int64]
 
@@ -33,6 +32,31 @@ class Choice:
     moved: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
     regions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a greedy search goes about it.
+
+    Attributes
+    ----------
+    lane : float
+        Until when the lane out may be busy, as a multiple of the time of the last save.
+    spare_droppable : bool
+        Move no storage that can be made again by a recipe.
+    share : int
+        One round takes away one in so many of the bytes that are over, before levers are rated anew.
+    region_price : float
+        What a second of recomputing a region counts as.
+    """
+
+    lane: float = 1.0
+    spare_droppable: bool = False
+    share: int = 4
+    region_price: float = 1.0
+
+
+PLAIN = How()
 
 
 @dataclass(slots=True)
@@ -188,9 +212,7 @@ class Search:
 
     # --------------------------------------------------------------------------------- the greedy search
 
-    def solve(
-        self, state: State, extra: Bytes | int = 0, *, lane: float = 1.0, spare_droppable: bool = False, ban: int = -1
-    ) -> bool:
+    def solve(self, state: State, extra: Bytes | int = 0, how: How = PLAIN, ban: int = -1) -> bool:
         """Pull levers until the period fits; whether it does.
 
         Parameters
@@ -199,15 +221,13 @@ class Search:
             Where to begin; it is changed.
         extra : array of int
             Bytes that HBM holds besides, by stretch.
-        lane : float
-            Seconds that the lane out may be busy until, as a multiple of the time of the last save.
-        spare_droppable : bool
-            Leave storages that can be made again cheaply to that.
+        how : How
+            How to go about it.
         ban : int
             A region that is not to be recomputed.
         """
-        deadline = lane * float(self.times[self.turn])
-        movable = ~np.isfinite(self.drop_cost) if spare_droppable else np.ones(len(self.idents), dtype=bool)
+        deadline = how.lane * float(self.times[self.turn])
+        movable = ~np.isfinite(self.drop_cost) if how.spare_droppable else np.ones(len(self.idents), dtype=bool)
         regions_free = np.ones(len(self.regions), dtype=bool)
         if ban >= 0:
             regions_free[ban] = False
@@ -223,10 +243,10 @@ class Search:
                 (
                     _rate(self.move_cost, self._relief(weight, out, self.again), kept & fits & movable),
                     _rate(self.drop_cost, self._relief(weight, self.birth, self.again), kept),
-                    self._region_rates(state, weight, regions_free),
+                    how.region_price * self._region_rates(state, weight, regions_free),
                 )
             )
-            if not self._pull(state, rates, int(over[worst]) // SHARE, deadline, regions_free):
+            if not self._pull(state, rates, int(over[worst]) // how.share, deadline, regions_free):
                 return False
 
     def _relief(self, weight: Floats, first: Ints, end: Ints) -> Floats:
