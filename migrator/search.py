@@ -8,6 +8,7 @@ forward, and not to be had beyond. Pure functions on plain data.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -109,7 +110,8 @@ class Search:
         # Stretch from which what was dropped is there again; what is never used is there for one stretch.
         self.again = np.array([life.uses[0] + 1 if life.uses else life.birth + 1 for life in lives], dtype=np.int64)
         last_save = {site.storage: site.birth for site in trace.sites}
-        self.turn = max((site.birth for site in trace.sites), default=0)
+        self.turn = trace.turn
+        self.before_turn = np.array([last_save[ident] <= self.turn for ident in self.idents], dtype=bool)
         self.times = np.array(trace.times)
         self.saved_at = self.times[[last_save[ident] for ident in self.idents]] if lives else np.zeros(0)
         self.lane_seconds = self.nbytes / links.d2h
@@ -138,7 +140,10 @@ class Search:
         self.dependents: list[Ints] = []  # storages outside that are made from one within
         self.inputs: list[list[int]] = []
         self.crowding: list[float] = []  # of regions that do the same, the smaller leave more room in backward
+        calls = Counter(region.path for region in self.trace.regions)
         for region in self.trace.regions:
+            if calls[region.path] > 1:  # which of the calls is recomputed cannot be chosen
+                continue
             sites = self.trace.sites_of(region)
             uses = [use for site in sites for use in site.uses]
             within: dict[int, int] = {}
@@ -227,7 +232,7 @@ class Search:
             A region that is not to be recomputed.
         """
         deadline = how.lane * float(self.times[self.turn])
-        movable = ~np.isfinite(self.drop_cost) if how.spare_droppable else np.ones(len(self.idents), dtype=bool)
+        movable = self.before_turn & ~np.isfinite(self.drop_cost) if how.spare_droppable else self.before_turn
         regions_free = np.ones(len(self.regions), dtype=bool)
         if ban >= 0:
             regions_free[ban] = False
