@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from allocator.sizes import format_size
 from migrator.effects import obtainable
 from migrator.intervals import Bytes
+from migrator.levers import Choice, State, extremes
 from migrator.links import Links
 from migrator.plan import NoPlanFits, Plan
 from migrator.policies import flashneuron
 from migrator.schedule import fit
-from migrator.search import PLAIN, Choice, How, Search, State, extremes
+from migrator.search import PLAIN, How, Search
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Trace
 
