@@ -109,7 +109,10 @@ class Effect:
 
 
 def checkpoint_key(path: str, number: int) -> str:
-    """Key of the site that holds input `number` of the region `path` while it is recomputed as a whole."""
+    """Key of the site that holds input `number` of the region `path` while it is recomputed as a whole.
+
+    Inputs are counted through the period: a module that is called twice goes on counting.
+    """
     return f"{path}/in:{number}"
 
 
@@ -121,9 +124,11 @@ def outermost(trace: Trace, paths: Collection[str]) -> list[Region]:
     KeyError
         If the trace has no such region.
     """
-    known = {region.path: region for region in trace.regions}
+    for path in set(paths) - {region.path for region in trace.regions}:
+        raise KeyError(path)
     chosen: list[Region] = []
-    for region in sorted((known[path] for path in paths), key=lambda region: (region.begin, -region.end)):
+    wanted = (region for region in trace.regions if region.path in paths)
+    for region in sorted(wanted, key=lambda region: (region.begin, -region.end)):
         if not chosen or region.begin >= chosen[-1].end:
             chosen.append(region)
     return chosen
@@ -194,6 +199,7 @@ class _Builder:
         self.changes = np.zeros(trace.positions + 2, dtype=np.int64)
         self.seconds: dict[int, float] = {}
         self.inputs: dict[int, set[int]] = {}
+        self.inputs_seen: dict[str, int] = {}  # of each region's path
 
     def build(self) -> Effect:
         nbytes = self.trace.storage_bytes
@@ -229,7 +235,8 @@ class _Builder:
         inner = self.trace.sites_of(region)
         uses = [use for site in inner for use in site.uses]
         begins = min(uses, default=None)
-        for number, (ident, nbytes) in enumerate(self.trace.input_bytes(region)):
+        for ident, nbytes in self.trace.input_bytes(region):
+            number = self.inputs_seen[region.path] = self.inputs_seen.get(region.path, -1) + 1
             at = () if begins is None else (begins,)
             self._hold(ident, nbytes, Holder(checkpoint_key(region.path, number), region.begin, at))
         if begins is None:

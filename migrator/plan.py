@@ -25,8 +25,12 @@ class NoPlanFits(TiersError):
 
     Attributes
     ----------
+    budget : int
+        What was asked for, in bytes.
     smallest : int
-        The smallest budget for which there is one, in bytes.
+        The smallest budget for which there is one.
+    holds : str
+        What lies in HBM then, where it holds most.
     """
 
     def __init__(self, budget: int, smallest: int, holds: str) -> None:
@@ -34,7 +38,13 @@ class NoPlanFits(TiersError):
             f"no plan keeps this program within {format_size(budget)} of hbm: it needs {format_size(smallest)}, which "
             f"{holds}; raise TIERS_HBM above that, or make the batch smaller"
         )
+        self.budget = budget
         self.smallest = smallest
+        self.holds = holds
+
+    def out_of(self, budget: int) -> NoPlanFits:
+        """Say the same of the budget that `self.budget` was a part of."""
+        return NoPlanFits(budget, -(-self.smallest * budget // max(1, self.budget)), self.holds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +145,20 @@ class Plan:
     def to_json(self) -> str:
         """One JSON object."""
         return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        return cls(
+            policy=data["policy"],
+            room=data["room"],
+            keep={key: Keep(**keep) for key, keep in data["keep"].items()},
+            groups=tuple(PageGroup(**group | {"sites": tuple(group["sites"])}) for group in data["groups"]),
+            recompute=tuple(data["recompute"]),
+            regions=tuple(data["regions"]),
+            limits={key: (birth, use) for key, (birth, use) in data["limits"].items()},
+        )
 
 
 def least_room(trace: Trace, budget: int) -> int:

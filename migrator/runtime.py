@@ -35,7 +35,7 @@ from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import Learner
 from migrator.links import PCIE_GEN5, Links
 from migrator.mover import Mover
-from migrator.plan import Plan
+from migrator.plan import NoPlanFits, Plan
 from migrator.policies import POLICIES
 from migrator.steps import StepTimes
 from migrator.trace import Trace
@@ -72,7 +72,7 @@ class Options:
     hbm: Callable[[torch.device], int]
     enforce: bool
     backing: Callable[[Counters, bool], Backing]
-    refuse: Callable[[BudgetTooSmall], None] | None = None
+    refuse: Callable[[TiersError], None] | None = None
     links: Links = PCIE_GEN5
 
 
@@ -227,14 +227,18 @@ class Runtime:
         for device in {tensor.device for tensor in tensors if _has_tiers(tensor.device)}:
             needed, budget = weights.bytes_on(device, tensors), self.options.hbm(device)
             if needed > budget:
-                error = BudgetTooSmall(
-                    f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on "
-                    f"{device}: raise TIERS_HBM above that, with room for gradients, optimizer state and the work "
-                    "of a layer"
+                self._refuse(
+                    BudgetTooSmall(
+                        f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on "
+                        f"{device}: raise TIERS_HBM above that, with room for gradients, optimizer state and the work "
+                        "of a layer"
+                    )
                 )
-                if self.options.refuse is not None:
-                    self.options.refuse(error)
-                raise error
+
+    def _refuse(self, error: TiersError) -> None:
+        if self.options.refuse is not None:
+            self.options.refuse(error)
+        raise error
 
     def _recount_static(self) -> None:
         """Without a GPU nobody else counts what lives as long as the program."""
@@ -251,7 +255,11 @@ class Runtime:
         changed = False
         for mover in saver.armed_movers:
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
-            changed |= mover.end_period(whole=whole)
+            try:
+                changed |= mover.end_period(whole=whole)
+            except NoPlanFits as error:
+                if not self.closed:
+                    self._refuse(error.out_of(mover.budget))
         if changed:
             saver.adopt(action for mover in saver.armed_movers for action in mover.actions())
 

@@ -8,189 +8,44 @@ forward, and not to be had beyond. Pure functions on plain data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from migrator.intervals import Bytes, Floats, in_hbm, room
-from migrator.links import Links
-from migrator.simulator import H100, Costs
-from migrator.trace import Region, Trace
-
-KEEP, MOVE, DROP, WITHIN = range(4)
-SHARE = 4  # of what is over, as much as one round of the greedy search takes away at most: 1 in 4
-
-Ints = NDArray[np.int64]
+from migrator.intervals import Bytes, Floats
+from migrator.levers import DROP, KEEP, MOVE, Ints, Levers, State
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What to do with the storages of a trace; those that are in no field stay."""
-
-    moved: frozenset[int] = frozenset()
-    dropped: frozenset[int] = frozenset()
-    regions: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class State:
-    """A choice in the making.
+class How:
+    """How a greedy search goes about it.
 
     Attributes
     ----------
-    action : array of int
-        What happens to each storage, by its number among the lifetimes.
-    made : array of int
-        For what is made again, the position at which it is.
-    regions : list of int
-        Numbers of the regions that are recomputed.
+    lane : float
+        Until when the lane out may be busy, as a multiple of the time of the last save.
+    spare_droppable : bool
+        Move no storage that can be made again by a recipe.
+    share : int
+        One round takes away one in so many of the bytes that are over, before levers are rated anew.
+    region_price : float
+        What a second of recomputing a region counts as.
     """
 
-    action: NDArray[np.int8]
-    made: Ints
-    regions: list[int] = field(default_factory=list)
-
-    def copy(self) -> State:
-        """A state of its own."""
-        return State(self.action.copy(), self.made.copy(), list(self.regions))
+    lane: float = 1.0
+    spare_droppable: bool = False
+    share: int = 4
+    region_price: float = 1.0
 
 
-class Search:
-    """The levers of one trace, as arrays.
+PLAIN = How()
 
-    Parameters
-    ----------
-    trace : Trace
-        The period, with times.
-    budget : int
-        HBM for saved tensors and `others`, in bytes.
-    links : Links
-        How fast the lanes are.
-    costs : Costs
-        What moving costs besides.
-    """
 
-    def __init__(self, trace: Trace, budget: int, links: Links, costs: Costs = H100) -> None:
-        self.trace = trace
-        self.room = room(trace, budget)
-        lives = trace.lifetimes
-        self.number = {life.ident: number for number, life in enumerate(lives)}
-        self.idents = [life.ident for life in lives]
-        self.nbytes = np.array([life.nbytes for life in lives], dtype=np.int64)
-        windows = np.array([in_hbm(life) for life in lives], dtype=np.int64).reshape(-1, 2)
-        self.birth, self.end = windows[:, 0], windows[:, 1]  # stretches
-        # Stretch from which what was dropped is there again; what is never used is there for one stretch.
-        self.again = np.array([life.uses[0] + 1 if life.uses else life.birth + 1 for life in lives], dtype=np.int64)
-        last_save = {site.storage: site.birth for site in trace.sites}
-        self.turn = max((site.birth for site in trace.sites), default=0)
-        self.times = np.array(trace.times)
-        self.saved_at = self.times[[last_save[ident] for ident in self.idents]] if lives else np.zeros(0)
-        self.lane_seconds = self.nbytes / links.d2h
-        self.in_order = np.argsort(self.saved_at, kind="stable")
-        moved_seconds = self.nbytes / links.d2h * costs.d2h + self.nbytes / links.h2d * costs.h2d
-        self.move_cost = moved_seconds + costs.host * np.maximum(self.nbytes / (64 << 20), 1 / 16)
-        seen = trace.storage_bytes.keys()
-        recipes = [trace.recipes.get(ident) for ident in self.idents]
-        recipes = [recipe if recipe and seen >= set(recipe.inputs) else None for recipe in recipes]
-        self.drop_cost = np.array([np.inf if recipe is None else recipe.seconds for recipe in recipes])
-        self.sources = [() if recipe is None else recipe.inputs for recipe in recipes]
-        self._set_up_regions()
+class Search(Levers):
+    """The greedy search over the levers of one trace."""
 
-    def _set_up_regions(self) -> None:
-        """Regions that may be recomputed, and the storages that only their own sites refer to."""
-        sites_on: dict[int, int] = {}
-        for site in self.trace.sites:
-            sites_on[site.storage] = sites_on.get(site.storage, 0) + 1
-        made_from: dict[int, list[int]] = {}
-        for number, sources in enumerate(self.sources):
-            for source in sources:
-                made_from.setdefault(source, []).append(number)
-        self.regions: list[Region] = []
-        self.inner: list[Ints] = []
-        self.begins: list[int] = []
-        self.dependents: list[Ints] = []  # storages outside that are made from one within
-        self.inputs: list[list[int]] = []
-        self.crowding: list[float] = []  # of regions that do the same, the smaller leave more room in backward
-        for region in self.trace.regions:
-            sites = self.trace.sites_of(region)
-            uses = [use for site in sites for use in site.uses]
-            within: dict[int, int] = {}
-            for site in sites:
-                within[site.storage] = within.get(site.storage, 0) + 1
-            inner = [
-                self.number[ident]
-                for ident, count in within.items()
-                if count == sites_on[ident] and ident in self.number and ident not in region.inputs
-            ]
-            begins = min(uses, default=0)
-            largest = int(self.nbytes[inner].sum())
-            if not inner or largest > self.room[begins + 1]:  # recomputing it brings all of that back at once
-                continue
-            self.crowding.append(1 + largest / int(self.room[begins + 1]))
-            outside = {n for i in inner for n in made_from.get(self.idents[i], ()) if n not in set(inner)}
-            self.regions.append(region)
-            self.inner.append(np.array(inner, dtype=np.int64))
-            self.begins.append(begins)
-            self.inputs.append([self.number[ident] for ident in region.inputs if ident in self.number])
-            self.dependents.append(np.array(sorted(outside), dtype=np.int64))
-        self.region_cost = np.array([region.seconds for region in self.regions])
-        self.flat_inner = np.concatenate(self.inner) if self.inner else np.zeros(0, dtype=np.int64)
-        self.inner_starts = np.cumsum([0, *map(len, self.inner)])[:-1]
-        begin_of = [np.full(len(inner), at + 1) for inner, at in zip(self.inner, self.begins, strict=True)]
-        self.flat_again = np.concatenate(begin_of) if begin_of else np.zeros(0, dtype=np.int64)
-
-    # ------------------------------------------------------------------------------------ what a state is
-
-    def start(self) -> State:
-        """Everything stays."""
-        return State(np.zeros(len(self.idents), dtype=np.int8), np.zeros(len(self.idents), dtype=np.int64))
-
-    def choice(self, state: State) -> Choice:
-        """The state by names."""
-        return Choice(
-            frozenset(self.idents[i] for i in np.flatnonzero(state.action == MOVE)),
-            frozenset(self.idents[i] for i in np.flatnonzero(state.action == DROP)),
-            tuple(sorted(self.regions[r].path for r in state.regions)),
-        )
-
-    def seconds(self, state: State) -> float:
-        """What the levers of a state cost, stalls aside."""
-        return float(
-            self.move_cost[state.action == MOVE].sum()
-            + self.drop_cost[state.action == DROP].sum()
-            + self.region_cost[state.regions].sum()
-        )
-
-    def used(self, state: State) -> Bytes:
-        """Saved bytes in HBM by stretch, with copies that leave one after the other and come back just in time."""
-        first = np.where(state.action == DROP, self.again, self.birth)
-        first = np.where(state.action == WITHIN, state.made + 1, first)
-        changes = np.zeros(len(self.room) + 1, dtype=np.int64)
-        np.add.at(changes, first, self.nbytes)
-        np.add.at(changes, self.end, -self.nbytes)
-        moved = self.in_order[state.action[self.in_order] == MOVE]
-        if len(moved):
-            out = np.minimum(self._stretch(self._left(moved)), self.again[moved])
-            np.add.at(changes, out, -self.nbytes[moved])
-            np.add.at(changes, self.again[moved], self.nbytes[moved])
-        return np.cumsum(changes)[:-1]
-
-    def _left(self, moved: Ints) -> Floats:
-        """When the copies of storages, in the order of their saves, end."""
-        total = np.cumsum(self.lane_seconds[moved])
-        return np.maximum.accumulate(self.saved_at[moved] - (total - self.lane_seconds[moved])) + total
-
-    def _stretch(self, times: Floats) -> Ints:
-        """The first stretch at whose begin a time is over; the last save waits for whatever is still under way."""
-        return np.minimum(np.searchsorted(self.times, times) + 1, self.turn + 1)
-
-    # --------------------------------------------------------------------------------- the greedy search
-
-    def solve(
-        self, state: State, extra: Bytes | int = 0, *, lane: float = 1.0, spare_droppable: bool = False, ban: int = -1
-    ) -> bool:
+    def solve(self, state: State, extra: Bytes | int = 0, how: How = PLAIN, ban: int = -1) -> bool:
         """Pull levers until the period fits; whether it does.
 
         Parameters
@@ -199,15 +54,13 @@ class Search:
             Where to begin; it is changed.
         extra : array of int
             Bytes that HBM holds besides, by stretch.
-        lane : float
-            Seconds that the lane out may be busy until, as a multiple of the time of the last save.
-        spare_droppable : bool
-            Leave storages that can be made again cheaply to that.
+        how : How
+            How to go about it.
         ban : int
             A region that is not to be recomputed.
         """
-        deadline = lane * float(self.times[self.turn])
-        movable = ~np.isfinite(self.drop_cost) if spare_droppable else np.ones(len(self.idents), dtype=bool)
+        deadline = how.lane * float(self.times[self.turn])
+        movable = self.before_turn & ~np.isfinite(self.drop_cost) if how.spare_droppable else self.before_turn
         regions_free = np.ones(len(self.regions), dtype=bool)
         if ban >= 0:
             regions_free[ban] = False
@@ -223,15 +76,16 @@ class Search:
                 (
                     _rate(self.move_cost, self._relief(weight, out, self.again), kept & fits & movable),
                     _rate(self.drop_cost, self._relief(weight, self.birth, self.again), kept),
-                    self._region_rates(state, weight, regions_free),
+                    how.region_price * self._region_rates(state, weight, regions_free),
                 )
             )
-            if not self._pull(state, rates, int(over[worst]) // SHARE, deadline, regions_free):
+            if not self._pull(state, rates, int(over[worst]) // how.share, deadline, regions_free):
                 return False
 
     def _relief(self, weight: Floats, first: Ints, end: Ints) -> Floats:
         """Bytes times the weight of the stretches in which they are gone."""
-        return self.nbytes * (weight[end] - weight[np.minimum(first, end)])
+        relief: Floats = self.nbytes * (weight[end] - weight[np.minimum(first, end)])
+        return relief
 
     def _moves(self, state: State, deadline: float) -> tuple[Ints, NDArray[np.bool_]]:
         """For every storage the stretch in which it would have left, and whether the lane would be done in time."""
@@ -259,13 +113,13 @@ class Search:
             if not np.isfinite(rates[lever]) or (pulled and relieved >= enough):
                 break
             if lever >= 2 * count:
-                relieved += self._recompute(state, lever - 2 * count, regions_free)
+                regions_free[lever - 2 * count] = False
+                relieved += self.recompute(state, lever - 2 * count)
                 pulled = True
             elif state.action[number := lever % count] == KEEP:
                 if lever >= count:
-                    if not self._obtainable(state, number):
+                    if not self.drop(state, number):
                         continue
-                    state.action[number] = DROP
                 else:
                     state.action[number] = MOVE
                     moved = self.in_order[state.action[self.in_order] == MOVE]
@@ -276,44 +130,12 @@ class Search:
                 pulled = True
         return pulled
 
-    def _obtainable(self, state: State, number: int) -> bool:
-        within = (self.number.get(source) for source in self.sources[number])
-        if any(number in self.inputs[region] for region in state.regions):
-            return False
-        return all(source is None or state.action[source] != WITHIN for source in within)
-
-    def _recompute(self, state: State, region: int, regions_free: NDArray[np.bool_]) -> int:
-        """Recompute a region, if that takes nothing away from others; bytes that it relieves."""
-        regions_free[region] = False
-        if (state.action[self.dependents[region]] == DROP).any() or self._overlaps(state, region):
-            return 0
-        inner = self.inner[region]
-        relieved = int(self.nbytes[inner][state.action[inner] == KEEP].sum())
-        state.regions.append(region)
-        state.action[inner] = WITHIN
-        state.made[inner] = self.begins[region]
-        for number in self.inputs[region]:  # a checkpoint holds what it starts from
-            if state.action[number] == DROP:
-                state.action[number] = KEEP
-        return relieved
-
-    def release(self, state: State, region: int) -> None:
-        """Recompute a region no longer."""
-        state.regions.remove(region)
-        state.action[self.inner[region]] = KEEP
-
-    def _overlaps(self, state: State, region: int) -> bool:
-        own = self.regions[region]
-        return any(self.regions[r].begin < own.end and own.begin < self.regions[r].end for r in state.regions)
-
-    # ------------------------------------------------------------------------------------------ trimming
-
     def trim(self, state: State, extra: Bytes | int, most: int) -> None:
         """Let go of levers that turned out not to be needed, the dearest first; look at `most` of them."""
         for region in sorted(state.regions, key=lambda r: -self.region_cost[r])[:most]:
             before = state.copy()
             self.release(state, region)
-            if not self._fits(state, extra):
+            if not self.fits(state, extra):
                 state.regions, state.action = before.regions, before.action
         cost = np.where(state.action == MOVE, self.move_cost, np.where(state.action == DROP, self.drop_cost, -1.0))
         for number in np.argsort(-cost, kind="stable")[:most].tolist():
@@ -321,33 +143,11 @@ class Search:
                 break
             was = state.action[number]
             state.action[number] = KEEP
-            if not self._fits(state, extra):
+            if not self.fits(state, extra):
                 state.action[number] = was
-
-    def _fits(self, state: State, extra: Bytes | int) -> bool:
-        return bool((self.used(state) + extra <= self.room).all())
 
 
 def _rate(cost: Floats, relief: Floats, allowed: NDArray[np.bool_]) -> Floats:
     """Seconds per byte of weighted relief; infinite where the lever is not to be had."""
     rates: Floats = np.full(len(cost), np.inf)
     return np.divide(np.maximum(cost, 1e-9), relief, out=rates, where=allowed & (relief > 0))
-
-
-def extremes(trace: Trace) -> Sequence[Choice]:
-    """Choices that hold as little as can be held: what fits nowhere else may fit with one of these."""
-    everything = frozenset(life.ident for life in trace.lifetimes)
-    droppable = frozenset(ident for ident in trace.recipes if ident in everything)
-    largest = tuple(region.path for region in trace.regions)
-    nested = [
-        region.path
-        for region in trace.regions
-        if not any(other is not region and region.begin <= other.begin and other.end <= region.end
-                   for other in trace.regions)
-    ]  # fmt: skip
-    return [
-        Choice(moved, dropped, regions)
-        for regions in dict.fromkeys(((), tuple(nested), largest))
-        for dropped in dict.fromkeys((frozenset(), droppable))
-        for moved in (everything - dropped,)
-    ]

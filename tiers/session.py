@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from allocator.dram import DramArena
+from allocator.errors import TiersError
 from allocator.ledger import Account, Ledger
 from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, GiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.links import links_from
-from migrator.runtime import BudgetTooSmall, Options, Runtime
+from migrator.runtime import Options, Runtime
 from tiers.config import Config, ConfigError, load
 from tiers.topology import default_dram_capacity, read_memory
 
@@ -53,7 +54,7 @@ class Session:
         If the run directory holds an earlier run.
     """
 
-    def __init__(self, config: Config, refuse: Callable[[BudgetTooSmall], None] | None = None) -> None:
+    def __init__(self, config: Config, refuse: Callable[[TiersError], None] | None = None) -> None:
         self._config = config
         self._run = _run_directory(config)
         self._ledger = _open_ledger()
@@ -216,7 +217,7 @@ def install(config: Config) -> None:
     atexit.register(session.close)
 
 
-def _exit(error: BudgetTooSmall) -> None:
+def _exit(error: TiersError) -> None:
     print(f"tiers: {error}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -15,16 +15,21 @@ from dataclasses import dataclass, replace
 from allocator.sizes import format_size
 from migrator.effects import obtainable
 from migrator.intervals import Bytes
+from migrator.levers import Choice, State, extremes
 from migrator.links import Links
 from migrator.plan import NoPlanFits, Plan
 from migrator.policies import flashneuron
 from migrator.schedule import fit
-from migrator.search import Choice, Search, State, extremes
+from migrator.search import PLAIN, How, Search
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Trace
 
 LANES = (1.0, 0.9, 0.75, 0.5, 0.0, 1.05, 1.15, 1.4, 2.0, 1e9)
 """For how long the lane out may be busy, as multiples of the forward; the last is for budgets that need it."""
+
+SHARES = (2, 4, 16)
+PRICES = (1.0, 0.8, 1.25, 0.6, 1.6)
+"""Other ways to search: how much at a time, and at what price of regions."""
 
 SIMULATED_SITES = 60_000  # sites times simulations of one planning: what keeps it within its time
 LEAST = 40  # simulations, however large the trace
@@ -61,7 +66,7 @@ class _Tried:
     result: Simulated
     state: State | None = None
     held: Bytes | int = 0
-    how: tuple[float, bool] = (1.0, False)
+    how: How = PLAIN
 
 
 class _Planner:
@@ -88,10 +93,15 @@ class _Planner:
         for lane in LANES:
             for spare in (False, True):
                 if self.left > 0:
-                    self._solve((lane, spare), self.levers.start(), 0)
+                    self._solve(How(lane, spare), self.levers.start(), 0)
 
     def improve(self) -> None:
-        """Exchange one region of the best at a time for what the search finds without it."""
+        """Go about what was best in other ways; then exchange one of its regions at a time for what else there is."""
+        for share in SHARES:
+            for price in PRICES:
+                if self.left > 0:
+                    how = replace(self.best.how, share=share, region_price=price)
+                    self._solve(how, self.levers.start(), 0)
         tried: set[int] = set()
         while self.left > 0 and self.best.state is not None:
             best = self.best
@@ -117,18 +127,17 @@ class _Planner:
         if not self.fits:
             raise self._too_small()
 
-    def _solve(self, how: tuple[float, bool], state: State, held: Bytes | int, ban: int = -1) -> None:
+    def _solve(self, how: How, state: State, held: Bytes | int, ban: int = -1) -> None:
         """Search from a state, and again with what the simulator found over the budget."""
         for _ in range(REPAIRS):
-            lane, spare = how
-            if not self.levers.solve(state, held, lane=lane, spare_droppable=spare, ban=ban):
-                return
-            self.levers.trim(state, held, TRIMS)
+            solved = self.levers.solve(state, held, how, ban)
+            if solved:
+                self.levers.trim(state, held, TRIMS)
             tried = self._try(self.levers.choice(state))
             tried.state, tried.held, tried.how = state.copy(), held, how
             self._consider(tried)
             over = (tried.result.hbm - self.budget).clip(min=0)
-            if not over.any() or self.left <= 0:
+            if not solved or not over.any() or self.left <= 0:
                 return
             held = held + over
 

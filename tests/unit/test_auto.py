@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
 from migrator.intervals import occupancy
+from migrator.levers import Choice, extremes
 from migrator.links import PCIE_GEN5
 from migrator.plan import NoPlanFits, Plan
 from migrator.policies import POLICIES
-from migrator.search import Choice, extremes
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Recipe, Region, Trace
 from tests.unit.modelled import gpt, long_context_gpt, resnet

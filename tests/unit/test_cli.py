@@ -55,7 +55,7 @@ def show(name: str) -> list[str]:
 
 
 def test_the_verbs_are_frozen():
-    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report"]
+    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report", "plan"]
 
 
 @pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
@@ -66,7 +66,7 @@ def test_every_verb_has_help_and_json(verb, capsys):
     assert "--json" in capsys.readouterr().out
 
 
-def test_config_run_and_report_do_not_import_torch():
+def test_config_run_report_and_plan_do_not_import_torch():
     code = "import sys, tiers.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
