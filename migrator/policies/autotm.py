@@ -75,7 +75,7 @@ def _nodes(draft: Draft) -> list[int]:
     """The first stretch of each node."""
     times = draft.trace.times
     turn = min((idle.end for idle in draft.idle.values()), default=0)
-    marks = [times[-1] * k / NODES for k in range(1, NODES)]
+    marks = [max(draft.trace.seconds, times[-1]) * k / NODES for k in range(1, NODES)]
     return sorted({0, turn + 1, *(bisect_right(times, mark) for mark in marks)})
 
 
