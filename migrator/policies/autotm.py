@@ -32,7 +32,7 @@ from migrator.plan import Plan
 from migrator.trace import Trace
 
 NODES = 40
-REACH = 6  # nodes
+REACH = 10  # nodes
 SECONDS = 1.0  # for the solver
 GAP = 0.01  # of the optimum: closer than this it need not get
 EXCESS = 100  # times the way out and back: what each byte above the budget costs
