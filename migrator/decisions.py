@@ -1,13 +1,12 @@
-"""What a policy decides about storages and modules, and the plan that it amounts to. Pure functions."""
+"""Where storages go and when they come back, decided one by one, and the plan that it amounts to. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from migrator.effects import effect
-from migrator.plan import PageGroup, Plan, least_room, plan_of
-from migrator.schedule import scheduled
+from migrator.plan import PageGroup, Plan
+from migrator.schedule import fit
 from migrator.trace import Trace
 
 
@@ -17,38 +16,30 @@ class Trip:
 
     Attributes
     ----------
-    bring_at, tier
-        As of `PageGroup`.
+    bring_at : int or None
+        Position from which it may come back; None as soon as there is room.
+    tier : str or None
+        Where it goes; None leaves it to what is free.
     """
 
     bring_at: int | None = None
     tier: str | None = None
 
 
-def assemble(
-    policy: str,
-    trace: Trace,
-    budget: int,
-    *,
-    moved: Mapping[int, Trip] | None = None,
-    dropped: Collection[int] = (),
-    regions: Collection[str] = (),
-) -> Plan:
-    """The plan in which storages and modules go as decided, and all else stays.
+def assemble(policy: str, trace: Trace, budget: int, trips: Mapping[int, Trip], dropped: Collection[int] = ()) -> Plan:
+    """The plan in which storages travel, or are made again, as decided, and all others stay.
 
-    Storages that share a tier travel in groups, in the order of their deaths; a group may come back when the
-    first of its members may.
+    Those that share a tier travel in groups, in the order of their deaths; a group may come back when the first of
+    its members may, but not before the schedule has room for it.
     """
-    moved = moved or {}
-    tiers = {ident: trip.tier for ident, trip in moved.items() if trip.tier is not None}
-    outcome = effect(trace, dropped, regions)
-    plan = plan_of(policy, outcome, moved, least_room(trace, budget), regions=regions, tiers=tiers)
-    plan = scheduled(plan, trace, outcome, budget)
-    storage_of = {site.key: site.storage for site in trace.sites}
+    tiers = {ident: trip.tier for ident, trip in trips.items() if trip.tier is not None}
+    plan = fit(policy, trace, budget, trips, dropped=dropped, tiers=tiers)
 
     def triggered(group: PageGroup) -> PageGroup:
-        triggers = [moved[storage_of[key]].bring_at for key in group.sites]
+        triggers = [trips[trace.by_key[key].storage].bring_at for key in group.sites]
         known = [at for at in triggers if at is not None]
-        return replace(group, bring_at=min(known)) if len(known) == len(triggers) else group
+        if len(known) < len(triggers):
+            return group
+        return replace(group, bring_at=max(min(known), group.bring_at or 0))
 
     return replace(plan, groups=tuple(triggered(group) for group in plan.groups))

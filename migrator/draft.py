@@ -7,8 +7,9 @@ save to its first use, counts: saved tensors that backward has fetched stay unti
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from migrator.booking import Lanes, Memory, Transfer
 from migrator.decisions import Trip, assemble
 from migrator.intervals import Floats, Interval, durations, inactive
 from migrator.links import Links
-from migrator.plan import Plan
+from migrator.plan import Plan, least_room, look_ahead
 from migrator.trace import Trace
+
+CLOSE = 0.05  # worths that differ by less count as equal
 
 
 def timed(trace: Trace, links: Links) -> Trace:
@@ -84,6 +87,9 @@ class Draft:
     def __init__(self, trace: Trace, budget: int, links: Links) -> None:
         self.trace = timed(trace, links)
         self.memory = Memory(self.trace, budget)
+        if not self.memory.fits:
+            # What moves does so in groups: one comes before all of the last one was used.
+            self.memory = Memory(self.trace, budget - look_ahead(1, least_room(trace, budget)))
         self.lanes = Lanes(links)
         self.idle: dict[int, Interval] = {}
         for interval in inactive(self.trace):
@@ -128,6 +134,35 @@ class Draft:
         over = (self.memory.used[span] - self.memory.room[span]).clip(0, most)
         return float(np.dot(over, self.durations[span]))
 
+    def move_best_first(
+        self,
+        candidates: Iterable[Interval],
+        place: Callable[[Interval], Window | None],
+        worth: Callable[[Window], float],
+    ) -> None:
+        """Move candidates, the worthiest first, until memory fits or no move is worth anything.
+
+        Ties go by bytes times idle time. What a move is worth may only fall as others are decided: so it is
+        worked out anew for the head of the list alone, which is taken if it is still within `CLOSE` of the next.
+        """
+
+        def rated(idle: Interval) -> tuple[tuple[float, float, int, int], Window | None]:
+            window = place(idle)
+            value = worth(window) if window is not None else 0.0
+            return (-value, -idle.nbytes * idle.seconds, idle.storage, len(self.trips)), window
+
+        heap = [rated(idle)[0] for idle in candidates]
+        heapify(heap)
+        while heap and heap[0][0] < 0 and not self.memory.fits:
+            rating, window = rated(self.idle[heappop(heap)[2]])
+            if heap and rating > heap[0]:
+                up_to_date = heap[0][3] == len(self.trips)
+                if up_to_date or rating[0] > (1 - CLOSE) * heap[0][0]:
+                    heappush(heap, rating)
+                    continue
+            if window is not None and rating[0] < 0:
+                self.move(window)
+
     def move(self, window: Window) -> None:
         """Decide to move, and book what it takes."""
         self.lanes.book(window.out)
@@ -144,10 +179,9 @@ class Draft:
     def come_earlier(self, storage: int, end: int) -> None:
         """Have a storage that moves be away until stretch `end` only."""
         first, before = self._away[storage]
-        end = max(first, end)
         if end < before:
-            self.memory.add(end, before, self.idle[storage].nbytes)
-            self._away[storage] = first, end
+            self.memory.add(max(first, end), before, self.idle[storage].nbytes)
+            self._away[storage] = first, max(first, end)
             self.trips[storage] = Trip(end - 1, self.trips[storage].tier)
 
     def come_with_room(self, storage: int) -> None:
@@ -159,7 +193,12 @@ class Draft:
         return self._away[storage]
 
     def send_until_it_fits(self, candidates: Iterable[Interval], tier: str | None = None) -> None:
-        """Move candidates that lie in HBM where it is too full, one after the other, though the step waits for them."""
+        """Let the step wait: for what moves to be out at once, then for candidates that lie where HBM is too full."""
+        if not self.memory.fits:
+            for storage, (first, end) in self._away.items():
+                at_once = min(first, self.idle[storage].begin + 2)
+                self.memory.add(at_once, first, -self.idle[storage].nbytes)
+                self._away[storage] = at_once, end
         over = self.memory.over
         for idle in candidates:
             if not over.any():
@@ -216,4 +255,4 @@ class Draft:
 
     def plan(self, policy: str) -> Plan:
         """The plan that the decisions amount to."""
-        return assemble(policy, self.trace, self._budget, moved=self.trips, dropped=self.remade)
+        return assemble(policy, self.trace, self._budget, self.trips, self.remade)

@@ -6,7 +6,7 @@ its first use, and stays until its last. What it is made from must be there by t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,7 +109,10 @@ class Effect:
 
 
 def checkpoint_key(path: str, number: int) -> str:
-    """Key of the site that holds input `number` of the region `path` while it is recomputed as a whole."""
+    """Key of the site that holds input `number` of the region `path` while it is recomputed as a whole.
+
+    Inputs are counted through the period: a module that is called twice goes on counting.
+    """
     return f"{path}/in:{number}"
 
 
@@ -121,9 +124,11 @@ def outermost(trace: Trace, paths: Collection[str]) -> list[Region]:
     KeyError
         If the trace has no such region.
     """
-    known = {region.path: region for region in trace.regions}
+    for path in set(paths) - {region.path for region in trace.regions}:
+        raise KeyError(path)
     chosen: list[Region] = []
-    for region in sorted((known[path] for path in paths), key=lambda region: (region.begin, -region.end)):
+    wanted = (region for region in trace.regions if region.path in paths)
+    for region in sorted(wanted, key=lambda region: (region.begin, -region.end)):
         if not chosen or region.begin >= chosen[-1].end:
             chosen.append(region)
     return chosen
@@ -149,6 +154,38 @@ def effect(trace: Trace, dropped: Collection[int] = (), regions: Collection[str]
     return _Builder(trace, dropped, outermost(trace, regions)).build()
 
 
+def obtainable(trace: Trace, dropped: Collection[int], regions: Collection[str] = ()) -> frozenset[int]:
+    """The storages of `dropped` that can be made again when all the others of them are held."""
+    inside = outermost(trace, regions)
+    seen = {site.storage for site in outside(trace, inside)}
+    saved_as_input = {ident for region in inside for ident in region.inputs}
+    asked = sorted(set(dropped) & seen & trace.recipes.keys() - saved_as_input)
+    there = (seen | saved_as_input) - set(asked)
+    made: set[int] = set()
+    while True:
+        ready = [ident for ident in asked if ident not in made and there | made >= set(trace.recipes[ident].inputs)]
+        made.update(ready)
+        if ready:
+            continue
+        stuck = next((ident for ident in asked if ident not in made), None)
+        if stuck is None:
+            return frozenset(made)
+        asked.remove(stuck)
+        there.add(stuck)
+
+
+def outside(trace: Trace, regions: Sequence[Region]) -> Iterator[Site]:
+    """Sites that lie in none of the regions, which follow each other."""
+    at, sites = 0, trace.sites
+    for region in regions:
+        while at < len(sites) and sites[at].birth < region.begin:
+            yield sites[at]
+            at += 1
+        while at < len(sites) and sites[at].birth < region.end:
+            at += 1
+    yield from sites[at:]
+
+
 class _Builder:
     def __init__(self, trace: Trace, dropped: Collection[int], regions: list[Region]) -> None:
         self.trace = trace
@@ -162,10 +199,11 @@ class _Builder:
         self.changes = np.zeros(trace.positions + 2, dtype=np.int64)
         self.seconds: dict[int, float] = {}
         self.inputs: dict[int, set[int]] = {}
+        self.inputs_seen: dict[str, int] = {}  # of each region's path
 
     def build(self) -> Effect:
         nbytes = self.trace.storage_bytes
-        for site in self._outside():
+        for site in outside(self.trace, self.regions):
             if site.storage in self.dropped:
                 self.recomputed.append(site)
             else:
@@ -186,17 +224,6 @@ class _Builder:
             work={at: Work(s, tuple(sorted(self.inputs[at]))) for at, s in sorted(self.seconds.items())},
         )
 
-    def _outside(self) -> Iterator[Site]:
-        """Sites that lie in none of the regions."""
-        at, sites = 0, self.trace.sites
-        for region in self.regions:
-            while at < len(sites) and sites[at].birth < region.begin:
-                yield sites[at]
-                at += 1
-            while at < len(sites) and sites[at].birth < region.end:
-                at += 1
-        yield from sites[at:]
-
     def _hold(self, ident: int, nbytes: int, holder: Holder) -> None:
         held = self.held.setdefault(ident, Held(ident, nbytes))
         held.holders.append(holder)
@@ -208,7 +235,8 @@ class _Builder:
         inner = self.trace.sites_of(region)
         uses = [use for site in inner for use in site.uses]
         begins = min(uses, default=None)
-        for number, (ident, nbytes) in enumerate(self.trace.input_bytes(region)):
+        for ident, nbytes in self.trace.input_bytes(region):
+            number = self.inputs_seen[region.path] = self.inputs_seen.get(region.path, -1) + 1
             at = () if begins is None else (begins,)
             self._hold(ident, nbytes, Holder(checkpoint_key(region.path, number), region.begin, at))
         if begins is None:

@@ -71,7 +71,7 @@ def durations(trace: Trace) -> Floats:
     """Seconds of every stretch; zeros where times were not measured."""
     if not trace.times:
         return np.zeros(trace.positions + 1)
-    return np.diff(np.array((0.0, *trace.times, max(trace.seconds, trace.times[-1]))))
+    return np.diff(np.array((0.0, *trace.times, trace.seconds))).clip(min=0)  # clocks of events are not exact
 
 
 def room(trace: Trace, budget: int) -> Bytes:

@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
+from allocator.errors import TiersError
 from allocator.groups import group_by_death
 from allocator.lifetimes import Lifetime
-from allocator.sizes import PAGE, GiB, MiB, round_up
+from allocator.sizes import PAGE, GiB, MiB, format_size, round_up
 from migrator.effects import Effect, effect
 from migrator.effects import checkpoint_key as checkpoint_key  # hooks that carry a plan out look for it here
 from migrator.trace import Trace
@@ -17,6 +18,33 @@ from migrator.trace import Trace
 FULL_SPEED = 64 * MiB  # a copy of this size runs at the link's full speed, with room to spare
 GROUPS_AHEAD = 2  # one group on the link and one behind it keep the link busy
 _NOWHERE: Mapping[int, str] = MappingProxyType({})
+
+
+class NoPlanFits(TiersError):
+    """No plan for the period stays within the budget.
+
+    Attributes
+    ----------
+    budget : int
+        What was asked for, in bytes.
+    smallest : int
+        The smallest budget for which there is one.
+    holds : str
+        What lies in HBM then, where it holds most.
+    """
+
+    def __init__(self, budget: int, smallest: int, holds: str) -> None:
+        super().__init__(
+            f"no plan keeps this program within {format_size(budget)} of hbm: it needs {format_size(smallest)}, which "
+            f"{holds}; raise TIERS_HBM above that, or make the batch smaller"
+        )
+        self.budget = budget
+        self.smallest = smallest
+        self.holds = holds
+
+    def out_of(self, budget: int) -> NoPlanFits:
+        """Say the same of the budget that `self.budget` was a part of."""
+        return NoPlanFits(budget, -(-self.smallest * budget // max(1, self.budget)), self.holds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +145,20 @@ class Plan:
     def to_json(self) -> str:
         """One JSON object."""
         return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        return cls(
+            policy=data["policy"],
+            room=data["room"],
+            keep={key: Keep(**keep) for key, keep in data["keep"].items()},
+            groups=tuple(PageGroup(**group | {"sites": tuple(group["sites"])}) for group in data["groups"]),
+            recompute=tuple(data["recompute"]),
+            regions=tuple(data["regions"]),
+            limits={key: (birth, use) for key, (birth, use) in data["limits"].items()},
+        )
 
 
 def least_room(trace: Trace, budget: int) -> int:

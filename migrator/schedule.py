@@ -8,14 +8,14 @@ section 4.4: eager prefetching), in the order of uses. Pure functions on plain d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from migrator.effects import Effect, Held, Holder
+from migrator.effects import Effect, Held, Holder, effect
 from migrator.intervals import Bytes, room
-from migrator.plan import PageGroup, Plan
+from migrator.plan import PageGroup, Plan, plan_of
 from migrator.trace import Trace
 
 
@@ -39,13 +39,46 @@ def scheduled(plan: Plan, trace: Trace, outcome: Effect, budget: int) -> Plan:
     staying = [held for held in outcome.held.values() if held.holders[0].key in plan.keep]
     kept = occupied(staying, trace.positions)
     spans = spans_of(plan, outcome)
-    gone, stay = _must_leave(plan.groups, spans, available - kept, turn(outcome))
-    triggers = _triggers(plan.groups, gone, spans, available - kept - occupied_by(stay, trace.positions), turn(outcome))
-    at_turn = int(kept[turn(outcome) + 1]) + sum(nbytes for _, _, nbytes in stay)
+    gone, stay = _must_leave(plan.groups, spans, available - kept, trace.turn)
+    triggers = _triggers(plan.groups, gone, spans, available - kept - occupied_by(stay, trace.positions), trace.turn)
+    at_turn = int(kept[trace.turn + 1]) + sum(nbytes for begin, _, nbytes in stay if begin == trace.turn)
     limits = _limits(trace, outcome, available, at_turn)
     highest = max((most for pair in limits.values() for most in pair), default=plan.room)
     groups = tuple(replace(group, bring_at=triggers.get(number)) for number, group in enumerate(plan.groups))
     return replace(plan, room=max(highest, *(group.nbytes for group in groups), 0), groups=groups, limits=limits)
+
+
+def fit(
+    policy: str,
+    trace: Trace,
+    budget: int,
+    moved: Collection[int],
+    *,
+    dropped: Collection[int] = (),
+    regions: Collection[str] = (),
+    tiers: Mapping[int, str] | None = None,
+) -> Plan:
+    """The plan of a choice for a budget: with limits and in-triggers where the trace tells what else lies in HBM.
+
+    Parameters
+    ----------
+    policy : str
+        Who decided.
+    trace : Trace
+        The period.
+    budget : int
+        HBM for saved tensors and `others`, in bytes.
+    moved, dropped, regions, tiers
+        As `migrator.plan.make_plan` takes them.
+
+    Raises
+    ------
+    Unobtainable
+        If something is dropped that cannot be made again.
+    """
+    outcome = effect(trace, dropped, regions)
+    most = max(0, budget - min(trace.others, default=0))
+    return scheduled(plan_of(policy, outcome, moved, most, regions=regions, tiers=tiers or {}), trace, outcome, budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +112,6 @@ def spans_of(plan: Plan, outcome: Effect) -> list[Span]:
     return spans
 
 
-def turn(outcome: Effect) -> int:
-    """Position of the last save: what is still in HBM then stays until it is used."""
-    return max((held.complete for held in outcome.held.values()), default=0)
-
-
 def occupied(storages: Iterable[Held], positions: int) -> Bytes:
     """Bytes of storages that are held in HBM all along, by stretch."""
     return occupied_by(((held.birth, held.leave, held.nbytes) for held in storages), positions)
@@ -102,16 +130,19 @@ Windows = list[tuple[int, int, int]]
 
 
 def _must_leave(groups: Sequence[PageGroup], spans: list[Span], free: Bytes, turn: int) -> tuple[list[int], Windows]:
-    """Groups that must have left HBM by the last save, by number; and from when to when the others lie there."""
-    order = sorted(range(len(groups)), key=lambda number: spans[number].complete)
-    total = occupied_by(((turn, spans[n].leave, groups[n].nbytes) for n in order), len(free) - 1)
-    spare = free[turn + 1 :] - total[turn + 1 :]
-    left = 0
-    while left < len(order) and spare.min(initial=0) < 0:
-        number = order[left]
+    """Groups that must have left HBM by the turn, by number; and from when to when the others lie there."""
+    needed = [number for number, span in enumerate(spans) if span.need is not None]
+    windows = {n: (max(turn, spans[n].complete), spans[n].leave, groups[n].nbytes) for n in needed}
+    order = sorted((n for n in needed if spans[n].complete <= turn), key=lambda n: spans[n].complete)
+    spare = (free - occupied_by(windows.values(), len(free) - 1))[turn + 1 :]
+    gone = []
+    for number in order:
+        if spare.min(initial=0) >= 0:
+            break
         spare[: spans[number].leave + 1 - turn] += groups[number].nbytes
-        left += 1
-    return order[:left], [(turn, spans[n].leave, groups[n].nbytes) for n in order[left:]]
+        gone.append(number)
+        del windows[number]
+    return gone, list(windows.values())
 
 
 def _triggers(
@@ -146,5 +177,6 @@ def _limits(trace: Trace, outcome: Effect, available: Bytes, at_turn: int) -> di
     positions = sorted({at for holder in seen for at in (holder.birth, *holder.uses[:1])})
     least = np.minimum.reduceat(available, [at + 1 for at in positions]).clip(min=0)
     limit = dict(zip(positions, least.tolist(), strict=True))
-    limit[turn(outcome)] = min(limit[turn(outcome)], at_turn)
+    if trace.turn in limit:
+        limit[trace.turn] = min(limit[trace.turn], at_turn)
     return {holder.key: (limit[holder.birth], limit[(holder.uses or (holder.birth,))[0]]) for holder in seen}

@@ -189,7 +189,7 @@ class _Step:
                     self._send(group)
                 departed = event.leave + sum(group.planned.nbytes for group in event.done)
                 self.resident -= departed
-            if position < first_use:
+            if position < first_use or (event is not None and event.enter):
                 self._relieve(limit)
             elif self.order:
                 self._prefetch(limit, position)

@@ -152,6 +152,12 @@ class Trace:
         return nbytes
 
     @cached_property
+    def turn(self) -> int:
+        """Position of the last save before backward asks for anything."""
+        first_use = min((site.uses[0] for site in self.sites if site.uses), default=self.positions)
+        return max((site.birth for site in self.sites if site.birth < first_use), default=0)
+
+    @cached_property
     def by_key(self) -> Mapping[str, Site]:
         """The sites by their keys."""
         return {site.key: site for site in self.sites}

@@ -32,10 +32,10 @@ from migrator.plan import Plan
 from migrator.trace import Trace
 
 NODES = 40
-REACH = 6  # nodes
-SECONDS = 1.5  # for the solver
+REACH = 10  # nodes
+SECONDS = 1.0  # for the solver
 GAP = 0.01  # of the optimum: closer than this it need not get
-EXCESS = 1e3  # seconds per GB above the budget: more than any move
+EXCESS = 100  # times the way out and back: what each byte above the budget costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ def plan(trace: Trace, budget: int, links: Links, *, seconds: float = SECONDS) -
         bundles = _bundles(draft, nodes)
         for bundle, back in _solve(draft, nodes, bundles, seconds):
             for idle in bundle.members:
-                # An asynchronous way back begins with its node, a synchronous one in the stretch before the use.
-                draft.send(idle, idle.begin + 2, idle.end if back == bundle.end else nodes[back])
+                # An asynchronous way back begins with its node, a synchronous one with the use.
+                draft.send(idle, idle.begin + 2, idle.end + 1 if back == bundle.end else nodes[back])
         draft.send_until_it_fits(draft.stays)
     return draft.plan("autotm")
 
@@ -75,14 +75,14 @@ def _nodes(draft: Draft) -> list[int]:
     """The first stretch of each node."""
     times = draft.trace.times
     turn = min((idle.end for idle in draft.idle.values()), default=0)
-    marks = [times[-1] * k / NODES for k in range(1, NODES)]
+    marks = [max(draft.trace.seconds, times[-1]) * k / NODES for k in range(1, NODES)]
     return sorted({0, turn + 1, *(bisect_right(times, mark) for mark in marks)})
 
 
 def _bundles(draft: Draft, nodes: Sequence[int]) -> list[_Bundle]:
     members: dict[tuple[int, int], list[Interval]] = {}
     for idle in draft.idle.values():
-        begin, end = (bisect_right(nodes, stretch) - 1 for stretch in (idle.begin + 1, idle.end + 1))
+        begin, end = (bisect_right(nodes, stretch) - 1 for stretch in (idle.begin, idle.end + 1))
         if begin + 1 < end:
             members.setdefault((begin, end), []).append(idle)
     return [_Bundle(begin, end, tuple(idles)) for (begin, end), idles in members.items()]
@@ -171,7 +171,7 @@ def _solve(draft: Draft, nodes: Sequence[int], bundles: Sequence[_Bundle], secon
                 program.row([(waits, 1.0), *((k, -seconds) for k, seconds in terms)], lower=-computes)
         lacking = float(over[first:end].max()) / 1e9
         if lacking > 0:
-            excess = program.variable(EXCESS, whole=False)
+            excess = program.variable(EXCESS * 1e9 * (1 / links.d2h + 1 / links.h2d), whole=False)
             program.row([(excess, 1.0), *away[node]], lower=lacking)
     values = program.solve(seconds)
     if values is None:

@@ -64,12 +64,12 @@ class _Peak:
 
 def _relieve(draft: Draft, peak: _Peak) -> None:
     alive = [idle for idle in draft.stays if idle.begin + 2 <= peak.top < idle.end]
-    late = deque[Interval]()
+    late = deque[int]()
     for idle in sorted(alive, key=lambda idle: -_free_time(draft, idle)):
         if not peak.is_left(draft):
             return
         if _overhead(draft, idle, peak) > 0:
-            late.append(idle)
+            late.append(idle.storage)
         else:
             _swap(draft, idle)
 
@@ -77,19 +77,21 @@ def _relieve(draft: Draft, peak: _Peak) -> None:
         return -draft.idle[storage].nbytes / max(draft.chain(storage), 1e-9), storage
 
     # Lazily sorted: MSPS only falls while sources are chosen, so the first that is still first is the largest.
-    remakes = [saving(idle.storage) for idle in late if draft.remakable(idle.storage)]
+    remakes = [saving(storage) for storage in late if draft.remakable(storage)]
     heapify(remakes)
     while late and peak.is_left(draft):
         while remakes and (remakes[0][1] in draft.trips or saving(remakes[0][1]) > remakes[0]):
             _, storage = heappop(remakes)
             if storage not in draft.trips:
                 heappush(remakes, saving(storage))
-        if late[0].storage in draft.remade:
+        idle = draft.idle[late[0]]
+        if idle.storage in draft.remade:
             late.popleft()
-        elif remakes and draft.chain(remakes[0][1]) <= _overhead(draft, late[0], peak):
+        elif remakes and draft.chain(remakes[0][1]) <= _overhead(draft, idle, peak):
             draft.remake(heappop(remakes)[1])
         else:
-            _swap(draft, late.popleft())
+            late.popleft()
+            _swap(draft, idle)
 
 
 def _free_time(draft: Draft, idle: Interval) -> float:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from migrator.decisions import assemble
 from migrator.effects import effect
 from migrator.intervals import Bytes, room
 from migrator.links import Links
 from migrator.plan import Plan
-from migrator.schedule import occupied
+from migrator.schedule import fit, occupied
 from migrator.trace import Region, Trace
 
 BOUNDS = 64  # at most as many are tried
@@ -35,7 +34,7 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
         found = (max(0.0, over), sum(region.seconds for region in chosen), chosen)
         if best is None or found[:2] < best[:2]:
             best = found
-    return assemble("checkpoint", trace, budget, regions=[region.path for region in best[2]] if best else ())
+    return fit("checkpoint", trace, budget, (), regions=[region.path for region in best[2]] if best else ())
 
 
 def segments(trace: Trace, bound: int) -> tuple[Region, ...]:

@@ -16,8 +16,6 @@ paper's plan does not fit; ours goes on with tensors in the order of creation, a
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heapreplace
-
 import numpy as np
 
 from migrator.draft import Draft, Window
@@ -34,24 +32,11 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     """Migrate by benefit until memory is below the target throughout."""
     draft = Draft(trace, int(budget * TARGET), links)
 
-    def benefit(idle: Interval) -> tuple[float, float, int]:
-        window = _place(draft, idle)
-        pressure = draft.pressure(window, idle.nbytes) if window is not None else 0.0
-        return -pressure, -idle.nbytes * idle.seconds, idle.storage
+    def benefit(window: Window) -> float:
+        return draft.pressure(window, window.idle.nbytes)
 
-    # Lazily sorted: a benefit only falls while others are taken, so the first that is still first is the largest.
-    heap = [benefit(idle) for idle in draft.stays if idle.end - idle.begin > 1]
-    heapify(heap)
-    while heap and heap[0][0] < 0 and not draft.memory.fits:
-        idle = draft.idle[heap[0][2]]
-        now = benefit(idle)
-        if now > heap[0]:
-            heapreplace(heap, now)
-            continue
-        heappop(heap)
-        window = _place(draft, idle)
-        if window is not None:
-            draft.move(window)
+    periods = [idle for idle in draft.stays if idle.end - idle.begin > 1]
+    draft.move_best_first(periods, lambda idle: _place(draft, idle), benefit)
     _prefetch_eagerly(draft)
     draft.send_until_it_fits(draft.stays)
     return draft.plan("g10")

@@ -40,7 +40,7 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     draft = Draft(trace, budget, links)
     if draft.memory.fits:
         return draft.plan("sentinel")
-    plans = [migrate(trace, budget, links, starts) for starts in _feasible(draft, least_room(trace, budget))]
+    plans = [migrate(trace, budget, links, starts) for starts in feasible(draft, least_room(trace, budget))]
     return min(plans, key=lambda plan: simulate(draft.trace, links, plan).seconds)
 
 
@@ -66,7 +66,7 @@ def _interval(starts: Sequence[int], position: int) -> int:
     return bisect_right(starts, position) - 1
 
 
-def _feasible(draft: Draft, space: int) -> Iterator[list[int]]:
+def feasible(draft: Draft, space: int) -> Iterator[list[int]]:
     """Where the intervals of each feasible length begin; those of every length that has space if none has time."""
     rows = layers(draft.trace)
     steps = sorted({0, *(row.birth for row in rows), *(row.entered for row in rows if row.entered is not None)})

@@ -39,8 +39,8 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     for _, new in rows[: _first_kept(draft, rows, min(links.d2h, links.disk_write or links.d2h))]:
         for storage in new:
             idle = draft.idle[storage]
-            end = min(prefetch.get(storage, idle.end), idle.end)
-            draft.send(idle, idle.begin + 2, end, tier)
+            bring_at = min(prefetch.get(storage, idle.end), idle.end - 1)
+            draft.send(idle, idle.begin + 2, bring_at + 1, tier)
     draft.send_until_it_fits(draft.stays, tier)
     return draft.plan("ssdtrain")
 

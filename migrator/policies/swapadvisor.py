@@ -25,7 +25,7 @@ from random import Random
 from migrator.decisions import Trip
 from migrator.draft import Draft
 from migrator.links import Links
-from migrator.plan import Plan, least_room
+from migrator.plan import Plan
 from migrator.simulator import simulate
 from migrator.trace import Trace
 
@@ -50,9 +50,9 @@ def plan(trace: Trace, budget: int, links: Links, *, seed: int = 0, seconds: flo
     The same for the same seed, unless the time was too short for all generations.
     """
     draft = Draft(trace, budget, links)
-    if draft.memory.fits:
+    if draft.memory.fits or not draft.idle:
         return draft.plan("swapadvisor")
-    search = _Search(draft.trace, least_room(trace, budget), Random(seed), time.monotonic() + seconds)
+    search = _Search(draft.trace, int(draft.memory.room.min()), Random(seed), time.monotonic() + seconds)
 
     def made(chromosome: Chromosome) -> tuple[float, Plan]:
         plan = _plan_of(trace, budget, links, swaps(draft, chromosome))
@@ -77,7 +77,7 @@ def swaps(draft: Draft, chromosome: Chromosome) -> dict[int, Trip]:
         if what == 2:
             if ident in placed:
                 placed.discard(ident)
-                free[size].append(at)
+                free[size].append(at + 1)  # its gradient is computed with it up to the next position
             continue
         if what == 1:
             idle.discard(ident)

@@ -12,8 +12,6 @@ hides any more, tensors go in the order of creation and the step waits for them.
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heapreplace
-
 from migrator.draft import Draft, Window
 from migrator.intervals import Interval
 from migrator.links import Links
@@ -25,23 +23,10 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     """Migrate by benefit over cost until everything fits."""
     draft = Draft(trace, budget, links)
 
-    def worth(idle: Interval) -> tuple[float, int]:
-        window = _place(draft, idle)
-        return (-draft.pressure(window, idle.nbytes) / window.seconds if window is not None else 0.0), idle.storage
+    def benefit_over_cost(window: Window) -> float:
+        return draft.pressure(window, window.idle.nbytes) / window.seconds
 
-    # Lazily sorted: worth only falls while others are taken, so the first that is still first is the largest.
-    heap = [worth(idle) for idle in draft.stays]
-    heapify(heap)
-    while heap and heap[0][0] < 0 and not draft.memory.fits:
-        idle = draft.idle[heap[0][1]]
-        now = worth(idle)
-        if now > heap[0]:
-            heapreplace(heap, now)
-            continue
-        heappop(heap)
-        window = _place(draft, idle)
-        if window is not None:
-            draft.move(window)
+    draft.move_best_first(draft.stays, lambda idle: _place(draft, idle), benefit_over_cost)
     draft.send_until_it_fits(draft.stays)
     return draft.plan("teraio")
 

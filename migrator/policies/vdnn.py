@@ -25,17 +25,17 @@ from migrator.trace import Trace
 
 def plan_all(trace: Trace, budget: int, links: Links) -> Plan:
     """Offload for every layer, whatever the budget."""
-    return layer_synchronous(assemble("vdnn-all", trace, budget, moved=trips(trace, of_all(trace))), trace)
+    return layer_synchronous(assemble("vdnn-all", trace, budget, trips(trace, of_all(trace))), trace)
 
 
 def plan_conv(trace: Trace, budget: int, links: Links) -> Plan:
     """Offload for convolutions, whatever the budget."""
-    return layer_synchronous(assemble("vdnn-conv", trace, budget, moved=trips(trace, of_convolutions(trace))), trace)
+    return layer_synchronous(assemble("vdnn-conv", trace, budget, trips(trace, of_convolutions(trace))), trace)
 
 
 def plan_dyn(trace: Trace, budget: int, links: Links) -> Plan:
     """Offload nothing if that fits, else for convolutions if that fits, else for every layer."""
-    return layer_synchronous(assemble("vdnn-dyn", trace, budget, moved=least(trace, budget, links)), trace)
+    return layer_synchronous(assemble("vdnn-dyn", trace, budget, least(trace, budget, links)), trace)
 
 
 def of_all(trace: Trace) -> set[int]:
@@ -73,20 +73,25 @@ def trips(trace: Trace, offloaded: set[int]) -> dict[int, Trip]:
     rows = layers(trace)
     waiting = offloaded & {life.ident for life in trace.lifetimes}
     found: dict[int, Trip] = {}
+    nearest = len(rows)  # the last layer before the current one that still waits for its prefetch
+    convolution = [number for number, layer in enumerate(rows) if layer.kind in CONVOLUTIONS]
     for current in range(len(rows) - 1, -1, -1):
         _fetch(rows[current], rows[current], waiting, found)
-        for before in range(current - 1, -1, -1):
-            if _fetch(rows[before], rows[current], waiting, found) or rows[before].kind in CONVOLUTIONS:
-                break
+        while convolution and convolution[-1] >= current:
+            convolution.pop()
+        nearest = min(nearest, current - 1)
+        while nearest >= 0 and waiting.isdisjoint(site.storage for site in rows[nearest].sites):
+            nearest -= 1
+        if nearest >= max(convolution[-1:], default=0):
+            _fetch(rows[nearest], rows[current], waiting, found)
     return found
 
 
-def _fetch(layer: Layer, when: Layer, waiting: set[int], found: dict[int, Trip]) -> bool:
-    """Prefetch for `layer` as backward enters `when`; whether there was anything to fetch."""
+def _fetch(layer: Layer, when: Layer, waiting: set[int], found: dict[int, Trip]) -> None:
+    """Prefetch for `layer` as backward enters `when`."""
     wanted = {site.storage for site in layer.sites} & waiting
     waiting -= wanted
     found.update((ident, Trip(when.entered)) for ident in wanted)
-    return bool(wanted)
 
 
 def _needed_by(rows: list[Layer]) -> set[int]:
@@ -100,9 +105,10 @@ def layer_synchronous(plan: Plan, trace: Trace) -> Plan:
     nbytes = trace.storage_bytes
     going = {key for group in plan.groups for key in group.sites}
     largest = max(group.nbytes for group in plan.groups)
-    stayed, limits = 0, {}
+    stayed, limits = 0, dict(plan.limits)
     for layer in layers(trace):
         stayed += sum(plan.keep[site.key].enter for site in layer.sites if site.key in plan.keep)
         own = sum(nbytes[ident] for ident in {site.storage for site in layer.sites if site.key in going})
-        limits[layer.sites[0].key] = (min(plan.room, stayed + max(own, largest)), plan.room)
+        in_forward, in_backward = limits.get(layer.sites[0].key, (plan.room, plan.room))
+        limits[layer.sites[0].key] = (min(in_forward, stayed + max(own, largest)), in_backward)
     return replace(plan, limits=limits)

@@ -17,4 +17,4 @@ from migrator.trace import Trace
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:
     """Offload asynchronously what the first of vDNN's choices needs that fits the budget."""
-    return assemble("vdnn++", trace, budget, moved=vdnn.least(trace, budget, links))
+    return assemble("vdnn++", trace, budget, vdnn.least(trace, budget, links))

@@ -34,7 +34,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Trace:
-    """Layers with times, recipes, regions and memory of their own; backward takes them in reverse.
+    """Layers with times, recipes, regions and memory of their own; backward takes them in reverse, and saves, too.
 
     A layer saves its input and an output that can be made from that, which the next layer may save once more.
     """
@@ -58,6 +58,10 @@ def programs(draw: st.DrawFn) -> Trace:
             saves.append((f"layer{layer}:1", made))
     last = 2 * len(saves) - 1
     sites = tuple(Site(key, at, nbytes[at], k, (last - k,)) for k, (key, at) in enumerate(saves))
+    if draw(st.booleans()):  # as the program's own checkpoints do
+        nbytes.append(draw(sizes))
+        sites = (*sites, Site("again:0", len(nbytes) - 1, nbytes[-1], last + 1, (last + 2,)))
+        last += 2
     gaps = draw(st.lists(seconds, min_size=last + 2, max_size=last + 2))
     clock = tuple(accumulate(gaps))
     begins.append(len(saves))
