@@ -158,7 +158,9 @@ class Recorder:
         if self._meter is None or self.trials is None:
             return Trace(tuple(sites), self._position)
         measures = self._meter.finish(self._resident())
-        held, regions = self.trials.results(), self._regions(self._meter)
+        measured = measures.seconds > 0
+        held = self.trials.results() if measured else {}
+        regions = self._regions(self._meter) if measured else []
         self._meter = self.trials = None  # graphs that live on have nothing more to tell
         self.verified = {site.key: held[site.storage][1] for site in sites if site.storage in held}
         return Trace(
