@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 
 import tiers
+from allocator.native import lane
 from benchmarks import workloads
 from migrator import runtime
 from migrator.counters import Counters
@@ -146,6 +147,7 @@ def saves_only() -> Callable[[], torch.Tensor]:
 
 def report(dram: str, *, by_call: bool = False) -> None:
     """Print both numbers, each under the policy that brings it about."""
+    print("lanes: native" if lane.load() else "lanes: PyTorch's, as the native library was not found", flush=True)
     step = workloads.small_gpt("cuda").step if torch.cuda.is_available() else saves_only()
     for policy in ("keep", "move"):
         times = hook_times(step, {"policy": policy, "dram": dram}, by_call=by_call)
