@@ -20,7 +20,7 @@ from migrator.links import Links
 from migrator.plan import Plan, least_room, look_ahead
 from migrator.trace import Trace
 
-CLOSE = 0.05  # worths that differ by less count as equal
+CLOSE = 0.1  # worths that differ by less count as equal
 
 
 def timed(trace: Trace, links: Links) -> Trace:
