@@ -221,6 +221,6 @@ def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Lin
         plan = policy(trace, max(0, budget + correction), links)
     except NoPlanFits as error:
         if error.smallest > budget:
-            raise
+            raise NoPlanFits(budget, error.smallest, error.holds) from None
         plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
     return Made(plan, simulate(trace, links, plan) if trace.others else None)

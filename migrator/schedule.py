@@ -8,7 +8,7 @@ section 4.4: eager prefetching), in the order of uses. Pure functions on plain d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -165,8 +165,7 @@ def _triggers(
 
 def _limits(trace: Trace, outcome: Effect, available: Bytes, at_turn: int) -> dict[str, tuple[int, int]]:
     """Saved bytes that may lie in HBM from the birth, and from the first use, of every site that the hooks see."""
-    seen = [holder for held in outcome.held.values() for holder in held.holders]
-    seen += [Holder(key, trace.by_key[key].birth, trace.by_key[key].uses) for key in outcome.recomputed]
+    seen = list(_seen(trace, outcome))
     if not seen:
         return {}
     # What is used for the last time is not counted any more, and lies in HBM for one stretch nevertheless.
@@ -180,3 +179,22 @@ def _limits(trace: Trace, outcome: Effect, available: Bytes, at_turn: int) -> di
     if trace.turn in limit:
         limit[trace.turn] = min(limit[trace.turn], at_turn)
     return {holder.key: (limit[holder.birth], limit[(holder.uses or (holder.birth,))[0]]) for holder in seen}
+
+
+def limits_by_position(plan: Plan, trace: Trace, outcome: Effect) -> dict[int, int]:
+    """From which position on the room of a plan is which."""
+    limits: dict[int, int] = {}
+    for holder in _seen(trace, outcome) if plan.limits else ():
+        if holder.key in plan.limits:
+            limits[holder.birth], from_use = plan.limits[holder.key]
+            if holder.uses:
+                limits[holder.uses[0]] = from_use
+    return limits
+
+
+def _seen(trace: Trace, outcome: Effect) -> Iterator[Holder]:
+    """All that the hooks see being saved."""
+    for held in outcome.held.values():
+        yield from held.holders
+    for key in outcome.recomputed:
+        yield Holder(key, trace.by_key[key].birth, trace.by_key[key].uses)

@@ -22,7 +22,7 @@ from migrator.effects import Effect, effect
 from migrator.intervals import Bytes, durations
 from migrator.links import Links
 from migrator.plan import PageGroup, Plan
-from migrator.schedule import Span, spans_of
+from migrator.schedule import Span, limits_by_position, spans_of
 from migrator.trace import Trace
 
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them, as in the engine
@@ -162,7 +162,7 @@ class _Step:
     def run(self) -> Simulated:
         trace = self.trace
         events, first_use = self._events(), self._first_use()
-        limits = self._limits()
+        limits = limits_by_position(self.plan, self.trace, self.outcome)
         limit = self.plan.room
         gaps = durations(trace).tolist()
         work = self.outcome.work
@@ -219,24 +219,6 @@ class _Step:
     def _first_use(self) -> int:
         uses = (site.uses[0] for site in self.trace.sites if site.uses)
         return min(uses, default=self.trace.positions)
-
-    def _limits(self) -> dict[int, int]:
-        limits: dict[int, int] = {}
-        if not self.plan.limits:
-            return limits
-        for held in self.outcome.held.values():
-            for holder in held.holders:
-                self._limit(limits, holder.key, holder.birth, holder.uses)
-        for key in self.plan.recompute:
-            self._limit(limits, key, self.trace.by_key[key].birth, self.trace.by_key[key].uses)
-        return limits
-
-    def _limit(self, limits: dict[int, int], key: str, birth: int, uses: tuple[int, ...]) -> None:
-        if key in self.plan.limits:
-            from_birth, from_use = self.plan.limits[key]
-            limits[birth] = from_birth
-            if uses:
-                limits[uses[0]] = from_use
 
     # ---------------------------------------------------------------------------------- compute and lanes
 

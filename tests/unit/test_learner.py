@@ -321,6 +321,19 @@ def test_a_target_that_no_plan_meets_is_an_error() -> None:
         Learner(POLICIES["auto"], MODEL.others[0] // 2).period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
 
 
+def test_feedback_never_asks_for_less_than_there_is_a_plan_for() -> None:
+    with pytest.raises(NoPlanFits) as error:
+        POLICIES["auto"](MODEL, 0, PCIE_GEN5)
+    learner = Learner(POLICIES["auto"], error.value.smallest + 100 * MiB)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    assert quiet(learner, 2 * error.value.smallest)
+    (predicted,) = learner.predictions
+    assert predicted is not None
+    assert predicted.peak["hbm"] <= error.value.smallest
+    changed = [quiet(learner, 2 * error.value.smallest) for _ in range(5)]
+    assert not any(changed[2:])
+
+
 # --------------------------------------------------------------------------- prediction and measurement
 
 
