@@ -33,7 +33,9 @@ class Layout:
     total: int
 
 
-def pack(sizes: Sequence[int] | Ints, births: Sequence[int] | Ints, deaths: Sequence[int] | Ints, events: int) -> Layout:
+def pack(
+    sizes: Sequence[int] | Ints, births: Sequence[int] | Ints, deaths: Sequence[int] | Ints, events: int
+) -> Layout:
     """Place requests so that none overlaps another in both time and space.
 
     Largest first, each in the tightest gap that is free throughout its life. Of two that overlap in no
@@ -91,7 +93,9 @@ def _tightest(offsets: Ints, sizes: Ints, wanted: int) -> int:
     return int(gap_begins[int(np.argmin(candidate))])
 
 
-def peak_bytes(sizes: Sequence[int] | Ints, births: Sequence[int] | Ints, deaths: Sequence[int] | Ints, events: int) -> int:
+def peak_bytes(
+    sizes: Sequence[int] | Ints, births: Sequence[int] | Ints, deaths: Sequence[int] | Ints, events: int
+) -> int:
     """The most bytes that are alive at once: what no layout can do without."""
     size, birth, death = (np.asarray(values, np.int64) for values in (sizes, births, deaths))
     change = np.zeros(events + 1, np.int64)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from allocator.errors import TiersError
+from allocator.pages import PageAllocator
 from allocator.sizes import format_size
 from migrator import entry, weights
 from migrator.backing import Backing
@@ -61,6 +62,8 @@ class Options:
         Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
     refuse : callable, optional
         Ends the program when the budget is too small, where an exception is not what its user should see.
+    pages : callable, optional
+        The allocator to tell where periods end, once it is under PyTorch.
     """
 
     policy: str
@@ -68,6 +71,7 @@ class Options:
     enforce: bool
     backing: Callable[[Counters, bool], Backing]
     refuse: Callable[[BudgetTooSmall], None] | None = None
+    pages: Callable[[], PageAllocator | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class Runtime:
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._pid = os.getpid()
+        self._leader: weakref.ref[torch.optim.Optimizer] | None = None  # whose steps end the allocator's periods
+        self._leader_stepped = False
 
     # ------------------------------------------------------------------------------------ on, off
 
@@ -210,6 +216,12 @@ class Runtime:
         return shared
 
     def _root_begins(self, root: nn.Module) -> None:
+        if self._leader_stepped and torch.is_grad_enabled():
+            # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
+            # that does not live as long as the program.
+            self._leader_stepped = False
+            if (pages := self.options.pages()) is not None:
+                pages.period_over()
         if root in self._roots:
             return
         self._roots.add(root)
@@ -246,8 +258,22 @@ class Runtime:
         if changed:
             saver.adopt(action for mover in saver.armed_movers for action in mover.actions())
 
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step."""
+        self._set_state(on=True)
+
+    def _set_state(self, *, on: bool) -> None:
+        if self._steps.count < FIRST_STEPS and (pages := self.options.pages()) is not None:
+            pages.state(on)
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
+        self._set_state(on=False)
+        leader = self._leader and self._leader()
+        if leader is None:
+            leader, self._leader = optimizer, weakref.ref(optimizer)
+        # One of several ends the period, or a program that trains two models in turn had two kinds of them.
+        self._leader_stepped |= leader is optimizer
         self._steps.step(time.perf_counter())
         if self._steps.count <= FIRST_STEPS:
             self._optimizers[optimizer] = weights.bytes_on(torch.device("cpu"), weights.of_optimizer(optimizer))

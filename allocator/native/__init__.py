@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,14 +52,29 @@ class _Stat(ctypes.Structure):
 
 _BY_SIZE = ("allocations", "allocated", "requested", "active", "active_blocks")
 _PLAIN = (
-    "hbm_bytes hbm_peak dram_bytes dram_peak idle_bytes largest_idle "
-    "maps unmaps waits retries failures planned departed misplaced"
-).split()
+    "hbm_bytes",
+    "hbm_peak",
+    "dram_bytes",
+    "dram_peak",
+    "hbm_limit",
+    "dram_limit",
+    "idle_bytes",
+    "largest_idle",
+    "maps",
+    "unmaps",
+    "waits",
+    "retries",
+    "failures",
+    "planned",
+    "departed",
+    "misplaced",
+)
 
 
 class _Stats(ctypes.Structure):
-    _fields_: ClassVar[list[Any]] = [(name, _Stat * 3) for name in _BY_SIZE] + [
-        (name, ctypes.c_int64) for name in _PLAIN
+    _fields_: ClassVar[list[Any]] = [
+        *((name, _Stat * 3) for name in _BY_SIZE),
+        *((name, ctypes.c_int64) for name in _PLAIN),
     ]
 
 
@@ -116,7 +130,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
     core.tn_log.restype = core.tn_blocks.restype = core.tn_on.restype = core.tn_pool_used.restype = _U64
     core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, _U64, _U64, ctypes.POINTER(ctypes.c_void_p)]
     core.tn_allocate.argtypes = [ctypes.c_void_p, _U64, _U64, _U64, _P64]
-    for name, types in {
+    others: dict[str, list[Any]] = {
         "tn_close": [],
         "tn_free": [_U64],
         "tn_used_on": [_U64, _U64],
@@ -127,6 +141,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_allocate_at": [_U64, _U64, _U64],
         "tn_class": [ctypes.c_int],
         "tn_limit": [ctypes.c_int, _U64],
+        "tn_reader": [_U64],
         "tn_trim": [],
         "tn_mark": [],
         "tn_log": [ctypes.c_int, ctypes.c_void_p, _U64, _P64],
@@ -137,7 +152,8 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_get_stats": [ctypes.POINTER(_Stats)],
         "tn_reset_peaks": [],
         "tn_blocks": [ctypes.c_void_p, _U64],
-    }.items():
+    }
+    for name, types in others.items():
         getattr(core, name).argtypes = [ctypes.c_void_p, *types]
     return core
 
@@ -165,11 +181,12 @@ class Core:
         self._core = ctypes.c_void_p()
         self._check(self._library.tn_open(backend.encode(), device, hbm, dram, ctypes.byref(self._core)))
 
-    @property
-    def address(self) -> int:
-        """Of the core itself, for the adapter."""
-        assert self._core.value is not None
-        return self._core.value
+    @classmethod
+    def at(cls, address: int) -> Core:
+        """The core that the adapter made; it stays the adapter's, and is not to be closed."""
+        core = cls.__new__(cls)
+        core._library, core._core = library(), ctypes.c_void_p(address)
+        return core
 
     def close(self) -> None:
         """Give everything back. Nothing may be in use. Idempotent."""
@@ -196,6 +213,10 @@ class Core:
     def used_on(self, address: int, stream: int) -> None:
         """The block is used on `stream` as well: it is handed out again when that is done with it."""
         self._check(self._library.tn_used_on(self._core, address, stream))
+
+    def reader(self, stream: int) -> None:
+        """Work on `stream` may read blocks after they were given back: their pages are not unmapped under it."""
+        self._check(self._library.tn_reader(self._core, stream))
 
     def trim(self) -> None:
         """Return idle memory to the system; waits for the streams that used it."""
@@ -225,7 +246,7 @@ class Core:
         self._library.tn_log(self._core, ago, requests.ctypes.data, count, ctypes.byref(events))
         return requests, events.value
 
-    def plan(self, stream: int, nbytes: Sequence[int], offsets: Sequence[int], total: int) -> None:
+    def plan(self, stream: int, nbytes: npt.ArrayLike, offsets: npt.ArrayLike, total: int) -> None:
         """From the next `mark` on, request k on `stream` lies at ``offsets[k]`` of a region of `total` bytes.
 
         Raises
@@ -233,12 +254,8 @@ class Core:
         CoreFull
             If no tier has room for the region; then there is no plan any more.
         """
-        sizes, places = np.array(nbytes, np.uint64), np.array(offsets, np.uint64)
-        self._check(
-            self._library.tn_plan(
-                self._core, stream, len(sizes), sizes.ctypes.data, places.ctypes.data, total
-            )
-        )
+        sizes, places = np.asarray(nbytes, np.uint64), np.asarray(offsets, np.uint64)
+        self._check(self._library.tn_plan(self._core, stream, len(sizes), sizes.ctypes.data, places.ctypes.data, total))
 
     def unplan(self) -> None:
         """Forget the layout: everything goes where it fits best."""

@@ -19,6 +19,7 @@ constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the address spa
 constexpr uint64_t kAliasPages = 32;
 constexpr size_t kWindow = 64;  // requests to look ahead for the one that came: more and the sequence is another
 constexpr uint64_t kElsewhere = UINT64_MAX;
+constexpr size_t kNone = SIZE_MAX;
 
 enum Class : int { General = 0, Small = 1, State = 2 };
 
@@ -32,6 +33,7 @@ struct Plan {
   uint64_t base = 0, total = 0;
   std::vector<uint64_t> bytes, offsets;
   size_t next = 0;
+  size_t back = kNone;  // where it went on before it last jumped ahead
 };
 
 struct Waiting {  // a block that was freed while other streams used it
@@ -67,6 +69,7 @@ struct tn_core {
   std::map<uint64_t, std::pair<std::unique_ptr<Heap>, uint64_t>> heaps;  // by base; with the pool
   std::unordered_map<uint64_t, Pool> pools;
   std::deque<Waiting> waiting;
+  std::vector<Stream> readers;
   uint64_t alias = 0;
   int lifetime_class = TN_ANY;
   Log log[3];  // of the present period, the one before, and the one before that
@@ -89,7 +92,7 @@ struct tn_core {
   void release(Heap *heap, Block *block);
   void settle();
   Status wait(Heap *heap);
-  Status surrender_all(bool keep_plan);
+  Status surrender_all(const Heap *but);
   Status set_plan(Stream stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets, uint64_t total);
   uint64_t pool_of(const Heap *heap) const;
 };
@@ -121,19 +124,24 @@ uint64_t tn_core::pool_of(const Heap *heap) const {
 // The block that the plan has for this request; null where the sequence departs from it, or the place is taken.
 Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
   if (!plan.heap || plan.heap->stream() != stream) return nullptr;
-  size_t end = std::min(plan.bytes.size(), plan.next + kWindow);
-  for (size_t i = plan.next; i < end; ++i) {
-    if (plan.bytes[i] != bytes) continue;
-    stats.departed += i - plan.next;
-    plan.next = i + 1;
-    if (plan.offsets[i] == kElsewhere) return nullptr;
-    *out = plan.heap;
-    Block *block = plan.heap->place(plan.base + plan.offsets[i], bytes);
-    ++(block ? stats.planned : stats.misplaced);
-    return block;
+  size_t found = plan.next, end = std::min(plan.bytes.size(), plan.next + kWindow);
+  if (found < plan.bytes.size() && plan.bytes[found] == bytes) {
+    // As foreseen.
+  } else if (plan.back != kNone && plan.bytes[plan.back] == bytes) {
+    found = plan.back;  // what made it jump was one that the period before did not have
+    plan.back = kNone;
+  } else {
+    ++stats.departed;
+    while (found < end && plan.bytes[found] != bytes) ++found;
+    if (found >= end) return nullptr;
+    plan.back = plan.next;
   }
-  ++stats.departed;
-  return nullptr;
+  plan.next = found + 1;
+  if (plan.offsets[found] == kElsewhere) return nullptr;
+  *out = plan.heap;
+  Block *block = plan.heap->place(plan.base + plan.offsets[found], bytes);
+  ++(block ? stats.planned : stats.misplaced);
+  return block;
 }
 
 Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
@@ -186,11 +194,15 @@ Status tn_core::reclaim(uint64_t wanted, Tier tier, const Heap *but) {
   return pages[tier].available() >= goal ? Status::Ok : fail(Status::Full, "no idle pages");
 }
 
-// Wait for the work on a heap's stream, so that its idle pages may be unmapped. `Invalid` while it is captured.
+// Wait for the work on a heap's stream, and that of readers, so that its idle pages may be unmapped. `Invalid` while it
+// is captured.
 Status tn_core::wait(Heap *heap) {
   if (primitives->capturing(heap->stream())) return Status::Invalid;
   ++stats.waits;
-  return primitives->synchronize(heap->stream());
+  Status status = primitives->synchronize(heap->stream());
+  for (Stream reader : readers)
+    if (status == Status::Ok) status = primitives->synchronize(reader);
+  return status;
 }
 
 Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address) {
@@ -303,12 +315,13 @@ void tn_core::settle() {
   }
 }
 
-Status tn_core::surrender_all(bool keep_plan) {
+// Unmap all idle pages, but not those of the heap `but`.
+Status tn_core::surrender_all(const Heap *but) {
   for (auto &[base, entry] : heaps) {
     Heap *heap = entry.first.get();
     auto pool = pools.find(entry.second);
     if (entry.second != 0 && pool != pools.end() && !pool->second.retired) continue;
-    if ((keep_plan && heap == plan.heap) || !heap->idle_pages()) continue;
+    if (heap == but || !heap->idle_pages()) continue;
     Status status = wait(heap);
     if (status == Status::Invalid) continue;
     uint64_t got = 0;
@@ -334,7 +347,7 @@ Status tn_core::set_plan(Stream stream, uint64_t count, const uint64_t *bytes, c
   next.next = log[0].requests.size();  // those that the period had before go on as they are
   if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the plan's region");
   // What lies idle outside of the region is what the region is made of.
-  status = surrender_all(true);
+  status = surrender_all(heap);
   if (status == Status::Ok) status = heap->surrender_outside(next.base, next.total);
   if (status == Status::Ok) status = heap->back(next.base, next.total);
   if (status != Status::Ok) return status;
@@ -485,10 +498,18 @@ int tn_limit(tn_core *core, int tier, uint64_t bytes) {
   });
 }
 
+int tn_reader(tn_core *core, uint64_t stream) {
+  return enter(core, [&] {
+    auto &readers = core->readers;
+    if (std::find(readers.begin(), readers.end(), stream) == readers.end()) readers.push_back(stream);
+    return Status::Ok;
+  });
+}
+
 int tn_trim(tn_core *core) {
   return enter(core, [&] {
     core->settle();
-    Status status = core->surrender_all(false);
+    Status status = core->surrender_all(nullptr);
     for (Pages &tier : core->pages) {
       Status trimmed = tier.trim();
       status = status == Status::Ok ? trimmed : status;
@@ -505,6 +526,7 @@ void tn_mark(tn_core *core) {
   core->log[0].events = 0;
   ++core->period;
   core->plan.next = 0;
+  core->plan.back = kNone;
 }
 
 uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events) {
@@ -555,6 +577,8 @@ void tn_get_stats(tn_core *core, tn_stats *out) {
   stats.hbm_peak = core->pages[kHbm].most() * kPage;
   stats.dram_bytes = core->pages[kDram].made() * kPage;
   stats.dram_peak = core->pages[kDram].most() * kPage;
+  stats.hbm_limit = core->pages[kHbm].limit() * kPage;
+  stats.dram_limit = core->pages[kDram].limit() * kPage;
   stats.maps = stats.unmaps = stats.idle_bytes = stats.largest_idle = 0;
   for (auto &[base, entry] : core->heaps) {
     stats.maps += entry.first->maps();

@@ -48,6 +48,9 @@ TN_API int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint6
 /* The class of the requests that follow. */
 TN_API void tn_class(tn_core *core, int lifetime_class);
 TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
+/* Work on `stream` may read blocks after they were given back, in the order that their own stream waits for: their pages
+ * are not unmapped under it. */
+TN_API int tn_reader(tn_core *core, uint64_t stream);
 /* Return idle memory of all pools that are not private to the system; waits for their streams. */
 TN_API int tn_trim(tn_core *core);
 
@@ -87,6 +90,7 @@ enum { TN_ALL = 0, TN_SMALL = 1, TN_LARGE = 2, TN_SIZES = 3 };
 typedef struct {
   tn_stat allocations[3], allocated[3], requested[3], active[3], active_blocks[3];
   int64_t hbm_bytes, hbm_peak, dram_bytes, dram_peak; /* physical pages */
+  int64_t hbm_limit, dram_limit;
   int64_t idle_bytes;                                 /* mapped, and not in use */
   int64_t largest_idle;
   int64_t maps, unmaps, waits, retries, failures;

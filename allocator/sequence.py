@@ -1,0 +1,111 @@
+"""The sequence of a period's requests, and what it foretells of the next period. Pure functions.
+
+The requests of a training step repeat, size by size, and so do their deaths. So the log of one period
+is the layout of those that follow (Sentinel, HPCA'21, section 4, groups by lifetime what it has seen in
+profiled steps; here every block has the place that its lifetime leaves free).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from allocator.packing import Ints, pack
+
+TOLERATED = 0.002  # of a period's requests that may come otherwise than foreseen without another look
+LONGEST_PAUSE = 128  # periods between two looks at a sequence that never repeats
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What comes in the next period, in order, and where it is to lie.
+
+    Attributes
+    ----------
+    stream : int
+        The stream that the requests are for.
+    sizes, offsets : array of int64, shape (requests,)
+        In bytes.
+    total : int
+        Bytes of the region that the offsets lie in.
+    """
+
+    stream: int
+    sizes: Ints
+    offsets: Ints
+    total: int
+
+
+@dataclass(frozen=True)
+class Log:
+    """The requests of one period.
+
+    Attributes
+    ----------
+    requests : structured array
+        With the fields ``bytes``, ``stream``, ``birth`` and ``death``; a death at or past `events` lies in
+        the period after it, and -1 says that there was none so far.
+    events : int
+        Requests and frees of the period.
+    """
+
+    requests: npt.NDArray[Any]
+    events: int
+
+
+def foresee(last: Log, before: Log | None = None) -> Foreseen | None:
+    """Expect the last period to come again, on the stream that asks for the most.
+
+    What was alive at its end either lives as long as the program, and does not come again, or dies in
+    the next period: that is known if the period before the last had the same sequence.
+
+    Returns
+    -------
+    Foreseen or None
+        None if nothing that was asked for died.
+    """
+    requests = last.requests
+    if not len(requests):
+        return None
+    streams, number = np.unique(requests["stream"], return_inverse=True)
+    main = int(np.argmax(np.bincount(number, weights=requests["bytes"].astype(np.float64))))
+    deaths = requests["death"].astype(np.int64)
+    if before is not None and np.array_equal(before.requests["bytes"], requests["bytes"]):
+        wraps = (deaths < 0) & (before.requests["death"] >= before.events)
+        deaths[wraps] = before.requests["death"][wraps] - before.events + last.events
+    births = requests["birth"].astype(np.int64)
+    comes = (number == main) & (deaths >= 0) & (deaths - births <= last.events)
+    if not comes.any():
+        return None
+    sizes = requests["bytes"][comes].astype(np.int64)
+    layout = pack(sizes, births[comes], deaths[comes], last.events)
+    return Foreseen(int(streams[main]), sizes, layout.offsets, layout.total)
+
+
+class Watch:
+    """Decides after each period whether its log is worth a new layout."""
+
+    def __init__(self) -> None:
+        self._pause = 1
+        self._until = 0
+        self._period = 0
+        self._planned = False
+
+    def period_over(self, requests: int, departed: int) -> bool:
+        """Take note of a period in which `departed` of `requests` came otherwise than foreseen; whether to look anew.
+
+        A program that is new in every period (shapes, routing) is looked at ever more rarely.
+        """
+        self._period += 1
+        if self._planned and departed <= TOLERATED * requests:
+            self._pause = 1
+            return False
+        if not requests or self._period < self._until:
+            return False
+        self._planned = True
+        self._until = self._period + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return True
