@@ -16,7 +16,7 @@ import torch
 from allocator import adapter
 from allocator.ledger import Account
 from allocator.native import Core, CoreError, CoreFull
-from allocator.sequence import Foreseen, Log, Watch, foresee
+from allocator.sequence import Foreseen, Log, Watch, foresee, repeats
 from allocator.sizes import GiB, MiB, format_size, round_up
 
 log = logging.getLogger("tiers")
@@ -74,9 +74,10 @@ class PageAllocator:
             counts = core.counts()
             departed = counts.departed + counts.misplaced
             since, self._departed[device] = departed - self._departed.get(device, 0), departed
-            last = Log(*core.log(0))
-            if self._watches.setdefault(device, Watch()).period_over(len(last.requests), since):
-                foreseen = foresee(last, Log(*core.log(1)))
+            last, before = Log(*core.log(0)), Log(*core.log(1))
+            watch = self._watches.setdefault(device, Watch())
+            if watch.period_over(len(last.requests), since, repeated=repeats(last, before)):
+                foreseen = foresee(last, before)
                 if foreseen is not None:
                     self._plan(device, core, foreseen)
 

@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from allocator.packing import Ints, pack
 
-TOLERATED = 0.002  # of a period's requests that may come otherwise than foreseen without another look
+TOLERATED = 4  # requests that may come otherwise than foreseen in a period that repeats the one before
+TOLERATED_SHARE = 0.002  # of the requests, in a period that does not
+EAGER = 8  # looks in a row that are not put off: programs take some steps to settle
 LONGEST_PAUSE = 128  # periods between two looks at a sequence that never repeats
 
 
@@ -85,27 +87,39 @@ def foresee(last: Log, before: Log | None = None) -> Foreseen | None:
     return Foreseen(int(streams[main]), sizes, layout.offsets, layout.total)
 
 
+def repeats(last: Log, before: Log) -> bool:
+    """Whether two periods had the same requests, which died at the same events."""
+    return last.events == before.events and all(
+        np.array_equal(last.requests[field], before.requests[field]) for field in ("bytes", "stream", "birth")
+    )
+
+
 class Watch:
     """Decides after each period whether its log is worth a new layout."""
 
     def __init__(self) -> None:
-        self._pause = 1
-        self._until = 0
         self._period = 0
-        self._planned = False
+        self._looks = 0  # one after the other without a period as foreseen
+        self._until = 0
 
-    def period_over(self, requests: int, departed: int) -> bool:
+    def period_over(self, requests: int, departed: int, *, repeated: bool) -> bool:
         """Take note of a period in which `departed` of `requests` came otherwise than foreseen; whether to look anew.
 
-        A program that is new in every period (shapes, routing) is looked at ever more rarely.
+        A sequence that has repeated is looked at if anything departed from what was foreseen: the program has
+        settled, and the layout was made before. One that is new in every period (shapes, routing) is looked at
+        ever more rarely.
+
+        Parameters
+        ----------
+        repeated : bool
+            Whether the period was the same as the one before.
         """
         self._period += 1
-        if self._planned and departed <= TOLERATED * requests:
-            self._pause = 1
+        if self._looks and departed <= (TOLERATED if repeated else TOLERATED_SHARE * requests):
+            self._looks = 1
             return False
         if not requests or self._period < self._until:
             return False
-        self._planned = True
-        self._until = self._period + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._looks += 1
+        self._until = self._period + min(LONGEST_PAUSE, 1 << max(0, self._looks - EAGER))
         return True

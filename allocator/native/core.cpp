@@ -20,6 +20,7 @@ constexpr uint64_t kAliasPages = 32;
 constexpr size_t kWindow = 64;  // requests to look ahead for the one that came: more and the sequence is another
 constexpr uint64_t kElsewhere = UINT64_MAX;
 constexpr size_t kNone = SIZE_MAX;
+constexpr size_t kLost = 32;  // requests in a row that nobody foresaw: this is another sequence
 
 enum Class : int { General = 0, Small = 1, State = 2 };
 
@@ -34,6 +35,7 @@ struct Plan {
   std::vector<uint64_t> bytes, offsets;
   size_t next = 0;
   size_t back = kNone;  // where it went on before it last jumped ahead
+  size_t lost = 0;      // requests since the last that came as foreseen
 };
 
 struct Waiting {  // a block that was freed while other streams used it
@@ -85,7 +87,7 @@ struct tn_core {
   Heap *heap_of(uint64_t address);
   Block *planned(uint64_t bytes, Stream stream, Heap **out);
   Status find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
-  Status reclaim(uint64_t wanted, Tier tier, const Heap *but);
+  Status reclaim(uint64_t goal, Tier tier, const Heap *but);
   Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
   void took(Heap *heap, Block *block, uint64_t requested, uint64_t pool);
   Status free(uint64_t address);
@@ -126,12 +128,14 @@ Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
   if (!plan.heap || plan.heap->stream() != stream) return nullptr;
   size_t found = plan.next, end = std::min(plan.bytes.size(), plan.next + kWindow);
   if (found < plan.bytes.size() && plan.bytes[found] == bytes) {
-    // As foreseen.
+    plan.lost = 0;  // as foreseen
   } else if (plan.back != kNone && plan.bytes[plan.back] == bytes) {
     found = plan.back;  // what made it jump was one that the period before did not have
     plan.back = kNone;
+    plan.lost = 0;
   } else {
     ++stats.departed;
+    ++plan.lost;
     while (found < end && plan.bytes[found] != bytes) ++found;
     if (found >= end) return nullptr;
     plan.back = plan.next;
@@ -153,29 +157,30 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     Status status = heap({pool, stream, tier, kind}, heap_out);
     if (status != Status::Ok) return status;
     Heap *place = *heap_out;
-    if ((*block = place->fit(bytes))) return Status::Ok;
-    Heap::Growth growth;
-    if (!place->growth(bytes, &growth)) return fail(Status::Full, "no addresses left in a heap");
-    if (growth.pages > pages[tier].available()) {
+    // While the sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
+    Range region = place == plan.heap && plan.lost < kLost ? Range{plan.base, plan.base + plan.total} : Range{};
+    if ((*block = place->fit(bytes, region))) return Status::Ok;
+    for (bool reclaimed : {false, true}) {
+      Heap::Growth growth;
+      if (!place->growth(bytes, region, &growth)) return fail(Status::Full, "no addresses left in a heap");
+      if (growth.pages <= pages[tier].available()) {
+        status = place->grow(growth, bytes, block);
+        // What is said to be available may still be refused: other processes use the device, too.
+        if (status != Status::Full) return status;
+      }
+      if (reclaimed) break;
       settle();
       if ((*block = place->fit(bytes))) return Status::Ok;
       ++stats.retries;
-      status = reclaim(growth.pages - pages[tier].available(), Tier(tier), place);
+      status = reclaim(growth.pages, Tier(tier), place);
       if (status != Status::Ok && status != Status::Full) return status;
-      if (!place->growth(bytes, &growth)) continue;
     }
-    if (growth.pages > pages[tier].available()) continue;
-    status = place->map(growth);
-    if (status == Status::Full) continue;  // other processes use the device, too
-    if (status != Status::Ok) return status;
-    if ((*block = place->fit(bytes))) return Status::Ok;
   }
   return fail(Status::Full, "every tier is full");
 }
 
-// Unmap idle pages of `tier` until `wanted` more are available, those of the heap `but` last: it would map them again.
-Status tn_core::reclaim(uint64_t wanted, Tier tier, const Heap *but) {
-  uint64_t goal = pages[tier].available() + wanted;
+// Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again.
+Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
   for (bool itself : {false, true}) {
     for (auto &[base, entry] : heaps) {
       Heap *heap = entry.first.get();
@@ -527,6 +532,7 @@ void tn_mark(tn_core *core) {
   ++core->period;
   core->plan.next = 0;
   core->plan.back = kNone;
+  core->plan.lost = 0;
 }
 
 uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events) {

@@ -79,10 +79,14 @@ Block *Heap::cut(Iterator block, uint64_t address, uint64_t bytes) {
   return &block->second;
 }
 
-Block *Heap::fit(uint64_t bytes) {
-  auto best = free_.lower_bound({bytes, 0});
-  if (best == free_.end()) return nullptr;
-  return cut(blocks_.find(best->second), best->second, bytes);
+Block *Heap::fit(uint64_t bytes, Range but) {
+  for (auto best = free_.lower_bound({bytes, 0}); best != free_.end(); ++best) {
+    uint64_t first = best->second, last = first + best->first;
+    bool apart = last <= but.begin || first >= but.end;
+    uint64_t address = apart || first + bytes <= but.begin ? first : but.end + bytes <= last ? but.end : 0;
+    if (address) return cut(blocks_.find(first), address, bytes);
+  }
+  return nullptr;
 }
 
 Block *Heap::place(uint64_t address, uint64_t bytes) {
@@ -100,24 +104,34 @@ Block *Heap::place(uint64_t address, uint64_t bytes) {
   return cut(first, address, bytes);
 }
 
-bool Heap::growth(uint64_t bytes, Growth *out) const {
+bool Heap::growth(uint64_t bytes, Range but, Growth *out) const {
   bool found = false;
   for (uint64_t address : void_) {
-    auto block = blocks_.find(address);
-    uint64_t before = 0, after = 0;
-    if (block != blocks_.begin() && std::prev(block)->second.kind == Kind::Free) before = std::prev(block)->second.bytes;
-    auto next = std::next(block);
-    if (next != blocks_.end() && next->second.kind == Kind::Free) after = next->second.bytes;
-    if (before >= bytes) before = 0;  // it would have fit
-    uint64_t need = up(bytes - before, kPage);
-    if (need > block->second.bytes) {
-      if (before + block->second.bytes + after < bytes) continue;
-      need = block->second.bytes;
+    auto block = blocks_.find(address), next = std::next(block);
+    uint64_t begin = address, end = address + block->second.bytes, limit = end;
+    // Free neighbours save pages, as far as they are not in `but`.
+    if (block != blocks_.begin() && std::prev(block)->second.kind == Kind::Free) {
+      begin = std::prev(block)->first;
+      if (begin < but.end && but.begin < address) begin = std::min(but.end, address);
     }
-    if (!found || need < out->pages * kPage) *out = {address, need / kPage};
+    if (next != blocks_.end() && next->second.kind == Kind::Free) {
+      limit = next->first + next->second.bytes;
+      if (end < but.end && but.begin < limit) limit = std::max(but.begin, end);
+    }
+    if (address < but.end && but.begin < end) continue;  // a hole within it is its own
+    if (limit - begin < bytes) continue;
+    if (address - begin >= bytes) begin = address;  // it would have fit there
+    uint64_t need = std::min(up(begin + bytes - address, kPage), end - address);
+    if (!found || need < out->pages * kPage) *out = {begin, address, need / kPage};
     found = true;
   }
   return found;
+}
+
+Status Heap::grow(const Growth &growth, uint64_t bytes, Block **out) {
+  Status status = map(growth.address, growth.pages, tier_);
+  if (status == Status::Ok) *out = cut(std::prev(blocks_.upper_bound(growth.begin)), growth.begin, bytes);
+  return status;
 }
 
 Status Heap::map(uint64_t address, uint64_t count, Tier tier) {

@@ -30,22 +30,28 @@ struct Block {
   std::vector<Stream> streams;       // that use it besides its heap's own
 };
 
+struct Range {
+  uint64_t begin = 0, end = 0;
+};
+
 class Heap {
  public:
   Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t base, uint64_t bytes);
 
   bool contains(uint64_t address) const { return address >= base_ && address < base_ + bytes_; }
 
-  // The smallest free block that holds `bytes`, cut to size; null if there is none.
-  Block *fit(uint64_t bytes);
+  // The smallest free block that holds `bytes` without touching `but`, cut to size; null if there is none.
+  Block *fit(uint64_t bytes, Range but = {});
   // The block `[address, address + bytes)`, mapping pages where some are missing; null if part of it is taken.
   Block *place(uint64_t address, uint64_t bytes);
-  // Pages to map so that `fit(bytes)` succeeds, the fewest there are; none where the range is too small for it.
+  // Where a block of `bytes` that does not touch `but` could begin, with the fewest pages to map for it; false where
+  // the range is too small.
   struct Growth {
-    uint64_t address = 0, pages = 0;
+    uint64_t begin = 0, address = 0, pages = 0;
   };
-  bool growth(uint64_t bytes, Growth *out) const;
-  Status map(const Growth &growth) { return map(growth.address, growth.pages, tier_); }
+  bool growth(uint64_t bytes, Range but, Growth *out) const;
+  // That block.
+  Status grow(const Growth &growth, uint64_t bytes, Block **out);
 
   Block *find(uint64_t address);  // the block in use that begins at `address`, or null
   void free(Block *block);
