@@ -67,6 +67,11 @@ class PageAllocator:
             if core is not None:
                 yield device, core
 
+    def begin(self) -> None:
+        """The first period begins: what was asked for so far was of no period."""
+        for _, core in self.cores():
+            core.mark()
+
     def period_over(self) -> None:
         """A period ends: where its sequence of requests is new, plan the next one's layout after it."""
         for device, core in self.cores():

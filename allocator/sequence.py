@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 from allocator.packing import Ints, pack
 
+ELSEWHERE = 2**64 - 1
+STATE = 1  # the class of what lives as long as the program
+
 TOLERATED = 4  # requests that may come otherwise than foreseen in a period that repeats the one before
 TOLERATED_SHARE = 0.002  # of the requests, in a period that does not
 EAGER = 8  # looks in a row that are not put off: programs take some steps to settle
@@ -29,15 +32,17 @@ class Foreseen:
     ----------
     stream : int
         The stream that the requests are for.
-    sizes, offsets : array of int64, shape (requests,)
+    sizes : array of int64, shape (requests,)
         In bytes.
+    offsets : array of uint64, shape (requests,)
+        In bytes from the region's begin; `ELSEWHERE` for what has no place in it.
     total : int
         Bytes of the region that the offsets lie in.
     """
 
     stream: int
     sizes: Ints
-    offsets: Ints
+    offsets: npt.NDArray[np.uint64]
     total: int
 
 
@@ -48,7 +53,7 @@ class Log:
     Attributes
     ----------
     requests : structured array
-        With the fields ``bytes``, ``stream``, ``birth`` and ``death``; a death at or past `events` lies in
+        With the fields ``bytes``, ``stream``, ``birth``, ``death`` and ``class``; a death at or past `events` lies in
         the period after it, and -1 says that there was none so far.
     events : int
         Requests and frees of the period.
@@ -61,8 +66,9 @@ class Log:
 def foresee(last: Log, before: Log | None = None) -> Foreseen | None:
     """Expect the last period to come again, on the stream that asks for the most.
 
-    What was alive at its end either lives as long as the program, and does not come again, or dies in
-    the next period: that is known if the period before the last had the same sequence.
+    What was alive at its end dies in the next period, if the one before the last had the same sequence and
+    there it did. Otherwise it is expected again and has no place: where it stayed it would be in the way.
+    What is known to live as long as the program does not come again.
 
     Returns
     -------
@@ -74,17 +80,19 @@ def foresee(last: Log, before: Log | None = None) -> Foreseen | None:
         return None
     streams, number = np.unique(requests["stream"], return_inverse=True)
     main = int(np.argmax(np.bincount(number, weights=requests["bytes"].astype(np.float64))))
-    deaths = requests["death"].astype(np.int64)
-    if before is not None and np.array_equal(before.requests["bytes"], requests["bytes"]):
+    births, deaths = requests["birth"].astype(np.int64), requests["death"].astype(np.int64)
+    if before is not None and repeats(last, before):
         wraps = (deaths < 0) & (before.requests["death"] >= before.events)
         deaths[wraps] = before.requests["death"][wraps] - before.events + last.events
-    births = requests["birth"].astype(np.int64)
-    comes = (number == main) & (deaths >= 0) & (deaths - births <= last.events)
-    if not comes.any():
+    comes = (number == main) & ((deaths >= 0) | (requests["class"] != STATE))
+    births, deaths, sizes = births[comes], deaths[comes], requests["bytes"][comes].astype(np.int64)
+    placed = (deaths >= 0) & (deaths - births <= last.events)
+    if not placed.any():
         return None
-    sizes = requests["bytes"][comes].astype(np.int64)
-    layout = pack(sizes, births[comes], deaths[comes], last.events)
-    return Foreseen(int(streams[main]), sizes, layout.offsets, layout.total)
+    layout = pack(sizes[placed], births[placed], deaths[placed], last.events)
+    offsets = np.full(len(sizes), ELSEWHERE, np.uint64)
+    offsets[placed] = layout.offsets
+    return Foreseen(int(streams[main]), sizes, offsets, layout.total)
 
 
 def repeats(last: Log, before: Log) -> bool:

@@ -109,7 +109,7 @@ class Runtime:
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._pid = os.getpid()
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None  # whose steps end the allocator's periods
-        self._leader_stepped = False
+        self._leader_stepped = True  # before the first step, too, a period begins
 
     # ------------------------------------------------------------------------------------ on, off
 
@@ -197,7 +197,7 @@ class Runtime:
             shared = self._devices.get(device) or self._make_device(device)
         engine = Engine(shared.compute, shared.out, shared.back, self._backing)
         # The room settles within a little of the target, on either side: the budget lies above that.
-        margin = FRAGMENTS if device.type == "cuda" else SETTLED
+        margin = FRAGMENTS if device.type == "cuda" and self.options.pages() is None else SETTLED
         learner = Learner(POLICIES[self.options.policy], int(shared.budget * (1 - margin)))
         return Mover(engine, learner, shared.budget)
 
@@ -221,7 +221,10 @@ class Runtime:
             # that does not live as long as the program.
             self._leader_stepped = False
             if (pages := self.options.pages()) is not None:
-                pages.period_over()
+                if self._steps.count:
+                    pages.period_over()
+                else:
+                    pages.begin()
         if root in self._roots:
             return
         self._roots.add(root)

@@ -14,14 +14,11 @@ import numpy.typing as npt
 from allocator.errors import TiersError
 
 LIBRARY = Path(__file__).with_name("libtiers_core.so")
-ELSEWHERE = 2**64 - 1
-"""An offset of a layout: this request is not part of it."""
-
 _FULL = 1
 _U64, _P64 = ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)
 
-REQUEST = np.dtype([("bytes", "u8"), ("stream", "u8"), ("birth", "i8"), ("death", "i8")])
-"""One request of a period's log: rounded bytes, and the events of its birth and death (-1: alive)."""
+REQUEST = np.dtype([("bytes", "u8"), ("stream", "u8"), ("birth", "i8"), ("death", "i8"), ("class", "i8")])
+"""One request of a period's log: rounded bytes, the events of its birth and death (-1: alive), and its class."""
 
 BLOCK = np.dtype(
     [
@@ -247,7 +244,9 @@ class Core:
         return requests, events.value
 
     def plan(self, stream: int, nbytes: npt.ArrayLike, offsets: npt.ArrayLike, total: int) -> None:
-        """From the next `mark` on, request k on `stream` lies at ``offsets[k]`` of a region of `total` bytes.
+        """Put request k of each period on `stream` at ``offsets[k]`` of a region of `total` bytes.
+
+        An offset of `allocator.sequence.ELSEWHERE` is for one that has no part in it.
 
         Raises
         ------

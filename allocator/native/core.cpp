@@ -138,7 +138,11 @@ Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
     ++plan.lost;
     while (found < end && plan.bytes[found] != bytes) ++found;
     if (found >= end) return nullptr;
+    // Perhaps some did not come; perhaps this one is new. The next will show. Until then it gets no place of theirs:
+    // one that is new and stays would be in the way of all that are to come there.
     plan.back = plan.next;
+    plan.next = found + 1;
+    return nullptr;
   }
   plan.next = found + 1;
   if (plan.offsets[found] == kElsewhere) return nullptr;
@@ -235,7 +239,7 @@ void tn_core::took(Heap *heap, Block *block, uint64_t requested, uint64_t pool) 
   if (pool == 0) {
     Log &now = log[0];
     block->request = now.requests.size();
-    now.requests.push_back({block->bytes, heap->stream(), int64_t(now.events++), -1});
+    now.requests.push_back({block->bytes, heap->stream(), int64_t(now.events++), -1, lifetime_class});
   }
   pools[pool].used += block->bytes;
   for (int size : {int(TN_ALL), int(block->small ? TN_SMALL : TN_LARGE)}) {

@@ -61,6 +61,7 @@ typedef struct {
   uint64_t stream;
   int64_t birth;   /* event of the period; requests and frees count alike */
   int64_t death;   /* event of the period, plus `events` if it died in the next one; -1: alive */
+  int64_t lifetime_class;
 } tn_request;
 
 /* A period ends and the next begins. */

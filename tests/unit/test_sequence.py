@@ -5,18 +5,33 @@ from __future__ import annotations
 import numpy as np
 
 from allocator.native import REQUEST
-from allocator.sequence import EAGER, LONGEST_PAUSE, Log, Watch, foresee, repeats
+from allocator.sequence import EAGER, ELSEWHERE, LONGEST_PAUSE, Log, Watch, foresee, repeats
 
 
-def log(events: int, *requests: tuple[int, int, int, int]) -> Log:
-    return Log(np.array(list(requests), REQUEST), events)
+def log(events: int, *requests: tuple[int, int, int, int], state: int | None = None) -> Log:
+    return Log(np.array([(*request, int(k == state)) for k, request in enumerate(requests)], REQUEST), events)
 
 
-def test_what_died_comes_again_and_what_lives_on_does_not() -> None:
-    foreseen = foresee(log(5, (1024, 0, 0, 3), (512, 0, 1, -1), (2048, 0, 2, 4)))
+def test_what_died_comes_again_and_has_a_place() -> None:
+    foreseen = foresee(log(4, (1024, 0, 0, 3), (2048, 0, 1, 2)))
     assert foreseen is not None
     assert foreseen.sizes.tolist() == [1024, 2048]
+    assert sorted(foreseen.offsets.tolist()) == [0, 2048]
     assert foreseen.total == 3072
+
+
+def test_what_lives_on_is_expected_and_has_no_place() -> None:
+    foreseen = foresee(log(5, (1024, 0, 0, 3), (512, 0, 1, -1), (2048, 0, 2, 4)))
+    assert foreseen is not None
+    assert foreseen.sizes.tolist() == [1024, 512, 2048]
+    assert foreseen.offsets[1] == ELSEWHERE
+    assert foreseen.total == 3072
+
+
+def test_what_an_optimizer_made_for_good_is_not_expected() -> None:
+    foreseen = foresee(log(5, (1024, 0, 0, 3), (512, 0, 1, -1), (2048, 0, 2, 4), state=1))
+    assert foreseen is not None
+    assert foreseen.sizes.tolist() == [1024, 2048]
 
 
 def test_the_period_before_tells_what_dies_in_the_next() -> None:
@@ -25,6 +40,7 @@ def test_the_period_before_tells_what_dies_in_the_next() -> None:
     foreseen = foresee(last, before)
     assert foreseen is not None
     assert foreseen.sizes.tolist() == [1024, 512]
+    assert ELSEWHERE not in foreseen.offsets
 
 
 def test_only_the_stream_that_asks_for_the_most_is_planned() -> None:
