@@ -9,10 +9,10 @@
 #include <c10/util/ApproximateClock.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
+#include <cstdio>
 #include <deque>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <unordered_map>
 #include <vector>
 
@@ -28,11 +28,11 @@ using Base = torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
 
 constexpr uint64_t kMargin = uint64_t{512} << 20;  // left to libraries that take memory of their own, without a budget
 
+// Not with a stream: a compiler that brings parts of its own standard library has two ideas of what a locale is.
 std::string size(int64_t bytes) {
-  std::ostringstream text;
-  text.precision(2);
-  text << std::fixed << double(bytes) / double(1 << 30) << " GiB";
-  return text.str();
+  char text[32];
+  snprintf(text, sizeof text, "%.2f GiB", double(bytes) / double(1 << 30));
+  return text;
 }
 
 class Adapter;

@@ -25,7 +25,7 @@ def allocated_and_reserved_are_counted(device: torch.device) -> None:
     del tensor
     assert torch.cuda.memory_allocated() == before
     assert torch.cuda.max_memory_allocated() == before + 32 * MiB
-    assert "allocated" in torch.cuda.memory_summary()
+    assert "Allocated memory" in torch.cuda.memory_summary()
     stats = torch.cuda.memory_stats()
     assert stats["allocation.large_pool.peak"] > 0
     torch.cuda.empty_cache()
@@ -44,7 +44,7 @@ def hbm_ends_and_dram_goes_on(device: torch.device) -> None:
     # 1 GiB of HBM (PAGES_HBM): twice that is there, and reads as it was written.
     parts = [torch.full((64 * MiB,), i, dtype=torch.uint8, device=device) for i in range(32)]
     free, total = torch.cuda.mem_get_info()
-    assert [int(part[::4097].float().mean()) for part in parts] == list(range(32))
+    assert all(bool((part == i).all()) for i, part in enumerate(parts))
     assert torch.cuda.memory_allocated() >= 2 * GiB
     print(f"  {torch.cuda.memory_reserved() / GiB:.2f} GiB reserved; {(total - free) / GiB:.2f} GiB of HBM in use")
     del parts
