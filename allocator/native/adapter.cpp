@@ -118,7 +118,7 @@ class Adapter final : public Base {
   }
 
   void setMemoryFraction(double fraction, c10::DeviceIndex device) override {
-    TORCH_CHECK(fraction >= 0 && fraction <= 1, "invalid fraction: ", fraction, ". Please set within [0, 1].");
+    TORCH_CHECK(fraction >= 0 && fraction <= 1, "invalid fraction: please set one within [0, 1]");
     tn_core *of = core(device);
     devices_[device].fraction = fraction;
     uint64_t allowed = uint64_t(fraction * double(devices_[device].total));
@@ -319,7 +319,7 @@ class Adapter final : public Base {
   }
 
   tn_core *core(c10::DeviceIndex device) {
-    TORCH_CHECK(size_t(device) < devices_.size(), "no CUDA device ", int(device));
+    TORCH_CHECK(size_t(device) < devices_.size(), "no such CUDA device: ", std::to_string(device));
     if (!devices_[device].core) {
       c10::DeviceGuard on({c10::DeviceType::CUDA, device});
       std::lock_guard<std::mutex> guard(mutex_);
@@ -389,7 +389,7 @@ class Adapter final : public Base {
     }
     for (auto &observer : observers) observer(device, bytes, devices_[device].limit, free);
     TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size(bytes), " on GPU ",
-                     int(device), ": ", why, ". hbm: ", size(stats.hbm_bytes), " of ", size(devices_[device].limit),
+                     std::to_string(device), ": ", why, ". hbm: ", size(stats.hbm_bytes), " of ", size(devices_[device].limit),
                      "; dram: ", size(stats.dram_bytes), " of ", size(stats.dram_limit), "; in use ", size(stats.allocated[0].current),
                      ", idle in fragments ", size(stats.idle_bytes),
                      ". Raise TIERS_DRAM (or TIERS_HBM), or let less live at once.");

@@ -10,10 +10,13 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from allocator.native import Core, Counts
+from allocator.packing import pack
 from allocator.sequence import Log, foresee
+from allocator.sharing import shared_share
 from allocator.sizes import GiB
 
 SEQUENCES = Path(__file__).parents[2] / "data" / "sequences"
@@ -61,3 +64,15 @@ def test_reserved_is_what_is_alive_from_the_second_period_on(name: str) -> None:
 def test_a_steady_period_departs_from_nothing_and_maps_nothing(name: str) -> None:
     _, second, third = periods(name, 3)
     assert (third.maps, third.unmaps, third.departed, third.misplaced) == (second.maps, second.unmaps, 0, 0)
+
+
+@pytest.mark.parametrize("name", PYTORCH)
+def test_little_is_held_for_the_sake_of_a_neighbour_that_lives_longer(name: str) -> None:
+    events = json.loads(gzip.decompress((SEQUENCES / f"{name}.json.gz").read_bytes()))["events"]
+    births = {event[1]: k for k, event in enumerate(events) if event[0] == "a"}
+    deaths = {event[1]: k for k, event in enumerate(events) if event[0] == "f"}
+    sizes = np.array([-(-event[2] // 512) * 512 for event in events if event[0] == "a"])
+    born, died = np.array(list(births.values())), np.array([deaths[ident] for ident in births])
+    layout = pack(sizes, born, died, len(events))
+    seconds = np.array([event[-1] for event in events]) / 1e6
+    assert shared_share(layout.offsets, sizes, seconds[born], seconds[died]) < 0.02
