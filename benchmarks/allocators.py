@@ -72,9 +72,7 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
 
 def work(workload: str, device: str, *, tiny: bool, commands: IO[str], answers: IO[str]) -> None:
@@ -138,15 +136,15 @@ def compare(workload: str, variants: list[str], rounds: int, *, device: str = "c
 def table(rows: list[Row]) -> str:
     """Rows as a Markdown table."""
     lines = [
-        "| variant | start-up and first step | step | ratio of steps (95%) | allocated | reserved | reserved / allocated |",
+        "| variant | start-up, first step | step | ratio (95%) | allocated | reserved | reserved / allocated |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         ratio = f"{row.ratio.median:.4f} ({row.ratio.low:.4f} to {row.ratio.high:.4f})"
         share = row.reserved / row.allocated if row.allocated else float("nan")
         lines.append(
-            f"| {row.variant} | {row.startup:.1f} s | {row.step * 1e3:.1f} ms | {ratio} | {row.allocated / GiB:.3f} GiB "
-            f"| {row.reserved / GiB:.3f} GiB | {share:.4f} |"
+            f"| {row.variant} | {row.startup:.1f} s | {row.step * 1e3:.1f} ms | {ratio} "
+            f"| {row.allocated / GiB:.3f} GiB | {row.reserved / GiB:.3f} GiB | {share:.4f} |"
         )
     return "\n".join(lines)
 
