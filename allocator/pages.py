@@ -15,13 +15,15 @@ import torch
 
 from allocator import adapter
 from allocator.ledger import Account
-from allocator.native import Core, CoreError, CoreFull
-from allocator.sequence import Foreseen, Log, Watch, foresee, repeats
+from allocator.native import Core, CoreError, CoreFull, Counts
+from allocator.sequence import STATE, Foreseen, Log, Watch, foresee, repeats
+from allocator.sinking import State, sink_or_rise
 from allocator.sizes import GiB, MiB, format_size, round_up
 
 log = logging.getLogger("tiers")
 
 HBM, DRAM = 0, 1
+USED = 2  # of a block's kinds
 STEP = 256 * MiB  # of DRAM to claim at a time
 
 
@@ -81,7 +83,8 @@ class PageAllocator:
             since, self._departed[device] = departed - self._departed.get(device, 0), departed
             last, before = Log(*core.log(0)), Log(*core.log(1))
             watch = self._watches.setdefault(device, Watch())
-            if watch.period_over(len(last.requests), since, repeated=repeats(last, before)):
+            look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
+            if self._sink(device, core, counts) or look:
                 foreseen = foresee(last, before)
                 if foreseen is not None:
                     self._plan(device, core, foreseen)
@@ -89,12 +92,36 @@ class PageAllocator:
     def _plan(self, device: int, core: Core, foreseen: Foreseen) -> None:
         while True:
             try:
-                core.plan(foreseen.stream, foreseen.sizes, foreseen.offsets, foreseen.total)
+                core.plan(foreseen)
                 return
             except CoreFull as full:
                 if not self._more(device, GiB):  # the part of the region that does not fit into HBM
                     log.warning("no layout for the next steps (%s): blocks go where they fit best", full)
                     return
+
+    def _sink(self, device: int, core: Core, counts: Counts) -> bool:
+        """Have state make room in HBM for what lies in DRAM, or take it back; whether anything moved."""
+        if not counts.dram:
+            return False
+        blocks = core.blocks()
+        blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED)]
+        state = [State(int(b["address"]), int(b["bytes"]), int(b["bytes"]) if b["tier"] == DRAM else 0) for b in blocks]
+        spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
+        sink, rise = sink_or_rise(state, dram=counts.dram, spare=spare, budget=counts.hbm_limit)
+        moved = 0
+        for tier, addresses in ((DRAM, sink), (HBM, rise)):
+            for address in addresses:
+                try:
+                    core.move(address, tier)
+                except CoreFull:
+                    if tier == HBM or not self._more(device, GiB):
+                        break
+                    core.move(address, tier)
+                moved += 1
+        if moved:
+            text = "%d blocks of optimizer state now lie in %s, to keep in hbm what is used more"
+            log.info(text, moved, "dram" if sink else "hbm")
+        return moved > 0
 
     def state(self, on: bool) -> None:
         """Whether what is asked for from now on lives as long as the program, as an optimizer's state does."""

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from allocator.packing import Ints, pack
+from allocator.packing import Ints, Layout, pack
+from allocator.sizes import PAGE
 
 ELSEWHERE = 2**64 - 1
 STATE = 1  # the class of what lives as long as the program
@@ -36,14 +37,19 @@ class Foreseen:
         In bytes.
     offsets : array of uint64, shape (requests,)
         In bytes from the region's begin; `ELSEWHERE` for what has no place in it.
-    total : int
-        Bytes of the region that the offsets lie in.
+    visits : array of int64, shape (pages,)
+        How many requests come to lie on each page of the region, which tells how busy it is.
     """
 
     stream: int
     sizes: Ints
     offsets: npt.NDArray[np.uint64]
-    total: int
+    visits: Ints
+
+    @property
+    def total(self) -> int:
+        """Bytes of the region, in whole pages."""
+        return len(self.visits) * PAGE
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,14 @@ def foresee(last: Log, before: Log | None = None) -> Foreseen | None:
     layout = pack(sizes[placed], births[placed], deaths[placed], last.events)
     offsets = np.full(len(sizes), ELSEWHERE, np.uint64)
     offsets[placed] = layout.offsets
-    return Foreseen(int(streams[main]), sizes, offsets, layout.total)
+    return Foreseen(int(streams[main]), sizes, offsets, _visits(layout, sizes[placed]))
+
+
+def _visits(layout: Layout, sizes: Ints) -> Ints:
+    change = np.zeros(layout.total // PAGE + 2, np.int64)
+    np.add.at(change, layout.offsets // PAGE, 1)
+    np.add.at(change, (layout.offsets + sizes - 1) // PAGE + 1, -1)
+    return np.cumsum(change)[: -(-layout.total // PAGE)]
 
 
 def repeats(last: Log, before: Log) -> bool:

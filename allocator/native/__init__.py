@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from allocator.errors import TiersError
+from allocator.sequence import Foreseen
 
 LIBRARY = Path(__file__).with_name("libtiers_core.so")
 _FULL = 1
@@ -30,9 +31,10 @@ BLOCK = np.dtype(
         ("kind", "i4"),
         ("tier", "i4"),
         ("segment", "u8"),
+        ("class", "i8"),
     ]
 )
-"""One mapped block; kind 1 is free, 2 in use, 3 held for another stream."""
+"""One mapped block; kind 1 is free, 2 in use, 3 held for another stream; class 1 is state."""
 
 
 class CoreError(TiersError):
@@ -83,7 +85,7 @@ class Counts:
     ----------
     allocated, allocated_peak : int
         Bytes in use by the program.
-    hbm, hbm_peak, dram, dram_peak : int
+    hbm, hbm_peak, hbm_limit, dram, dram_peak : int
         Bytes of physical pages.
     idle : int
         Bytes that are mapped and not in use.
@@ -97,6 +99,7 @@ class Counts:
     allocated_peak: int
     hbm: int
     hbm_peak: int
+    hbm_limit: int
     dram: int
     dram_peak: int
     idle: int
@@ -142,7 +145,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_trim": [],
         "tn_mark": [],
         "tn_log": [ctypes.c_int, ctypes.c_void_p, _U64, _P64],
-        "tn_plan": [_U64, _U64, ctypes.c_void_p, ctypes.c_void_p, _U64],
+        "tn_plan": [_U64, _U64, ctypes.c_void_p, ctypes.c_void_p, _U64, ctypes.c_void_p],
         "tn_unplan": [],
         "tn_move": [_U64, ctypes.c_int],
         "tn_on": [_U64, ctypes.c_int],
@@ -243,18 +246,18 @@ class Core:
         self._library.tn_log(self._core, ago, requests.ctypes.data, count, ctypes.byref(events))
         return requests, events.value
 
-    def plan(self, stream: int, nbytes: npt.ArrayLike, offsets: npt.ArrayLike, total: int) -> None:
-        """Put request k of each period on `stream` at ``offsets[k]`` of a region of `total` bytes.
-
-        An offset of `allocator.sequence.ELSEWHERE` is for one that has no part in it.
+    def plan(self, foreseen: Foreseen) -> None:
+        """Lay out the periods to come, the present one included.
 
         Raises
         ------
         CoreFull
-            If no tier has room for the region; then there is no plan any more.
+            If the tiers have no room for the region; then there is no layout any more.
         """
-        sizes, places = np.asarray(nbytes, np.uint64), np.asarray(offsets, np.uint64)
-        self._check(self._library.tn_plan(self._core, stream, len(sizes), sizes.ctypes.data, places.ctypes.data, total))
+        sizes, places = foreseen.sizes.astype(np.uint64), foreseen.offsets
+        order = np.argsort(-foreseen.visits, kind="stable").astype(np.uint32)
+        pointers = (sizes.ctypes.data, places.ctypes.data, len(order), order.ctypes.data)
+        self._check(self._library.tn_plan(self._core, foreseen.stream, len(sizes), *pointers))
 
     def unplan(self) -> None:
         """Forget the layout: everything goes where it fits best."""
@@ -278,6 +281,7 @@ class Core:
             allocated_peak=stats.allocated[0].peak,
             hbm=plain["hbm_bytes"],
             hbm_peak=plain["hbm_peak"],
+            hbm_limit=plain["hbm_limit"],
             dram=plain["dram_bytes"],
             dram_peak=plain["dram_peak"],
             idle=plain["idle_bytes"],

@@ -95,7 +95,8 @@ struct tn_core {
   void settle();
   Status wait(Heap *heap);
   Status surrender_all(const Heap *but);
-  Status set_plan(Stream stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets, uint64_t total);
+  Status set_plan(Stream stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets, uint64_t size,
+                  const uint32_t *order);
   uint64_t pool_of(const Heap *heap) const;
 };
 
@@ -106,7 +107,8 @@ Status tn_core::heap(const Key &key, Heap **out) {
   Status status = primitives->reserve(bytes, &base);
   while (status != Status::Ok && bytes > kSmallestRange) status = primitives->reserve(bytes /= 2, &base);
   if (status != Status::Ok) return status;
-  auto made = std::make_unique<Heap>(*primitives, pages, Tier(std::get<2>(key)), std::get<1>(key), base, bytes);
+  auto made = std::make_unique<Heap>(*primitives, pages, Tier(std::get<2>(key)), std::get<1>(key), base, bytes,
+                                     std::get<3>(key) == State);
   *out = by_key[key] = made.get();
   heaps.emplace(base, std::make_pair(std::move(made), std::get<0>(key)));
   return Status::Ok;
@@ -340,8 +342,8 @@ Status tn_core::surrender_all(const Heap *but) {
   return Status::Ok;
 }
 
-Status tn_core::set_plan(Stream stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets,
-                         uint64_t total) {
+Status tn_core::set_plan(Stream stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets, uint64_t size,
+                         const uint32_t *order) {
   plan = {};
   Heap *heap = nullptr;
   Status status = this->heap({0, stream, kHbm, General}, &heap);
@@ -350,22 +352,27 @@ Status tn_core::set_plan(Stream stream, uint64_t count, const uint64_t *bytes, c
   settle();
   Plan next;
   next.heap = heap;
-  next.total = (total + kPage - 1) / kPage * kPage;
+  next.total = size * kPage;
   next.bytes.assign(bytes, bytes + count);
   next.offsets.assign(offsets, offsets + count);
   next.next = log[0].requests.size();  // those that the period had before go on as they are
-  if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the plan's region");
+  if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the region");
   // What lies idle outside of the region is what the region is made of.
   status = surrender_all(heap);
   if (status == Status::Ok) status = heap->surrender_outside(next.base, next.total);
-  if (status == Status::Ok) status = heap->back(next.base, next.total);
   if (status != Status::Ok) return status;
+  uint64_t in_hbm = std::min(size, pages[kHbm].available() + heap->on(kHbm, next.base, next.total) / kPage);
+  if (size - in_hbm > pages[kDram].available() + heap->on(kDram, next.base, next.total) / kPage)
+    return fail(Status::Full, "hbm and dram do not hold the region");
+  std::vector<bool> where(size);
+  for (uint64_t i = 0; i < in_hbm; ++i) where[order[i]] = true;
+  status = heap->lay_out(next.base, where);
   for (Pages &tier : pages) {
-    status = tier.trim();
-    if (status != Status::Ok) return status;
+    Status trimmed = tier.trim();
+    if (status == Status::Ok) status = trimmed;
   }
-  plan = std::move(next);
-  return Status::Ok;
+  if (status == Status::Ok) plan = std::move(next);
+  return status;
 }
 
 // ------------------------------------------------------------------------------------------- the C interface
@@ -550,8 +557,8 @@ uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint
 }
 
 int tn_plan(tn_core *core, uint64_t stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets,
-            uint64_t total) {
-  return enter(core, [&] { return core->set_plan(stream, count, bytes, offsets, total); });
+            uint64_t pages, const uint32_t *order) {
+  return enter(core, [&] { return core->set_plan(stream, count, bytes, offsets, pages, order); });
 }
 
 void tn_unplan(tn_core *core) {
@@ -633,7 +640,7 @@ uint64_t tn_blocks(tn_core *core, tn_block *out, uint64_t capacity) {
       if (count < capacity) {
         bool foreign = heap.on(heap.tier(), address, block.bytes) < block.bytes;
         out[count] = {address, block.bytes, block.requested, heap.stream(), entry.second, int32_t(block.kind),
-                      foreign ? int32_t(kDram) : int32_t(heap.tier()), segment};
+                      foreign ? int32_t(kDram) : int32_t(heap.tier()), segment, heap.state()};
       }
       ++count;
     }

@@ -69,10 +69,12 @@ TN_API void tn_mark(tn_core *core);
 /* The log of the period before the present one (0), or the one before that (1), of pool 0. Returns how many requests
  * it has; copies at most `capacity`. */
 TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events);
-/* From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at `offsets[k]` in a region of `total` bytes;
- * UINT64_MAX: elsewhere. Waits for the stream. TN_FULL: no tiers for the region, the plan is dropped. */
+/* From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at `offsets[k]` in
+ * a region of `pages` pages; UINT64_MAX: elsewhere. Where HBM does not hold the region, the pages that come last in
+ * `order`, a permutation of them, lie in DRAM. Waits for the stream. TN_FULL: the tiers have no room for the region, and
+ * there is no layout any more. */
 TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets,
-                   uint64_t total);
+                   uint64_t pages, const uint32_t *order);
 TN_API void tn_unplan(tn_core *core);
 
 /* ---- Where memory lies ---- */
@@ -106,6 +108,7 @@ typedef struct {
   int32_t kind; /* 0 void (never listed), 1 free, 2 used, 3 held */
   int32_t tier;
   uint64_t segment; /* equal for blocks of one run of mapped pages */
+  int64_t lifetime_class;
 } tn_block;
 /* All mapped blocks, by heap and address. Returns how many there are; copies at most `capacity`. */
 TN_API uint64_t tn_blocks(tn_core *core, tn_block *out, uint64_t capacity);

@@ -10,8 +10,9 @@ uint64_t down(uint64_t value, uint64_t unit) { return value / unit * unit; }
 
 }  // namespace
 
-Heap::Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t base, uint64_t bytes)
-    : primitives_(primitives), pages_(pages), tier_(tier), stream_(stream), base_(base), bytes_(bytes) {
+Heap::Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t base, uint64_t bytes,
+           bool state)
+    : primitives_(primitives), pages_(pages), tier_(tier), stream_(stream), base_(base), bytes_(bytes), state_(state) {
   Block all;
   all.address = base;
   all.bytes = bytes;
@@ -269,6 +270,30 @@ Status Heap::back(uint64_t address, uint64_t bytes) {
       }
     }
     at = until;
+  }
+  return Status::Ok;
+}
+
+Status Heap::lay_out(uint64_t address, const std::vector<bool> &in_hbm) {
+  for (uint64_t page = 0; page < in_hbm.size(); ++page) {  // what lies in the wrong tier makes room for what is right
+    uint64_t at = address + page * kPage;
+    bool mapped = index(at) < table_.size() && table_[index(at)].handle;
+    if (!mapped || (table_[index(at)].tier == kHbm) == in_hbm[page]) continue;
+    Status status = unmap(at, 1);
+    if (status != Status::Ok) return status;
+  }
+  for (uint64_t page = 0; page < in_hbm.size();) {
+    auto missing = [&](uint64_t i) {
+      uint64_t entry = index(address + i * kPage);
+      return entry >= table_.size() || !table_[entry].handle;
+    };
+    uint64_t count = 0;
+    while (page + count < in_hbm.size() && in_hbm[page + count] == in_hbm[page] && missing(page + count)) ++count;
+    if (count) {
+      Status status = map(address + page * kPage, count, in_hbm[page] ? kHbm : kDram);
+      if (status != Status::Ok) return status;
+    }
+    page += std::max<uint64_t>(count, 1);
   }
   return Status::Ok;
 }

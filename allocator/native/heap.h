@@ -36,7 +36,8 @@ struct Range {
 
 class Heap {
  public:
-  Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t base, uint64_t bytes);
+  Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t base, uint64_t bytes,
+       bool state);
 
   bool contains(uint64_t address) const { return address >= base_ && address < base_ + bytes_; }
 
@@ -67,6 +68,8 @@ class Heap {
 
   // A run of `bytes` without blocks in use, as much of it mapped as there is. False if the range is too small.
   bool find_run(uint64_t bytes, uint64_t *address) const;
+  // Map the free run `[address, address + pages)` anew: `in_hbm[i]` says of each page whether it lies in HBM or in DRAM.
+  Status lay_out(uint64_t address, const std::vector<bool> &in_hbm);
   // Map what is missing in `[address, address + bytes)`, in this heap's tier while it lasts and in DRAM after that.
   Status back(uint64_t address, uint64_t bytes);
   // Bytes of `[address, address + bytes)` on pages of `tier`.
@@ -80,6 +83,7 @@ class Heap {
 
   Stream stream() const { return stream_; }
   Tier tier() const { return tier_; }
+  bool state() const { return state_; }  // whether what lives as long as the program lies here, apart from the rest
   uint64_t mapped() const { return mapped_; }
   uint64_t maps() const { return maps_; }
   uint64_t unmaps() const { return unmaps_; }
@@ -108,6 +112,7 @@ class Heap {
   Tier tier_;
   Stream stream_;
   uint64_t base_, bytes_;
+  bool state_;
   uint64_t mapped_ = 0, maps_ = 0, unmaps_ = 0;
   std::map<uint64_t, Block> blocks_;                 // by address; they cover the range
   std::set<std::pair<uint64_t, uint64_t>> free_;     // (bytes, address) of Free blocks

@@ -61,7 +61,8 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
       drop(random() % blocks.size());
     } else if (dice < 990) {
       uint64_t sizes[2] = {kMiB, 2 * kMiB}, offsets[2] = {0, kMiB};
-      int status = tn_plan(core, thread % 4, 2, sizes, offsets, 3 * kMiB);
+      uint32_t order[2] = {1, 0};
+      int status = tn_plan(core, thread % 4, 2, sizes, offsets, 2, order);
       expect(status == TN_OK || status == TN_FULL, "a layout is taken, or the tiers are full");
       tn_mark(core);
     } else if (dice < 995) {

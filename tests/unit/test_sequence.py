@@ -7,6 +7,8 @@ import numpy as np
 from allocator.native import REQUEST
 from allocator.sequence import EAGER, ELSEWHERE, LONGEST_PAUSE, Log, Watch, foresee, repeats
 
+PAGE = 2 << 20
+
 
 def log(events: int, *requests: tuple[int, int, int, int], state: int | None = None) -> Log:
     return Log(np.array([(*request, int(k == state)) for k, request in enumerate(requests)], REQUEST), events)
@@ -17,7 +19,7 @@ def test_what_died_comes_again_and_has_a_place() -> None:
     assert foreseen is not None
     assert foreseen.sizes.tolist() == [1024, 2048]
     assert sorted(foreseen.offsets.tolist()) == [0, 2048]
-    assert foreseen.total == 3072
+    assert foreseen.total == PAGE
 
 
 def test_what_lives_on_is_expected_and_has_no_place() -> None:
@@ -25,7 +27,7 @@ def test_what_lives_on_is_expected_and_has_no_place() -> None:
     assert foreseen is not None
     assert foreseen.sizes.tolist() == [1024, 512, 2048]
     assert foreseen.offsets[1] == ELSEWHERE
-    assert foreseen.total == 3072
+    assert foreseen.total == PAGE
 
 
 def test_what_an_optimizer_made_for_good_is_not_expected() -> None:
@@ -81,3 +83,10 @@ def test_a_program_that_is_new_in_every_period_is_looked_at_ever_more_rarely() -
     assert looks[:EAGER] == list(range(EAGER))
     assert max(np.diff(looks)) == LONGEST_PAUSE
     assert len(looks) < 40
+
+
+def test_pages_that_many_requests_visit_are_told_from_those_that_one_keeps() -> None:
+    brief = [(PAGE, 0, 1 + 2 * k, 2 + 2 * k) for k in range(5)]
+    foreseen = foresee(log(20, (PAGE, 0, 0, 19), *brief))
+    assert foreseen is not None
+    assert sorted(foreseen.visits.tolist()) == [1, 5]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from allocator.native import Core, CoreError, CoreFull
-from allocator.sequence import ELSEWHERE
+from allocator.sequence import ELSEWHERE, Foreseen
 from allocator.sizes import GiB, MiB
 
 PAGE = 2 * MiB
@@ -37,6 +37,12 @@ def fill(address: int, nbytes: int, value: int) -> None:
 
 def holds(address: int, nbytes: int, value: int) -> bool:
     return ctypes.string_at(address, nbytes) == bytes([value]) * nbytes
+
+
+def plan(core: Core, sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> None:
+    ends = [size + offset for size, offset in zip(sizes, offsets, strict=True) if offset != ELSEWHERE]
+    pages = np.array(visits or [1] * -(-max(ends) // PAGE))
+    core.plan(Foreseen(0, np.array(sizes), np.array(offsets, np.uint64), pages))
 
 
 def test_blocks_are_aligned_as_pytorch_aligns_them_and_can_be_written(core: Core) -> None:
@@ -170,7 +176,7 @@ def test_the_log_tells_the_events_of_births_and_deaths(core: Core) -> None:
 
 
 def test_a_layout_puts_requests_where_it_says(core: Core) -> None:
-    core.plan(0, [4 * MiB, 2 * MiB, 4 * MiB], [2 * MiB, 0, 2 * MiB], 6 * MiB)
+    plan(core, [4 * MiB, 2 * MiB, 4 * MiB], [2 * MiB, 0, 2 * MiB])
     a = core.allocate(4 * MiB)
     b = core.allocate(2 * MiB)
     core.free(a)
@@ -181,7 +187,7 @@ def test_a_layout_puts_requests_where_it_says(core: Core) -> None:
 
 def test_a_sequence_that_departs_is_served_where_it_fits_and_found_again(core: Core) -> None:
     sizes = [MiB * n for n in (1, 2, 3, 4, 5)]
-    core.plan(0, sizes, [0, MiB, 3 * MiB, 6 * MiB, 10 * MiB], 15 * MiB)
+    plan(core, sizes, [0, MiB, 3 * MiB, 6 * MiB, 10 * MiB])
     core.allocate(MiB)
     core.allocate(7 * MiB)  # is new
     core.allocate(3 * MiB)  # 2 MiB does not come
@@ -193,7 +199,7 @@ def test_a_sequence_that_departs_is_served_where_it_fits_and_found_again(core: C
 
 def test_one_request_more_of_a_common_size_does_not_lose_the_place(core: Core) -> None:
     sizes = [512, 3 * MiB, 4 * MiB, 512]
-    core.plan(0, sizes, [0, MiB, 4 * MiB, 8 * MiB], 9 * MiB)
+    plan(core, sizes, [0, MiB, 4 * MiB, 8 * MiB])
     core.allocate(512)
     core.allocate(512)  # is new, and looks like the last
     core.allocate(3 * MiB)
@@ -204,13 +210,13 @@ def test_one_request_more_of_a_common_size_does_not_lose_the_place(core: Core) -
 
 
 def test_what_is_elsewhere_in_a_layout_goes_where_it_fits(core: Core) -> None:
-    core.plan(0, [2 * MiB, 2 * MiB], [ELSEWHERE, 0], 2 * MiB)
+    plan(core, [2 * MiB, 2 * MiB], [ELSEWHERE, 0])
     a, b = core.allocate(2 * MiB), core.allocate(2 * MiB)
     assert a != b
 
 
 def test_a_place_that_is_taken_does_no_harm(core: Core) -> None:
-    core.plan(0, [2 * MiB, 2 * MiB], [0, 0], 2 * MiB)
+    plan(core, [2 * MiB, 2 * MiB], [0, 0])
     a, b = core.allocate(2 * MiB), core.allocate(2 * MiB)
     fill(a, 2 * MiB, 1)
     fill(b, 2 * MiB, 2)
@@ -221,12 +227,12 @@ def test_a_place_that_is_taken_does_no_harm(core: Core) -> None:
 def test_a_layout_takes_no_more_memory_than_its_region(core: Core) -> None:
     for block in [core.allocate(8 * MiB) for _ in range(8)]:
         core.free(block)
-    core.plan(0, [4 * MiB], [0], 4 * MiB)
+    plan(core, [4 * MiB], [0])
     assert core.counts().hbm == 4 * MiB
 
 
 def test_no_page_is_mapped_or_unmapped_in_a_period_that_repeats(core: Core) -> None:
-    core.plan(0, [3 * MiB, 4 * MiB], [0, 3 * MiB], 7 * MiB)
+    plan(core, [3 * MiB, 4 * MiB], [0, 3 * MiB])
     before = core.counts()
     for _ in range(10):
         core.mark()
@@ -237,10 +243,21 @@ def test_no_page_is_mapped_or_unmapped_in_a_period_that_repeats(core: Core) -> N
 
 
 def test_a_region_larger_than_hbm_goes_on_in_dram(core: Core) -> None:
-    core.plan(0, [40 * MiB, 40 * MiB], [0, 40 * MiB], 80 * MiB)
+    plan(core, [40 * MiB, 40 * MiB], [0, 40 * MiB])
     a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
     assert core.on(a, HBM) + core.on(b, HBM) == 64 * MiB
     assert core.on(a, DRAM) + core.on(b, DRAM) == 16 * MiB
+
+
+def test_the_busiest_pages_of_a_region_lie_in_hbm(core: Core) -> None:
+    plan(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], visits=[1] * 20 + [2] * 20)
+    a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
+    assert (core.on(a, DRAM), core.on(b, HBM)) == (16 * MiB, 40 * MiB)
+    core.free(a)
+    core.free(b)
+    plan(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], visits=[2] * 20 + [1] * 20)
+    a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
+    assert (core.on(a, HBM), core.on(b, DRAM)) == (40 * MiB, 16 * MiB)
 
 
 def test_a_limit_that_is_lowered_holds_for_what_comes(core: Core) -> None:
@@ -317,9 +334,8 @@ class Blocks(RuleBasedStateMachine):
     )
     def plan(self, sizes: list[int], seed: int) -> None:
         offsets = np.random.default_rng(seed).integers(0, 64, len(sizes)) * 512 * 16
-        total = int(max(o + s for o, s in zip(offsets, sizes, strict=True)))
         with contextlib.suppress(CoreFull):
-            self.core.plan(0, sizes, offsets, total)
+            plan(self.core, sizes, offsets.tolist())
 
     def check(self, address: int) -> None:
         nbytes, value = self.live[address]

@@ -48,7 +48,7 @@ def periods(name: str, count: int) -> list[Counts]:
         if period == 0:
             foreseen = foresee(Log(*core.log()))
             assert foreseen is not None
-            core.plan(foreseen.stream, foreseen.sizes, foreseen.offsets, foreseen.total)
+            core.plan(foreseen)
     return seen
 
 
