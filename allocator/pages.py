@@ -18,7 +18,7 @@ from allocator.ledger import Account
 from allocator.native import Core, CoreError, CoreFull, Counts
 from allocator.sequence import STATE, Foreseen, Log, Watch, foresee, repeats
 from allocator.sinking import State, sink_or_rise
-from allocator.sizes import GiB, MiB, format_size, round_up
+from allocator.sizes import PAGE, GiB, MiB, format_size, round_up
 
 log = logging.getLogger("tiers")
 
@@ -104,7 +104,8 @@ class PageAllocator:
         if not counts.dram:
             return False
         blocks = core.blocks()
-        blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED)]
+        # A block without a whole page of its own cannot move.
+        blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
         state = [State(int(b["address"]), int(b["bytes"]), int(b["bytes"]) if b["tier"] == DRAM else 0) for b in blocks]
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
         sink, rise = sink_or_rise(state, dram=counts.dram, spare=spare, budget=counts.hbm_limit)
@@ -137,8 +138,8 @@ class PageAllocator:
         if core is None or self._account is None:
             return False
         with self._lock:
-            wanted = min(max(STEP, round_up(nbytes, 2 * MiB)), self._dram - self._granted)
-            claimed = self._account.claim(wanted, least=2 * MiB) if wanted > 0 else 0
+            wanted = min(max(STEP, round_up(nbytes, PAGE)), self._dram - self._granted)
+            claimed = self._account.claim(wanted, least=PAGE) if wanted > 0 else 0
             if not claimed:
                 return False
             self._granted += claimed
