@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,21 @@ class Links:
 
 PCIE_GEN5 = Links(d2h=55.0e9, h2d=55.1e9, both=92.8e9)
 """Measured on an H100 on PCIe Gen5 x16: what is taken for granted where nobody has measured."""
+
+
+def links_from(measured: Mapping[str, float | None], *, disk: bool) -> Links:
+    """The links as far as they were measured, and what is taken for granted for the rest.
+
+    Parameters
+    ----------
+    measured : mapping of str to float or None
+        Bytes per second by the name of the lane; None, or no entry, where it was not measured.
+    disk : bool
+        Whether there is an NVMe tier.
+    """
+    granted = {"d2h": PCIE_GEN5.d2h, "h2d": PCIE_GEN5.h2d}
+    if disk:
+        granted |= {"disk_write": 2.9e9, "disk_read": 2.9e9}  # one NVMe drive of the same machine
+    links = replace(PCIE_GEN5, **{lane: measured.get(lane) or rate for lane, rate in granted.items()})
+    # Both directions together were not measured: the same part of their sum as where they were.
+    return replace(links, both=PCIE_GEN5.both * (links.d2h + links.h2d) / (PCIE_GEN5.d2h + PCIE_GEN5.h2d))

@@ -24,16 +24,19 @@ from allocator.errors import TiersError
 from allocator.pages import PageAllocator
 from allocator.sizes import format_size
 from migrator import entry, weights
+from migrator.background import in_background
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine
+from migrator.feedback import SETTLED
 from migrator.hooks import Saver
 from migrator.lanes import Compute, Lane
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
-from migrator.learner import SETTLED, Learner
+from migrator.learner import Learner
+from migrator.links import PCIE_GEN5, Links
 from migrator.mover import Mover
-from migrator.plan import Plan
+from migrator.plan import NoPlanFits, Plan
 from migrator.policies import POLICIES
 from migrator.steps import StepTimes
 from migrator.trace import Trace
@@ -64,14 +67,17 @@ class Options:
         Ends the program when the budget is too small, where an exception is not what its user should see.
     pages : callable, optional
         The allocator to tell where periods end, once it is under PyTorch.
+    links : Links
+        What plans take the lanes to give.
     """
 
     policy: str
     hbm: Callable[[torch.device], int]
     enforce: bool
     backing: Callable[[Counters, bool], Backing]
-    refuse: Callable[[BudgetTooSmall], None] | None = None
+    refuse: Callable[[TiersError], None] | None = None
     pages: Callable[[], PageAllocator | None] = lambda: None
+    links: Links = PCIE_GEN5
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,7 @@ class Runtime:
             self._thread.saver.end_period()
         for saver in list(self._savers):
             for mover in saver.armed_movers:
+                mover.learner.finish()
                 if mover.learner.plans:
                     self.learned = (mover.learner.traces[-1], mover.learner.plans[-1])
             saver.pop()
@@ -198,7 +205,9 @@ class Runtime:
         engine = Engine(shared.compute, shared.out, shared.back, self._backing)
         # The room settles within a little of the target, on either side: the budget lies above that.
         margin = FRAGMENTS if device.type == "cuda" and self.options.pages() is None else SETTLED
-        learner = Learner(POLICIES[self.options.policy], int(shared.budget * (1 - margin)))
+        learner = Learner(
+            POLICIES[self.options.policy], int(shared.budget * (1 - margin)), self.options.links, in_background
+        )
         return Mover(engine, learner, shared.budget)
 
     def _make_device(self, device: torch.device) -> _Device:
@@ -233,14 +242,18 @@ class Runtime:
         for device in {tensor.device for tensor in tensors if _has_tiers(tensor.device)}:
             needed, budget = weights.bytes_on(device, tensors), self.options.hbm(device)
             if needed > budget:
-                error = BudgetTooSmall(
-                    f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on "
-                    f"{device}: raise TIERS_HBM above that, with room for gradients, optimizer state and the work "
-                    "of a layer"
+                self._refuse(
+                    BudgetTooSmall(
+                        f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on "
+                        f"{device}: raise TIERS_HBM above that, with room for gradients, optimizer state and the work "
+                        "of a layer"
+                    )
                 )
-                if self.options.refuse is not None:
-                    self.options.refuse(error)
-                raise error
+
+    def _refuse(self, error: TiersError) -> None:
+        if self.options.refuse is not None:
+            self.options.refuse(error)
+        raise error
 
     def _recount_static(self) -> None:
         """Without a GPU nobody else counts what lives as long as the program."""
@@ -257,7 +270,11 @@ class Runtime:
         changed = False
         for mover in saver.armed_movers:
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
-            changed |= mover.end_period(whole=whole)
+            try:
+                changed |= mover.end_period(whole=whole)
+            except NoPlanFits as error:
+                if not self.closed:
+                    self._refuse(error.out_of(mover.budget))
         if changed:
             saver.adopt(action for mover in saver.armed_movers for action in mover.actions())
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from allocator.errors import TiersError
 from allocator.sizes import parse_size
-from migrator.policies import POLICIES
+from migrator.policies import MODULES
 from tiers.log import LEVELS
 
 ALLOCATORS = ("off", "torch", "pages")
 GDS_MODES = ("require", "prefer", "off")
-KNOWN_POLICIES = ("auto", *POLICIES)
+KNOWN_POLICIES = tuple(MODULES)
 
 
 class ConfigError(TiersError):

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,8 +25,8 @@ from allocator.pages import PageAllocator
 from allocator.sizes import PAGE, GiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
-from migrator.policies import AUTO
-from migrator.runtime import BudgetTooSmall, Options, Runtime
+from migrator.links import links_from
+from migrator.runtime import Options, Runtime
 from tiers.config import Config, ConfigError, load
 from tiers.topology import default_dram_capacity, read_memory
 
@@ -58,12 +58,11 @@ class Session:
         If the run directory holds an earlier run.
     """
 
-    def __init__(self, config: Config, refuse: Callable[[BudgetTooSmall], None] | None = None) -> None:
+    def __init__(self, config: Config, refuse: Callable[[TiersError], None] | None = None) -> None:
         self._config = config
         self._run = _run_directory(config)
         self._ledger = _open_ledger()
         self._ranks = 1 if self._ledger else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._policy = AUTO if config.policy == "auto" else config.policy
         dram = self._default_dram() if config.dram.capacity is None else config.dram.capacity
         self._dram_capacity = dram // self._ranks
         self._nvme_capacity = (config.nvme.capacity or 0) // self._ranks if config.nvme.paths else 0
@@ -71,12 +70,13 @@ class Session:
         self._nvme: NvmeStore | None = None
         self.runtime = Runtime(
             Options(
-                policy=self._policy,
+                policy=config.policy,
                 hbm=self._hbm,
                 enforce=config.hbm.capacity is not None and config.allocator != "pages",
                 backing=self._make_backing,
                 refuse=refuse,
                 pages=lambda: _pages,
+                links=links_from(asdict(config.links), disk=self._nvme_capacity > 0),
             )
         )
 
@@ -179,7 +179,7 @@ class Session:
         return {
             "device": device,
             "allocator": "torch" if _pages is None else "pages",
-            "policy": self._policy,
+            "policy": self._config.policy,
             "budget": {"hbm": budget_hbm, "dram": self._dram_capacity, "nvme": self._nvme_capacity},
             "peak": {
                 "hbm": peak_hbm,
@@ -267,7 +267,7 @@ def install(config: Config) -> None:
     atexit.register(session.close)
 
 
-def _exit(error: BudgetTooSmall) -> None:
+def _exit(error: TiersError) -> None:
     print(f"tiers: {error}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from migrator.plan import Plan, look_ahead, make_plan
+from migrator.links import Links
+from migrator.plan import Plan, least_room, look_ahead
+from migrator.schedule import fit
 from migrator.trace import Trace
 
 
-def plan(trace: Trace, room: int) -> Plan:
+def plan(trace: Trace, budget: int, links: Links) -> Plan:
     """Move storages in the order of their creation until what stays fits.
 
-    The paper selects until ``sum(unselected) <= memory - resident - largest working set``; `room` is
-    that right-hand side. Moving needs HBM too, for the groups that are under way: the look-ahead
-    comes off the room as soon as anything moves. Phase 2 (compression) is not part of it.
+    The paper selects until ``sum(unselected) <= memory - resident - largest working set``; that
+    right-hand side is the least room of the period. Moving needs HBM too, for the groups that are under
+    way: the look-ahead comes off the room as soon as anything moves. Phase 2 (compression) is not part of it.
     """
+    room = least_room(trace, budget)
     stays, largest = trace.saved_bytes, 0
     moved: set[int] = set()
     for life in trace.lifetimes:
@@ -21,4 +24,4 @@ def plan(trace: Trace, room: int) -> Plan:
         moved.add(life.ident)
         stays -= life.nbytes
         largest = max(largest, life.nbytes)
-    return make_plan("flashneuron", trace, moved, room)
+    return fit("flashneuron", trace, budget, moved)

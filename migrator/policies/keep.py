@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from migrator.plan import Plan, make_plan
+from migrator.links import Links
+from migrator.plan import Plan, least_room, make_plan
 from migrator.trace import Trace
 
 
-def plan(trace: Trace, room: int) -> Plan:
-    """Move nothing, whatever the room."""
-    return make_plan("keep", trace, (), max(room, trace.saved_bytes))
+def plan(trace: Trace, budget: int, links: Links) -> Plan:
+    """Move nothing, whatever the budget."""
+    return make_plan("keep", trace, (), max(least_room(trace, budget), trace.saved_bytes))

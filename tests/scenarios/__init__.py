@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import tiers
 from allocator.sizes import MiB
 from migrator import mover, runtime
+from migrator.links import Links
 from migrator.plan import Plan, make_plan
 from migrator.policies import POLICIES
 from migrator.trace import Trace
@@ -113,7 +114,7 @@ def moving(*, room: int = MiB, share: float = 1, policy: str = "move", **argumen
         Of the storages, evenly spread, once there is a plan; before that everything moves.
     """
 
-    def move_a_share(trace: Trace, left_by_budget: int) -> Plan:
+    def move_a_share(trace: Trace, budget: int, links: Links) -> Plan:
         lives = trace.lifetimes
         goes = {life.ident: int((k + 1) * share) > int(k * share) for k, life in enumerate(lives)}
         stays = sum(life.nbytes for life in lives if not goes[life.ident])
