@@ -33,6 +33,8 @@ class Site:
         Position at which it was saved.
     uses : tuple of int
         Positions at which backward asked for it.
+    kind : str
+        Class of the module that saved it, such as ``Conv2d``; empty outside of modules, or if not recorded.
     """
 
     key: str
@@ -40,6 +42,7 @@ class Site:
     nbytes: int
     birth: int
     uses: tuple[int, ...]
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ trace has no `others` it is the room for the saved tensors alone.
 
 To add one: write ``migrator/policies/NAME.py`` with a function ``plan(trace, budget, links) -> Plan`` whose
 docstring cites its source, enter it in `MODULES`, and give it a golden test in
-``tests/unit/test_policies.py``. What policies share: `migrator.intervals` (when storages lie idle),
+``tests/unit/policies``. What policies share: `migrator.draft` (decisions one by one, and what they leave of HBM and
+lanes), `migrator.layers` (a trace as a chain of layers), `migrator.intervals` (when storages lie idle),
 `migrator.booking` (lanes and memory over time), `migrator.effects` (what follows from dropping and recomputing),
 `migrator.schedule.fit` (the plan of a choice), `migrator.simulator`.
 """
@@ -25,18 +26,32 @@ Policy: TypeAlias = Callable[["Trace", int, "Links"], "Plan"]
 
 MODULES = {
     "auto": "auto",
+    "autotm": "autotm",
+    "capuchin": "capuchin",
+    "checkpoint": "checkpoint",
     "flashneuron": "flashneuron",
+    "g10": "g10",
     "keep": "keep",
     "move": "move",
+    "sentinel": "sentinel",
+    "ssdtrain": "ssdtrain",
+    "superneurons": "superneurons",
+    "swapadvisor": "swapadvisor",
+    "teraio": "teraio",
+    "vdnn++": "vdnnpp",
+    "vdnn-all": "vdnn:plan_all",
+    "vdnn-conv": "vdnn:plan_conv",
+    "vdnn-dyn": "vdnn:plan_dyn",
 }
-"""The policies by name, and the file of each."""
+"""The policies by name, and the file of each; its function, where that is not ``plan``."""
 
 
 class _Policies(Mapping[str, Policy]):
     """Loads a policy when it is asked for: their names are known, and cost nothing, before."""
 
     def __getitem__(self, name: str) -> Policy:
-        policy: Policy = import_module(f"{__name__}.{MODULES[name]}").plan
+        module, _, function = MODULES[name].partition(":")
+        policy: Policy = getattr(import_module(f"{__name__}.{module}"), function or "plan")
         return policy
 
     def __iter__(self) -> Iterator[str]:
