@@ -22,10 +22,10 @@ from migrator.hooks import Moved, Saver
 class Listener(Protocol):
     """What a runtime is told."""
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
         """A forward begins in this thread."""
 
-    def leave(self) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """A forward ends in this thread, also when it raised."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
@@ -89,14 +89,14 @@ def _enter(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     if _active is not None:
-        _active.enter(module)
+        _active.enter(module, args)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
     if _active is not None:
-        _active.leave()
+        _active.leave(module, output)
 
 
 def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from allocator.errors import TiersError
+from allocator.native import lane as native
 from allocator.pages import PageAllocator
 from allocator.sizes import format_size
 from migrator import entry, weights
@@ -33,6 +34,7 @@ from migrator.hooks import Saver
 from migrator.lanes import Compute, Lane
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
+from migrator.lanes.native import NativeCompute, NativeLane
 from migrator.learner import Learner
 from migrator.links import PCIE_GEN5, Links
 from migrator.mover import Mover
@@ -162,16 +164,16 @@ class Runtime:
         """The hooks of this thread, if they are on."""
         return self._thread.saver
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
         """A forward begins in this thread."""
         saver = self._thread.saver or self._arm()
         if saver is not None:
-            saver.enter(module)
+            saver.enter(module, args)
 
-    def leave(self) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """A forward ends in this thread, also when it raised."""
         if self._thread.saver is not None:
-            self._thread.saver.modules.leave()
+            self._thread.saver.leave(module, output)
 
     def _arm(self) -> Saver | None:
         if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:
@@ -213,8 +215,7 @@ class Runtime:
     def _make_device(self, device: torch.device) -> _Device:
         budget, counters = self.options.hbm(device), self._counters
         if device.type == "cuda":
-            out, back = CudaLane(device, "d2h", counters), CudaLane(device, "h2d", counters)
-            shared = _Device(CudaCompute(device, counters), out, back, budget)
+            shared = _on_gpu(device, counters, budget)
             if self.options.enforce:
                 total = torch.cuda.get_device_properties(device).total_memory
                 torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
@@ -276,7 +277,11 @@ class Runtime:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
         if changed:
-            saver.adopt(action for mover in saver.armed_movers for action in mover.actions())
+            movers = saver.armed_movers
+            saver.adopt(
+                (action for mover in movers for action in mover.actions()),
+                [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
+            )
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""
@@ -320,6 +325,15 @@ class Runtime:
             "unmanaged_bytes": self._unmanaged,
             "step_s": self._steps.summary(),
         }
+
+
+def _on_gpu(device: torch.device, counters: Counters, budget: int) -> _Device:
+    library = native.load()
+    if library is None:
+        lanes = CudaLane(device, "d2h", counters), CudaLane(device, "h2d", counters)
+        return _Device(CudaCompute(device, counters), *lanes, budget)
+    lanes = NativeLane(device, "d2h", counters, library), NativeLane(device, "h2d", counters, library)
+    return _Device(NativeCompute(device, counters, library), *lanes, budget)
 
 
 def _has_tiers(device: torch.device) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from migrator.counters import Counters
-from migrator.lanes import Event, Piece, Stream
+from migrator.lanes import Event, Piece, Stream, flat
+from migrator.lanes.meter import HostMeter
 
 
 class HostEvent:
@@ -84,6 +85,13 @@ class HostCompute:
     def allocated(self) -> int:
         return 0
 
+    def meter(self) -> HostMeter:
+        return HostMeter(self)
+
+    def stalled(self) -> float:
+        """Seconds that the host has waited so far."""
+        return sum(stall.seconds for stall in self._counters.stalls.values())
+
     def peak(self, resident: int) -> int:
         self._highest = max(self._highest, self.static + resident)
         return self.static + resident
@@ -110,7 +118,7 @@ class HostLane:
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
         done = HostEvent()
-        self._counters.moved[self._name] += sum(piece[0].numel() for piece in pieces)
+        self._counters.moved[self._name] += sum(piece.nbytes for piece in pieces)
         with self._closing:
             if not self._closed:
                 self._jobs.put((pieces, after, done))
@@ -134,11 +142,11 @@ class HostLane:
         try:
             for event in after:
                 event.synchronize()
-            for destination, source in pieces:
+            for target, at, source, start, nbytes in pieces:
                 # numpy's copy, not torch's: torch would start a second pool of threads for this one.
-                destination.numpy()[:] = source.numpy()
+                flat(target, at, nbytes).numpy()[:] = flat(source, start, nbytes).numpy()
             if self._speed:
-                time.sleep(sum(piece[0].numel() for piece in pieces) / self._speed)
+                time.sleep(sum(piece.nbytes for piece in pieces) / self._speed)
         except BaseException as error:  # handed to whoever waits for the copy
             return error
         return None

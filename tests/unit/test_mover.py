@@ -208,7 +208,7 @@ def test_tensors_on_one_storage_move_once(rig: Rig) -> None:
     rig.let_go()
     pieces, _, _ = rig.out.jobs[0]
     assert len(rig.out.jobs) == 1
-    assert sum(piece[0].numel() for piece in pieces) == q.untyped_storage().nbytes()
+    assert sum(piece.nbytes for piece in pieces) == q.untyped_storage().nbytes()
     for x, packed in zip((q, k, v), moved, strict=True):
         assert torch.equal(rig.give_back(packed), x)
 

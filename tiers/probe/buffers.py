@@ -12,6 +12,7 @@ from allocator.dram import DramBlock
 from allocator.nvme.backend import BLOCK
 from allocator.nvme.store import NvmeExtent, NvmeStore
 from migrator.counters import Counters
+from migrator.lanes import whole
 from migrator.lanes.cuda import CudaLane
 from tiers.probe.affinity import Node
 from tiers.probe.host import HostMemory
@@ -133,7 +134,7 @@ class BouncedBuffer:
     def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
         assert self._lanes is not None
         d2h, _ = self._lanes
-        arrived = [d2h.copy([piece], []) for piece in zip(self._bounce.parts, self._parts, strict=True)]
+        arrived = [d2h.copy([whole(*pair)], []) for pair in zip(self._bounce.parts, self._parts, strict=True)]
         writes = []
         for event, extent, part in zip(arrived, extents, self._bounce.parts, strict=True):
             event.synchronize()
@@ -144,9 +145,9 @@ class BouncedBuffer:
         assert self._lanes is not None
         _, h2d = self._lanes
         reads = [store.read(extent, part) for extent, part in zip(extents, self._bounce.parts, strict=True)]
-        for read, piece in zip(reads, zip(self._parts, self._bounce.parts, strict=True), strict=True):
+        for read, pair in zip(reads, zip(self._parts, self._bounce.parts, strict=True), strict=True):
             read.result()
-            arrived = h2d.copy([piece], [])
+            arrived = h2d.copy([whole(*pair)], [])
         arrived.synchronize()
 
 
