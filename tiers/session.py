@@ -49,13 +49,13 @@ class Session:
     Raises
     ------
     ConfigError
-        If the run directory holds an earlier run.
+        If the run directory holds an earlier run, or the ledger that was named cannot be used.
     """
 
     def __init__(self, config: Config, refuse: Callable[[BudgetTooSmall], None] | None = None) -> None:
         self._config = config
         self._run = _run_directory(config)
-        self._ledger = _open_ledger()
+        self._ledger = _open_ledger(config)
         self._ranks = 1 if self._ledger else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._policy = AUTO if config.policy == "auto" else config.policy
         dram = self._default_dram() if config.dram.capacity is None else config.dram.capacity
@@ -167,7 +167,15 @@ def _step(capacity: int) -> int:
     return max(PAGE, min(GiB, capacity // 16))
 
 
-def _open_ledger() -> Ledger | None:
+def _open_ledger(config: Config) -> Ledger | None:
+    if config.ledger is not None:
+        try:
+            return Ledger(config.ledger)
+        except OSError as error:
+            raise ConfigError(
+                f"TIERS_LEDGER: no ledger can be kept at {config.ledger}: {error.strerror or error}; it must be a "
+                "directory of this user alone, or a name in one that exists"
+            ) from error
     for place in LEDGERS:
         with contextlib.suppress(OSError):  # said where it matters, when something is about to be shared
             return Ledger(place / f"tiers-{os.geteuid()}")

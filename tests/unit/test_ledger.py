@@ -21,7 +21,7 @@ from allocator.nvme.posix import PosixFile
 from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, MiB
 from tests.unit.store_faults import FaultyFile
-from tiers.config import load
+from tiers.config import ConfigError, load
 from tiers.session import Session
 
 session_module = sys.modules[Session.__module__]  # the name in the package is the context manager's
@@ -430,3 +430,21 @@ def test_without_a_ledger_each_rank_has_an_equal_share(tmp_path: Path, monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     budget = Session(load({"dram": "64MiB"}, environ={}, cwd=tmp_path).config).stats()["budget"]
     assert budget["dram"] == 32 * MiB
+
+
+def test_a_session_keeps_its_accounts_in_the_ledger_that_is_named(tmp_path: Path) -> None:
+    named = tmp_path / "ledger"
+    config = load({"dram": "64MiB", "ledger": str(named)}, environ={}, cwd=tmp_path).config
+    account = Session(config)._account("dram", 64 * MiB)
+    assert account is not None
+    account.claim(4 * PAGE)
+    assert Ledger(named).used("dram") == 4 * PAGE
+
+
+@pytest.mark.parametrize("name", ["nowhere/ledger", "open", "file"])
+def test_a_ledger_that_cannot_be_used_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "file").touch()
+    config = load({"ledger": str(tmp_path / name)}, environ={}, cwd=tmp_path).config
+    with pytest.raises(ConfigError, match=rf"TIERS_LEDGER: no ledger can be kept at {tmp_path / name}"):
+        Session(config)

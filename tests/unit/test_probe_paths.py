@@ -21,7 +21,7 @@ from tiers.probe.buffers import DramBuffer
 from tiers.probe.catalogue import Disks, Gpu, catalogue, selected
 from tiers.probe.disk import DiskPath, Way
 from tiers.probe.host import HostMemory, MemcpyPath
-from tiers.probe.machine import look, numa_node, parse_answer
+from tiers.probe.machine import look, parse_answer
 from tiers.probe.measure import Effort, Waived, measure, measure_path, window
 from tiers.probe.pattern import fill, matches
 from tiers.probe.results import Path
@@ -187,13 +187,3 @@ def test_the_answer_of_nvidia_smi_is_read_by_key() -> None:
     answer = parse_answer("580.65, 00000000:1B:00.0, 5, 5, 16, 1980, 1980\n")
     assert (answer["driver"], answer["generation"], answer["width"], answer["clock"]) == ("580.65", "5", "16", "1980")
     assert parse_answer("") == parse_answer("no devices were found") == {}
-
-
-@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None)])
-def test_the_node_of_a_gpu_is_what_its_bus_says(tmp_path: Folder, text: str, node: int | None) -> None:
-    folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
-    folder.mkdir(parents=True)
-    (folder / "numa_node").write_text(text)
-    assert numa_node("00000000:1B:00.0", tmp_path) == node
-    assert numa_node("00000000:FF:00.0", tmp_path) is None
-    assert numa_node(None, tmp_path) is None

@@ -356,6 +356,7 @@ def test_where_o_direct_is_refused_it_says_so_and_works(
     store.write(extent, block).result()
     store.read(extent, back).result()
     assert torch.equal(block, back)
+    make().close()
     assert ["page cache" in record.message for record in caplog.records] == [True]
 
 
