@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path as Folder
 
@@ -17,7 +18,7 @@ from allocator.sizes import KiB, MiB
 from tests.unit.store_faults import FaultyFile, fail, flip
 from tiers.probe import disk
 from tiers.probe.affinity import Node
-from tiers.probe.buffers import DramBuffer
+from tiers.probe.buffers import DramBuffer, read_in_slices
 from tiers.probe.catalogue import Disks, Gpu, catalogue, selected
 from tiers.probe.disk import DiskPath, Way
 from tiers.probe.host import HostMemory, MemcpyPath
@@ -129,6 +130,30 @@ def test_successive_runs_go_round_the_ring(memory: HostMemory, tmp_path: Folder)
         path.release()
     assert seen[0] is seen[3]
     assert len({id(batch) for batch in seen}) == 3
+
+
+def test_a_slice_is_on_its_way_while_the_next_is_read(memory: HostMemory, tmp_path: Folder) -> None:
+    gate = threading.Event()
+
+    class Gated(PosixFile):
+        def pread(self, block: torch.Tensor, offset: int) -> int:
+            if offset:
+                assert gate.wait(30)
+            return super().pread(block, offset)
+
+    store = NvmeStore([tmp_path], 2 * MiB, gds="off", stripe=MiB, step=MiB, depth=2, backend=Gated)
+    extent, block = store.allocate(2 * MiB), memory.take(NODE, 2 * MiB)
+    assert extent is not None
+    block.tensor.fill_(7)
+    store.write(extent, block.tensor).result()
+    block.tensor.zero_()
+    slices = read_in_slices(store, [extent], [block.tensor])
+    assert next(slices) == (0, slice(0, MiB))
+    assert set(block.tensor[:MiB].tolist()) == {7}
+    gate.set()
+    assert list(slices) == [(0, slice(MiB, 2 * MiB))]
+    store.close()
+    memory.give(NODE, block)
 
 
 def test_without_a_directory_disk_paths_say_how_to_name_one(memory: HostMemory) -> None:

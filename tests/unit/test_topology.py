@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.topology import Topology, default_dram_capacity, discover, gds_obstacle
+from tiers.topology import Topology, default_dram_capacity, discover, gds_obstacle, memory_left
 from tiers.topology.gpu import Gpu, find_gpus, numa_node, nvidia_fs_loaded
 from tiers.topology.memory import CgroupMemory, Memory, cgroup_memory, numa_nodes, parse_cores, read_memory
 from tiers.topology.storage import filesystem_of
@@ -138,6 +138,32 @@ def test_numa_nodes_without_memory_are_left_out(tmp_path):
         (2, 8192, frozenset(range(8))),
         (10, 4096, frozenset(range(8, 16))),
     ]
+
+
+def memory(available: int, cgroup: CgroupMemory | None = None) -> Memory:
+    return Memory(total=64 * GiB, available=available, cgroup=cgroup, memlock=None)
+
+
+def test_a_part_of_every_limit_is_kept_for_the_program():
+    left, why = memory_left(memory(40 * GiB))
+    assert left == 36 * GiB
+    assert why == "the machine leaves 40.0 GiB of 64.0 GiB, of which 4.0 GiB are kept for the program"
+
+
+def test_the_limit_that_leaves_least_counts():
+    cgroup = CgroupMemory(Path("/sys/fs/cgroup/job"), 4 * GiB, 3 * GiB)
+    left, why = memory_left(memory(40 * GiB, cgroup))
+    assert left == GiB // 2
+    assert why == (
+        "the cgroup /sys/fs/cgroup/job leaves 1.0 GiB of 4.0 GiB, of which 512.0 MiB are kept for the program"
+    )
+    left, _ = memory_left(memory(GiB, cgroup))
+    assert left == -3 * GiB
+
+
+def test_a_cgroup_that_is_full_leaves_less_than_nothing():
+    left, _ = memory_left(memory(40 * GiB, CgroupMemory(Path("/"), 4 * GiB, 4 * GiB)))
+    assert left == -GiB // 2
 
 
 @pytest.mark.parametrize(

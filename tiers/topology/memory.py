@@ -53,6 +53,11 @@ class Memory:
     cgroup: CgroupMemory | None
     memlock: int | None
 
+    @property
+    def room(self) -> int:
+        """What machine and cgroup both leave."""
+        return self.available if self.cgroup is None else min(self.available, self.cgroup.room)
+
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
