@@ -17,13 +17,9 @@ import os
 import platform
 import random
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -31,29 +27,16 @@ import torch
 
 from allocator.dram import DramArena
 from allocator.errors import CorruptionError, StoreError
-from allocator.ledger import Ledger
 from allocator.nvme import store
 from allocator.nvme.posix import PosixFile
 from allocator.sizes import MiB, format_size
+from benchmarks.kills import Row, kills
 from tests.scenarios import bits, moving, perceptron, train
 from tests.unit.store_faults import Fault, FaultyFile, fail, short
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 DRAM, NVME = "20MiB", "64MiB"  # DRAM alone would just do, so that a drive that fails can be done without
 SCARCE = "8MiB"  # of DRAM: most of the 18 MiB that a step saves must go to disk
-TIERS = ("dram", "nvme")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table; `times` is how often the fault was met."""
-
-    fault: str
-    times: int
-    happened: str
-    lost: int = 0
-    left: int = 0
 
 
 Met = Callable[[], int]
@@ -255,70 +238,6 @@ def filesystem_that_is_full(kind: str) -> Row:
     told = sum("No space left" in line for line in lines)
     happened = f"equal results; {format_size(held)} used, {format_size(free)} left free, said {told} time(s)"
     return Row(f"a real {kind} of {format_size(size)} is full", 1, happened, lost, left)
-
-
-TRAINING = """
-import runpy, sys, torch
-from tiers.autoload import gate
-gate()
-sys.argv = ["train_gpt.py", "--steps", "1000000", "--device", "cpu"]
-runpy.run_path("examples/train_gpt.py", run_name="__main__")
-"""
-
-
-def kills(count: int = 50, seed: int | None = None) -> Row:
-    """SIGKILL at random moments of an unmodified program's run."""
-    seed = random.SystemRandom().randrange(2**32) if seed is None else seed
-    print(f"seed of the kills: {seed}", file=sys.stderr)
-    rng = random.Random(seed)
-    delays = [rng.uniform(0, 2) for _ in range(count)]
-    with ThreadPoolExecutor(2) as pool:
-        outcomes = list(pool.map(kill_after, delays))
-    held = {tier: [outcome[tier] for outcome in outcomes] for tier in TIERS}
-    what = ", ".join(f"{format_size(min(held[tier]))} to {format_size(max(held[tier]))} of {tier}" for tier in TIERS)
-    happened = f"held {what}; all of it given back to the ledger (seed {seed})"
-    return Row(
-        "SIGKILL at a random moment",
-        count,
-        happened,
-        lost=sum(outcome["kept"] for outcome in outcomes),
-        left=sum(outcome["left"] for outcome in outcomes),
-    )
-
-
-def kill_after(seconds: float) -> dict[str, int]:
-    """Kill a run so long after its first step; what it held, bytes the ledger still counts then, and files left."""
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as accounts:
-        environment = {
-            **os.environ,
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # the program calls the gate itself, installed or not
-            "PYTHONPATH": str(ROOT),
-            "TIERS_ALLOCATOR": "torch",
-            "TIERS_HBM": "48MiB",
-            "TIERS_DRAM": "16MiB",
-            "TIERS_NVME": "256MiB",
-            "TIERS_NVME_PATH": directory,
-            "TIERS_LEDGER": accounts,
-            "OMP_NUM_THREADS": "1",
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-c", TRAINING],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        if not process.stdout.readline():
-            raise RuntimeError(f"the program did not train: {process.communicate()[1]}")
-        time.sleep(seconds)
-        ledger = Ledger(Path(accounts))
-        held = {tier: ledger.used(tier) for tier in TIERS}
-        process.kill()
-        process.communicate()
-        kept = sum(ledger.used(tier) for tier in TIERS)
-        return {**held, "kept": kept, "left": len(os.listdir(directory)) + len(os.listdir(accounts))}
 
 
 def table(rows: list[Row]) -> Iterator[str]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.faults import kills
+from benchmarks.kills import kills
 
 
 @pytest.mark.stress

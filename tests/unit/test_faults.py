@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks import faults
-from benchmarks.faults import Row, Skipped
+from benchmarks.faults import Skipped
+from benchmarks.kills import Row, kills
 
 FAULTS = {
     "writes fail": functools.partial(faults.writes_that_fail, range(1)),
@@ -18,7 +19,7 @@ FAULTS = {
     "directory removed": functools.partial(faults.directory_that_is_removed, 1),
     "ext4 full": functools.partial(faults.filesystem_that_is_full, "ext4"),
     "tmpfs full": functools.partial(faults.filesystem_that_is_full, "tmpfs"),
-    "killed": functools.partial(faults.kills, 3),
+    "killed": functools.partial(kills, 3),
 }
 
 
