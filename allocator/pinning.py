@@ -130,13 +130,14 @@ def pin(pages: Pages, device: int) -> None:
         refusal = own_thread.submit(register).result()
     if refusal is not None:
         raise PinningRefused(f"cannot pin {format_size(nbytes)} of host memory: {refusal}")
-    weakref.finalize(pages, _unpin, address, os.getpid())  # also runs at exit, while the driver is still up
+    weakref.finalize(pages, _unpin, address, device, os.getpid())  # also runs at exit, while the driver is still up
 
 
-def _unpin(address: int, pid: int) -> None:
+def _unpin(address: int, device: int, pid: int) -> None:
     if os.getpid() != pid:  # a forked child has neither the pages nor a CUDA context
         return
-    cudart = torch.cuda.cudart()
-    status = cudart.cudaHostUnregister(address)
+    with torch.cuda.device(device):  # a thread that has none yet, such as the keeper's, would make a context on GPU 0
+        cudart = torch.cuda.cudart()
+        status = cudart.cudaHostUnregister(address)
     if status != cudart.cudaError.success:
         log.warning("cannot unpin host memory at %#x: %s", address, cudart.cudaGetErrorString(status))
