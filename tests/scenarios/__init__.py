@@ -8,10 +8,12 @@ AssertionError where something does not hold. They print what they saw. ``python
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import inspect
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,6 +80,10 @@ def main(family: str) -> None:
     """Run the scenarios named on the command line, or all of the family; exit with 1 if one did not hold."""
     # cuBLAS reads this at its first use, which may be long before the first program that wants determinism.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if "TIERS_LEDGER" not in os.environ:  # what other programs of this user hold is none of theirs
+        directory = tempfile.TemporaryDirectory(prefix="tiers-ledger-")
+        atexit.register(directory.cleanup)
+        os.environ["TIERS_LEDGER"] = directory.name
     known = scenarios(family)
     parser = argparse.ArgumentParser(prog=f"python -m {__name__}.{family}")
     parser.add_argument("names", nargs="*", metavar="SCENARIO", help=", ".join(known))
