@@ -38,8 +38,8 @@ def assemble(policy: str, trace: Trace, budget: int, trips: Mapping[int, Trip], 
     def triggered(group: PageGroup) -> PageGroup:
         triggers = [trips[trace.by_key[key].storage].bring_at for key in group.sites]
         known = [at for at in triggers if at is not None]
-        if len(known) < len(triggers):
+        if group.first_use is None or len(known) < len(triggers):
             return group
-        return replace(group, bring_at=max(min(known), group.bring_at or 0))
+        return replace(group, bring_at=min(max(min(known), group.bring_at or 0), group.first_use))
 
     return replace(plan, groups=tuple(triggered(group) for group in plan.groups))

@@ -20,7 +20,7 @@ from migrator.links import Links
 from migrator.plan import Plan, least_room, look_ahead
 from migrator.trace import Trace
 
-CLOSE = 0.05  # worths that differ by less count as equal
+CLOSE = 0.1  # worths that differ by less count as equal
 
 
 def timed(trace: Trace, links: Links) -> Trace:
@@ -185,7 +185,7 @@ class Draft:
             self.trips[storage] = Trip(end - 1, self.trips[storage].tier)
 
     def come_with_room(self, storage: int) -> None:
-        """Leave it to the room when a storage that moves comes back: earlier than that would be late already."""
+        """Have a storage that moves, and would be late, come back as early as there is room."""
         self.trips[storage] = Trip(None, self.trips[storage].tier)
 
     def away(self, storage: int) -> tuple[int, int]:
@@ -224,7 +224,7 @@ class Draft:
         life = self._lives[storage]
         at = self.idle[storage].end
         self._made[storage] = at
-        self.memory.add(life.birth + 2, at + 1, -life.nbytes)
+        self.memory.add(life.birth + 1, at + 1, -life.nbytes)
         for source in self.trace.recipes[storage].inputs:
             self._need(source, at)
 

@@ -1,4 +1,6 @@
-"""Traces as models leave them, worked out from their shapes, on a GPU with an H100's throughput.
+"""Traces as models leave them, worked out from their shapes, with the classes of their modules.
+
+The two GPTs are those of `modelled`; the others are rougher, and made by a `Tape` alone.
 
 A `Tape` is told the operations of a forward, in order; backward is their mirror image at twice the time.
 """
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 
 from allocator.sizes import GiB, MiB
 from migrator.trace import Recipe, Region, Site, Trace
+from tests.unit import modelled
 
 FLOPS = 450e12  # a second, bf16, as matrix products reach it
 STREAMED = 2.0e12  # bytes a second that an elementwise kernel reads and writes
@@ -152,16 +155,6 @@ def transformer(blocks: int, batch: int, length: int, width: int, vocabulary: in
     return tape.trace(fixed=3 * weights, working=8 * unit, loss=tape.nbytes[logits])
 
 
-def gpt() -> Trace:
-    """24 blocks of width 2048, batch 8 of 2048 tokens."""
-    return transformer(24, 8, 2048, 2048, 32_000, "GPT", "GELU")
-
-
-def long_gpt() -> Trace:
-    """One sequence of 65,536 tokens."""
-    return transformer(16, 1, 65_536, 1024, 32_000, "GPT", "GELU")
-
-
 def bert() -> Trace:
     """BERT large, with dropout behind both halves of a block left out."""
     return transformer(24, 32, 512, 1024, 30_522, "Bert", "GELU")
@@ -280,8 +273,8 @@ def lstm(layers: int = 4, steps: int = 64, batch: int = 512, width: int = 2048) 
 
 
 SAMPLES: dict[str, Callable[[], Trace]] = {
-    "gpt": gpt,
-    "long_gpt": long_gpt,
+    "gpt": modelled.gpt,
+    "long_gpt": modelled.long_context_gpt,
     "bert": bert,
     "vit": vit,
     "resnet": resnet,

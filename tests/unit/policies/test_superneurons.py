@@ -23,12 +23,12 @@ def test_superneurons_by_hand() -> None:
     The bottleneck is 4 MiB, what one layer needs. c and e are segments of 4 MiB: recomputed. f's segment, e and f, has
     8: memory-centric, and so left to the cache. g is a join: a checkpoint.
 
-    What is then in HBM, by stretch, before the cache does anything (c is there once after its birth, and again from
-    its use at 13; e from its use at 11, as f is kept)::
+    Before the cache does anything HBM then holds, by stretch (c and e from where they are made, at positions 13
+    and 11)::
 
-        stretch     1  2  3   4   5   6   7   8        9        10      11    12         13  14         15   16
-        storages    a  ab abc abd(c gone) ...           abdfgh   abdfg   abdf  abdf e     ..
-        MiB         4  8  12  12  16  16  20  24       24       20      16    16...
+        stretch   1  2   3    4    5     6     7      8       9       10     11    12    13   14   15  16
+        holds     a  ab  ab   abd  abd   abdf  abdfg  abdfgh  abdfgh  abdfg  abdf  abde  abd  abc  ab  a
+        MiB       4  8   8    12   12    16    20     24      24      20     16    16    12   12   8   4
 
     At stretch 7 HBM is too full for the first time: the least recently used, a, is evicted; at 8 b. In backward a
     comes back as the checkpointed layer before it is entered, which is b's, at 14; b as d's is, at 12.
