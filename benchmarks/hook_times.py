@@ -15,12 +15,14 @@ import cProfile
 import pstats
 import time
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any
 from unittest import mock
 
 import torch
 
 import tiers
+from allocator.native import lane
 from benchmarks import workloads
 from migrator import runtime
 from migrator.counters import Counters
@@ -29,7 +31,7 @@ from migrator.lanes import Event, Piece
 from migrator.lanes.host import HostEvent
 
 LEARNING = 8
-STEPS = 10
+STEPS = 20
 
 
 class HookTimer:
@@ -89,23 +91,24 @@ def without_copies() -> Iterator[None]:
 
 
 def hook_times(step: Callable[[], torch.Tensor], arguments: dict[str, str], *, by_call: bool = False) -> str:
-    """Microseconds of host time per saved tensor, pack and unpack together."""
+    """Microseconds of host time per saved tensor, pack and unpack together: the median over steps."""
     timer = HookTimer()
     with without_copies(), timer, tiers.session(**arguments):
         for _ in range(LEARNING):
             step()
-        timer.seconds, timer.tensors = {"stay": 0.0, "move": 0.0}, {"stay": 0, "move": 0}
+        of_steps: dict[str, list[float]] = {"stay": [], "move": []}
         for _ in range(STEPS):
+            timer.seconds, timer.tensors = {"stay": 0.0, "move": 0.0}, {"stay": 0, "move": 0}
             step()
-        seconds, tensors = dict(timer.seconds), dict(timer.tensors)
+            for kind, count in timer.tensors.items():
+                if count:
+                    of_steps[kind].append(1e6 * timer.seconds[kind] / count)
         if by_call:
             with cProfile.Profile() as profile:
                 step()
             pstats.Stats(profile).sort_stats("tottime").print_stats(40)
     return ", ".join(
-        f"{kind} {1e6 * seconds[kind] / count:.1f} us ({count // STEPS} a step)"
-        for kind, count in tensors.items()
-        if count
+        f"{kind} {median(times):.1f} us (best step {min(times):.1f})" for kind, times in of_steps.items() if times
     )
 
 
@@ -144,6 +147,7 @@ def saves_only() -> Callable[[], torch.Tensor]:
 
 def report(dram: str, *, by_call: bool = False) -> None:
     """Print both numbers, each under the policy that brings it about."""
+    print("lanes: native" if lane.load() else "lanes: PyTorch's, as the native library was not found", flush=True)
     step = workloads.small_gpt("cuda").step if torch.cuda.is_available() else saves_only()
     for policy in ("keep", "move"):
         times = hook_times(step, {"policy": policy, "dram": dram}, by_call=by_call)

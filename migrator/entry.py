@@ -16,7 +16,8 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from migrator import peaks
-from migrator.hooks import Moved, Saver
+from migrator.hooks import Saver
+from migrator.packed import Moved
 
 
 class Listener(Protocol):

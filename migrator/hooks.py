@@ -1,10 +1,9 @@
 """Where PyTorch hands over what it saves for backward, and asks for it back.
 
 PyTorch calls `Saver.pack` for every tensor saved while the hooks are on, and `Saver.unpack` when
-backward needs it. What stays is packed as a tuple, which costs least; what moves as a `Moved`, whose
-death is noticed. Both hold an alias of the tensor that shares its version counter: saved-tensor hooks
-switch off PyTorch's own check for in-place modification, and the alias puts it back, for tensors that
-stay, move, or have long left HBM.
+backward needs it. Whatever becomes of a tensor, an alias of it is held that shares its version counter:
+saved-tensor hooks switch off PyTorch's own check for in-place modification, and the alias puts it back,
+for tensors that stay, move, or have long left HBM.
 
 The hooks belong to a thread (PyTorch hands them on to the threads of backward), and so does a `Saver`.
 """
@@ -12,22 +11,21 @@ The hooks belong to a thread (PyTorch hands them on to the threads of backward),
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from migrator import weights
 from migrator.actions import Action, Go, Make, Stay
-from migrator.engine import Group, Saved
-from migrator.formulas import Formula
-from migrator.recorder import Record, Recorder
-from migrator.regions import Regions, other_state
-from migrator.remake import Dropped, Origins, Verified, base_of, find, layout, note, note_epsilon
+from migrator.observer import Observer
+from migrator.packed import Moved, Packed, check, keep, modified
+from migrator.recorder import Record
+from migrator.regions import Regions
+from migrator.remake import note
 from migrator.sites import Modules
-from migrator.trials import Trial
+from migrator.storages import is_plain
 
 if TYPE_CHECKING:
     from migrator.mover import Mover
@@ -35,55 +33,7 @@ if TYPE_CHECKING:
 MIN_BYTES = 4096
 """Storages smaller than this stay: to look after one costs more than its memory is worth."""
 
-EPSILONS = (1e-5, 1e-6)
-"""What normalisations are tried with that are no modules: neither node nor module tells."""
-
-NO_FORWARD = 1 << 64
-"""No node is as late: nothing can be made again."""
-
 _graph_task = torch._C._current_graph_task_id
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_keys = torch._C._dispatch_keys
-
-
-class Moved:
-    """What the graph holds in place of a saved tensor that moves."""
-
-    __slots__ = (
-        "__weakref__",
-        "dead",
-        "dtype",
-        "first",
-        "go",
-        "mover",
-        "record",
-        "saved",
-        "size",
-        "stride",
-        "was_used",
-    )
-
-    def __init__(self, tensor: Tensor, mover: Mover, saved: Saved, go: Go | None, record: Record | None):
-        self.mover = mover
-        self.go = go
-        self.saved = saved
-        self.record = record
-        self.dtype = tensor.dtype
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.first = int(tensor.storage_offset())  # in elements
-        self.was_used = False
-        self.dead: deque[tuple[Group, bool]] = mover.engine.dead
-
-    def __del__(self) -> None:
-        # May run anywhere, in any thread that holds the interpreter: append is all it does.
-        self.dead.append((self.saved.group, self.was_used))
-
-
-Kept = tuple[Tensor, int, Stay | None, Record | None]
-"""What the graph holds for one that stays: alias, version, what the plan says, and its record."""
-
-Packed: TypeAlias = Kept | Moved | Dropped
 
 
 class Saver:
@@ -121,8 +71,7 @@ class Saver:
         self._root_begins = root_begins
         self._period_over = period_over
         self._fixed: set[int] = set()
-        self._began = NO_FORWARD  # PyTorch's number of the first node of the forward under way
-        self._versions: dict[int, int] = {}  # of parameters, when it began
+        self._observer = Observer(self.regions, self._movable, lambda hook: getattr(hook, "__self__", None) is self)
 
     # ----------------------------------------------------------------------------------- on, off
 
@@ -141,6 +90,7 @@ class Saver:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         self.actions = {}
         self.movers = {}
+        self.recording = self._searching = False
         self.regions.apply(())
         self._period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
@@ -168,47 +118,30 @@ class Saver:
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages.
             self._fixed = weights.storages(weights.of_module(module))
             if self.recording or self._searching:
-                # Sharded parameters lose their memory between the forward and the backward of their module.
-                sharded = any(weights.is_sharded(child) for child in module.modules())
-                self._began = NO_FORWARD if sharded else torch._C._autograd._get_sequence_nr()
-                self._versions = {id(parameter): parameter._version for parameter in module.parameters()}
+                self._observer.forward_begins(module)
             self._root_begins(module)
         self.modules.enter(module)
-        if self.recording and module._modules and self.modules.inside:
-            self._visit(module, args)
+        if self.recording and module._modules and self.modules.inside and self._may_recompute():
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            mover = self.movers.get(tensors[0].device) if tensors else None
+            if mover is not None:
+                self._observer.enter(mover, self.modules.here.path, module, tensors)
 
     def leave(self, module: nn.Module, output: object) -> None:
         """A forward ends."""
         if self.recording:
-            note_epsilon(module, output)
-            path = self.modules.here.path
-            for mover in self.armed_movers:
-                if mover.recorder is not None and mover.recorder.visits(path):
-                    mover.recorder.leave(path, other_state(module))
+            self._observer.leave(self.armed_movers, self.modules.here.path, module, output)
         self.modules.leave()
 
-    def _visit(self, module: nn.Module, args: Sequence[object]) -> None:
-        """Record a forward within another that could be recomputed as a whole."""
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        mover = self.movers.get(tensors[0].device) if tensors else None
-        if mover is None or mover.recorder is None or not torch.is_grad_enabled() or self._began == NO_FORWARD:
-            return
-        path = self.modules.here.path
-        if self._may_recompute() and _graph_task() == -1 and self.regions.know(path, module):
-            storages = [self._movable(tensor) for tensor in tensors]
-            inputs = [
-                None if storage is None else mover.storages.find(tensor, storage, tensor._version)
-                for tensor, storage in zip(tensors, storages, strict=True)
-            ]
-            mover.recorder.enter(path, inputs, other_state(module))
-
     def _may_recompute(self) -> bool:
-        """Whether the thread is ours, and what it saves comes here: not to a checkpoint of the program's own.
+        """Whether the thread is ours, in a forward, and what it saves comes here: not to a checkpoint of the program's.
 
         Nor to `torch.func`, nor into a CUDA graph.
         """
         autograd: Any = torch._C._autograd
         if threading.get_ident() != self._ident or not autograd._saved_tensors_hooks_is_enabled():
+            return False
+        if not torch.is_grad_enabled() or _graph_task() != -1:
             return False
         if not self.on_top():
             return False
@@ -253,7 +186,7 @@ class Saver:
         if _graph_task() != -1:
             # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
             # at once, or soon, and the order of this period is being played back already.
-            return _keep(tensor, None, None)
+            return keep(tensor)
         if self.in_backward:
             self.end_period()
         node = self.modules.here
@@ -281,11 +214,11 @@ class Saver:
         if isinstance(action, Stay):
             if action.enter:
                 action.mover.engine.entered(action.enter)
-            packed = _keep(tensor, action, self._record(action.mover, key, tensor))
+            packed = keep(tensor, action, self._record(action.mover, key, tensor))
         else:
             packed = self._move(tensor, key, action)
         if self.recording:
-            self._prepare_trial(tensor, key, packed)
+            self._observer.prepare(tensor, key, packed)
         note(tensor, packed)
         return packed
 
@@ -294,10 +227,9 @@ class Saver:
         if isinstance(packed, tuple):
             alias, version, stay, record = packed
             if alias._version != version:
-                raise _modified(alias, alias.dtype, alias.size(), version)
+                raise modified(alias, alias.dtype, alias.size(), version)
             if record is not None:
                 record.used()
-                self._try(record, alias)
             if stay is not None:
                 if not self.in_backward:
                     self._turn()
@@ -305,8 +237,8 @@ class Saver:
                     stay.mover.engine.reached(stay.pace)
                 if stay.leave:
                     stay.mover.engine.left(stay.leave)
-            return alias
-        _check(packed)
+            return alias if record is None else record.compare(alias, self._peek)
+        check(packed)
         if not self.in_backward:
             self._turn()
         if packed.record is not None:
@@ -315,17 +247,14 @@ class Saver:
             packed.go.mover.engine.reached(packed.go.pace)
         if isinstance(packed, Moved):
             tensor = packed.mover.give_back(packed)
-            return tensor if packed.record is None else self._try(packed.record, tensor)
+            return tensor if packed.record is None else packed.record.compare(tensor, self._peek)
         return packed.again(self._peek, count=True)
 
     def _peek(self, packed: Packed) -> Tensor:
         """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
+        check(packed)
         if isinstance(packed, tuple):
-            alias, version, _, _ = packed
-            if alias._version != version:
-                raise _modified(alias, alias.dtype, alias.size(), version)
-            return alias
-        _check(packed)
+            return packed[0]
         if isinstance(packed, Moved):
             return packed.mover.give_back(packed, count=False)
         return packed.again(self._peek, count=False)
@@ -349,49 +278,14 @@ class Saver:
     def _move(self, tensor: Tensor, key: str, go: Action | None) -> Packed:
         mover = go.mover if go is not None else self._mover(tensor.device)
         if mover is None or mover.engine.compute.capturing():
-            return _keep(tensor, None, None)  # a CUDA graph replays addresses: nothing of it may move
+            return keep(tensor)  # a CUDA graph replays addresses: nothing of it may move
         storage = self._movable(tensor)
         if storage is None:
-            return _keep(tensor, None, self._record(mover, key, tensor))
+            return keep(tensor, None, self._record(mover, key, tensor))
         kind = self.modules.here.kind
         if type(go) is Make:
-            return mover.drop(tensor, storage, key, go, self._origins(go.verified.epsilon), kind)
+            return mover.drop(tensor, storage, key, go, self._observer.origins(go.verified.epsilon), kind)
         return mover.take(tensor, storage, key, go if type(go) is Go else None, kind)
-
-    def _origins(self, epsilon: float | None = None) -> Origins:
-        return Origins(self._is_ours, _keep_leaf, self._versions, self._began, epsilon)
-
-    def _is_ours(self, hook: object) -> bool:
-        return getattr(hook, "__self__", None) is self
-
-    def _prepare_trial(self, tensor: Tensor, key: str, packed: Packed) -> None:
-        """See whether the tensor could be made again, if this is the first of its storage."""
-        record = packed[3] if isinstance(packed, tuple) else packed.record
-        if record is None or record.known is None:
-            return
-        trials, ident, base = record.recorder.trials, record.known.ident, base_of(tensor)
-        if trials is None or not trials.is_new(ident) or self._movable(base) is None:
-            return
-        for epsilon in (None, *EPSILONS):
-            source = self._origins(epsilon)
-            what = packed.made.formula if isinstance(packed, Dropped) else find(base, source)
-            inputs = None if what is None else _inputs(what, record.recorder)
-            if what is not None and inputs is not None:
-                if trials.knows(ident, key, base, what, inputs):
-                    return
-                verified = Verified(what.name, source.told, layout(base), source.searched, 0.0)
-                first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
-                record.trials.append(Trial(ident, what, verified, inputs, base.size(), base.stride(), first, nbytes))
-            if epsilon is None and (what is not None or not source.asked):
-                return  # it is not for want of an epsilon
-
-    def _try(self, record: Record, tensor: Tensor) -> Tensor:
-        """Carry the trials of a tensor out that backward is about to be given."""
-        trials, record.trials = record.trials, []
-        for trial in trials:
-            if record.recorder.trials is not None:
-                record.recorder.trials.attempt(trial, tensor, self._peek)
-        return tensor
 
     def _mover(self, device: torch.device) -> Mover | None:
         if device not in self.movers:
@@ -401,7 +295,7 @@ class Saver:
 
     def _movable(self, tensor: Tensor) -> torch.UntypedStorage | None:
         """The tensor's storage if it may move: memory of its own that is no parameter's and no buffer's."""
-        if type(tensor) is not Tensor or (_keys(tensor).raw_repr() not in _plain and not _is_plain(tensor)):
+        if type(tensor) is not Tensor or not is_plain(tensor):
             return None
         if not tensor.numel():
             return None
@@ -409,56 +303,3 @@ class Saver:
         if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed or type(tensor._base) is nn.Parameter:
             return None
         return storage
-
-
-_plain: set[int] = set()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but strided memory. All of it shows in the dispatch keys, so one look is enough."""
-    if tensor.layout is not torch.strided or _is_wrapped(tensor) or tensor.is_nested:
-        return False
-    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
-        return False
-    _plain.add(_keys(tensor).raw_repr())
-    return True
-
-
-def _inputs(what: Formula, recorder: Recorder) -> tuple[int, ...] | None:
-    """The storages that a formula needs; None if one of them is not of this period."""
-    idents: dict[int, None] = {}
-    for packed in what.inputs:
-        record = packed[3] if isinstance(packed, tuple) else packed.record
-        if record is None:
-            continue  # a leaf of the graph: the program keeps it
-        if record.recorder is not recorder:
-            return None
-        if record.known is not None:
-            idents[record.known.ident] = None
-    return tuple(idents)
-
-
-def _keep_leaf(tensor: Tensor) -> Kept:
-    return _keep(tensor, None, None)
-
-
-def _keep(tensor: Tensor, stay: Stay | None, record: Record | None) -> Kept:
-    alias = tensor.detach()  # not the tensor: for an output that would be a reference cycle
-    return (alias, alias._version, stay, record)
-
-
-def _check(packed: Moved | Dropped) -> None:
-    source = packed.saved if isinstance(packed, Moved) else packed.made
-    if source.alias._version != source.version:
-        raise _modified(source.alias, packed.dtype, packed.size, source.version)
-
-
-def _modified(alias: Tensor, dtype: torch.dtype, size: torch.Size, version: int) -> RuntimeError:
-    """PyTorch's own error for a saved tensor that was changed before backward used it."""
-    kind = torch.empty(0, dtype=dtype, device=alias.device).type()  # the alias may be empty, and of another type
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(size)}] is at version {alias._version}; expected version {version} instead. "
-        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-        "with torch.autograd.set_detect_anomaly(True)."
-    )

@@ -16,9 +16,9 @@ from torch import Tensor
 from allocator.errors import TierFull
 from migrator.actions import Action, Go, Make, Pace, Stay
 from migrator.engine import NEVER, Engine, Group, State
-from migrator.hooks import Moved
 from migrator.lanes import Stream
 from migrator.learner import Learner
+from migrator.packed import Moved
 from migrator.plan import PageGroup, Plan, checkpoint_key, group_bytes, learning_room
 from migrator.recorder import Recorder
 from migrator.remake import Dropped, Made, Origins, Verified, base_of, find, layout, view

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
 from migrator.engine import State
 from migrator.lanes import Meter
-from migrator.remake import Verified
+from migrator.remake import Peek, Verified
 from migrator.storages import Known
 from migrator.trace import Region, Site, Trace
 from migrator.trials import Trial, Trials
@@ -40,6 +42,14 @@ class Record:
     def used(self) -> None:
         """Backward asks for it."""
         self.uses.append(self.recorder.advance())
+
+    def compare(self, tensor: Tensor, peek: Peek) -> Tensor:
+        """Carry its trials out, with what backward is about to be given; returns that."""
+        trials, self.trials = self.trials, []
+        for trial in trials:
+            if self.recorder.trials is not None:
+                self.recorder.trials.attempt(trial, tensor, peek)
+        return tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -148,7 +158,10 @@ class Recorder:
         if self._meter is None or self.trials is None:
             return Trace(tuple(sites), self._position)
         measures = self._meter.finish(self._resident())
-        held = self.trials.results()
+        measured = measures.seconds > 0
+        held = self.trials.results() if measured else {}
+        regions = self._regions(self._meter) if measured else []
+        self._meter = self.trials = None  # graphs that live on have nothing more to tell
         self.verified = {site.key: held[site.storage][1] for site in sites if site.storage in held}
         return Trace(
             tuple(sites),
@@ -157,11 +170,10 @@ class Recorder:
             seconds=measures.seconds,
             others=measures.others,
             recipes={ident: recipe for ident, (recipe, _) in held.items()},
-            regions=tuple(self._regions()),
+            regions=tuple(regions),
         )
 
-    def _regions(self) -> list[Region]:
-        assert self._meter is not None
+    def _regions(self, meter: Meter) -> list[Region]:
         regions = []
         for path, visit in self._visits.items():
             if visit is None or visit.end <= visit.begin:
@@ -171,6 +183,6 @@ class Recorder:
                 alone -= known is None
                 idents.append(alone if known is None else known.ident)
             nbytes = {known.ident: known.high - known.low for known in visit.inputs if known is not None}
-            seconds = self._meter.seconds(visit.start, visit.over)
+            seconds = meter.seconds(visit.start, visit.over)
             regions.append(Region(path, visit.begin, visit.end, tuple(idents), sum(nbytes.values()), seconds))
         return regions

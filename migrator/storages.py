@@ -115,3 +115,21 @@ def _reach(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
     if tensor._is_view() and 2 * (high - low) >= nbytes:
         return 0, nbytes
     return low - low % SLOT, high
+
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_keys = torch._C._dispatch_keys
+_plain: set[int] = set()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but strided memory. All of it shows in the dispatch keys, so one look is enough."""
+    keys = _keys(tensor).raw_repr()
+    if keys in _plain:
+        return True
+    if tensor.layout is not torch.strided or _is_wrapped(tensor) or tensor.is_nested:
+        return False
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return False
+    _plain.add(keys)
+    return True

@@ -107,8 +107,13 @@ class CudaMeter:
             peaks.lap(self._compute.device)
 
     def finish(self, resident: int) -> Measures:
-        """The period is over; waits until the device has passed its end. To be called once."""
+        """The period is over; waits until the device has passed its end. To be called once.
+
+        Within the capture of a graph nothing is known: 0 seconds.
+        """
         self._compute.waited = None
+        if self._compute.capturing():
+            return Measures((), 0.0, ())  # nobody may wait for the device now
         others = (*self._others, self._without(resident))
         end = self.mark()
         end.synchronize()

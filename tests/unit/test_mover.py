@@ -16,11 +16,11 @@ from allocator.sizes import PAGE, GiB, KiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine, State
-from migrator.hooks import Moved
 from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import Learner
 from migrator.mover import Go, Mover, Stay, log
+from migrator.packed import Moved
 from migrator.plan import PageGroup
 from migrator.policies import POLICIES
 from tests.unit.by_hand import HandLane, StreamCompute
