@@ -14,6 +14,7 @@ a copy on a lane still touches it is *guarded*: whoever gets that memory next wa
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from allocator.nvme.store import NvmeExtent, NvmeStore
 from migrator.counters import Counters
 from migrator.lanes import Event
 
+ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
 DISK_THREADS = 2  # per direction: while one waits for a copy or a result, the other keeps the store busy
 
 
@@ -83,6 +85,7 @@ class Backing:
         self._dropped: list[Parcel] = []
         self._guards: list[tuple[int, int, Event]] = []
         self._largest = 0
+        self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._writers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-write")
         self._readers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-read")
         self._closed = False
@@ -157,6 +160,13 @@ class Backing:
         if needed > dram + nvme:
             where = None if self._nvme is None else self._nvme.where
             raise TierFull("dram" if self._nvme is None else "dram and nvme", where, needed, 0, dram + nvme)
+
+    def reserve(self, owner: object, nbytes: int) -> None:
+        """Have DRAM grow in the background to what all owners say they need at once."""
+        with self._lock:
+            self._reserved[owner] = nbytes
+            needed = sum(self._reserved.values())
+        self._dram.reserve(needed + needed // ROUNDING)
 
     def _full(self, nbytes: int) -> TierFull:
         nvme, dram = self._nvme, self._dram

@@ -272,7 +272,9 @@ class Mover:
 
     def _adopt(self, plans: tuple[Plan, ...]) -> None:
         try:
-            self.engine.backing.check(max(plan.parcel_bytes for plan in plans))
+            needed = max(plan.parcel_bytes for plan in plans)
+            self.engine.backing.check(needed)
+            self.engine.backing.reserve(self, needed)
         except TierFull:
             self.learner.forget()  # whoever catches this may go on with something smaller
             raise

@@ -22,6 +22,7 @@ from torch.utils.data import get_worker_info
 
 from allocator.errors import TiersError
 from allocator.native import lane as native
+from allocator.pages import PageAllocator
 from allocator.sizes import format_size
 from migrator import entry, weights
 from migrator.background import in_background
@@ -66,6 +67,8 @@ class Options:
         Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
     refuse : callable, optional
         Ends the program when the budget is too small, where an exception is not what its user should see.
+    pages : callable, optional
+        The allocator to tell where periods end, once it is under PyTorch.
     links : Links
         What plans take the lanes to give.
     """
@@ -75,6 +78,7 @@ class Options:
     enforce: bool
     backing: Callable[[Counters, bool], Backing]
     refuse: Callable[[TiersError], None] | None = None
+    pages: Callable[[], PageAllocator | None] = lambda: None
     links: Links = PCIE_GEN5
 
 
@@ -112,6 +116,8 @@ class Runtime:
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._pid = os.getpid()
+        self._leader: weakref.ref[torch.optim.Optimizer] | None = None  # whose steps end the allocator's periods
+        self._leader_stepped = True  # before the first step, too, a period begins
 
     # ------------------------------------------------------------------------------------ on, off
 
@@ -200,7 +206,7 @@ class Runtime:
             shared = self._devices.get(device) or self._make_device(device)
         engine = Engine(shared.compute, shared.out, shared.back, self._backing)
         # The room settles within a little of the target, on either side: the budget lies above that.
-        margin = FRAGMENTS if device.type == "cuda" else SETTLED
+        margin = FRAGMENTS if device.type == "cuda" and self.options.pages() is None else SETTLED
         learner = Learner(
             POLICIES[self.options.policy], int(shared.budget * (1 - margin)), self.options.links, in_background
         )
@@ -220,6 +226,15 @@ class Runtime:
         return shared
 
     def _root_begins(self, root: nn.Module) -> None:
+        if self._leader_stepped and torch.is_grad_enabled():
+            # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
+            # that does not live as long as the program.
+            self._leader_stepped = False
+            if (pages := self.options.pages()) is not None:
+                if self._steps.count:
+                    pages.period_over()
+                else:
+                    pages.begin()
         if root in self._roots:
             return
         self._roots.add(root)
@@ -268,8 +283,22 @@ class Runtime:
                 [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
             )
 
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step."""
+        self._set_state(on=True)
+
+    def _set_state(self, *, on: bool) -> None:
+        if self._steps.count < FIRST_STEPS and (pages := self.options.pages()) is not None:
+            pages.state(on)
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
+        self._set_state(on=False)
+        leader = self._leader and self._leader()
+        if leader is None:
+            leader, self._leader = optimizer, weakref.ref(optimizer)
+        # One of several ends the period, or a program that trains two models in turn had two kinds of them.
+        self._leader_stepped |= leader is optimizer
         self._steps.step(time.perf_counter())
         if self._steps.count <= FIRST_STEPS:
             self._optimizers[optimizer] = weights.bytes_on(torch.device("cpu"), weights.of_optimizer(optimizer))

@@ -146,6 +146,7 @@ KEYS = (
     Key("links.h2d", RATE),
     Key("links.disk_write", RATE),
     Key("links.disk_read", RATE),
+    Key("ledger", PATH, "TIERS_LEDGER"),
     Key("run", PATH, "TIERS_RUN"),
     Key("run_force", FLAG, "TIERS_RUN_FORCE"),
     Key("log", _one_of(LEVELS), "TIERS_LOG"),

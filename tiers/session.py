@@ -9,28 +9,35 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from allocator import adapter
 from allocator.dram import DramArena
 from allocator.errors import TiersError
 from allocator.ledger import Account, Ledger
 from allocator.nvme.store import NvmeStore
+from allocator.pages import PageAllocator
+from allocator.pinning import return_what_is_freed
+from allocator.room import Room
 from allocator.sizes import PAGE, GiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.links import links_from
 from migrator.runtime import Options, Runtime
 from tiers.config import Config, ConfigError, load
-from tiers.topology import default_dram_capacity, read_memory
+from tiers.topology import default_dram_capacity, memory_left, numa_node, read_memory
 
 log = logging.getLogger("tiers")
 
+_pages: PageAllocator | None = None  # once it is under PyTorch it stays there, whatever becomes of the session
+
 MARGIN = 512 * MiB  # of HBM that is left to others when no budget is set
+IDLE_SECONDS = 120.0  # after which dram that nobody uses goes back to the system
 STATS = "stats.json"
 LEDGERS = (Path("/dev/shm"), Path("/tmp"))  # the first that serves; not TMPDIR, which may differ between ranks
 
@@ -51,13 +58,14 @@ class Session:
     Raises
     ------
     ConfigError
-        If the run directory holds an earlier run.
+        If the run directory holds an earlier run, or the ledger that was named cannot be used.
     """
 
     def __init__(self, config: Config, refuse: Callable[[TiersError], None] | None = None) -> None:
         self._config = config
+        self._pid = os.getpid()
         self._run = _run_directory(config)
-        self._ledger = _open_ledger()
+        self._ledger = _open_ledger(config)
         self._ranks = 1 if self._ledger else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         dram = self._default_dram() if config.dram.capacity is None else config.dram.capacity
         self._dram_capacity = dram // self._ranks
@@ -68,9 +76,10 @@ class Session:
             Options(
                 policy=config.policy,
                 hbm=self._hbm,
-                enforce=config.hbm.capacity is not None,
+                enforce=config.hbm.capacity is not None and config.allocator != "pages",
                 backing=self._make_backing,
                 refuse=refuse,
+                pages=lambda: _pages,
                 links=links_from(asdict(config.links), disk=self._nvme_capacity > 0),
             )
         )
@@ -86,19 +95,22 @@ class Session:
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             return free + torch.cuda.memory_reserved(device) - MARGIN
-        return read_memory().available
+        return read_memory().room
 
     def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
-        if self._config.allocator == "pages":
-            log.warning("allocator pages is not built yet: PyTorch's own is used, with the migrator")
         if self._ledger is None:
             text = "no ledger can be kept in %s, so dram and nvme are this rank's alone: 1/%d of the capacities"
             log.warning(text, " or ".join(map(str, LEDGERS)), self._ranks)
+        if not on_gpu:
+            return_what_is_freed()
         self._dram = DramArena(
             self._dram_capacity,
             pinned=on_gpu,
             step=_step(self._dram_capacity),
             account=self._account("dram", self._dram_capacity),
+            node=_node_of_gpu() if on_gpu else None,
+            room=lambda: Room(*memory_left(read_memory())),
+            idle_after=IDLE_SECONDS,
         )
         if self._nvme_capacity:
             nvme = self._config.nvme
@@ -117,12 +129,32 @@ class Session:
 
     def open(self) -> None:
         """Start."""
+        if self._config.allocator == "pages":
+            before_cuda(self._install_pages)
         _prefer_expandable_segments()
         self.runtime.install()
 
+    def _install_pages(self) -> None:
+        """Put the page-grouping allocator under PyTorch, or say why not, and go on with PyTorch's own."""
+        global _pages
+        if _pages is not None or self.runtime.closed:
+            return
+        # Without a ledger it and the arena, which may both grow, have half each.
+        account = self._account("dram", self._dram_capacity)
+        dram = self._dram_capacity if account else self._dram_capacity // 2
+        try:
+            pages = PageAllocator(adapter.build(cache_directory()), self._config.hbm.capacity or 0, dram, account)
+            pages.install()
+        except TiersError as error:
+            log.warning("%s; PyTorch's own allocator is used, with the migrator", error)
+            if self._config.hbm.capacity is not None:
+                self.runtime.options = replace(self.runtime.options, enforce=True)
+        else:
+            _pages = pages
+
     def close(self) -> None:
         """End: give everything back and write the run directory. Idempotent."""
-        if self.runtime.closed:
+        if self.runtime.closed or os.getpid() != self._pid:  # a forked child has none of the threads
             return
         self.runtime.close()
         stats = self.stats()
@@ -150,18 +182,54 @@ class Session:
         numbers = self.runtime.numbers()
         device = numbers.pop("device")
         peak_hbm, budget_hbm = numbers.pop("peak_hbm"), numbers.pop("budget_hbm")
+        paged = [core.counts() for _, core in _pages.cores()] if _pages is not None else []
+        if paged:  # what PyTorch has reserved lies in both tiers
+            peak_hbm = max(counts.hbm_peak for counts in paged)
         return {
             "device": device,
-            "allocator": "torch",
+            "allocator": "torch" if _pages is None else "pages",
             "policy": self._config.policy,
             "budget": {"hbm": budget_hbm, "dram": self._dram_capacity, "nvme": self._nvme_capacity},
             "peak": {
                 "hbm": peak_hbm,
-                "dram": self._dram.peak if self._dram else 0,
+                "dram": (self._dram.peak if self._dram else 0) + sum(counts.dram_peak for counts in paged),
                 "nvme": self._nvme.peak if self._nvme else 0,
             },
             **numbers,
         }
+
+
+def before_cuda(install: Callable[[], None]) -> None:
+    """Have `install` called when the program is about to initialise CUDA: too early would make a context for it."""
+    if not torch.version.cuda:
+        log.warning("allocator pages needs a GPU: the migrator works on host memory")
+        return
+    if torch.cuda.is_initialized():
+        install()
+        return
+    begin: Callable[[], None] = torch.cuda._lazy_init
+
+    def installing() -> None:
+        if torch.cuda._lazy_init is installing:
+            torch.cuda._lazy_init = begin
+            install()
+        begin()
+
+    torch.cuda._lazy_init = installing
+
+
+def cache_directory() -> Path:
+    """Where what is built for this user lies."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-tiers"
+
+
+def _node_of_gpu() -> int | None:
+    """The NUMA node that the current GPU is attached to, if that is known."""
+    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    try:
+        return numa_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    except AttributeError:  # an older PyTorch
+        return None
 
 
 def _step(capacity: int) -> int:
@@ -169,7 +237,15 @@ def _step(capacity: int) -> int:
     return max(PAGE, min(GiB, capacity // 16))
 
 
-def _open_ledger() -> Ledger | None:
+def _open_ledger(config: Config) -> Ledger | None:
+    if config.ledger is not None:
+        try:
+            return Ledger(config.ledger)
+        except OSError as error:
+            raise ConfigError(
+                f"TIERS_LEDGER: no ledger can be kept at {config.ledger}: {error.strerror or error}; it must be a "
+                "directory of this user alone, or a name in one that exists"
+            ) from error
     for place in LEDGERS:
         with contextlib.suppress(OSError):  # said where it matters, when something is about to be shared
             return Ledger(place / f"tiers-{os.geteuid()}")

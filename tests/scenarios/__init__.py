@@ -8,10 +8,12 @@ AssertionError where something does not hold. They print what they saw. ``python
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import inspect
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,8 @@ from migrator.schedule import scheduled
 from migrator.trace import Region, Trace
 from tests.programs import deterministic_kernels
 from tiers.session import Session
+
+PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
 
 Scenario: TypeAlias = Callable[[torch.device], None]
 Program: TypeAlias = Callable[[torch.device], Sequence[Tensor]]
@@ -58,6 +62,8 @@ FAMILIES = (
     "version_check",
     "weights",
 )
+ON_GPU = ("pages",)
+"""Families that need a GPU."""
 
 
 def scenarios(family: str) -> dict[str, Scenario]:
@@ -74,11 +80,20 @@ def main(family: str) -> None:
     """Run the scenarios named on the command line, or all of the family; exit with 1 if one did not hold."""
     # cuBLAS reads this at its first use, which may be long before the first program that wants determinism.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if "TIERS_LEDGER" not in os.environ:  # what other programs of this user hold is none of theirs
+        directory = tempfile.TemporaryDirectory(prefix="tiers-ledger-")
+        atexit.register(directory.cleanup)
+        os.environ["TIERS_LEDGER"] = directory.name
     known = scenarios(family)
     parser = argparse.ArgumentParser(prog=f"python -m {__name__}.{family}")
     parser.add_argument("names", nargs="*", metavar="SCENARIO", help=", ".join(known))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--allocator", choices=("torch", "pages"), default="torch")
     arguments = parser.parse_args()
+    if arguments.allocator == "pages":  # before CUDA is initialised, and then for good
+        with tiers.session(allocator="pages", hbm=PAGES_HBM, dram="4GiB"):
+            torch.cuda.init()
+        assert torch.cuda.get_allocator_backend() == "tiers", "the allocator is not ours"
     broken = []
     for name in arguments.names or known:
         print(f"{family}.{name}", flush=True)

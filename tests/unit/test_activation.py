@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -52,14 +53,15 @@ def python(code: str, **environ: object) -> subprocess.CompletedProcess[str]:
         "PYTHONPATH": str(ROOT),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=base | {key: str(value) for key, value in environ.items()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as ledger:
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=base | {"TIERS_LEDGER": ledger} | {key: str(value) for key, value in environ.items()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 def tiered(code: str, **environ: object) -> subprocess.CompletedProcess[str]:

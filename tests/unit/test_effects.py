@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from migrator.effects import Unobtainable, Work, checkpoint_key, effect
+from migrator.effects import Unobtainable, Work, checkpoint_key, effect, obtainable
 from migrator.intervals import occupancy
 from migrator.schedule import occupied
 from migrator.trace import Recipe, Region, Site, Trace
@@ -95,6 +95,27 @@ def test_bytes_are_made_again_for_as_long_as_they_are_read() -> None:
     outcome = effect(Trace(sites, 4, recipes={1: Recipe("Y", (0,), 1.0)}), {1})
     assert outcome.again.tolist() == [0, 0, 0, 0, 10 + 20]
     assert occupied(outcome.held.values(), 4).tolist() == [0, 10, 10, 10, 0]
+
+
+@given(programs(), st.randoms())
+def test_what_is_obtainable_can_be_dropped(trace: Trace, rng: Random) -> None:
+    asked = {ident for ident in (*trace.recipes, 99) if rng.random() < 0.7}
+    regions = [region.path for region in trace.regions if rng.random() < 0.3]
+    dropped = obtainable(trace, asked, regions)
+    assert dropped <= asked
+    effect(trace, dropped, regions)
+
+
+def test_of_two_storages_made_from_each_other_one_is_held() -> None:
+    trace = Trace(SITES, 8, recipes={0: Recipe("X", (1,), 1.0), 1: Recipe("Y", (0,), 1.0)})
+    assert obtainable(trace, {0, 1}) == {1}
+
+
+def test_a_module_that_is_called_twice_is_recomputed_twice() -> None:
+    calls = (Region("m", 0, 1, (8,), 5, 1.0), Region("m", 2, 3, (9,), 6, 1.0))
+    outcome = effect(Trace(SITES, 8, regions=calls), (), ["m"])
+    assert sorted(outcome.work) == [5, 7]
+    assert [held.holders[0].key for held in outcome.held.values()] == ["m/in:0", "y:0", "m/in:1", "w:0"]
 
 
 def test_an_unknown_region_is_refused() -> None:
