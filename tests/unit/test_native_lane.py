@@ -21,11 +21,12 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("native")
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    for source, target in (
-        (ROOT / "allocator" / "native" / "lane.cpp", "liblane.so"),
-        (ROOT / "tests" / "unit" / "fake_cuda.cpp", "libcuda.so.1"),
+    for source, target, visibility in (
+        (ROOT / "allocator" / "native" / "lane.cpp", "liblane.so", "hidden"),  # as CMake builds it
+        (ROOT / "tests" / "unit" / "fake_cuda.cpp", "libcuda.so.1", "default"),
     ):
-        subprocess.run(["g++", *flags, str(source), "-o", str(directory / target), "-ldl"], check=True)
+        out = ["-o", str(directory / target), "-ldl"]
+        subprocess.run(["g++", *flags, f"-fvisibility={visibility}", str(source), *out], check=True)
     return directory
 
 
