@@ -366,3 +366,14 @@ def test_a_lane_that_is_waited_for_longer_than_predicted_is_slower() -> None:
     late = {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}
     assert feedback.stalls(late, predicted)
     assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
+
+
+def test_several_periods_are_recorded_before_the_first_plan_where_that_is_asked_for() -> None:
+    learner = Learner(POLICIES["flashneuron"], TARGET, recordings=3)
+    for _ in range(2):
+        assert not learner.period_over(chain([MiB] * 4), 0, whole=True, pressed=False, drifted=False)
+        assert learner.records_next
+        assert not learner.plans
+    assert learner.period_over(chain([MiB] * 4), 0, whole=True, pressed=False, drifted=False)
+    assert learner.plans
+    assert not learner.records_next
