@@ -20,6 +20,7 @@ PRESSED = 0.03  # of the target: what the budget gives back when the allocator w
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 LATE = 0.01  # of the ideal step: stalls that were not predicted and are shorter do not count
 RATINGS = 5  # times that lanes are taken to be slower
+GROWTHS = 2  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and a step to settle
 
 
 class Feedback:
@@ -39,6 +40,7 @@ class Feedback:
         self._target = target
         self._ceiling: int | None = None  # the largest correction that no period so far has found too large
         self._ratings = 0
+        self._growths = 0
 
     def peak(self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool) -> bool:
         """Take in a period's peak; whether the correction changed.
@@ -63,7 +65,8 @@ class Feedback:
             self.correction = self._ceiling = max(-base, self.correction + slack)
         elif may_grow and (gain := slack if predicted is None else min(slack, predicted - peak)) > 0:
             most = self._target - base if predicted is None else self._target // 2
-            if predicted is None or gain > SETTLED * self._target:
+            self._growths += predicted is not None
+            if predicted is None or (gain > SETTLED * self._target and self._growths <= GROWTHS):
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
         return self.correction != before
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from migrator.background import at_once
@@ -213,11 +214,7 @@ class Learner:
         budgets = tuple(self._before_correction(trace) for trace in traces)
         policy, correction, links = self._policy, self._feedback.correction, self._feedback.links
 
-        def job() -> tuple[Made, ...]:
-            return tuple(
-                _make(policy, trace, budget, correction, links) for trace, budget in zip(traces, budgets, strict=True)
-            )
-
+        job = partial(_make_all, policy, traces, budgets, correction, links)
         quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
         self._asked = traces
         self._pending = (at_once if quick else self._submit)(job)
@@ -230,6 +227,12 @@ class Learner:
         pending, self._pending = self._pending, None
         self._made, self._planned = pending.result(), self._asked
         return True
+
+
+def _make_all(
+    policy: Policy, traces: tuple[Trace, ...], budgets: tuple[int, ...], correction: int, links: Links
+) -> tuple[Made, ...]:
+    return tuple(_make(policy, trace, budget, correction, links) for trace, budget in zip(traces, budgets, strict=True))
 
 
 def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links) -> Made:

@@ -42,6 +42,9 @@ class NoPlanFits(TiersError):
         self.smallest = smallest
         self.holds = holds
 
+    def __reduce__(self) -> tuple[type[NoPlanFits], tuple[int, int, str]]:
+        return NoPlanFits, (self.budget, self.smallest, self.holds)  # plans are made in another process
+
     def out_of(self, budget: int) -> NoPlanFits:
         """Say the same of the budget that `self.budget` was a part of."""
         return NoPlanFits(budget, -(-self.smallest * budget // max(1, self.budget)), self.holds)
