@@ -9,6 +9,7 @@ been part of it. From then on both are corrected by `migrator.feedback`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from migrator.simulator import Simulated, simulate
 from migrator.timing import alike, together
 from migrator.trace import Trace
 
+log = logging.getLogger("tiers")
+
 PERIODS_AFTER_DRIFT = 4  # recorded when something unforeseen was saved: programs alternate between kinds of periods
 LONGEST_PAUSE = 128  # periods
 KINDS = 8  # kinds of periods that are remembered
@@ -38,6 +41,7 @@ class Made:
 
     plan: Plan
     predicted: Simulated | None
+    refused: NoPlanFits | None = None  # why the plan is for more than the budget
 
 
 Job = Callable[[], tuple[Made, ...]]
@@ -60,6 +64,9 @@ class Learner:
         which they are there.
     recordings : int
         Periods that are recorded before there is a plan; see `migrator.timing`.
+    must_fit : bool
+        Whether a target that no plan meets is an error. Where what exceeds it has another place to be, the plan that
+        comes closest is carried out, and that is said once.
     """
 
     def __init__(
@@ -69,11 +76,15 @@ class Learner:
         links: Links = PCIE_GEN5,
         submit: Submit = at_once,
         recordings: int = 1,
+        *,
+        must_fit: bool = True,
     ) -> None:
         self._policy = policy
         self._target = target
         self._links = links
         self._submit = submit
+        self._must_fit = must_fit
+        self._refusal_said = False
         self._feedback = Feedback(target, links)
         self._pending: Future[tuple[Made, ...]] | None = None
         self._traces: dict[frozenset[str], Trace] = {}
@@ -214,7 +225,7 @@ class Learner:
         budgets = tuple(self._before_correction(trace) for trace in traces)
         policy, correction, links = self._policy, self._feedback.correction, self._feedback.links
 
-        job = partial(_make_all, policy, traces, budgets, correction, links)
+        job = partial(_make_all, policy, traces, budgets, correction, links, must_fit=self._must_fit)
         quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
         self._asked = traces
         self._pending = (at_once if quick else self._submit)(job)
@@ -226,20 +237,34 @@ class Learner:
             return False
         pending, self._pending = self._pending, None
         self._made, self._planned = pending.result(), self._asked
+        for made in self._made:
+            if made.refused is not None and not self._refusal_said:
+                self._refusal_said = True
+                log.warning("%s; it runs all the same, with more", made.refused)
         return True
 
 
 def _make_all(
-    policy: Policy, traces: tuple[Trace, ...], budgets: tuple[int, ...], correction: int, links: Links
+    policy: Policy,
+    traces: tuple[Trace, ...],
+    budgets: tuple[int, ...],
+    correction: int,
+    links: Links,
+    *,
+    must_fit: bool = True,
 ) -> tuple[Made, ...]:
-    return tuple(_make(policy, trace, budget, correction, links) for trace, budget in zip(traces, budgets, strict=True))
+    pairs = zip(traces, budgets, strict=True)
+    return tuple(_make(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs)
 
 
-def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links) -> Made:
+def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool) -> Made:
+    refused = None
     try:
         plan = policy(trace, max(0, budget + correction), links)
     except NoPlanFits as error:
         if error.smallest > budget:
-            raise NoPlanFits(budget, error.smallest, error.holds) from None
+            refused = NoPlanFits(budget, error.smallest, error.holds)
+            if must_fit:
+                raise refused from None
         plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
-    return Made(plan, simulate(trace, links, plan) if trace.others else None)
+    return Made(plan, simulate(trace, links, plan) if trace.others else None, refused)

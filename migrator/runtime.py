@@ -214,6 +214,8 @@ class Runtime:
             self.options.links,
             in_background,
             RECORDINGS if device.type == "cuda" else 1,
+            # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
+            must_fit=device.type == "cuda" and self.options.pages() is None,
         )
         return Mover(engine, learner, shared.budget)
 

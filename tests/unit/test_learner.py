@@ -321,6 +321,16 @@ def test_a_target_that_no_plan_meets_is_an_error() -> None:
         Learner(POLICIES["auto"], MODEL.others[0] // 2).period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
 
 
+def test_a_target_that_need_not_be_met_is_met_as_far_as_can_be(caplog: pytest.LogCaptureFixture) -> None:
+    learner = Learner(POLICIES["auto"], MODEL.others[0] // 2, must_fit=False)
+    with caplog.at_level("WARNING", logger="tiers"):
+        assert learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+        learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    assert learner.plans
+    assert len(caplog.records) == 1
+    assert "no plan keeps this program within" in caplog.text
+
+
 def test_feedback_never_asks_for_less_than_there_is_a_plan_for() -> None:
     with pytest.raises(NoPlanFits) as error:
         POLICIES["auto"](MODEL, 0, PCIE_GEN5)
