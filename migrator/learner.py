@@ -132,6 +132,14 @@ class Learner:
     def _before_correction(self, trace: Trace) -> int:
         return self._target if trace.others else self._room or 0
 
+    def relink(self, links: Links) -> bool:
+        """From now on plan with `links`; whether `plans` changed."""
+        if links == self._links:
+            return False
+        self._links = links
+        self._plan()
+        return bool(self.plans)
+
     def forget(self) -> None:
         """Begin anew: what was learned cannot be carried out."""
         self._traces.clear()

@@ -12,9 +12,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,10 +24,11 @@ from allocator.errors import TiersError
 from allocator.sizes import format_size
 from migrator import entry, weights
 from migrator.backing import Backing
+from migrator.backoff import Response
 from migrator.counters import Counters
 from migrator.engine import Engine
 from migrator.hooks import Saver
-from migrator.lanes import Compute, Lane
+from migrator.lanes import Compute, Event, Lane
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import SETTLED, Learner
@@ -37,6 +38,7 @@ from migrator.plan import Plan
 from migrator.policies import POLICIES
 from migrator.steps import StepTimes
 from migrator.trace import Trace
+from migrator.transfers import Transfer
 
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
@@ -44,6 +46,21 @@ FIRST_STEPS = 3  # steps after which an optimizer has made its state
 
 class BudgetTooSmall(TiersError):
     """The HBM budget does not even hold the model's weights."""
+
+
+class Advisor(Protocol):
+    """Who tells the runtime how much of the links it may use."""
+
+    def period_over(self, transfers: Sequence[Transfer], moved: int) -> Response:
+        """Take in the copies that are over; what to do from now on.
+
+        Called on the training thread at every end of a period, so it must return at once, and must not raise.
+
+        Parameters
+        ----------
+        moved
+            Bytes that the runtime has moved through host memory so far.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +81,8 @@ class Options:
         Ends the program when the budget is too small, where an exception is not what its user should see.
     links : Links
         What plans take the lanes to give.
+    advisor : Advisor, optional
+        Asked at the end of every period; without one the links are used in full.
     """
 
     policy: str
@@ -72,6 +91,7 @@ class Options:
     backing: Callable[[Counters, bool], Backing]
     refuse: Callable[[BudgetTooSmall], None] | None = None
     links: Links = PCIE_GEN5
+    advisor: Advisor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +120,7 @@ class Runtime:
         self._periods = 0
         self._steps = StepTimes()
         self._unmanaged = 0
+        self._asked: dict[torch.device, Event] = {}  # when the lanes were last asked what they copied
         self._backing: Backing | None = None
         self._devices: dict[torch.device, _Device] = {}
         self._lock = threading.Lock()  # guards the making of backing and devices
@@ -247,8 +268,26 @@ class Runtime:
         for mover in saver.armed_movers:
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
             changed |= mover.end_period(whole=whole)
+        if self.options.advisor is not None:
+            changed |= self._take_advice(self.options.advisor, saver)
         if changed:
             saver.adopt(action for mover in saver.armed_movers for action in mover.actions())
+
+    def _take_advice(self, advisor: Advisor, saver: Saver) -> bool:
+        """Report the copies of this thread's devices and do what the advisor says; whether there are new plans."""
+        transfers: list[Transfer] = []
+        for mover in saver.armed_movers:
+            compute = mover.engine.compute
+            if compute.capturing():  # events must not be asked for then
+                continue
+            shared, asked = self._devices[compute.device], self._asked.get(compute.device)
+            if asked is not None:
+                transfers += shared.out.over(asked) + shared.back.over(asked)
+            self._asked[compute.device] = compute.mark(compute.stream())
+        response = advisor.period_over(transfers, sum(self._counters.moved.values()))
+        direct = self._backing is not None and self._backing.direct_disk
+        links = self.options.links.reduced(response.left, direct_disk=direct)
+        return any([mover.heed(response.ahead, links) for mover in saver.armed_movers])
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from allocator.sizes import MiB
+from migrator.transfers import Transfer
 
 SLOT = 512
 """Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
@@ -22,8 +23,16 @@ their code path by alignment, so a tensor that comes back must be aligned as it 
 
 GATHER_BELOW = 1 * MiB  # a plain copy of this size reaches 90% of the link; below, gathering wins
 
+TIMED = 32  # copies between two calls of `Lane.over`: enough to tell, and few enough to cost nothing
+
 Piece = tuple[torch.Tensor, torch.Tensor]
 """(destination, source): flat uint8 tensors of one size."""
+
+
+def at_full_speed(pieces: Sequence[Piece]) -> bool:
+    """Whether the time that copying `pieces` takes is that of the link, and not of what there is around it."""
+    small = sum(piece[0].numel() for piece in pieces if piece[0].numel() < GATHER_BELOW)
+    return 8 * small <= sum(piece[0].numel() for piece in pieces)
 
 
 class Event(Protocol):
@@ -41,6 +50,12 @@ class Lane(Protocol):
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> Event:
         """Copy every piece once all events of `after` have been passed; the event says when it is done."""
+
+    def over(self, since: Event) -> list[Transfer]:
+        """Copies that ended since this was last called, as far as they were timed; times count from `since`.
+
+        Timed are the first `TIMED` between two calls that run at the lane's speed: no gathering, no small ones.
+        """
 
     def close(self) -> None:
         """Wait for what was submitted and end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
@@ -10,7 +11,8 @@ import torch
 from allocator.sizes import PAGE, MiB, round_up
 from migrator import peaks
 from migrator.counters import Counters
-from migrator.lanes import GATHER_BELOW, SLOT, Event, Piece, Stream
+from migrator.lanes import GATHER_BELOW, SLOT, TIMED, Event, Piece, Stream, at_full_speed
+from migrator.transfers import Transfer
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
 
@@ -110,6 +112,7 @@ class CudaLane:
         self._name = name
         self._counters = counters
         self._staging: torch.Tensor | None = None
+        self._timed: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> torch.cuda.Event:
         stream = self._stream
@@ -119,6 +122,7 @@ class CudaLane:
             for event in after:
                 assert isinstance(event, torch.cuda.Event)
                 stream.wait_event(event)
+            begin = _mark(stream) if len(self._timed) < TIMED and at_full_speed(pieces) else None
             small = [piece for piece in pieces if piece[0].numel() < GATHER_BELOW and piece[1].is_cuda]
             for destination, source in pieces:
                 if destination.numel() >= GATHER_BELOW or not source.is_cuda:
@@ -130,8 +134,22 @@ class CudaLane:
             _set_stream(before)
             if device != self._device.index:  # to set a stream is to go to its device
                 torch._C._cuda_setDevice(device)
-        self._counters.moved[self._name] += sum(piece[0].numel() for piece in pieces)
+        nbytes = sum(piece[0].numel() for piece in pieces)
+        self._counters.moved[self._name] += nbytes
+        if begin is not None:
+            self._timed.append((nbytes, begin, done))
         return done
+
+    def over(self, since: Event) -> list[Transfer]:
+        assert isinstance(since, torch.cuda.Event)
+        found: list[Transfer] = []
+        if not since.query():
+            return found
+        while self._timed and self._timed[0][2].query():
+            nbytes, begin, done = self._timed.popleft()
+            times = (since.elapsed_time(event) / 1e3 for event in (begin, done))
+            found.append(Transfer(self._name, nbytes, *times))
+        return found
 
     def _gather(self, run: list[Piece]) -> None:
         if len(run) == 1:
