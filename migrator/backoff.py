@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Literal
 
 State = Literal["free", "saturated", "recovering"]
@@ -34,8 +33,6 @@ PROVEN = 20  # steps at the full share after which a recovery has not failed
 GROUPS = 16  # that may be back early at a share just below 1
 LEAST_GROUPS = 2  # one that is used and one on the link behind it: with fewer the link would idle
 WORSE = 0.15  # of a lane: how much less there must be for plans to be made once more
-
-WHOLE: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,7 @@ class Response:
     """
 
     ahead: int | None = None
-    left: Mapping[str, float] = WHOLE
+    left: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ class Backoff:
     """
 
     share: float = 1.0
-    left: Mapping[str, float] = WHOLE
+    left: Mapping[str, float] = field(default_factory=dict)
     cooling: int = 0
     calm: int = 0
     patience: int = 0
@@ -120,7 +117,7 @@ class Backoff:
 
     def _left(self, share: float, verdict: Verdict) -> Mapping[str, float]:
         if share > REPLAN:
-            return WHOLE
+            return {}
         now = {**verdict.left, "bus": verdict.bus}
         worse = any(self.left.get(lane, 1.0) - part > WORSE for lane, part in now.items())
         return now if worse else self.left
@@ -133,7 +130,7 @@ class Backoff:
         if calm <= self.patience:
             return replace(self, cooling=0, calm=calm)
         share = min(self.share + RISE, 1.0)
-        left = self.left if share <= REPLAN else WHOLE
+        left = self.left if share <= REPLAN else {}
         return replace(self, share=share, left=left, cooling=0, calm=calm, unproven=PROVEN)
 
     @property

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class BudgetTooSmall(TiersError):
 class Advisor(Protocol):
     """Who tells the runtime how much of the links it may use."""
 
-    def period_over(self, transfers: Sequence[Transfer], moved: int) -> Response:
+    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
         """Take in the copies that are over; what to do from now on.
 
         Called on the training thread at every end of a period, so it must return at once, and must not raise.
@@ -59,7 +59,7 @@ class Advisor(Protocol):
         Parameters
         ----------
         moved
-            Bytes that the runtime has moved through host memory so far.
+            Bytes that the runtime has moved so far, by lane.
         """
 
 
@@ -284,7 +284,7 @@ class Runtime:
             if asked is not None:
                 transfers += shared.out.over(asked) + shared.back.over(asked)
             self._asked[compute.device] = compute.mark(compute.stream())
-        response = advisor.period_over(transfers, sum(self._counters.moved.values()))
+        response = advisor.period_over(transfers, dict(self._counters.moved))
         direct = self._backing is not None and self._backing.direct_disk
         links = self.options.links.reduced(response.left, direct_disk=direct)
         return any([mover.heed(response.ahead, links) for mover in saver.armed_movers])

@@ -26,13 +26,14 @@ from migrator.links import links_from
 from migrator.policies import AUTO
 from migrator.runtime import BudgetTooSmall, Options, Runtime
 from tiers.config import Config, ConfigError, load
+from tiers.monitor.build import build as build_monitor
+from tiers.places import LEDGERS, of_user
 from tiers.topology import default_dram_capacity, read_memory
 
 log = logging.getLogger("tiers")
 
 MARGIN = 512 * MiB  # of HBM that is left to others when no budget is set
 STATS = "stats.json"
-LEDGERS = (Path("/dev/shm"), Path("/tmp"))  # the first that serves; not TMPDIR, which may differ between ranks
 
 
 class Session:
@@ -65,6 +66,7 @@ class Session:
         self._nvme_capacity = (config.nvme.capacity or 0) // self._ranks if config.nvme.paths else 0
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
+        self._monitor = build_monitor(config, self._ledger.directory if self._ledger else None)
         self.runtime = Runtime(
             Options(
                 policy=self._policy,
@@ -73,6 +75,7 @@ class Session:
                 backing=self._make_backing,
                 refuse=refuse,
                 links=links_from(asdict(config.links), disk=self._nvme_capacity > 0),
+                advisor=self._monitor,
             )
         )
 
@@ -126,6 +129,8 @@ class Session:
         if self.runtime.closed:
             return
         self.runtime.close()
+        if self._monitor is not None:
+            self._monitor.close()
         stats = self.stats()
         if self._nvme is not None:
             self._nvme.close()
@@ -162,6 +167,7 @@ class Session:
                 "nvme": self._nvme.peak if self._nvme else 0,
             },
             **numbers,
+            "monitor": self._monitor.watch.summary() if self._monitor is not None else None,
         }
 
 
@@ -173,7 +179,7 @@ def _step(capacity: int) -> int:
 def _open_ledger() -> Ledger | None:
     for place in LEDGERS:
         with contextlib.suppress(OSError):  # said where it matters, when something is about to be shared
-            return Ledger(place / f"tiers-{os.geteuid()}")
+            return Ledger(of_user(place))
     return None
 
 

@@ -55,7 +55,7 @@ def show(name: str) -> list[str]:
 
 
 def test_the_verbs_are_frozen():
-    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report"]
+    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report", "top"]
 
 
 @pytest.mark.parametrize("verb", [verb.name for verb in VERBS])

@@ -13,9 +13,10 @@ from tiers.cli.doctor import DoctorVerb
 from tiers.cli.probe import ProbeVerb
 from tiers.cli.report import ReportVerb
 from tiers.cli.run import RunVerb
+from tiers.cli.top import TopVerb
 from tiers.cli.verb import BAD_INPUT, Verb
 
-VERBS: tuple[Verb, ...] = (ProbeVerb(), RunVerb(), ConfigVerb(), DoctorVerb(), ReportVerb())
+VERBS: tuple[Verb, ...] = (ProbeVerb(), RunVerb(), ConfigVerb(), DoctorVerb(), ReportVerb(), TopVerb())
 
 
 def build_parser() -> argparse.ArgumentParser:
