@@ -111,9 +111,10 @@ class Backoff:
     def _less(self, verdict: Verdict) -> Backoff:
         patience = min(WARY * max(self.patience, 1), WARIEST) if self.unproven else self.patience
         if self.cooling:
-            return replace(self, cooling=self.cooling - 1, calm=0, patience=patience, unproven=0)
-        share = max(self.share / 2, FLOOR)
-        return Backoff(share, self._left(share, verdict), COOLING - 1, 0, patience)
+            share, cooling = self.share, self.cooling - 1
+        else:
+            share, cooling = max(self.share / 2, FLOOR), COOLING - 1
+        return Backoff(share, self._left(share, verdict), cooling, 0, patience)
 
     def _left(self, share: float, verdict: Verdict) -> Mapping[str, float]:
         if share > REPLAN:

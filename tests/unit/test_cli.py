@@ -14,6 +14,8 @@ from tiers.cli import doctor as doctor_verb
 from tiers.cli.main import VERBS, main
 from tiers.config import Config, HbmConfig, NvmeConfig
 from tiers.doctor import Finding, TorchFacts, examine
+from tiers.monitor.sensors import Choice
+from tiers.monitor.sensors.pressure import Pressure
 from tiers.topology import Gpu, Memory, Topology
 
 GiB = 1024**3
@@ -200,7 +202,15 @@ def test_doctor_looks_at_everything_a_run_depends_on():
         "memory",
         "cgroup memory limit",
         "nvme",
+        "monitor",
     ]
+
+
+def test_doctor_names_the_sensors_and_why_others_are_not_in_use():
+    sensors = Choice((Pressure(),), {"resctrl": "not mounted"})
+    found = {finding.subject: finding for finding in examine(H100, Config(), TORCH, sensors)}
+    assert found["monitor"].found == "watches own copies, pressure"
+    assert found["sensor resctrl"] == Finding("sensor resctrl", "ok", "not in use: not mounted")
 
 
 def test_a_machine_without_a_gpu_is_degraded_but_nothing_is_missing():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from allocator.sizes import MiB
 from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, PRESSED, SETTLED, Learner
+from migrator.links import PCIE_GEN5, Links
 from migrator.plan import Plan, look_ahead
 from migrator.policies import POLICIES
 from migrator.trace import Trace
@@ -231,3 +232,21 @@ def test_sites_that_change_all_the_time_do_not_change_the_plan_in_every_period()
     shapes = [chain([10 * MiB] * 4, f"shape{number}_") for number in range(100)]
     changed, _ = run(learner, [(trace, 900 * MiB) for trace in shapes])
     assert sum(changed) < 100
+
+
+# ------------------------------------------------------------------------------------------- other links
+
+
+def test_other_links_are_planned_with_at_once() -> None:
+    seen: list[Links] = []
+
+    def policy(trace: Trace, budget: int, links: Links) -> Plan:
+        seen.append(links)
+        return FLASHNEURON(trace, budget, links)
+
+    learner, slow = Learner(policy, TARGET), replace(PCIE_GEN5, h2d=20e9)
+    assert not learner.relink(slow)  # there is nothing to plan yet
+    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.relink(slow)  # nothing new
+    assert learner.relink(PCIE_GEN5)
+    assert seen == [slow, PCIE_GEN5]

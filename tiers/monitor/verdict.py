@@ -34,15 +34,20 @@ class Level:
     """The estimate of one number between 0 and 1, and for how many readings it has not been renewed."""
 
     def __init__(self) -> None:
+        self._begin()
+        self.age = STALE + 1
+
+    def _begin(self) -> None:
         self._recent = deque((1.0, 1.0), maxlen=3)
         self._average = 1.0
-        self.age = STALE + 1
 
     def add(self, value: float | None) -> None:
         """Take in one reading; None is one that is missing."""
         if value is None or not (math.isfinite(value) and value >= 0):
             self.age += 1
             return
+        if self.age > STALE:
+            self._begin()  # what was true that long ago says nothing of now
         self.age = 0
         self._recent.append(min(value, 1.0))
         self._average += SMOOTH * (median(self._recent) - self._average)

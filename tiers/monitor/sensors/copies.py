@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from migrator.transfers import Transfer
@@ -68,12 +68,19 @@ class Copies:
         return Reading(at, values)
 
 
-def sound(transfers: Iterable[Transfer]) -> Iterable[tuple[Transfer, bool]]:
+def sound(transfers: Iterable[Transfer]) -> Iterator[tuple[Transfer, bool]]:
     """The copies whose times make sense, each with whether the other lane was busy throughout."""
-    transfers = [copy for copy in transfers if copy.end > copy.begin]
+    lanes: dict[str, list[Transfer]] = {}
     for copy in transfers:
-        others = (other for other in transfers if other.lane == _OPPOSITE.get(copy.lane))
-        overlap = sum(max(min(copy.end, other.end) - max(copy.begin, other.begin), 0.0) for other in others)
-        part = overlap / (copy.end - copy.begin)
-        if part < _QUIET or part > _BUSY:
-            yield copy, part > _BUSY
+        if copy.end > copy.begin:
+            lanes.setdefault(copy.lane, []).append(copy)
+    for lane, copies in lanes.items():
+        others = lanes.get(_OPPOSITE.get(lane, ""), [])
+        for copy in copies:
+            overlap = 0.0
+            for other in others:
+                if other.begin < copy.end and copy.begin < other.end:
+                    overlap += min(copy.end, other.end) - max(copy.begin, other.begin)
+            part = overlap / (copy.end - copy.begin)
+            if part < _QUIET or part > _BUSY:
+                yield copy, part > _BUSY
