@@ -282,6 +282,8 @@ class Runtime:
                 continue
             shared, asked = self._devices[compute.device], self._asked.get(compute.device)
             if asked is not None:
+                if not asked.query():  # the program runs more than a period ahead of the device
+                    continue
                 transfers += shared.out.over(asked) + shared.back.over(asked)
             self._asked[compute.device] = compute.mark(compute.stream())
         response = advisor.period_over(transfers, dict(self._counters.moved))

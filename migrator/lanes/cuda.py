@@ -143,8 +143,6 @@ class CudaLane:
     def over(self, since: Event) -> list[Transfer]:
         assert isinstance(since, torch.cuda.Event)
         found: list[Transfer] = []
-        if not since.query():
-            return found
         while self._timed and self._timed[0][2].query():
             nbytes, begin, done = self._timed.popleft()
             times = (since.elapsed_time(event) / 1e3 for event in (begin, done))
