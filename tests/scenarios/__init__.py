@@ -45,6 +45,7 @@ FAMILIES = (
     "hooks",
     "leaks",
     "mixed",
+    "monitor",
     "periods",
     "processes",
     "sessions",
