@@ -207,6 +207,19 @@ def test_a_thread_that_dies_hurts_nobody(caplog: pytest.LogCaptureFixture, monke
     monitor.close()
 
 
+def test_where_no_thread_can_be_had_training_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monitor = Monitor(watch())
+    assert [monitor.period_over([], {}) for _ in range(3)] == [Response()] * 3
+    monitor.close()
+    assert len(caplog.records) == 1
+
+
 def test_a_thread_that_hangs_holds_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = watch()
     monitor = Monitor(watched)

@@ -298,6 +298,16 @@ def test_one_copy_that_was_held_up_says_nothing() -> None:
     assert values(sensor.read())["h2d"] == 1.0
 
 
+def test_copies_of_one_kind_are_taken_together() -> None:
+    """Groups differ a little in size and speed; that is no contention."""
+    sensor = Copies(Calibration(), Ticks())
+    group = [Transfer("h2d", (60 + k) * MiB, 10.0 * k, 10.0 * k + (60 + k) / (50 + 2 * (k % 3))) for k in range(9)]
+    for _ in range(8):
+        sensor.feed(group, {})
+        reading = values(sensor.read())
+    assert reading["h2d"] > 0.99
+
+
 def test_sizes_are_not_compared_with_one_another() -> None:
     sensor = Copies(Calibration(), Ticks())
     for _ in range(6):

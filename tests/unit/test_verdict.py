@@ -12,7 +12,7 @@ import pytest
 
 from migrator.backoff import Backoff, Verdict
 from tests.unit.test_backoff import reversals
-from tiers.monitor.calibration import Calibration, curves_of
+from tiers.monitor.calibration import Calibration, curves_of, kind_of
 from tiers.monitor.sensors import Reading
 from tiers.monitor.verdict import BLIND, CALM, GAP, STALE, Judge, verdicts
 
@@ -225,29 +225,29 @@ MiB = 1 << 20
 def test_copies_of_a_kind_are_compared() -> None:
     calibration = Calibration()
     for _ in range(5):
-        calibration.learn("h2d", 64 * MiB, False, [50e9])
-        calibration.learn("h2d", 2 * MiB, False, [40e9])
-    assert calibration.expected("h2d", 20 * MiB, False) == 50e9
-    assert calibration.expected("h2d", 3 * MiB, False) == 40e9
-    assert calibration.expected("h2d", 5 * MiB, False) is None
-    assert calibration.expected("d2h", 64 * MiB, False) is None
-    assert calibration.expected("h2d", 64 * MiB, True) is None
+        calibration.learn(kind_of("h2d", 64 * MiB, False), [50e9])
+        calibration.learn(kind_of("h2d", 2 * MiB, False), [40e9])
+    assert calibration.expected(kind_of("h2d", 20 * MiB, False)) == 50e9
+    assert calibration.expected(kind_of("h2d", 3 * MiB, False)) == 40e9
+    assert calibration.expected(kind_of("h2d", 5 * MiB, False)) is None
+    assert calibration.expected(kind_of("d2h", 64 * MiB, False)) is None
+    assert calibration.expected(kind_of("h2d", 64 * MiB, True)) is None
 
 
 def test_what_a_lane_can_give_was_sustained() -> None:
     calibration = Calibration()
     for rate in (50, 50, 50, 50, 50, 90, 50, 50):
-        calibration.learn("h2d", 64 * MiB, False, [rate * 1e9])
-    assert calibration.expected("h2d", 64 * MiB, False) == 50e9
+        calibration.learn(kind_of("h2d", 64 * MiB, False), [rate * 1e9])
+    assert calibration.expected(kind_of("h2d", 64 * MiB, False)) == 50e9
 
 
 def test_what_was_measured_before_counts_from_the_first_copy() -> None:
     """A program that starts beside a load must not take that for normal."""
     calibration = Calibration({"h2d": 55e9, "d2h": None})
-    calibration.learn("h2d", 64 * MiB, False, [39e9])
-    assert calibration.expected("h2d", 64 * MiB, False) == 55e9
-    assert calibration.expected("h2d", 2 * MiB, False) is None
-    assert calibration.expected("d2h", 64 * MiB, False) is None
+    calibration.learn(kind_of("h2d", 64 * MiB, False), [39e9])
+    assert calibration.expected(kind_of("h2d", 64 * MiB, False)) == 55e9
+    assert calibration.expected(kind_of("h2d", 2 * MiB, False)) is None
+    assert calibration.expected(kind_of("d2h", 64 * MiB, False)) is None
 
 
 def test_curves_come_from_the_probe() -> None:

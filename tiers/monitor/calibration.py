@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from allocator.sizes import MiB
 
@@ -17,11 +17,21 @@ Curve = Sequence[tuple[float, float]]
 """(bytes per second of host traffic, part of the lane that is left), by rising traffic."""
 
 
-class Calibration:
-    """Expected bandwidths of the lanes.
+class Kind(NamedTuple):
+    """Copies that should run at one speed: of a lane, of a size class, and with the other lane quiet or busy."""
 
-    A copy is judged by others of its kind: of one lane, of one size (up to a power of two, and up to
-    the size of full speed), and with the other lane quiet or busy throughout.
+    lane: str
+    size: int
+    shared: bool
+
+
+def kind_of(lane: str, nbytes: int, shared: bool) -> Kind:
+    """The kind of a copy: sizes are told apart by powers of two, up to that of full speed."""
+    return Kind(lane, min(nbytes.bit_length(), FULL), shared)
+
+
+class Calibration:
+    """Expected bandwidths of the lanes: a copy is judged by others of its kind.
 
     Parameters
     ----------
@@ -36,21 +46,19 @@ class Calibration:
     ) -> None:
         self._measured = measured or {}
         self._curves = curves or {}
-        self._recent: dict[tuple[str, int, bool], deque[float]] = {}
-        self._best: dict[tuple[str, int, bool], float] = {}
+        self._recent: dict[Kind, deque[float]] = {}
+        self._best: dict[Kind, float] = {}
 
-    def learn(self, lane: str, nbytes: int, shared: bool, bandwidths: Sequence[float]) -> None:
+    def learn(self, kind: Kind, bandwidths: Sequence[float]) -> None:
         """Take in what copies of one kind achieved since the last reading."""
-        kind = (lane, size_class(nbytes), shared)
         recent = self._recent.setdefault(kind, deque(maxlen=SUSTAINED))
         recent.append(median(bandwidths))
         self._best[kind] = max(min(recent), self._best.get(kind, 0.0) if len(recent) == SUSTAINED else 0.0)
 
-    def expected(self, lane: str, nbytes: int, shared: bool) -> float | None:
+    def expected(self, kind: Kind) -> float | None:
         """Bytes per second that such a copy gets while nobody else loads the bus; None if that is not known."""
-        size = size_class(nbytes)
-        seen = self._best.get((lane, size, shared))
-        measured = self._measured.get(lane) if size == FULL and not shared else None
+        seen = self._best.get(kind)
+        measured = self._measured.get(kind.lane) if kind.size == FULL and not kind.shared else None
         return max(seen or 0.0, measured or 0.0) or None
 
     def left_at(self, lane: str, traffic: float) -> float | None:
@@ -64,11 +72,6 @@ class Calibration:
             if low <= traffic <= high and low < high:
                 return before + (after - before) * (traffic - low) / (high - low)
         return curve[-1][1]
-
-
-def size_class(nbytes: int) -> int:
-    """Copies of one class run at one speed."""
-    return min(nbytes.bit_length(), FULL)
 
 
 def curves_of(report: Mapping[str, Any]) -> dict[str, Curve]:

@@ -46,13 +46,20 @@ class Monitor:
         """Hand a period over; what the thread has last said. Returns at once and never raises."""
         if self._thread is None:
             self._beat = time.monotonic()
-            self._thread = threading.Thread(target=self._run, name="tiers-monitor", daemon=True)
-            self._thread.start()
+            self._thread = self._start()
         if not self._thread.is_alive() or time.monotonic() - self._beat > LOST:
             return Response()
         self.watch.feed(transfers, moved)
         self._wake.set()
         return self._response
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="tiers-monitor", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread can be had; one that was not started counts as dead
+            log.warning("there is no monitor, training goes on without it: %s", error)
+        return thread
 
     def close(self) -> None:
         """End the thread, and take the state away. Idempotent."""
@@ -60,7 +67,7 @@ class Monitor:
             return
         self._closing.set()
         self._wake.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(IDLE)
 
     def _run(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from migrator.transfers import Transfer
-from tiers.monitor.calibration import Calibration
+from tiers.monitor.calibration import Calibration, Kind, kind_of
 from tiers.monitor.sensors import Clock, Rate, Reading
 
 _OPPOSITE = {"d2h": "h2d", "h2d": "d2h"}
@@ -43,21 +43,21 @@ class Copies:
         if not periods:
             return None
         values: dict[str, float] = {}
-        found: dict[tuple[str, int, bool], list[float]] = {}
+        found: dict[Kind, list[float]] = {}
         for transfers, _ in periods:
             for copy, shared in sound(transfers):
-                kind = copy.lane, copy.nbytes, shared
+                kind = kind_of(copy.lane, copy.nbytes, shared)
                 found.setdefault(kind, []).append(copy.nbytes / (copy.end - copy.begin))
         fair: dict[str, list[float]] = {}
         alone: dict[str, list[float]] = {}
-        for (lane, nbytes, shared), bandwidths in found.items():
-            self._calibration.learn(lane, nbytes, shared, bandwidths)
+        for kind, bandwidths in found.items():
+            self._calibration.learn(kind, bandwidths)
             for parts, expected in (
-                (fair, self._calibration.expected(lane, nbytes, shared)),
-                (alone, self._calibration.expected(lane, nbytes, shared=False)),
+                (fair, self._calibration.expected(kind)),
+                (alone, self._calibration.expected(kind._replace(shared=False))),
             ):
                 if expected:
-                    parts.setdefault(lane, []).extend(min(rate / expected, 1.0) for rate in bandwidths)
+                    parts.setdefault(kind.lane, []).extend(min(rate / expected, 1.0) for rate in bandwidths)
         values |= {lane: median(parts) for lane, parts in fair.items()}
         values |= {f"{lane}.alone": median(parts) for lane, parts in alone.items()}
         at = self._clock()
