@@ -17,7 +17,7 @@ import numpy as np
 
 CHUNK = 32 << 20  # bytes of one copy: past the share of a core in any cache
 PER_WORKER = 9e9  # bytes per second of traffic that one process of the copies is asked for at most
-BATCH = 4  # images: small, so that a window of seconds counts them finely
+BATCH = 1  # images: a window of seconds must count them finely
 PIXELS = (1536, 2048)
 STARTED_WITHIN = 120.0  # seconds
 

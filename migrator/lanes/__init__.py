@@ -54,8 +54,8 @@ class Lane(Protocol):
     def over(self, since: Event) -> list[Transfer]:
         """Copies that ended since this was last called, as far as they were timed; times count from `since`.
 
-        That must have been passed. Timed are the first `TIMED` between two calls that run at the lane's speed: no
-        gathering, no small ones.
+        That must have been passed. At most `TIMED` between two calls are timed, of those that run at the lane's
+        speed: no small ones, and none that is gathered.
         """
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ def render(programs: list[dict[str, Any]]) -> Iterator[RenderableType]:
         yield _NOBODY
     for state in programs:
         verdict, values = state["verdict"], state["values"]
-        whose = "" if verdict["cause"] == "nobody" else f" by {verdict['cause']}"
+        whose = f" by {verdict['cause']}" if verdict["state"] == "saturated" else ""
         yield f"{state['pid']}: {state['program']}"
         yield f"bus {verdict['state']}{whose}, {verdict['bus']:.0%} left; {_deed(state['response'])}"
         lanes = Table("lane", "now", "of its bandwidth")
