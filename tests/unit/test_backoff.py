@@ -98,7 +98,7 @@ def test_after_a_recovery_that_failed_the_next_waits() -> None:
 
 
 def test_a_recovery_that_lasted_is_forgotten() -> None:
-    states = after([BUSY] * 9 + [FREE] * 60 + [BUSY] * 9 + [FREE])
+    states = after([BUSY] * 9 + [FREE] * 100 + [BUSY] * 9 + [FREE])
     assert states[-1].share > states[-2].share
 
 

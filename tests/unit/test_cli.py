@@ -151,7 +151,17 @@ def test_report_prints_what_a_run_did(tmp_path, capsys):
     (tmp_path / "stats.json").write_text(json.dumps(STATS))
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    for text in ("15.0 GiB", "75%", "40.0 GiB", "4.0 GiB", "disk_read", "250.0 ms", "500.0 ms", "512 B", "backed off in 3"):
+    for text in (
+        "15.0 GiB",
+        "75%",
+        "40.0 GiB",
+        "4.0 GiB",
+        "disk_read",
+        "250.0 ms",
+        "500.0 ms",
+        "512 B",
+        "backed off in 3",
+    ):
         assert text in out
 
 

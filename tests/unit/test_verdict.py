@@ -14,7 +14,7 @@ from migrator.backoff import Backoff, Verdict
 from tests.unit.test_backoff import reversals
 from tiers.monitor.calibration import Calibration, curves_of, kind_of
 from tiers.monitor.sensors import Reading
-from tiers.monitor.verdict import BLIND, CALM, GAP, STALE, Judge, verdicts
+from tiers.monitor.verdict import BLIND, CALM, GAP, MIDDLING, STALE, Judge, verdicts
 
 RECORDED = Path(__file__).parent / "data" / "contention_readings.json"
 NOTHING: dict[str, float] = {}
@@ -98,7 +98,12 @@ def test_under_noise_a_constant_load_is_one_verdict(left: float, seed: int) -> N
 
 def test_between_the_thresholds_the_verdict_stays() -> None:
     assert set(states([0.89] * 100)) == {"free"}
-    assert set(states([0.7] * 10 + [0.89] * 100)[5:]) == {"saturated"}
+    assert set(states([0.7] * 10 + [0.89] * MIDDLING)[5:]) == {"saturated"}
+
+
+def test_what_stays_between_the_thresholds_is_what_the_lane_gives_now() -> None:
+    """Another plan has other copies; that must not hold the runtime back for good."""
+    assert states([0.7] * 10 + [0.89] * (MIDDLING + CALM + 5))[-1] == "free"
 
 
 def test_a_lane_is_judged_for_itself() -> None:
@@ -246,6 +251,9 @@ def test_what_was_measured_before_counts_from_the_first_copy() -> None:
     calibration = Calibration({"h2d": 55e9, "d2h": None})
     calibration.learn(kind_of("h2d", 64 * MiB, False), [39e9])
     assert calibration.expected(kind_of("h2d", 64 * MiB, False)) == 55e9
+    for _ in range(5):
+        calibration.learn(kind_of("h2d", 64 * MiB, False), [52e9])
+    assert calibration.expected(kind_of("h2d", 64 * MiB, False)) == 52e9
     assert calibration.expected(kind_of("h2d", 2 * MiB, False)) is None
     assert calibration.expected(kind_of("d2h", 64 * MiB, False)) is None
 

@@ -2,9 +2,10 @@
 
 A lane's estimate is an exponential average over the median of three readings: a single reading that is off
 changes nothing, a step shows after three. Two thresholds, well apart, keep a level in between from
-flapping. A lane gives less than it should in two cases that call for different answers: while both of
-ours are busy (`alone` low, the fair part high) nobody is to be made room for; if it is slow beyond that,
-others load the bus.
+flapping; one that stays there is no saturation: what a lane gives may have changed for good.
+
+A lane gives less than it should in two cases that call for different answers: while both of ours are busy
+(`alone` low, the fair part high) nobody is to be made room for; if it is slow beyond that, others load the bus.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tiers.monitor.sensors import Reading
 LANES = ("d2h", "h2d")  # those that cross the bus and the PCIe link
 ENTER = 0.85  # below this part of a lane the bus is saturated ...
 LEAVE = 0.93  # ... until there is more than this
+MIDDLING = 100  # readings in between after which that is taken for what the lane gives now
 CALM = 10  # readings in a row above `LEAVE` until the bus is called free
 SMOOTH = 0.5  # weight of the newest in the average
 STALE = 20  # readings without a copy after which a lane's estimate says nothing any more
@@ -73,6 +75,7 @@ class Judge:
         self._begin_afresh()
         self._state: State = "free"
         self._calm = 0
+        self._middling = 0
         self._blind = 0
         self._load_before: float | None = None  # when the bus became saturated
         self.verdict = Verdict()
@@ -109,11 +112,12 @@ class Judge:
         if left < ENTER:
             if self._state == "free":
                 self._load_before = load
-            self._state, self._calm = "saturated", 0
-        elif left > LEAVE:
+            self._state, self._calm, self._middling = "saturated", 0, 0
+        elif left > LEAVE or self._middling >= MIDDLING:
             self._recover()
         else:
             self._calm = 0
+            self._middling += 1
 
     def _unseen(self, load: float | None, others: float | None) -> None:
         """Nothing of ours was copied: keep the verdict until something tells that the load has ended."""
