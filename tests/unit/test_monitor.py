@@ -268,6 +268,14 @@ def test_what_the_dead_leave_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_new_board_removes_what_the_dead_leave(tmp_path: Path) -> None:
+    (tmp_path / "monitor-1-dead").write_text("{}")
+    board = Board(tmp_path)
+    board.write({})
+    assert len(list(tmp_path.iterdir())) == 1
+    board.close()
+
+
 def test_a_fork_neither_keeps_nor_removes_its_parents_board(tmp_path: Path) -> None:
     board = Board(tmp_path)
     board.write({"pid": 1})

@@ -42,6 +42,7 @@ class Board:
         os.ftruncate(self._file, len(data))
 
     def _make(self) -> int:
+        read_all(self._path.parent)  # removes what the dead have left
         # Under a name that nobody looks for until it is locked: what is not locked is taken to be left over.
         new = self._path.with_name(f"new-{self._path.name}")
         file = os.open(new, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
@@ -50,11 +51,15 @@ class Board:
         return file
 
     def close(self) -> None:
-        """Take the file away. Idempotent."""
+        """Take the file away. Idempotent; by the thread that writes."""
         if self._file is not None:
-            with suppress(OSError):
-                self._path.unlink()
+            self.hide()
             self.let_go()
+
+    def hide(self) -> None:
+        """Take it from the sight of others, from any thread."""
+        with suppress(OSError):
+            self._path.unlink()
 
     def let_go(self) -> None:
         """Close the file and leave it: in the child of a fork it is the parent's."""

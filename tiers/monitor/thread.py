@@ -69,6 +69,8 @@ class Monitor:
         self._wake.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(IDLE)
+            if self._thread.is_alive() and self._board is not None:
+                self._board.hide()
 
     def _run(self) -> None:
         try:
