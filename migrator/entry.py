@@ -28,6 +28,9 @@ class Listener(Protocol):
     def leave(self) -> None:
         """A forward ends in this thread, also when it raised."""
 
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step."""
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
 
@@ -59,6 +62,7 @@ def install(listener: Listener) -> None:
             module_hooks.register_module_forward_pre_hook(_enter),
             # Called when the forward raises, too: the path of modules must not keep what was left.
             module_hooks.register_module_forward_hook(_leave, always_call=True),
+            optimizer_hooks.register_optimizer_step_pre_hook(_stepping),
             optimizer_hooks.register_optimizer_step_post_hook(_stepped),
         ]
     )
@@ -93,6 +97,13 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         return
     if _active is not None:
         _active.leave()
+
+
+def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _active is not None:
+        _active.stepping(optimizer)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -133,7 +144,7 @@ def _keep_dynamo_out() -> None:
     from torch._C._dynamo import eval_frame  # importing this does not import torch._dynamo
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for function in (Saver.pack, Saver.unpack, Moved.__del__, _enter, _leave, _stepped, _disable, _enable):
+    for function in (Saver.pack, Saver.unpack, Moved.__del__, _enter, _leave, _stepping, _stepped, _disable, _enable):
         eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from allocator.errors import TiersError
+from allocator.pages import PageAllocator
 from allocator.sizes import format_size
 from migrator import entry, weights
 from migrator.backing import Backing
@@ -83,6 +84,8 @@ class Options:
         What plans take the lanes to give.
     advisor : Advisor, optional
         Asked at the end of every period; without one the links are used in full.
+    pages : callable, optional
+        The allocator to tell where periods end, once it is under PyTorch.
     """
 
     policy: str
@@ -92,6 +95,7 @@ class Options:
     refuse: Callable[[BudgetTooSmall], None] | None = None
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
+    pages: Callable[[], PageAllocator | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,8 @@ class Runtime:
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._pid = os.getpid()
+        self._leader: weakref.ref[torch.optim.Optimizer] | None = None  # whose steps end the allocator's periods
+        self._leader_stepped = True  # before the first step, too, a period begins
 
     # ------------------------------------------------------------------------------------ on, off
 
@@ -216,7 +222,7 @@ class Runtime:
             shared = self._devices.get(device) or self._make_device(device)
         engine = Engine(shared.compute, shared.out, shared.back, self._backing)
         # The room settles within a little of the target, on either side: the budget lies above that.
-        margin = FRAGMENTS if device.type == "cuda" else SETTLED
+        margin = FRAGMENTS if device.type == "cuda" and self.options.pages() is None else SETTLED
         learner = Learner(POLICIES[self.options.policy], int(shared.budget * (1 - margin)), self.options.links)
         return Mover(engine, learner, shared.budget)
 
@@ -235,6 +241,15 @@ class Runtime:
         return shared
 
     def _root_begins(self, root: nn.Module) -> None:
+        if self._leader_stepped and torch.is_grad_enabled():
+            # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
+            # that does not live as long as the program.
+            self._leader_stepped = False
+            if (pages := self.options.pages()) is not None:
+                if self._steps.count:
+                    pages.period_over()
+                else:
+                    pages.begin()
         if root in self._roots:
             return
         self._roots.add(root)
@@ -291,8 +306,22 @@ class Runtime:
         links = self.options.links.reduced(response.left, direct_disk=direct)
         return any([mover.heed(response.ahead, links) for mover in saver.armed_movers])
 
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step."""
+        self._set_state(on=True)
+
+    def _set_state(self, *, on: bool) -> None:
+        if self._steps.count < FIRST_STEPS and (pages := self.options.pages()) is not None:
+            pages.state(on)
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
+        self._set_state(on=False)
+        leader = self._leader and self._leader()
+        if leader is None:
+            leader, self._leader = optimizer, weakref.ref(optimizer)
+        # One of several ends the period, or a program that trains two models in turn had two kinds of them.
+        self._leader_stepped |= leader is optimizer
         self._steps.step(time.perf_counter())
         if self._steps.count <= FIRST_STEPS:
             self._optimizers[optimizer] = weights.bytes_on(torch.device("cpu"), weights.of_optimizer(optimizer))

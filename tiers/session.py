@@ -9,16 +9,19 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from allocator import adapter
 from allocator.dram import DramArena
+from allocator.errors import TiersError
 from allocator.ledger import Account, Ledger
 from allocator.nvme.store import NvmeStore
+from allocator.pages import PageAllocator
 from allocator.sizes import PAGE, GiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
@@ -31,6 +34,8 @@ from tiers.places import LEDGERS, of_user
 from tiers.topology import default_dram_capacity, read_memory
 
 log = logging.getLogger("tiers")
+
+_pages: PageAllocator | None = None  # once it is under PyTorch it stays there, whatever becomes of the session
 
 MARGIN = 512 * MiB  # of HBM that is left to others when no budget is set
 STATS = "stats.json"
@@ -71,11 +76,12 @@ class Session:
             Options(
                 policy=self._policy,
                 hbm=self._hbm,
-                enforce=config.hbm.capacity is not None,
+                enforce=config.hbm.capacity is not None and config.allocator != "pages",
                 backing=self._make_backing,
                 refuse=refuse,
                 links=links_from(asdict(config.links), disk=self._nvme_capacity > 0),
                 advisor=self._monitor,
+                pages=lambda: _pages,
             )
         )
 
@@ -93,8 +99,6 @@ class Session:
         return read_memory().available
 
     def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
-        if self._config.allocator == "pages":
-            log.warning("allocator pages is not built yet: PyTorch's own is used, with the migrator")
         if self._ledger is None:
             text = "no ledger can be kept in %s, so dram and nvme are this rank's alone: 1/%d of the capacities"
             log.warning(text, " or ".join(map(str, LEDGERS)), self._ranks)
@@ -121,8 +125,28 @@ class Session:
 
     def open(self) -> None:
         """Start."""
+        if self._config.allocator == "pages":
+            before_cuda(self._install_pages)
         _prefer_expandable_segments()
         self.runtime.install()
+
+    def _install_pages(self) -> None:
+        """Put the page-grouping allocator under PyTorch, or say why not, and go on with PyTorch's own."""
+        global _pages
+        if _pages is not None or self.runtime.closed:
+            return
+        # Without a ledger it and the arena, which may both grow, have half each.
+        account = self._account("dram", self._dram_capacity)
+        dram = self._dram_capacity if account else self._dram_capacity // 2
+        try:
+            pages = PageAllocator(adapter.build(cache_directory()), self._config.hbm.capacity or 0, dram, account)
+            pages.install()
+        except TiersError as error:
+            log.warning("%s; PyTorch's own allocator is used, with the migrator", error)
+            if self._config.hbm.capacity is not None:
+                self.runtime.options = replace(self.runtime.options, enforce=True)
+        else:
+            _pages = pages
 
     def close(self) -> None:
         """End: give everything back and write the run directory. Idempotent."""
@@ -156,19 +180,46 @@ class Session:
         numbers = self.runtime.numbers()
         device = numbers.pop("device")
         peak_hbm, budget_hbm = numbers.pop("peak_hbm"), numbers.pop("budget_hbm")
+        paged = [core.counts() for _, core in _pages.cores()] if _pages is not None else []
+        if paged:  # what PyTorch has reserved lies in both tiers
+            peak_hbm = max(counts.hbm_peak for counts in paged)
         return {
             "device": device,
-            "allocator": "torch",
+            "allocator": "torch" if _pages is None else "pages",
             "policy": self._policy,
             "budget": {"hbm": budget_hbm, "dram": self._dram_capacity, "nvme": self._nvme_capacity},
             "peak": {
                 "hbm": peak_hbm,
-                "dram": self._dram.peak if self._dram else 0,
+                "dram": (self._dram.peak if self._dram else 0) + sum(counts.dram_peak for counts in paged),
                 "nvme": self._nvme.peak if self._nvme else 0,
             },
             **numbers,
             "monitor": self._monitor.watch.summary() if self._monitor is not None else None,
         }
+
+
+def before_cuda(install: Callable[[], None]) -> None:
+    """Have `install` called when the program is about to initialise CUDA: too early would make a context for it."""
+    if not torch.version.cuda:
+        log.warning("allocator pages needs a GPU: the migrator works on host memory")
+        return
+    if torch.cuda.is_initialized():
+        install()
+        return
+    begin: Callable[[], None] = torch.cuda._lazy_init
+
+    def installing() -> None:
+        if torch.cuda._lazy_init is installing:
+            torch.cuda._lazy_init = begin
+            install()
+        begin()
+
+    torch.cuda._lazy_init = installing
+
+
+def cache_directory() -> Path:
+    """Where what is built for this user lies."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-tiers"
 
 
 def _step(capacity: int) -> int:

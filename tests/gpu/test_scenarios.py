@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios import FAMILIES
+from tests.scenarios import FAMILIES, ON_GPU
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,3 +28,11 @@ def on_gpu(module: str, *arguments: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_holds(family: str) -> None:
     on_gpu(family)
+
+
+# `processes` makes processes that are not told to use our allocator.
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", [family for family in (*ON_GPU, *FAMILIES) if family != "processes"])
+def test_holds_on_our_pages(family: str) -> None:
+    on_gpu(family, "--allocator", "pages")

@@ -33,6 +33,8 @@ from migrator.trace import Trace
 from tests.programs import deterministic_kernels
 from tiers.session import Session
 
+PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
+
 Scenario: TypeAlias = Callable[[torch.device], None]
 Program: TypeAlias = Callable[[torch.device], Sequence[Tensor]]
 
@@ -55,6 +57,8 @@ FAMILIES = (
     "version_check",
     "weights",
 )
+ON_GPU = ("pages",)
+"""Families that need a GPU."""
 
 
 def scenarios(family: str) -> dict[str, Scenario]:
@@ -75,7 +79,12 @@ def main(family: str) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {__name__}.{family}")
     parser.add_argument("names", nargs="*", metavar="SCENARIO", help=", ".join(known))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--allocator", choices=("torch", "pages"), default="torch")
     arguments = parser.parse_args()
+    if arguments.allocator == "pages":  # before CUDA is initialised, and then for good
+        with tiers.session(allocator="pages", hbm=PAGES_HBM, dram="4GiB"):
+            torch.cuda.init()
+        assert torch.cuda.get_allocator_backend() == "tiers", "the allocator is not ours"
     broken = []
     for name in arguments.names or known:
         print(f"{family}.{name}", flush=True)

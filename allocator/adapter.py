@@ -1,0 +1,163 @@
+"""Puts the native core under PyTorch: builds the adapter once for the torch that is installed, and installs it.
+
+The adapter (`native/adapter.cpp`) is C++ against PyTorch's own headers, which hold for one version of
+torch only. It is compiled at first use and cached under a name made of all that it depends on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from allocator import native
+from allocator.errors import TiersError
+
+log = logging.getLogger("tiers")
+
+_More = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int, ctypes.c_uint64)
+_called_for_good: list[object] = []
+
+SOURCES = (Path(__file__).with_name("native") / "adapter.cpp", Path(__file__).with_name("native") / "core.h")
+
+
+class NoAdapter(TiersError):
+    """The adapter cannot be built or installed here; the text says what is missing."""
+
+
+def build(cache_dir: Path) -> Path:
+    """The adapter's library for this torch, from `cache_dir` if it has been built before.
+
+    Raises
+    ------
+    NoAdapter
+        If there is no compiler, no CUDA headers, or it does not compile.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise NoAdapter("no C++ compiler found (g++ or clang++): install one, or set CXX")
+    library = cache_dir / f"adapter-{_fingerprint(compiler)}.so"
+    if library.exists():
+        return library
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with open(cache_dir / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a job come here together
+        if not library.exists():
+            log.warning("building the allocator's adapter for torch %s, once; half a minute", torch.__version__)
+            began = time.perf_counter()
+            _compile(compiler, library)
+            log.warning("built the adapter in %.0f s: %s", time.perf_counter() - began, library)
+    return library
+
+
+def install(library: Path, hbm: int, dram: int, more: Callable[[int, int], bool]) -> None:
+    """Make the core PyTorch's allocator for CUDA memory. Before CUDA is initialised; for good.
+
+    Parameters
+    ----------
+    library : Path
+        What `build` returned.
+    hbm, dram : int
+        Limits per GPU, in bytes; `hbm` 0 means all that is free when the first memory is asked for.
+    more : callable
+        Called with a device and a size when every tier is full; whether it made room, so that it is worth another try.
+
+    Raises
+    ------
+    NoAdapter
+        If CUDA is initialised already, or the library does not load.
+    """
+    native.library()  # the adapter's symbols come from there
+    adapter = _load(library)
+    text = ctypes.create_string_buffer(1024)
+    called = _More(more)
+    _called_for_good.append(called)  # the adapter lasts as long as the process
+    if adapter.tiers_install(hbm, dram, called, text, len(text)):
+        raise NoAdapter(f"PyTorch does not take the allocator: {text.value.decode().splitlines()[0]}")
+
+
+def core_of(library: Path, device: int) -> native.Core | None:
+    """The core that serves a GPU; None before its first allocation."""
+    address = _load(library).tiers_core_of(device)
+    return native.Core.at(address) if address else None
+
+
+@cache
+def _load(library: Path) -> ctypes.CDLL:
+    try:
+        adapter = ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NoAdapter(f"the adapter does not load: {error}; remove {library} to have it built again") from error
+    adapter.tiers_install.argtypes = [ctypes.c_uint64, ctypes.c_uint64, _More, ctypes.c_char_p, ctypes.c_uint64]
+    adapter.tiers_core_of.restype = ctypes.c_void_p
+    return adapter
+
+
+def _fingerprint(compiler: str) -> str:
+    digest = hashlib.sha256()
+    for part in (torch.__version__, str(torch.version.git_version), compiler, str(native.LIBRARY)):
+        digest.update(part.encode() + b"\0")
+    for source in SOURCES:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: str, library: Path) -> None:
+    root = Path(torch.__file__).parent
+    runtime, headers = _cuda_runtime(), _cuda_headers()
+    partial = Path(tempfile.mkstemp(dir=library.parent, suffix=".so")[1])
+    command = [
+        compiler,
+        *("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-isystem{path}" for path in (root / "include", *headers)),
+        *("-o", str(partial), str(SOURCES[0])),
+        *(str(root / "lib" / name) for name in ("libtorch_cuda.so", "libc10_cuda.so", "libc10.so", "libtorch_cpu.so")),
+        *(str(path) for path in (runtime, native.LIBRARY)),
+        *(f"-Wl,-rpath,{path}" for path in (root / "lib", runtime.parent, native.LIBRARY.parent)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        partial.unlink(missing_ok=True)
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+        raise NoAdapter(f"the adapter does not compile against torch {torch.__version__}: {first}")
+    partial.replace(library)
+
+
+def _cuda_headers() -> list[Path]:
+    """Where cuda_runtime_api.h lies: in PyTorch's own wheels, or a toolkit's folder."""
+    site = Path(sysconfig.get_paths()["purelib"])
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    found = [
+        path
+        for path in (
+            Path(toolkit) / "include",
+            *sorted(site.glob("nvidia/cu*/include")),
+            *sorted(site.glob("nvidia/cuda_runtime/include")),
+        )
+        if (path / "cuda_runtime_api.h").exists()
+    ]
+    if not found:
+        raise NoAdapter("no CUDA headers found (cuda_runtime_api.h): install nvidia-cuda-runtime, or set CUDA_HOME")
+    return found
+
+
+def _cuda_runtime() -> Path:
+    """The CUDA runtime library that this process's torch uses."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        name = line.split(maxsplit=5)[-1]
+        if "/libcudart.so" in name:
+            return Path(name)
+    raise NoAdapter("this torch brings no CUDA runtime library: it was built without CUDA")

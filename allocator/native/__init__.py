@@ -1,0 +1,304 @@
+"""The allocator's native core: pages, heaps and the layout of a period, behind a plain C interface (`core.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from allocator.errors import TiersError
+from allocator.sequence import Foreseen
+
+LIBRARY = Path(__file__).with_name("libtiers_core.so")
+_FULL = 1
+_U64, _P64 = ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)
+
+REQUEST = np.dtype([("bytes", "u8"), ("stream", "u8"), ("birth", "i8"), ("death", "i8"), ("class", "i8")])
+"""One request of a period's log: rounded bytes, the events of its birth and death (-1: alive), and its class."""
+
+BLOCK = np.dtype(
+    [
+        ("address", "u8"),
+        ("bytes", "u8"),
+        ("requested", "u8"),
+        ("stream", "u8"),
+        ("pool", "u8"),
+        ("kind", "i4"),
+        ("tier", "i4"),
+        ("segment", "u8"),
+        ("class", "i8"),
+    ]
+)
+"""One mapped block; kind 1 is free, 2 in use, 3 held for another stream; class 1 is state."""
+
+
+class CoreError(TiersError):
+    """The core could not do what was asked; the text tells which call of the driver failed."""
+
+
+class CoreFull(CoreError):
+    """No tier that the device can address has room."""
+
+
+class _Stat(ctypes.Structure):
+    _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in ("current", "peak", "gained", "lost")]
+
+
+_BY_SIZE = ("allocations", "allocated", "requested", "active", "active_blocks")
+_PLAIN = (
+    "hbm_bytes",
+    "hbm_peak",
+    "dram_bytes",
+    "dram_peak",
+    "hbm_limit",
+    "dram_limit",
+    "idle_bytes",
+    "largest_idle",
+    "maps",
+    "unmaps",
+    "waits",
+    "retries",
+    "failures",
+    "planned",
+    "departed",
+    "misplaced",
+)
+
+
+class _Stats(ctypes.Structure):
+    _fields_: ClassVar[list[Any]] = [
+        *((name, _Stat * 3) for name in _BY_SIZE),
+        *((name, ctypes.c_int64) for name in _PLAIN),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the core counted.
+
+    Attributes
+    ----------
+    allocated, allocated_peak : int
+        Bytes in use by the program.
+    hbm, hbm_peak, hbm_limit, dram, dram_peak : int
+        Bytes of physical pages.
+    idle : int
+        Bytes that are mapped and not in use.
+    maps, unmaps, waits : int
+        Pages mapped and unmapped, and waits for a stream that this took.
+    planned, departed, misplaced : int
+        Requests served where the layout has them, those the layout does not know, and those whose place was taken.
+    """
+
+    allocated: int
+    allocated_peak: int
+    hbm: int
+    hbm_peak: int
+    hbm_limit: int
+    dram: int
+    dram_peak: int
+    idle: int
+    maps: int
+    unmaps: int
+    waits: int
+    planned: int
+    departed: int
+    misplaced: int
+
+
+@cache
+def library(path: Path = LIBRARY) -> ctypes.CDLL:
+    """The core's shared library.
+
+    Raises
+    ------
+    CoreError
+        If it was not built.
+    """
+    try:
+        core = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CoreError(
+            f"the native core cannot be loaded ({error}): install the package again where a C++ compiler is"
+        ) from error
+    core.tn_last_error.restype = ctypes.c_char_p
+    core.tn_log.restype = core.tn_blocks.restype = core.tn_on.restype = core.tn_pool_used.restype = _U64
+    core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, _U64, _U64, ctypes.POINTER(ctypes.c_void_p)]
+    core.tn_allocate.argtypes = [ctypes.c_void_p, _U64, _U64, _U64, _P64]
+    others: dict[str, list[Any]] = {
+        "tn_close": [],
+        "tn_free": [_U64],
+        "tn_used_on": [_U64, _U64],
+        "tn_block_of": [_U64, _P64, _P64],
+        "tn_pool_retire": [_U64],
+        "tn_pool_used": [_U64],
+        "tn_pool_clear": [_U64],
+        "tn_allocate_at": [_U64, _U64, _U64],
+        "tn_class": [ctypes.c_int],
+        "tn_limit": [ctypes.c_int, _U64],
+        "tn_reader": [_U64],
+        "tn_trim": [],
+        "tn_mark": [],
+        "tn_log": [ctypes.c_int, ctypes.c_void_p, _U64, _P64],
+        "tn_plan": [_U64, _U64, ctypes.c_void_p, ctypes.c_void_p, _U64, ctypes.c_void_p],
+        "tn_unplan": [],
+        "tn_move": [_U64, ctypes.c_int],
+        "tn_on": [_U64, ctypes.c_int],
+        "tn_get_stats": [ctypes.POINTER(_Stats)],
+        "tn_reset_peaks": [],
+        "tn_blocks": [ctypes.c_void_p, _U64],
+    }
+    for name, types in others.items():
+        getattr(core, name).argtypes = [ctypes.c_void_p, *types]
+    return core
+
+
+class Core:
+    """One device's pages and blocks; every method may be called from any thread.
+
+    Parameters
+    ----------
+    backend : str
+        ``cuda``, or ``memfd`` where there is no GPU.
+    hbm, dram : int
+        Most physical memory to take, in bytes.
+    device : int
+        Number of the GPU.
+
+    Raises
+    ------
+    CoreError
+        If the library was not built, or the driver lacks what the backend needs.
+    """
+
+    def __init__(self, backend: str, hbm: int, dram: int, device: int = 0) -> None:
+        self._library = library()
+        self._core = ctypes.c_void_p()
+        self._check(self._library.tn_open(backend.encode(), device, hbm, dram, ctypes.byref(self._core)))
+
+    @classmethod
+    def at(cls, address: int) -> Core:
+        """The core that the adapter made; it stays the adapter's, and is not to be closed."""
+        core = cls.__new__(cls)
+        core._library, core._core = library(), ctypes.c_void_p(address)
+        return core
+
+    def close(self) -> None:
+        """Give everything back. Nothing may be in use. Idempotent."""
+        if self._core.value is not None:
+            core, self._core = self._core, ctypes.c_void_p()
+            self._check(self._library.tn_close(core))
+
+    def allocate(self, nbytes: int, stream: int = 0, pool: int = 0) -> int:
+        """Address of `nbytes` of memory for work on `stream`, aligned to 512 bytes.
+
+        Raises
+        ------
+        CoreFull
+            If every tier is full.
+        """
+        address = _U64()
+        self._check(self._library.tn_allocate(self._core, nbytes, stream, pool, ctypes.byref(address)))
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Give a block back; work of its stream may still be using it."""
+        self._check(self._library.tn_free(self._core, address))
+
+    def used_on(self, address: int, stream: int) -> None:
+        """The block is used on `stream` as well: it is handed out again when that is done with it."""
+        self._check(self._library.tn_used_on(self._core, address, stream))
+
+    def reader(self, stream: int) -> None:
+        """Work on `stream` may read blocks after they were given back: their pages are not unmapped under it."""
+        self._check(self._library.tn_reader(self._core, stream))
+
+    def trim(self) -> None:
+        """Return idle memory to the system; waits for the streams that used it."""
+        self._check(self._library.tn_trim(self._core))
+
+    def retire(self, pool: int) -> None:
+        """A private pool's memory, once it is free, may serve others."""
+        self._check(self._library.tn_pool_retire(self._core, pool))
+
+    def state(self, on: bool) -> None:
+        """Whether the requests that follow live as long as the program (an optimizer makes its state)."""
+        self._library.tn_class(self._core, int(on))
+
+    def limit(self, tier: int, nbytes: int) -> None:
+        """Change how much physical memory may be taken."""
+        self._check(self._library.tn_limit(self._core, tier, nbytes))
+
+    def mark(self) -> None:
+        """A period ends, and the next begins."""
+        self._library.tn_mark(self._core)
+
+    def log(self, ago: int = 0) -> tuple[npt.NDArray[Any], int]:
+        """The requests of the last whole period, or of the one before it, as `REQUEST`; and its number of events."""
+        events = _U64()
+        count = self._library.tn_log(self._core, ago, None, 0, ctypes.byref(events))
+        requests = np.empty(count, REQUEST)
+        self._library.tn_log(self._core, ago, requests.ctypes.data, count, ctypes.byref(events))
+        return requests, events.value
+
+    def plan(self, foreseen: Foreseen) -> None:
+        """Lay out the periods to come, the present one included.
+
+        Raises
+        ------
+        CoreFull
+            If the tiers have no room for the region; then there is no layout any more.
+        """
+        sizes, places = foreseen.sizes.astype(np.uint64), foreseen.offsets
+        order = np.argsort(-foreseen.visits, kind="stable").astype(np.uint32)
+        pointers = (sizes.ctypes.data, places.ctypes.data, len(order), order.ctypes.data)
+        self._check(self._library.tn_plan(self._core, foreseen.stream, len(sizes), *pointers))
+
+    def unplan(self) -> None:
+        """Forget the layout: everything goes where it fits best."""
+        self._library.tn_unplan(self._core)
+
+    def move(self, address: int, tier: int) -> None:
+        """Put the whole pages of a block on `tier`, under the same address; waits for all streams."""
+        self._check(self._library.tn_move(self._core, address, tier))
+
+    def on(self, address: int, tier: int) -> int:
+        """Bytes of a block that lie on `tier`."""
+        return int(self._library.tn_on(self._core, address, tier))
+
+    def counts(self) -> Counts:
+        """What was counted so far."""
+        stats = _Stats()
+        self._library.tn_get_stats(self._core, ctypes.byref(stats))
+        plain = {name: getattr(stats, name) for name in _PLAIN}
+        return Counts(
+            allocated=stats.allocated[0].current,
+            allocated_peak=stats.allocated[0].peak,
+            hbm=plain["hbm_bytes"],
+            hbm_peak=plain["hbm_peak"],
+            hbm_limit=plain["hbm_limit"],
+            dram=plain["dram_bytes"],
+            dram_peak=plain["dram_peak"],
+            idle=plain["idle_bytes"],
+            **{name: plain[name] for name in ("maps", "unmaps", "waits", "planned", "departed", "misplaced")},
+        )
+
+    def reset_peaks(self) -> None:
+        """Peaks begin anew at what is in use now."""
+        self._library.tn_reset_peaks(self._core)
+
+    def blocks(self) -> npt.NDArray[Any]:
+        """All mapped blocks, as `BLOCK`, by heap and address."""
+        capacity = int(self._library.tn_blocks(self._core, None, 0)) + 64  # other threads may add some
+        blocks = np.empty(capacity, BLOCK)
+        return blocks[: min(capacity, int(self._library.tn_blocks(self._core, blocks.ctypes.data, capacity)))]
+
+    def _check(self, status: int) -> None:
+        if status:
+            text = self._library.tn_last_error().decode()
+            raise (CoreFull if status == _FULL else CoreError)(text)

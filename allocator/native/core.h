@@ -1,0 +1,119 @@
+/* The allocator's core: a plain C interface, used by Python (ctypes) and by the adapter under PyTorch.
+ *
+ * A core serves one device. Every call may be made from any thread. Calls that return `int` return 0, or one of the
+ * codes below; `tn_last_error` then tells why, per thread. Nothing exits, aborts or throws.
+ */
+#ifndef TIERS_CORE_H
+#define TIERS_CORE_H
+
+#include <stdint.h>
+
+#define TN_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { TN_OK = 0, TN_FULL = 1, TN_DRIVER = 2, TN_INVALID = 3 };
+enum { TN_HBM = 0, TN_DRAM = 1 };
+/* Lifetime classes a program can tell us about: where requests go while nothing is known of their deaths. */
+enum { TN_ANY = 0, TN_STATE = 1 };
+
+typedef struct tn_core tn_core;
+
+/* `backend` is "cuda" or "memfd"; limits in bytes, rounded down to pages. */
+TN_API int tn_open(const char *backend, int device, uint64_t hbm_limit, uint64_t dram_limit, tn_core **core);
+/* Give everything back. No address of the core may be in use, and no work on its streams under way. */
+TN_API int tn_close(tn_core *core);
+TN_API const char *tn_last_error(void);
+
+/* Memory for work on `stream`, aligned to 512 bytes. TN_FULL when every tier that the device can address is full. */
+TN_API int tn_allocate(tn_core *core, uint64_t bytes, uint64_t stream, uint64_t pool, uint64_t *address);
+/* TN_INVALID if nothing in use begins there. May be called while work of the block's stream is under way. */
+TN_API int tn_free(tn_core *core, uint64_t address);
+/* The block is used on `stream`, too: once freed, it is handed out again when that stream is done with it. */
+TN_API int tn_used_on(tn_core *core, uint64_t address, uint64_t stream);
+/* Begin and bytes of the block in use that holds `address`. */
+TN_API int tn_block_of(tn_core *core, uint64_t address, uint64_t *begin, uint64_t *bytes);
+TN_API int tn_owns(tn_core *core, uint64_t address);
+
+/* Pools other than 0 are private, such as a CUDA graph's: their memory stays mapped until they are retired. */
+TN_API int tn_pool_retire(tn_core *core, uint64_t pool);
+/* Bytes in use in a pool. */
+TN_API uint64_t tn_pool_used(tn_core *core, uint64_t pool);
+/* Take back all blocks of a private pool at once; then put one at a given address (a graph's checkpointed state). */
+TN_API int tn_pool_clear(tn_core *core, uint64_t pool);
+TN_API int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint64_t requested);
+
+/* The class of the requests that follow. */
+TN_API void tn_class(tn_core *core, int lifetime_class);
+TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
+/* Work on `stream` may read blocks after they were given back, in the order that their own stream waits for: their pages
+ * are not unmapped under it. */
+TN_API int tn_reader(tn_core *core, uint64_t stream);
+/* Return idle memory of all pools that are not private to the system; waits for their streams. */
+TN_API int tn_trim(tn_core *core);
+
+/* ---- The sequence of requests, and the layout planned for it ---- */
+
+typedef struct {
+  uint64_t bytes;  /* as rounded */
+  uint64_t stream;
+  int64_t birth;   /* event of the period; requests and frees count alike */
+  int64_t death;   /* event of the period, plus `events` if it died in the next one; -1: alive */
+  int64_t lifetime_class;
+} tn_request;
+
+/* A period ends and the next begins. */
+TN_API void tn_mark(tn_core *core);
+/* The log of the period before the present one (0), or the one before that (1), of pool 0. Returns how many requests
+ * it has; copies at most `capacity`. */
+TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events);
+/* From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at `offsets[k]` in
+ * a region of `pages` pages; UINT64_MAX: elsewhere. Where HBM does not hold the region, the pages that come last in
+ * `order`, a permutation of them, lie in DRAM. Waits for the stream. TN_FULL: the tiers have no room for the region, and
+ * there is no layout any more. */
+TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets,
+                   uint64_t pages, const uint32_t *order);
+TN_API void tn_unplan(tn_core *core);
+
+/* ---- Where memory lies ---- */
+
+/* Put the whole pages of a block on `tier`. Waits for all streams. */
+TN_API int tn_move(tn_core *core, uint64_t address, int tier);
+/* Bytes of a block that lie on `tier`. */
+TN_API uint64_t tn_on(tn_core *core, uint64_t address, int tier);
+
+/* ---- Counters ---- */
+
+typedef struct {
+  int64_t current, peak, gained, lost;
+} tn_stat;
+enum { TN_ALL = 0, TN_SMALL = 1, TN_LARGE = 2, TN_SIZES = 3 };
+typedef struct {
+  tn_stat allocations[3], allocated[3], requested[3], active[3], active_blocks[3];
+  int64_t hbm_bytes, hbm_peak, dram_bytes, dram_peak; /* physical pages */
+  int64_t hbm_limit, dram_limit;
+  int64_t idle_bytes;                                 /* mapped, and not in use */
+  int64_t largest_idle;
+  int64_t maps, unmaps, waits, retries, failures;
+  int64_t planned, departed, misplaced; /* requests served where planned; not as planned; whose place was taken */
+} tn_stats;
+TN_API void tn_get_stats(tn_core *core, tn_stats *out);
+TN_API void tn_reset_peaks(tn_core *core);
+TN_API void tn_reset_totals(tn_core *core);
+
+typedef struct {
+  uint64_t address, bytes, requested, stream, pool;
+  int32_t kind; /* 0 void (never listed), 1 free, 2 used, 3 held */
+  int32_t tier;
+  uint64_t segment; /* equal for blocks of one run of mapped pages */
+  int64_t lifetime_class;
+} tn_block;
+/* All mapped blocks, by heap and address. Returns how many there are; copies at most `capacity`. */
+TN_API uint64_t tn_blocks(tn_core *core, tn_block *out, uint64_t capacity);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,123 @@
+// The blocks of one reserved range of addresses, in the order of their addresses.
+//
+// A block is `Void` (no memory is mapped), `Free`, `Used`, or `Held`: given back, yet still read by work on another
+// stream. Neighbours that are both Void or both Free are one block. Void blocks are whole pages; Free and Used ones
+// meet anywhere. A heap belongs to one stream, so that a block that was given back may be handed out at once: the
+// stream runs its work in order.
+//
+// Not safe for threads; the core locks.
+#pragma once
+
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "pages.h"
+
+namespace tiers {
+
+constexpr uint64_t kAlignment = 512;  // of blocks, and PyTorch's: kernels choose their code path by alignment
+
+enum class Kind : uint8_t { Void, Free, Used, Held };
+
+struct Block {
+  uint64_t address = 0, bytes = 0;
+  Kind kind = Kind::Void;
+  bool small = false;
+  uint64_t requested = 0;
+  uint32_t period = 0, request = 0;  // where the log tells of its birth
+  std::vector<Stream> streams;       // that use it besides its heap's own
+};
+
+struct Range {
+  uint64_t begin = 0, end = 0;
+};
+
+class Heap {
+ public:
+  Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t base, uint64_t bytes,
+       bool state);
+
+  bool contains(uint64_t address) const { return address >= base_ && address < base_ + bytes_; }
+
+  // The smallest free block that holds `bytes` without touching `but`, cut to size; null if there is none.
+  Block *fit(uint64_t bytes, Range but = {});
+  // The block `[address, address + bytes)`, mapping pages where some are missing; null if part of it is taken.
+  Block *place(uint64_t address, uint64_t bytes);
+  // Where a block of `bytes` that does not touch `but` could begin, with the fewest pages to map for it; false where
+  // the range is too small.
+  struct Growth {
+    uint64_t begin = 0, address = 0, pages = 0;
+  };
+  bool growth(uint64_t bytes, Range but, Growth *out) const;
+  // That block.
+  Status grow(const Growth &growth, uint64_t bytes, Block **out);
+
+  Block *find(uint64_t address);  // the block in use that begins at `address`, or null
+  void free(Block *block);
+
+  // Whole free pages, which `surrender` could unmap.
+  uint64_t idle_pages() const;
+  // Unmap up to `count` whole free pages, from the largest blocks first. The stream must have been synchronised.
+  Status surrender(uint64_t count, uint64_t *surrendered);
+  // Unmap the whole free pages outside of `[address, address + bytes)`. The stream must have been synchronised.
+  Status surrender_outside(uint64_t address, uint64_t bytes);
+  // Unmap whole free pages of a tier that is not this heap's. The stream must have been synchronised.
+  Status surrender_foreign();
+
+  // A run of `bytes` without blocks in use, as much of it mapped as there is. False if the range is too small.
+  bool find_run(uint64_t bytes, uint64_t *address) const;
+  // Map the free run `[address, address + pages)` anew: `in_hbm[i]` says of each page whether it lies in HBM or in DRAM.
+  Status lay_out(uint64_t address, const std::vector<bool> &in_hbm);
+  // Map what is missing in `[address, address + bytes)`, in this heap's tier while it lasts and in DRAM after that.
+  Status back(uint64_t address, uint64_t bytes);
+  // Bytes of `[address, address + bytes)` on pages of `tier`.
+  uint64_t on(Tier tier, uint64_t address, uint64_t bytes) const;
+  // Put the whole pages within `[address, address + bytes)` on pages of `tier`; what they hold moves along. Nothing may
+  // be at work on them. `alias` is a reserved range of `alias_pages` pages.
+  Status move(uint64_t address, uint64_t bytes, Tier tier, uint64_t alias, uint64_t alias_pages);
+
+  // Unmap everything and give the addresses back. Nothing may be at work on them.
+  Status close();
+
+  Stream stream() const { return stream_; }
+  Tier tier() const { return tier_; }
+  bool state() const { return state_; }  // whether what lives as long as the program lies here, apart from the rest
+  uint64_t mapped() const { return mapped_; }
+  uint64_t maps() const { return maps_; }
+  uint64_t unmaps() const { return unmaps_; }
+  const std::map<uint64_t, Block> &blocks() const { return blocks_; }
+
+ private:
+  using Iterator = std::map<uint64_t, Block>::iterator;
+
+  Block *cut(Iterator block, uint64_t address, uint64_t bytes);
+  Iterator split(Iterator block, uint64_t address);
+  void convert(uint64_t address, uint64_t bytes, Kind kind);
+  Iterator merge(Iterator block);
+  void enlist(const Block &block);
+  void delist(const Block &block);
+  Status map(uint64_t address, uint64_t count, Tier tier);
+  Status unmap(uint64_t address, uint64_t count);
+  uint64_t index(uint64_t address) const { return (address - base_) / kPage; }
+
+  struct Page {
+    Handle handle = 0;
+    Tier tier = kHbm;
+  };
+
+  Primitives &primitives_;
+  Pages (&pages_)[kTiers];
+  Tier tier_;
+  Stream stream_;
+  uint64_t base_, bytes_;
+  bool state_;
+  uint64_t mapped_ = 0, maps_ = 0, unmaps_ = 0;
+  std::map<uint64_t, Block> blocks_;                 // by address; they cover the range
+  std::set<std::pair<uint64_t, uint64_t>> free_;     // (bytes, address) of Free blocks
+  std::set<uint64_t> void_;                          // addresses of Void blocks
+  std::vector<Page> table_;                          // by page of the range, as far as any was mapped
+};
+
+}  // namespace tiers

@@ -1,0 +1,50 @@
+#include "pages.h"
+
+namespace tiers {
+
+std::string &last_error() {
+  thread_local std::string text;
+  return text;
+}
+
+Status fail(Status status, const std::string &text) {
+  last_error() = text;
+  return status;
+}
+
+Status Pages::take(uint64_t count, std::vector<Handle> *out) {
+  if (count > available()) return fail(Status::Full, tier_ == kHbm ? "hbm is full" : "dram is full");
+  std::vector<Handle> taken;
+  taken.reserve(count);
+  while (taken.size() < count) {
+    if (!idle_.empty()) {
+      taken.push_back(idle_.back());
+      idle_.pop_back();
+      continue;
+    }
+    Handle handle = 0;
+    Status status = primitives_.create(tier_, &handle);
+    if (status != Status::Ok) {
+      give(taken);
+      return status;
+    }
+    ++made_;
+    taken.push_back(handle);
+  }
+  most_ = made_ > most_ ? made_ : most_;
+  out->insert(out->end(), taken.begin(), taken.end());
+  return Status::Ok;
+}
+
+Status Pages::trim() {
+  Status worst = Status::Ok;
+  for (Handle handle : idle_) {
+    Status status = primitives_.release(tier_, handle);
+    worst = worst == Status::Ok ? status : worst;
+  }
+  made_ -= idle_.size();
+  idle_.clear();
+  return worst;
+}
+
+}  // namespace tiers

@@ -1,0 +1,68 @@
+// The primitives of memory: what the core asks of a driver, and nothing else.
+//
+// Two implementations: `cuda` (virtual memory management of the CUDA driver, opened with dlopen) and `memfd`
+// (anonymous files mapped into host memory), so that everything above is tested on machines without a GPU.
+//
+// A *handle* is one page of physical memory in one tier. An *address* is a place in a reserved range; memory is
+// reached through it only while a handle is mapped there. All sizes and addresses are multiples of `kPage`.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace tiers {
+
+constexpr uint64_t kPage = uint64_t{2} << 20;
+
+enum Tier : int { kHbm = 0, kDram = 1, kTiers = 2 };
+
+// What every call returns. `Full` is no failure of the driver: there is no memory left, and the caller may go on.
+enum class Status : int { Ok = 0, Full = 1, Driver = 2, Invalid = 3 };
+
+using Handle = uint64_t;  // 0 is none
+using Stream = uint64_t;  // the driver's own handle of a stream; 0 is the default stream
+using Event = uint64_t;
+
+// The text of the last failure in this thread; empty before the first.
+std::string &last_error();
+Status fail(Status status, const std::string &text);
+
+class Primitives {
+ public:
+  virtual ~Primitives() = default;
+
+  // Reserve addresses that no memory backs. `Full` when the address space is used up.
+  virtual Status reserve(uint64_t bytes, uint64_t *address) = 0;
+  // Give addresses back. Nothing may be mapped in them.
+  virtual Status unreserve(uint64_t address, uint64_t bytes) = 0;
+
+  // Make one page of physical memory. `Full` when the tier has none left.
+  virtual Status create(Tier tier, Handle *handle) = 0;
+  // Give a page back to the system. It must not be mapped anywhere.
+  virtual Status release(Tier tier, Handle handle) = 0;
+
+  // Map `count` pages at `address`, which must be reserved and not mapped; readable and writable when it returns.
+  // On failure nothing is mapped.
+  virtual Status map(uint64_t address, const Handle *handles, uint64_t count) = 0;
+  // Unmap `count` pages at `address`. No work under way may touch them: the caller waits for it first.
+  virtual Status unmap(uint64_t address, uint64_t count) = 0;
+
+  // Copy between mapped addresses; done when it returns.
+  virtual Status copy(uint64_t to, uint64_t from, uint64_t bytes) = 0;
+
+  // Wait until all work that `stream` was given is done.
+  virtual Status synchronize(Stream stream) = 0;
+  // The end of what `stream` was given so far.
+  virtual Status record(Stream stream, Event *event) = 0;
+  // Whether it was passed. The event is destroyed when `*passed` is set.
+  virtual Status query(Event event, bool *passed) = 0;
+  // Whether `stream` is being captured into a graph: its work has not run, and no event of it can be waited for.
+  virtual bool capturing(Stream stream) = 0;
+};
+
+// `Driver` with the reason in `last_error` where there is no such driver, or it lacks virtual memory management.
+Status open_cuda(int device, std::unique_ptr<Primitives> *out);
+Status open_memfd(std::unique_ptr<Primitives> *out);
+
+}  // namespace tiers

@@ -1,0 +1,151 @@
+"""The page-grouping allocator of a process: PyTorch's CUDA memory on our pages.
+
+Installs the core under PyTorch, tells it where periods end, and gives it the layout that the last one
+calls for. Pages lie in HBM while its budget lasts, and in DRAM that the GPU addresses after that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from allocator import adapter
+from allocator.ledger import Account
+from allocator.native import Core, CoreError, CoreFull, Counts
+from allocator.sequence import STATE, Foreseen, Log, Watch, foresee, repeats
+from allocator.sinking import State, sink_or_rise
+from allocator.sizes import PAGE, GiB, MiB, format_size, round_up
+
+log = logging.getLogger("tiers")
+
+HBM, DRAM = 0, 1
+USED = 2  # of a block's kinds
+STEP = 256 * MiB  # of DRAM to claim at a time
+
+
+class PageAllocator:
+    """What the cores of all GPUs share. Made before CUDA is initialised; lasts as long as the process.
+
+    Parameters
+    ----------
+    library : Path
+        The adapter, as `allocator.adapter.build` returns it.
+    hbm : int
+        Budget per GPU, in bytes; 0 for all that is free.
+    dram : int
+        Most DRAM to map, in bytes.
+    account : Account, optional
+        Where DRAM is claimed before it is taken; without one, `dram` is this process's alone.
+    """
+
+    def __init__(self, library: Path, hbm: int, dram: int, account: Account | None) -> None:
+        self._library = library
+        self._hbm = hbm
+        self._dram = dram
+        self._account = account
+        self._granted = 0 if account else dram
+        self._lock = threading.Lock()  # guards what was granted
+        self._watches: dict[int, Watch] = {}
+        self._departed: dict[int, int] = {}
+
+    def install(self) -> None:
+        """Become PyTorch's allocator for CUDA memory.
+
+        Raises
+        ------
+        NoAdapter
+            If CUDA is initialised already.
+        """
+        adapter.install(self._library, self._hbm, self._granted, self._more)
+
+    def cores(self) -> Iterator[tuple[int, Core]]:
+        """The GPUs from which memory was asked for, and their cores."""
+        for device in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+            core = adapter.core_of(self._library, device)
+            if core is not None:
+                yield device, core
+
+    def begin(self) -> None:
+        """The first period begins: what was asked for so far was of no period."""
+        for _, core in self.cores():
+            core.mark()
+
+    def period_over(self) -> None:
+        """A period ends: where its sequence of requests is new, plan the next one's layout after it."""
+        for device, core in self.cores():
+            core.mark()
+            counts = core.counts()
+            departed = counts.departed + counts.misplaced
+            since, self._departed[device] = departed - self._departed.get(device, 0), departed
+            last, before = Log(*core.log(0)), Log(*core.log(1))
+            watch = self._watches.setdefault(device, Watch())
+            look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
+            if self._sink(device, core, counts) or look:
+                foreseen = foresee(last, before)
+                if foreseen is not None:
+                    self._plan(device, core, foreseen)
+
+    def _plan(self, device: int, core: Core, foreseen: Foreseen) -> None:
+        while True:
+            try:
+                core.plan(foreseen)
+                return
+            except CoreFull as full:
+                if not self._more(device, GiB):  # the part of the region that does not fit into HBM
+                    log.warning("no layout for the next steps (%s): blocks go where they fit best", full)
+                    return
+
+    def _sink(self, device: int, core: Core, counts: Counts) -> bool:
+        """Have state make room in HBM for what lies in DRAM, or take it back; whether anything moved."""
+        if not counts.dram:
+            return False
+        blocks = core.blocks()
+        # A block without a whole page of its own cannot move.
+        blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
+        state = [State(int(b["address"]), int(b["bytes"]), int(b["bytes"]) if b["tier"] == DRAM else 0) for b in blocks]
+        spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
+        sink, rise = sink_or_rise(state, dram=counts.dram, spare=spare, budget=counts.hbm_limit)
+        moved = 0
+        for tier, addresses in ((DRAM, sink), (HBM, rise)):
+            for address in addresses:
+                try:
+                    core.move(address, tier)
+                except CoreFull:
+                    if tier == HBM or not self._more(device, GiB):
+                        break
+                    core.move(address, tier)
+                moved += 1
+        if moved:
+            text = "%d blocks of optimizer state now lie in %s, to keep in hbm what is used more"
+            log.info(text, moved, "dram" if sink else "hbm")
+        return moved > 0
+
+    def state(self, on: bool) -> None:
+        """Whether what is asked for from now on lives as long as the program, as an optimizer's state does."""
+        for _, core in self.cores():
+            core.state(on)
+
+    def _more(self, device: int, nbytes: int) -> bool:
+        """Every tier is full for a request of `nbytes`: claim more DRAM; whether to try again.
+
+        Called by the adapter, from any thread, without any lock of the core's.
+        """
+        core = adapter.core_of(self._library, device)
+        if core is None or self._account is None:
+            return False
+        with self._lock:
+            wanted = min(max(STEP, round_up(nbytes, PAGE)), self._dram - self._granted)
+            claimed = self._account.claim(wanted, least=PAGE) if wanted > 0 else 0
+            if not claimed:
+                return False
+            self._granted += claimed
+            try:
+                core.limit(DRAM, self._granted)
+            except CoreError:
+                log.exception("the core does not take %s more of dram", format_size(claimed))
+                return False
+        return True

@@ -1,0 +1,146 @@
+"""The sequence of a period's requests, and what it foretells of the next period. Pure functions.
+
+The requests of a training step repeat, size by size, and so do their deaths. So the log of one period
+is the layout of those that follow (Sentinel, HPCA'21, section 4, groups by lifetime what it has seen in
+profiled steps; here every block has the place that its lifetime leaves free).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from allocator.packing import Ints, Layout, pack
+from allocator.sizes import PAGE
+
+ELSEWHERE = 2**64 - 1
+STATE = 1  # the class of what lives as long as the program
+
+TOLERATED = 4  # requests that may come otherwise than foreseen in a period that repeats the one before
+TOLERATED_SHARE = 0.002  # of the requests, in a period that does not
+EAGER = 8  # looks in a row that are not put off: programs take some steps to settle
+LONGEST_PAUSE = 128  # periods between two looks at a sequence that never repeats
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What comes in the next period, in order, and where it is to lie.
+
+    Attributes
+    ----------
+    stream : int
+        The stream that the requests are for.
+    sizes : array of int64, shape (requests,)
+        In bytes.
+    offsets : array of uint64, shape (requests,)
+        In bytes from the region's begin; `ELSEWHERE` for what has no place in it.
+    visits : array of int64, shape (pages,)
+        How many requests come to lie on each page of the region, which tells how busy it is.
+    """
+
+    stream: int
+    sizes: Ints
+    offsets: npt.NDArray[np.uint64]
+    visits: Ints
+
+    @property
+    def total(self) -> int:
+        """Bytes of the region, in whole pages."""
+        return len(self.visits) * PAGE
+
+
+@dataclass(frozen=True)
+class Log:
+    """The requests of one period.
+
+    Attributes
+    ----------
+    requests : structured array
+        With the fields ``bytes``, ``stream``, ``birth``, ``death`` and ``class``; a death at or past `events` lies in
+        the period after it, and -1 says that there was none so far.
+    events : int
+        Requests and frees of the period.
+    """
+
+    requests: npt.NDArray[Any]
+    events: int
+
+
+def foresee(last: Log, before: Log | None = None) -> Foreseen | None:
+    """Expect the last period to come again, on the stream that asks for the most.
+
+    What was alive at its end dies in the next period, if the one before the last had the same sequence and
+    there it did. Otherwise it is expected again and has no place: where it stayed it would be in the way.
+    What is known to live as long as the program does not come again.
+
+    Returns
+    -------
+    Foreseen or None
+        None if nothing that was asked for died.
+    """
+    requests = last.requests
+    if not len(requests):
+        return None
+    streams, number = np.unique(requests["stream"], return_inverse=True)
+    main = int(np.argmax(np.bincount(number, weights=requests["bytes"].astype(np.float64))))
+    births, deaths = requests["birth"].astype(np.int64), requests["death"].astype(np.int64)
+    if before is not None and repeats(last, before):
+        wraps = (deaths < 0) & (before.requests["death"] >= before.events)
+        deaths[wraps] = before.requests["death"][wraps] - before.events + last.events
+    comes = (number == main) & ((deaths >= 0) | (requests["class"] != STATE))
+    births, deaths, sizes = births[comes], deaths[comes], requests["bytes"][comes].astype(np.int64)
+    placed = (deaths >= 0) & (deaths - births <= last.events)
+    if not placed.any():
+        return None
+    layout = pack(sizes[placed], births[placed], deaths[placed], last.events)
+    offsets = np.full(len(sizes), ELSEWHERE, np.uint64)
+    offsets[placed] = layout.offsets
+    return Foreseen(int(streams[main]), sizes, offsets, _visits(layout, sizes[placed]))
+
+
+def _visits(layout: Layout, sizes: Ints) -> Ints:
+    change = np.zeros(layout.total // PAGE + 2, np.int64)
+    np.add.at(change, layout.offsets // PAGE, 1)
+    np.add.at(change, (layout.offsets + sizes - 1) // PAGE + 1, -1)
+    return np.cumsum(change)[: -(-layout.total // PAGE)]
+
+
+def repeats(last: Log, before: Log) -> bool:
+    """Whether two periods had the same requests, which died at the same events."""
+    return last.events == before.events and all(
+        np.array_equal(last.requests[field], before.requests[field]) for field in ("bytes", "stream", "birth")
+    )
+
+
+class Watch:
+    """Decides after each period whether its log is worth a new layout."""
+
+    def __init__(self) -> None:
+        self._period = 0
+        self._looks = 0  # one after the other without a period as foreseen
+        self._until = 0
+
+    def period_over(self, requests: int, departed: int, *, repeated: bool) -> bool:
+        """Take note of a period in which `departed` of `requests` came otherwise than foreseen; whether to look anew.
+
+        A sequence that has repeated is looked at if anything departed from what was foreseen: the program has
+        settled, and the layout was made before. One that is new in every period (shapes, routing) is looked at
+        ever more rarely.
+
+        Parameters
+        ----------
+        repeated : bool
+            Whether the period was the same as the one before.
+        """
+        self._period += 1
+        if self._looks and departed <= (TOLERATED if repeated else TOLERATED_SHARE * requests):
+            self._looks = 1
+            return False
+        if not requests or self._period < self._until:
+            return False
+        self._looks += 1
+        self._until = self._period + min(LONGEST_PAUSE, 1 << max(0, self._looks - EAGER))
+        return True

@@ -1,0 +1,181 @@
+"""Allocators side by side on one GPU: step time, reserved memory and start-up, a process each, step by step in turn.
+
+``python -m benchmarks.allocators --workload reference_gpt --rounds 200 --variants plain,expandable,pages``
+
+An allocator is chosen before CUDA is initialised, so each variant is a process of its own; they take turns
+step by step, so that a clock that drifts hits all of them. The GPU must hold all of them at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from allocator.sizes import GiB
+from benchmarks.alternate import Ratio, median_ratio, sm_clock
+
+VARIANTS = {
+    "plain": {},
+    "expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    "pages": {"TIERS_ALLOCATOR": "pages", "TIERS_POLICY": "keep"},
+}
+WARMUP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant; times in seconds, sizes in bytes, `ratio` to the first variant's steps."""
+
+    variant: str
+    startup: float
+    step: float
+    ratio: Ratio
+    allocated: int
+    reserved: int
+    host_us: float
+
+
+class Worker:
+    """A variant's process, which trains one step when asked."""
+
+    def __init__(self, workload: str, device: str, tiny: bool, environment: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "benchmarks.allocators", "--worker", workload, "--device", device]
+        if tiny:
+            command.append("--tiny")
+        started = time.perf_counter()
+        self._process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.step()
+        self.startup = time.perf_counter() - started
+
+    def step(self) -> dict[str, float]:
+        """Train one step; what the process measured."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker ended with code {self._process.wait()}")
+        measured: dict[str, float] = json.loads(line)
+        return measured
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def work(workload: str, device: str, *, tiny: bool, commands: IO[str], answers: IO[str]) -> None:
+    """Be a worker: a step for every line of `commands`."""
+    import torch
+
+    from benchmarks import workloads
+
+    arguments = {"tiny": True} if tiny else {}
+    job = getattr(workloads, workload)(device, **arguments)
+    cuda = device == "cuda"
+    for _ in commands:
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        loss = job.step()
+        queued = time.perf_counter() - start
+        loss.item()
+        if cuda:
+            torch.cuda.synchronize()
+        answer = {
+            "step": time.perf_counter() - start,
+            "queued": queued,
+            "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
+            "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
+        }
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def compare(workload: str, variants: list[str], rounds: int, *, device: str = "cuda", tiny: bool = False) -> list[Row]:
+    """Let the variants take turns for `rounds` rounds."""
+    workers = {name: Worker(workload, device, tiny, VARIANTS[name]) for name in variants}
+    try:
+        for worker in workers.values():
+            for _ in range(WARMUP):
+                worker.step()
+        seen: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+        for k in range(rounds):
+            turn = k % len(variants)
+            for name in variants[turn:] + variants[:turn]:
+                seen[name].append(workers[name].step())
+    finally:
+        for worker in workers.values():
+            worker.close()
+    times = {name: [one["step"] for one in measured] for name, measured in seen.items()}
+    return [
+        Row(
+            name,
+            workers[name].startup,
+            float(np.median(times[name])),
+            median_ratio(times[name], times[variants[0]]),
+            int(max(one["allocated"] for one in seen[name])),
+            int(max(one["reserved"] for one in seen[name])),
+            float(np.median([one["queued"] for one in seen[name]]) * 1e6),
+        )
+        for name in variants
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """Rows as a Markdown table."""
+    lines = [
+        "| variant | start-up, first step | step | ratio (95%) | allocated | reserved | reserved / allocated |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = f"{row.ratio.median:.4f} ({row.ratio.low:.4f} to {row.ratio.high:.4f})"
+        share = row.reserved / row.allocated if row.allocated else float("nan")
+        lines.append(
+            f"| {row.variant} | {row.startup:.1f} s | {row.step * 1e3:.1f} ms | {ratio} "
+            f"| {row.allocated / GiB:.3f} GiB | {row.reserved / GiB:.3f} GiB | {share:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.allocators", description=__doc__)
+    parser.add_argument("--workload", default="reference_gpt")
+    parser.add_argument("--variants", default="plain,pages", help=", ".join(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", metavar="WORKLOAD", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments.worker, arguments.device, tiny=arguments.tiny, commands=sys.stdin, answers=sys.stdout)
+        return
+    before = sm_clock()
+    rows = compare(
+        arguments.workload,
+        arguments.variants.split(","),
+        arguments.rounds,
+        device=arguments.device,
+        tiny=arguments.tiny,
+    )
+    print(f"{arguments.workload}, {arguments.rounds} rounds, SM clock {before} to {sm_clock()} MHz\n")
+    print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+// Threads that allocate, free, move and plan at once, for a sanitiser to watch. Usage: stress SECONDS SEED
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "core.h"
+
+namespace {
+
+constexpr int kThreads = 8;
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+struct Block {
+  uint64_t address, bytes;
+  unsigned char stamp;
+};
+
+std::atomic<int> failures{0};
+
+void expect(bool holds, const char *what) {
+  if (holds) return;
+  ++failures;
+  std::fprintf(stderr, "does not hold: %s (%s)\n", what, tn_last_error());
+}
+
+bool intact(const Block &block) {
+  auto *memory = reinterpret_cast<unsigned char *>(block.address);
+  return memory[0] == block.stamp && memory[block.bytes - 1] == block.stamp;
+}
+
+void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::time_point until) {
+  std::mt19937 random(seed * 1000 + thread);
+  std::vector<Block> blocks;
+  auto drop = [&](size_t i) {
+    expect(intact(blocks[i]), "a block holds what was written");
+    expect(tn_free(core, blocks[i].address) == TN_OK, "a block in use can be freed");
+    blocks[i] = blocks.back();
+    blocks.pop_back();
+  };
+  while (std::chrono::steady_clock::now() < until) {
+    unsigned dice = random() % 1000;
+    if (blocks.empty() || (dice < 500 && blocks.size() < 60)) {
+      uint64_t bytes = dice % 4 ? 1 + random() % 8192 : 1 + random() % (4 * kMiB), address = 0;
+      int status = tn_allocate(core, bytes, thread % 4, dice % 10 == 0, &address);
+      expect(status == TN_OK || status == TN_FULL, "a request is served, or the tiers are full");
+      if (status != TN_OK) {
+        while (!blocks.empty()) drop(0);
+        continue;
+      }
+      Block made{address, bytes, static_cast<unsigned char>(random() % 255 + 1)};
+      auto *memory = reinterpret_cast<unsigned char *>(address);
+      memory[0] = memory[bytes - 1] = made.stamp;
+      blocks.push_back(made);
+    } else if (dice < 980) {
+      if (dice % 7 == 0) tn_used_on(core, blocks[0].address, random() % 4);
+      drop(random() % blocks.size());
+    } else if (dice < 990) {
+      uint64_t sizes[2] = {kMiB, 2 * kMiB}, offsets[2] = {0, kMiB};
+      uint32_t order[2] = {1, 0};
+      int status = tn_plan(core, thread % 4, 2, sizes, offsets, 2, order);
+      expect(status == TN_OK || status == TN_FULL, "a layout is taken, or the tiers are full");
+      tn_mark(core);
+    } else if (dice < 995) {
+      expect(tn_trim(core) == TN_OK, "idle memory goes back");
+    } else {
+      tn_stats stats;
+      tn_get_stats(core, &stats);
+      expect(stats.hbm_bytes <= stats.hbm_limit && stats.dram_bytes <= stats.dram_limit, "the caps hold");
+      std::vector<tn_block> all(4096);
+      tn_blocks(core, all.data(), all.size());
+    }
+  }
+  while (!blocks.empty()) drop(0);
+}
+
+// Moving waits for work on streams, which threads of the host are not: pages are moved while the others stand still.
+void move_all(tn_core *core, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<Block> blocks;
+  for (int i = 0; i < 20; ++i) {
+    Block block{0, (1 + random() % 8) * kMiB, static_cast<unsigned char>(i + 1)};
+    if (tn_allocate(core, block.bytes, 0, 0, &block.address) != TN_OK) break;
+    std::memset(reinterpret_cast<void *>(block.address), block.stamp, block.bytes);
+    blocks.push_back(block);
+  }
+  for (int i = 0; i < 200 && !blocks.empty(); ++i) {
+    int status = tn_move(core, blocks[random() % blocks.size()].address, random() % 2);
+    expect(status == TN_OK || status == TN_FULL, "a block moves, or the tier is full");
+  }
+  for (const Block &block : blocks) {
+    expect(intact(block), "a block that moved holds what was written");
+    expect(tn_free(core, block.address) == TN_OK, "a block that moved can be freed");
+  }
+}
+
+}  // namespace
+
+int main(int, char **arguments) {
+  double seconds = std::atof(arguments[1]);
+  unsigned seed = std::atoi(arguments[2]);
+  std::printf("seed %u\n", seed);
+  tn_core *core = nullptr;
+  if (tn_open("memfd", 0, 256 * kMiB, 128 * kMiB, &core) != TN_OK) return 2;
+  for (int round = 0; round < 4; ++round) {
+    auto until = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                                        std::chrono::duration<double>(seconds / 4));
+    std::vector<std::thread> threads;
+    for (int thread = 0; thread < kThreads; ++thread) threads.emplace_back(work, core, thread, seed + round, until);
+    for (std::thread &thread : threads) thread.join();
+    move_all(core, seed + round);
+  }
+  expect(tn_close(core) == TN_OK, "an empty core closes");
+  return failures ? 1 : 0;
+}

@@ -1,0 +1,365 @@
+"""The native core on anonymous files: blocks, tiers, pools, layouts, counters. No GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from allocator.native import Core, CoreError, CoreFull
+from allocator.sequence import ELSEWHERE, Foreseen
+from allocator.sizes import GiB, MiB
+
+PAGE = 2 * MiB
+HBM, DRAM = 0, 1
+FREE, USED = 1, 2
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    made = Core("memfd", hbm=64 * MiB, dram=64 * MiB)
+    yield made
+    for block in made.blocks():
+        if block["kind"] == USED:
+            made.free(int(block["address"]))
+    made.close()
+
+
+def fill(address: int, nbytes: int, value: int) -> None:
+    ctypes.memset(address, value, nbytes)
+
+
+def holds(address: int, nbytes: int, value: int) -> bool:
+    return ctypes.string_at(address, nbytes) == bytes([value]) * nbytes
+
+
+def plan(core: Core, sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> None:
+    ends = [size + offset for size, offset in zip(sizes, offsets, strict=True) if offset != ELSEWHERE]
+    pages = np.array(visits or [1] * -(-max(ends) // PAGE))
+    core.plan(Foreseen(0, np.array(sizes), np.array(offsets, np.uint64), pages))
+
+
+def test_blocks_are_aligned_as_pytorch_aligns_them_and_can_be_written(core: Core) -> None:
+    addresses = [core.allocate(n) for n in (1, 511, 512, 513, MiB, MiB + 1, 3 * MiB)]
+    assert all(address % 512 == 0 for address in addresses)
+    for value, address in enumerate(addresses):
+        fill(address, 1, value)
+    assert [ctypes.string_at(address, 1)[0] for address in addresses] == list(range(7))
+
+
+def test_what_was_given_back_is_handed_out_again_at_once(core: Core) -> None:
+    first = core.allocate(8 * MiB)
+    core.free(first)
+    assert core.allocate(8 * MiB) == first
+    assert core.counts().hbm == 8 * MiB
+
+
+def test_streams_do_not_share_what_was_given_back(core: Core) -> None:
+    first = core.allocate(8 * MiB, stream=1)
+    core.free(first)
+    assert core.allocate(8 * MiB, stream=2) != first
+
+
+def test_a_block_used_on_another_stream_comes_back_when_that_is_done(core: Core) -> None:
+    block = core.allocate(8 * MiB, stream=1)
+    core.used_on(block, stream=2)
+    core.free(block)
+    assert core.allocate(8 * MiB, stream=1) == block  # without a GPU all work is done when it is given
+
+
+def test_hbm_comes_first_and_dram_when_it_is_full(core: Core) -> None:
+    blocks = [core.allocate(16 * MiB) for _ in range(6)]
+    assert [core.on(block, HBM) > 0 for block in blocks] == [True] * 4 + [False] * 2
+    counts = core.counts()
+    assert (counts.hbm, counts.dram) == (64 * MiB, 32 * MiB)
+
+
+def test_memory_ends_only_where_every_tier_does(core: Core) -> None:
+    for _ in range(8):
+        core.allocate(16 * MiB)
+    with pytest.raises(CoreFull, match="every tier is full"):
+        core.allocate(MiB)
+
+
+def test_idle_hbm_of_another_stream_is_taken_before_dram(core: Core) -> None:
+    core.free(core.allocate(64 * MiB, stream=1))
+    block = core.allocate(48 * MiB, stream=2)
+    assert core.on(block, HBM) == 48 * MiB
+    assert core.counts().dram == 0
+
+
+def test_idle_hbm_in_fragments_is_taken_before_dram(core: Core) -> None:
+    blocks = [core.allocate(8 * MiB) for _ in range(8)]
+    for block in blocks[::2]:
+        core.free(block)
+    block = core.allocate(32 * MiB)
+    assert core.on(block, HBM) == 32 * MiB
+    assert core.counts().dram == 0
+
+
+def test_a_private_pool_keeps_its_memory_until_it_is_retired(core: Core) -> None:
+    core.free(core.allocate(64 * MiB, pool=1))
+    block = core.allocate(32 * MiB)
+    assert core.on(block, DRAM) == 32 * MiB  # a graph may still replay into the pool's pages
+    core.free(block)
+    core.trim()
+    core.retire(1)
+    assert core.on(core.allocate(32 * MiB), HBM) == 32 * MiB
+
+
+def test_what_is_idle_goes_back_to_the_system_when_asked(core: Core) -> None:
+    kept = core.allocate(4 * MiB)
+    core.free(core.allocate(40 * MiB))
+    core.trim()
+    assert core.counts().hbm == 4 * MiB
+    assert holds(kept, 4 * MiB, 0)
+
+
+def test_a_block_moves_between_tiers_under_its_address(core: Core) -> None:
+    block = core.allocate(12 * MiB)
+    fill(block, 12 * MiB, 7)
+    core.move(block, DRAM)
+    assert core.on(block, DRAM) == 12 * MiB
+    assert holds(block, 12 * MiB, 7)
+    core.move(block, HBM)
+    assert core.on(block, HBM) == 12 * MiB
+    assert holds(block, 12 * MiB, 7)
+
+
+def test_a_block_stays_where_it_is_when_the_other_tier_has_no_room() -> None:
+    core = Core("memfd", hbm=16 * MiB, dram=4 * MiB)
+    block = core.allocate(12 * MiB)
+    fill(block, 12 * MiB, 7)
+    with pytest.raises(CoreFull, match="dram is full"):
+        core.move(block, DRAM)
+    assert holds(block, 12 * MiB, 7)
+    core.free(block)
+    core.close()
+
+
+def test_freeing_what_is_not_in_use_is_an_error(core: Core) -> None:
+    block = core.allocate(MiB)
+    core.free(block)
+    for address in (block, block + 512, 12345):
+        with pytest.raises(CoreError, match="nothing in use"):
+            core.free(address)
+
+
+def test_a_request_larger_than_all_tiers_is_refused_and_leaves_nothing(core: Core) -> None:
+    with pytest.raises(CoreFull):
+        core.allocate(GiB)
+    assert core.counts().allocated == 0
+    core.allocate(64 * MiB)
+
+
+def test_the_log_tells_the_events_of_births_and_deaths(core: Core) -> None:
+    core.mark()
+    a = core.allocate(1000)
+    b = core.allocate(2000)
+    core.free(a)
+    core.mark()
+    requests, events = core.log()
+    assert events == 3
+    assert requests["bytes"].tolist() == [1024, 2048]
+    assert requests["birth"].tolist() == [0, 1]
+    assert requests["death"].tolist() == [2, -1]
+    core.free(b)
+    core.mark()
+    before, _ = core.log(1)
+    assert before["death"].tolist() == [2, 3]  # the first event of the period after it
+
+
+def test_a_layout_puts_requests_where_it_says(core: Core) -> None:
+    plan(core, [4 * MiB, 2 * MiB, 4 * MiB], [2 * MiB, 0, 2 * MiB])
+    a = core.allocate(4 * MiB)
+    b = core.allocate(2 * MiB)
+    core.free(a)
+    c = core.allocate(4 * MiB)
+    assert (a, b) == (c, a - 2 * MiB)
+    assert core.counts().planned == 3
+
+
+def test_a_sequence_that_departs_is_served_where_it_fits_and_found_again(core: Core) -> None:
+    sizes = [MiB * n for n in (1, 2, 3, 4, 5)]
+    plan(core, sizes, [0, MiB, 3 * MiB, 6 * MiB, 10 * MiB])
+    core.allocate(MiB)
+    core.allocate(7 * MiB)  # is new
+    core.allocate(3 * MiB)  # 2 MiB does not come
+    core.allocate(4 * MiB)
+    core.allocate(5 * MiB)
+    counts = core.counts()
+    assert (counts.planned, counts.departed) == (3, 2)
+
+
+def test_one_request_more_of_a_common_size_does_not_lose_the_place(core: Core) -> None:
+    sizes = [512, 3 * MiB, 4 * MiB, 512]
+    plan(core, sizes, [0, MiB, 4 * MiB, 8 * MiB])
+    core.allocate(512)
+    core.allocate(512)  # is new, and looks like the last
+    core.allocate(3 * MiB)
+    core.allocate(4 * MiB)
+    core.allocate(512)  # has its place, which the new one was not given
+    counts = core.counts()
+    assert (counts.departed, counts.planned, counts.misplaced) == (1, 4, 0)
+
+
+def test_what_is_elsewhere_in_a_layout_goes_where_it_fits(core: Core) -> None:
+    plan(core, [2 * MiB, 2 * MiB], [ELSEWHERE, 0])
+    a, b = core.allocate(2 * MiB), core.allocate(2 * MiB)
+    assert a != b
+
+
+def test_a_place_that_is_taken_does_no_harm(core: Core) -> None:
+    plan(core, [2 * MiB, 2 * MiB], [0, 0])
+    a, b = core.allocate(2 * MiB), core.allocate(2 * MiB)
+    fill(a, 2 * MiB, 1)
+    fill(b, 2 * MiB, 2)
+    assert holds(a, 2 * MiB, 1)
+    assert core.counts().misplaced == 1
+
+
+def test_a_layout_takes_no_more_memory_than_its_region(core: Core) -> None:
+    for block in [core.allocate(8 * MiB) for _ in range(8)]:
+        core.free(block)
+    plan(core, [4 * MiB], [0])
+    assert core.counts().hbm == 4 * MiB
+
+
+def test_no_page_is_mapped_or_unmapped_in_a_period_that_repeats(core: Core) -> None:
+    plan(core, [3 * MiB, 4 * MiB], [0, 3 * MiB])
+    before = core.counts()
+    for _ in range(10):
+        core.mark()
+        for block in [core.allocate(3 * MiB), core.allocate(4 * MiB)]:
+            core.free(block)
+    after = core.counts()
+    assert (after.maps, after.unmaps) == (before.maps, before.unmaps)
+
+
+def test_a_region_larger_than_hbm_goes_on_in_dram(core: Core) -> None:
+    plan(core, [40 * MiB, 40 * MiB], [0, 40 * MiB])
+    a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
+    assert core.on(a, HBM) + core.on(b, HBM) == 64 * MiB
+    assert core.on(a, DRAM) + core.on(b, DRAM) == 16 * MiB
+
+
+def test_the_busiest_pages_of_a_region_lie_in_hbm(core: Core) -> None:
+    plan(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], visits=[1] * 20 + [2] * 20)
+    a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
+    assert (core.on(a, DRAM), core.on(b, HBM)) == (16 * MiB, 40 * MiB)
+    core.free(a)
+    core.free(b)
+    plan(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], visits=[2] * 20 + [1] * 20)
+    a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
+    assert (core.on(a, HBM), core.on(b, DRAM)) == (40 * MiB, 16 * MiB)
+
+
+def test_a_limit_that_is_lowered_holds_for_what_comes(core: Core) -> None:
+    core.limit(HBM, 8 * MiB)
+    core.allocate(8 * MiB)
+    assert core.on(core.allocate(8 * MiB), DRAM) == 8 * MiB
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(CoreError, match="no such backend"):
+        Core("rocm", hbm=MiB, dram=0)
+
+
+class Blocks(RuleBasedStateMachine):
+    """Any order of requests, frees, moves, trims and layouts: no overlap, no lost byte, no cap exceeded."""
+
+    addresses = Bundle("addresses")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core("memfd", hbm=32 * PAGE, dram=32 * PAGE)
+        self.live: dict[int, tuple[int, int]] = {}
+        self.made = 0
+
+    @rule(
+        target=addresses,
+        nbytes=st.one_of(st.integers(1, 4096), st.integers(1, 6 * PAGE)),
+        stream=st.integers(0, 2),
+        pool=st.sampled_from([0, 0, 0, 1]),
+    )
+    def allocate(self, nbytes: int, stream: int, pool: int) -> int:
+        try:
+            address = self.core.allocate(nbytes, stream, pool)
+        except CoreFull:
+            return 0
+        self.made += 1
+        value = self.made % 251 + 1
+        for begin, (size, _) in self.live.items():
+            assert address + nbytes <= begin or begin + size <= address
+        self.live[address] = (nbytes, value)
+        for at in {address, address + nbytes - 1}:
+            fill(at, 1, value)
+        return address
+
+    @rule(address=consumes(addresses))
+    def free(self, address: int) -> None:
+        if address in self.live:
+            self.check(address)
+            self.core.free(address)
+            del self.live[address]
+
+    @rule(address=addresses, stream=st.integers(0, 2))
+    def use(self, address: int, stream: int) -> None:
+        if address in self.live:
+            self.core.used_on(address, stream)
+
+    @rule(address=addresses, tier=st.sampled_from([HBM, DRAM]))
+    def move(self, address: int, tier: int) -> None:
+        if address in self.live:
+            with contextlib.suppress(CoreFull):
+                self.core.move(address, tier)
+            self.check(address)
+
+    @rule()
+    def trim(self) -> None:
+        self.core.trim()
+
+    @rule()
+    def period(self) -> None:
+        self.core.mark()
+
+    @rule(
+        sizes=st.lists(st.integers(1, 64).map(lambda n: 512 * n * 64), min_size=1, max_size=8), seed=st.integers(0, 9)
+    )
+    def plan(self, sizes: list[int], seed: int) -> None:
+        offsets = np.random.default_rng(seed).integers(0, 64, len(sizes)) * 512 * 16
+        with contextlib.suppress(CoreFull):
+            plan(self.core, sizes, offsets.tolist())
+
+    def check(self, address: int) -> None:
+        nbytes, value = self.live[address]
+        assert ctypes.string_at(address, 1)[0] == value
+        assert ctypes.string_at(address + nbytes - 1, 1)[0] == value
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "core"))
+    def caps_hold_and_nothing_overlaps(self) -> None:
+        counts = self.core.counts()
+        assert counts.hbm <= 32 * PAGE
+        assert counts.dram <= 32 * PAGE
+        assert counts.allocated == sum(-(-size // 512) * 512 for size, _ in self.live.values())
+        blocks = np.sort(self.core.blocks(), order="address")
+        assert np.all(blocks["address"][1:] >= (blocks["address"] + blocks["bytes"])[:-1])
+        used = {int(block["address"]) for block in blocks if block["kind"] == USED}
+        assert used == set(self.live)
+
+    def teardown(self) -> None:
+        for address in list(self.live):
+            self.check(address)
+            self.core.free(address)
+        self.core.close()
+
+
+TestBlocks = Blocks.TestCase
+TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

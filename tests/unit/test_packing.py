@@ -1,0 +1,60 @@
+"""Packing: nothing overlaps in both time and space, and little is wasted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allocator.packing import pack, peak_bytes
+
+EVENTS = 20
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> tuple[int, int, int]:
+    birth = draw(st.integers(0, EVENTS - 1))
+    return draw(st.integers(1, 50)), birth, birth + draw(st.integers(1, EVENTS))
+
+
+def times(birth: int, death: int) -> set[int]:
+    return {event % EVENTS for event in range(birth, death)}
+
+
+@given(st.lists(lives(), max_size=30))
+def test_no_two_overlap_in_time_and_space(requests: list[tuple[int, int, int]]) -> None:
+    sizes, births, deaths = (list(values) for values in zip(*requests, strict=True)) if requests else ([], [], [])
+    layout = pack(sizes, births, deaths, EVENTS)
+    for i, (size, birth, death) in enumerate(requests):
+        assert 0 <= layout.offsets[i] <= layout.total - size
+        for j in range(i):
+            apart = layout.offsets[i] + size <= layout.offsets[j] or layout.offsets[j] + sizes[j] <= layout.offsets[i]
+            assert apart or not times(birth, death) & times(births[j], deaths[j])
+    assert layout.total >= peak_bytes(sizes, births, deaths, EVENTS)
+
+
+def test_requests_that_follow_one_another_share_a_place() -> None:
+    layout = pack([10, 10, 10], [0, 2, 4], [1, 3, 5], 6)
+    assert layout.offsets.tolist() == [0, 0, 0]
+    assert layout.total == 10
+
+
+def test_a_small_request_lies_in_the_gap_that_larger_ones_leave() -> None:
+    # The third begins when the first is gone, whose place it takes but for two bytes, which the fourth fits.
+    layout = pack([10, 10, 8, 2], [0, 0, 5, 5], [4, 9, 9, 9], 10)
+    assert layout.total == 20
+
+
+def test_what_is_alive_at_the_end_of_a_period_is_alive_at_the_begin_of_the_next() -> None:
+    layout = pack([10, 10], [8, 0], [12, 1], 10)  # the first lives from 8 to 2 of the next period
+    assert layout.offsets[0] != layout.offsets[1]
+    assert peak_bytes([10, 10], [8, 0], [12, 1], 10) == 20
+
+
+def test_a_request_that_would_meet_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="longer than a period"):
+        pack([1], [3], [14], 10)
+
+
+def test_nothing_takes_no_room() -> None:
+    assert pack([], [], [], 0).total == 0

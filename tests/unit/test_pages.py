@@ -1,0 +1,109 @@
+"""The page allocator's periods, on cores without a GPU: when it lays out anew, what sinks, what it claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from allocator import adapter
+from allocator.ledger import Ledger
+from allocator.native import Core
+from allocator.pages import DRAM, HBM, PageAllocator
+from allocator.sizes import MiB
+
+
+class OnOneCore(PageAllocator):
+    """On a core of anonymous files in place of PyTorch's GPUs."""
+
+    def __init__(self, core: Core, dram: int, ledger: Ledger | None) -> None:
+        super().__init__(Path(), core.counts().hbm_limit, dram, ledger and ledger.open_account("dram", dram))
+        self.core = core
+
+    def cores(self) -> Iterator[tuple[int, Core]]:
+        yield 0, self.core
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    made = Core("memfd", hbm=64 * MiB, dram=0)
+    monkeypatch.setattr(adapter, "core_of", lambda library, device: made)
+    return made
+
+
+@pytest.fixture
+def pages(core: Core, tmp_path: Path) -> OnOneCore:
+    return OnOneCore(core, 64 * MiB, Ledger(tmp_path / "ledger"))
+
+
+def step(core: Core, *sizes: int) -> None:
+    for address in [core.allocate(size) for size in sizes]:
+        core.free(address)
+
+
+def test_the_first_period_is_laid_out_and_the_next_follows_it(pages: OnOneCore, core: Core) -> None:
+    pages.begin()
+    step(core, 4 * MiB, 8 * MiB)
+    pages.period_over()
+    step(core, 4 * MiB, 8 * MiB)
+    assert core.counts().planned == 2
+    before = core.counts()
+    pages.period_over()
+    step(core, 4 * MiB, 8 * MiB)
+    after = core.counts()
+    assert (after.maps, after.unmaps, after.waits) == (before.maps, before.unmaps, before.waits)
+
+
+def test_what_was_asked_for_before_the_first_period_is_of_none(pages: OnOneCore, core: Core) -> None:
+    step(core, 32 * MiB)  # building the model
+    pages.begin()
+    step(core, 4 * MiB)
+    pages.period_over()
+    step(core, 4 * MiB)
+    assert core.counts().departed == 0
+
+
+def test_a_program_that_changes_is_laid_out_anew(pages: OnOneCore, core: Core) -> None:
+    pages.begin()
+    for sizes in ((4 * MiB, 8 * MiB), (6 * MiB, 12 * MiB), (6 * MiB, 12 * MiB)):
+        step(core, *sizes)
+        pages.period_over()
+    assert core.counts().planned == 2  # the third was as the second
+    step(core, 6 * MiB, 12 * MiB)
+    assert core.counts().planned == 4
+
+
+def test_dram_is_claimed_from_the_ledger_when_hbm_is_full(pages: OnOneCore, core: Core, tmp_path: Path) -> None:
+    core.allocate(60 * MiB)
+    assert pages._more(0, 16 * MiB)
+    assert core.on(core.allocate(16 * MiB), DRAM) == 16 * MiB
+    assert Ledger(tmp_path / "ledger").used("dram") == 64 * MiB
+    assert not pages._more(0, 16 * MiB)  # all that it may have
+
+
+def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) -> None:
+    core.state(True)
+    state = [core.allocate(16 * MiB) for _ in range(3)]
+    core.state(False)
+    pages._more(0, 64 * MiB)
+    pages.begin()
+    for _ in range(3):
+        step(core, 24 * MiB, 16 * MiB)
+        pages.period_over()
+    assert sum(core.on(block, DRAM) for block in state) >= 24 * MiB
+    hot = core.allocate(24 * MiB)
+    assert core.on(hot, HBM) == 24 * MiB
+    core.free(hot)
+
+
+def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> None:
+    core.state(True)
+    state = core.allocate(16 * MiB)
+    core.state(False)
+    pages._more(0, 64 * MiB)
+    core.move(state, DRAM)
+    pages.begin()
+    step(core, 4 * MiB)
+    pages.period_over()
+    assert core.on(state, HBM) == 16 * MiB
