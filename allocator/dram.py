@@ -3,6 +3,9 @@
 PyTorch's own pinned allocator rounds a request up to a power of two; this one rounds it up to a page. Memory
 comes from the system in steps, each a mapping with its own extent map, so a block never crosses mappings.
 
+A keeper grows the arena ahead of need, and gives back what lies idle or what others need more: the memory of a
+cgroup is shared with the program and its other processes, and the kernel ends one of them when it is used up.
+
 Locks: `_lock` guards the accounts and is held for microseconds. `_growing` is held while a step is mapped,
 touched and pinned (0.1 s a GiB), so that two growers never overshoot the capacity; it is taken first.
 """
@@ -10,23 +13,32 @@ touched and pinned (0.1 s a GiB), so that two growers never overshoot the capaci
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from allocator.extents import Extent, ExtentMap
+from allocator.keeper import Keeper
 from allocator.ledger import Account
 from allocator.pinning import PinningRefused, map_pages, pin, touch
+from allocator.room import Room, RoomWatch
 from allocator.sizes import PAGE, GiB, format_size, round_up
 
 log = logging.getLogger("tiers")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+LOOK_EVERY = 0.5  # seconds between two looks of the keeper
+
+
+@dataclass(slots=True, eq=False)
 class _Mapping:
     memory: torch.Tensor
     extents: ExtentMap
+    idle_since: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +77,26 @@ class DramArena:
     account
         What is taken from the system is claimed there; if a claim is refused, the arena has reached its
         capacity until one is granted again.
+    node
+        The NUMA node to take memory from while it has any, best the GPU's; None leaves it to the kernel.
+    room
+        Tells what the system leaves now. The arena takes no more than that, and what it has idle goes back when
+        that is less than nothing.
+    idle_after
+        Seconds after which a step that lies idle goes back to the system; None is never.
     """
 
-    def __init__(self, capacity: int, *, pinned: bool, step: int = GiB, account: Account | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        pinned: bool,
+        step: int = GiB,
+        account: Account | None = None,
+        node: int | None = None,
+        room: Callable[[], Room] | None = None,
+        idle_after: float | None = None,
+    ) -> None:
         if capacity < 0 or step <= 0:
             raise ValueError(f"an arena needs capacity >= 0 and step > 0, not {capacity} and {step}")
         self._limit = capacity - capacity % PAGE
@@ -75,6 +104,9 @@ class DramArena:
         self._device = torch.cuda.current_device() if pinned else None
         self._account = account
         self._refused = False  # the last claim
+        self._node = node
+        self._room = RoomWatch(room)
+        self._idle_after = math.inf if idle_after is None else idle_after
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._mappings: list[_Mapping] = []
@@ -82,13 +114,16 @@ class DramArena:
         self._peak = 0
         self._grown = 0
         self._closed = False
-        self._reserver: threading.Thread | None = None
+        self._largest = 0  # request that it had to grow for
         self._goal = 0
+        self._resting = False  # gave memory back: it grows on demand until it is asked for more than it has
+        self._keeper = Keeper(self._tend, LOOK_EVERY)
 
     @property
     def capacity(self) -> int:
         """The most the arena can hold, in bytes; what it has while it can get no more."""
-        return self._grown if self._refused else self._limit
+        more = min(0 if self._refused else self._limit - self._grown, self._room.seen)
+        return max(self._grown + more - more % PAGE, 0)
 
     @property
     def used(self) -> int:
@@ -115,13 +150,17 @@ class DramArena:
         block = self._take(nbytes)
         if block is not None:
             return block
+        self._largest = max(self._largest, nbytes)
         with self._growing:
             least = round_up(nbytes, PAGE)
             # Asked again first: another thread may have grown while this one waited.
             while (block := self._take(nbytes)) is None:
                 if not (self._grow(least) or self._drop_scattered(least)):
                     return None
-            return block
+        self._resting = False
+        if self._goal or self._room.watches or self._idle_after < math.inf:
+            self._keeper.wake()
+        return block
 
     def free(self, block: DramBlock) -> None:
         """Give `block` back.
@@ -134,32 +173,32 @@ class DramArena:
         with self._lock:
             block._mapping.extents.free(block._extent)
             self._used -= block._extent.nbytes
+            if not block._mapping.extents.used:
+                block._mapping.idle_since = time.monotonic()
+                if self._room.seen < 0:
+                    self._keeper.wake()
 
     def reserve(self, nbytes: int) -> None:
         """Grow to `nbytes` (or the capacity) in the background, so that `allocate` need not.
 
-        A call while an earlier one is at work changes its goal.
+        That is the goal until the next call, also after memory was given back and is asked for again.
         """
-        with self._lock:
-            self._goal = nbytes
-            if self._reserver is not None and self._reserver.is_alive():
-                return
-            self._reserver = threading.Thread(target=self._grow_to_goal, name="tiers-reserve")
-            self._reserver.start()
+        if not self._closed:
+            self._goal, self._resting = nbytes, False
+            self._keeper.wake()
 
     def trim(self) -> int:
         """Return mappings without a block to the system; returns the bytes given back."""
         with self._growing, self._lock:
-            return self._drop_idle()
+            return self._drop(self._idle())
 
     def close(self) -> None:
         """Return everything to the system; blocks that live on keep their memory. Idempotent.
 
         `allocate` returns None from now on.
         """
-        self._closed = True  # seen by the reserving thread after the step it is at
-        if self._reserver is not None:
-            self._reserver.join()
+        self._closed = True  # seen by the keeper after the step it is at
+        self._keeper.join()
         with self._growing, self._lock:
             self._mappings.clear()
             self._release(self._grown)
@@ -176,19 +215,41 @@ class DramArena:
                     return DramBlock(nbytes, padded[:nbytes], padded, mapping, extent)
         return None
 
-    def _grow_to_goal(self) -> None:
-        # An interpreter that is about to exit waits for this thread: it must not pin another 100 GiB first.
-        while not self._closed and threading.main_thread().is_alive():
+    def _tend(self) -> bool:
+        """What the keeper does; whether it goes on."""
+        # An interpreter that is about to exit must not be kept pinning.
+        while not (self._closed or self._resting) and threading.main_thread().is_alive():
             with self._growing:
                 if self._grown >= min(self._goal, self._limit) or not self._grow(PAGE):
-                    return
+                    break
+        with self._growing, self._lock:
+            surplus = self._surplus()
+            self._resting |= self._drop(surplus) > 0
+        del surplus  # and with it the memory, but not under the locks: to unpin it takes a while
+        return not self._closed
+
+    def _surplus(self) -> list[_Mapping]:
+        """Mappings that lie idle for too long, and idle ones that others need more."""
+        surplus = self._idle(time.monotonic() - self._idle_after)
+        left = self._room.left() + _bytes_of(surplus)
+        stays = self._grown - _bytes_of(surplus)
+        for mapping in self._idle():
+            # What lies on disk comes back through the arena, so it keeps a little, whatever the others need.
+            if left < 0 and mapping not in surplus and stays - mapping.extents.capacity >= 2 * self._largest:
+                surplus.append(mapping)
+                left += mapping.extents.capacity
+                stays -= mapping.extents.capacity
+        return surplus
 
     def _grow(self, least: int) -> bool:
         """Add a mapping of at least `least` bytes; the caller holds `_growing`. False if that cannot be."""
         room = self._limit - self._grown
         if self._closed or room < least:
             return False
-        nbytes = min(max(self._step, least), room)
+        nbytes = min(max(self._step, least), room, self._room.share(least))
+        if not nbytes:
+            self._room.say_once("dram", self._grown, self._limit)
+            return False
         if self._account is not None:
             nbytes = self._account.claim(nbytes, least)
             self._refused = not nbytes
@@ -206,8 +267,8 @@ class DramArena:
             self._limit = self._grown
             return False
         with self._lock:
-            self._mappings.append(_Mapping(memory, ExtentMap(nbytes, PAGE)))
-            self._grown += nbytes
+            self._mappings.append(_Mapping(memory, ExtentMap(nbytes, PAGE), time.monotonic()))
+            self._has_grown(nbytes)
         return True
 
     def _obtain(self, nbytes: int) -> torch.Tensor:
@@ -218,7 +279,7 @@ class DramArena:
             raise
 
     def _map(self, nbytes: int) -> torch.Tensor:
-        pages = map_pages(nbytes)
+        pages = map_pages(nbytes, self._node)
         touch(pages)  # pinning resident pages is faster, and an unpinned arena must not fault on the hot path
         if self._device is not None:
             try:
@@ -233,18 +294,30 @@ class DramArena:
     def _drop_scattered(self, least: int) -> bool:
         """Drop idle mappings if that makes room for `least` in one piece."""
         with self._lock:
-            return least <= self.capacity - self._grown + self._idle() and self._drop_idle() > 0
+            idle = self._idle()
+            room = self.capacity - self._grown + _bytes_of(idle)
+            return least <= room and self._drop(idle) > 0
 
-    def _idle(self) -> int:
-        return sum(mapping.extents.capacity for mapping in self._mappings if not mapping.extents.used)
+    def _idle(self, since: float = math.inf) -> list[_Mapping]:
+        """Mappings without a block, idle since that time at the latest; the newest first."""
+        return [m for m in reversed(self._mappings) if not m.extents.used and m.idle_since <= since]
 
-    def _drop_idle(self) -> int:
-        idle = self._idle()
-        self._mappings = [mapping for mapping in self._mappings if mapping.extents.used]
-        self._grown -= idle
-        self._release(idle)
-        return idle
+    def _drop(self, mappings: list[_Mapping]) -> int:
+        """Return them to the system; returns the bytes given back."""
+        nbytes = _bytes_of(mappings)
+        self._mappings = [mapping for mapping in self._mappings if mapping not in mappings]
+        self._has_grown(-nbytes)
+        self._release(nbytes)
+        return nbytes
+
+    def _has_grown(self, nbytes: int) -> None:
+        self._grown += nbytes
+        self._room.taken(nbytes)
 
     def _release(self, nbytes: int) -> None:
         if self._account is not None and nbytes:
             self._account.release(nbytes)
+
+
+def _bytes_of(mappings: list[_Mapping]) -> int:
+    return sum(mapping.extents.capacity for mapping in mappings)

@@ -1,4 +1,4 @@
-"""Host pages from the system, and pinning them: what calls mmap, madvise and the CUDA runtime lies here."""
+"""Host pages from the system, and pinning them: what calls the C library and the CUDA runtime for it lies here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import logging
 import mmap
 import os
+import platform
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,6 +26,10 @@ Pages = ctypes.Array[ctypes.c_ubyte]
 _SMALL_PAGE = mmap.PAGESIZE
 _TOUCHED_AT_ONCE = 128 * PAGE
 _TOUCHING_THREADS = 4
+_MBIND = {"x86_64": 237, "aarch64": 235}  # system calls; libnuma, which wraps them, need not be installed
+_MPOL_PREFERRED = 1
+_M_MMAP_THRESHOLD = -3
+_LARGE = 1 << 20
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable (pinned for every GPU) | cudaHostRegisterMapped
 
 
@@ -32,11 +37,16 @@ class PinningRefused(TiersError):
     """The driver would not pin host memory; the text is its reason."""
 
 
-def map_pages(nbytes: int) -> Pages:
+def map_pages(nbytes: int, node: int | None = None) -> Pages:
     """Map `nbytes` of private zeroed memory, its address a multiple of `PAGE`; nothing is resident yet.
 
     The system takes the memory back when the last reference to the result is gone. A forked child does not
     have it.
+
+    Parameters
+    ----------
+    node
+        The NUMA node whose memory is taken while it has any; None leaves it to the kernel.
 
     Raises
     ------
@@ -49,7 +59,33 @@ def map_pages(nbytes: int) -> Pages:
     with suppress(OSError):  # a kernel built without huge pages: pinning is slower, nothing else changes
         region.madvise(mmap.MADV_HUGEPAGE)
     base = ctypes.addressof(ctypes.c_char.from_buffer(region))
-    return (ctypes.c_ubyte * nbytes).from_buffer(region, -base % PAGE)
+    pages = (ctypes.c_ubyte * nbytes).from_buffer(region, -base % PAGE)
+    if node is not None:
+        _prefer(pages, node)
+    return pages
+
+
+def _prefer(pages: Pages, node: int) -> None:
+    """Have `pages` that are not resident yet taken from `node`; said where the system does not let us."""
+    call = _MBIND.get(platform.machine())
+    if call is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    mask = ctypes.c_ulong(1 << node)
+    address, nbytes = ctypes.c_void_p(ctypes.addressof(pages)), ctypes.c_ulong(ctypes.sizeof(pages))
+    bits = ctypes.c_ulong(8 * ctypes.sizeof(mask))
+    if libc.syscall(call, address, nbytes, _MPOL_PREFERRED, ctypes.byref(mask), bits, 0):
+        log.info("dram is placed by the kernel, not on NUMA node %d: %s", node, os.strerror(ctypes.get_errno()))
+
+
+def return_what_is_freed() -> None:
+    """Have the C library give large blocks back to the system when they are freed, instead of keeping them.
+
+    PyTorch's allocator for the CPU asks it for aligned blocks, and those it keeps it often cannot use again, so
+    what leaves memory would not make any room. Costs page faults; a C library without the setting is left alone.
+    """
+    with suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def touch(pages: Pages) -> None:
@@ -94,13 +130,14 @@ def pin(pages: Pages, device: int) -> None:
         refusal = own_thread.submit(register).result()
     if refusal is not None:
         raise PinningRefused(f"cannot pin {format_size(nbytes)} of host memory: {refusal}")
-    weakref.finalize(pages, _unpin, address, os.getpid())  # also runs at exit, while the driver is still up
+    weakref.finalize(pages, _unpin, address, device, os.getpid())  # also runs at exit, while the driver is still up
 
 
-def _unpin(address: int, pid: int) -> None:
+def _unpin(address: int, device: int, pid: int) -> None:
     if os.getpid() != pid:  # a forked child has neither the pages nor a CUDA context
         return
-    cudart = torch.cuda.cudart()
-    status = cudart.cudaHostUnregister(address)
+    with torch.cuda.device(device):  # a thread that has none yet, such as the keeper's, would make a context on GPU 0
+        cudart = torch.cuda.cudart()
+        status = cudart.cudaHostUnregister(address)
     if status != cudart.cudaError.success:
         log.warning("cannot unpin host memory at %#x: %s", address, cudart.cudaGetErrorString(status))

@@ -25,7 +25,7 @@ import tiers
 from allocator.sizes import GiB, format_size
 from benchmarks import workloads
 from benchmarks.alternate import sm_clock
-from migrator.hooks import Saver
+from benchmarks.hook_times import report
 
 LEARNING = 8
 """Steps before timing: three at most are recorded, then the room settles."""
@@ -101,50 +101,6 @@ def link_speed() -> tuple[float, float]:
     return speeds[0], speeds[1]
 
 
-class HookTimer:
-    """Adds up the host time that the saved-tensor hooks take, for those that stay and those that move."""
-
-    def __init__(self) -> None:
-        self.seconds = {"stay": 0.0, "move": 0.0}
-        self.tensors = {"stay": 0, "move": 0}
-        self._pack, self._unpack = Saver.pack, Saver.unpack
-
-    def __enter__(self) -> HookTimer:
-        clock = time.perf_counter
-
-        def pack(saver: Saver, tensor: torch.Tensor) -> Any:
-            start = clock()
-            packed = self._pack(saver, tensor)
-            kind = "stay" if type(packed) is tuple else "move"
-            self.seconds[kind] += clock() - start
-            self.tensors[kind] += 1
-            return packed
-
-        def unpack(saver: Saver, packed: Any) -> torch.Tensor:
-            start = clock()
-            tensor = self._unpack(saver, packed)
-            self.seconds["stay" if type(packed) is tuple else "move"] += clock() - start
-            return tensor
-
-        Saver.pack, Saver.unpack = pack, unpack  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Saver.pack, Saver.unpack = self._pack, self._unpack  # type: ignore[method-assign]
-
-
-def hook_times(step: Callable[[], torch.Tensor], arguments: dict[str, str]) -> dict[str, float]:
-    """Microseconds of host time per saved tensor, pack and unpack together."""
-    timer = HookTimer()
-    with timer, tiers.session(**arguments):
-        for _ in range(LEARNING):
-            step()
-        timer.seconds, timer.tensors = {"stay": 0.0, "move": 0.0}, {"stay": 0, "move": 0}
-        for _ in range(3):
-            step()
-    return {kind: 1e6 * timer.seconds[kind] / count for kind, count in timer.tensors.items() if count}
-
-
 def table(sittings: list[Sitting]) -> str:
     """Medians over the rounds, one line a variant; the ideal is ``plain``."""
     by_variant: dict[str, list[Sitting]] = {}
@@ -178,9 +134,9 @@ def main() -> None:
     parser.add_argument("--budgets", default="", help="comma-separated sizes")
     parser.add_argument("--moved", action="store_true", help="also with everything moved")
     parser.add_argument("--dram", default="64GiB")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: no more than what else is asked for")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--hooks", action="store_true", help="also measure the host time of the hooks")
+    parser.add_argument("--hooks", action="store_true", help="also measure the host time of the hooks, by `hook_times`")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
@@ -206,11 +162,9 @@ def main() -> None:
         out, back = link_speed()
         print(f"link: out {out / 1e9:.1f} GB/s, back {back / 1e9:.1f} GB/s")
     if options.hooks:
-        small = workloads.small_gpt("cuda" if cuda else "cpu")
-        for policy in ("keep", "move"):
-            times = hook_times(small.step, {"policy": policy, "dram": options.dram})
-            print(f"hooks, policy {policy}, us of host time a tensor, pack and unpack together: {times}")
-    print(table(sittings))
+        report(options.dram)
+    if sittings:
+        print(table(sittings))
     if options.json:
         options.json.write_text(json.dumps([asdict(s) for s in sittings], indent=1))
 

@@ -1,125 +1,137 @@
-"""The NVMe store beside plain O_DIRECT on the same file system, in turn: what striping, bookkeeping and checksums cost.
+"""The NVMe store beside plain O_DIRECT on the same file, in turn: what striping, bookkeeping and checksums cost.
 
-``python -m benchmarks.disk_store --directory /mnt/nvme0 --size 2GiB --rounds 7``
+``python -m benchmarks.disk_store --directory /mnt/nvme0 --size 2GiB --rounds 15``
 
-The plain way is one preallocated file, moved by as many threads as the store has requests in flight, in blocks
-of the store's stripe. Prints GB/s: the median of the rounds, and the median ratio to the plain way with its 95%
-bootstrap interval.
+The plain way is as many threads as the store has requests in flight, in blocks of the store's stripe. All ways move
+the same bytes to the same places of one file: two files on one drive differ by more than the ways do. Prints GB/s: the
+median of the rounds, and the median ratio of speeds to the plain way with its 95% bootstrap interval.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from allocator.dram import DramArena, DramBlock
+from allocator.dram import DramArena
+from allocator.nvme.backend import Backend
+from allocator.nvme.posix import PosixFile
 from allocator.nvme.store import NvmeStore
 from allocator.sizes import MiB, format_size, parse_size
-from benchmarks.alternate import median_ratio
+from benchmarks.alternate import alternate
 
 STRIPE = 4 * MiB
 DEPTH = 8
 GROUP = 64 * MiB  # what the engine moves at once
+PLAIN = "plain O_DIRECT"
 
 
-def plain(directory: Path, block: DramBlock) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """Write, read and close: threads over one O_DIRECT file."""
-    handle, name = tempfile.mkstemp(dir=directory)
-    os.close(handle)
-    flags = os.O_RDWR | getattr(os, "O_DIRECT", 0)
-    try:
-        file = os.open(name, flags)
-    except OSError:  # tmpfs
-        file = os.open(name, os.O_RDWR)
-    os.unlink(name)
-    os.posix_fallocate(file, 0, block.nbytes)
-    memory = memoryview(block.tensor.numpy())
+@dataclass(frozen=True)
+class Way:
+    write: Callable[[], None]
+    read: Callable[[], None]
+    close: Callable[[], None]
+
+
+class SharedFile(PosixFile):
+    """A file that several stores use in turn: it has its size from the start, and outlives them."""
+
+    def __init__(self, directory: Path, size: int) -> None:
+        super().__init__(directory)
+        super().grow(size)
+
+    def grow(self, size: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def remove(self) -> None:
+        super().close()
+
+
+def plain(file: Backend, block: torch.Tensor) -> Way:
     pool = ThreadPoolExecutor(DEPTH)
 
-    def each(move: Callable[[int, memoryview, int], int]) -> None:
+    def each(move: Callable[[torch.Tensor, int], int]) -> None:
         def one(at: int) -> None:
-            piece = memory[at : at + STRIPE]
-            if move(file, piece, at) != len(piece):
+            piece = block[at : at + STRIPE]
+            if move(piece, at) != piece.numel():
                 raise OSError("short transfer")
 
-        list(pool.map(one, range(0, block.nbytes, STRIPE)))
+        list(pool.map(one, range(0, block.numel(), STRIPE)))
 
-    def close() -> None:
-        pool.shutdown()
-        os.close(file)
-
-    return (
-        lambda: each(lambda fd, piece, at: os.pwrite(fd, piece, at)),
-        lambda: each(lambda fd, piece, at: os.preadv(fd, [piece], at)),
-        close,
-    )
+    return Way(partial(each, file.pwrite), partial(each, file.pread), pool.shutdown)
 
 
-def through_store(
-    directory: Path, block: DramBlock, *, checksum: bool
-) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """Write, read and close: the store, in groups as the engine moves them."""
+def through_store(file: Backend, block: torch.Tensor, *, checksum: bool) -> Way:
+    """The store, in groups as the engine moves them."""
     store = NvmeStore(
-        [directory], block.nbytes, gds="off", checksum=checksum, stripe=STRIPE, depth=DEPTH, step=block.nbytes
+        [Path(file.path)],
+        block.numel(),
+        gds="off",
+        checksum=checksum,
+        stripe=STRIPE,
+        depth=DEPTH,
+        step=block.numel(),
+        backend=lambda path: file,
     )
-    pieces = [block.tensor[at : at + GROUP] for at in range(0, block.nbytes, GROUP)]
+    pieces = block.split(GROUP)
     extents = [store.allocate(piece.numel()) for piece in pieces]
+    pairs = [(extent, piece) for extent, piece in zip(extents, pieces, strict=True) if extent is not None]
 
     def write() -> None:
-        for future in [store.write(e, p) for e, p in zip(extents, pieces, strict=True) if e is not None]:
+        for future in [store.write(extent, piece) for extent, piece in pairs]:
             future.result()
 
     def read() -> None:
-        for future in [store.read(e, p) for e, p in zip(extents, pieces, strict=True) if e is not None]:
+        for future in [store.read(extent, piece) for extent, piece in pairs]:
             future.result()
 
-    return write, read, store.close
+    return Way(write, read, store.close)
+
+
+def measure(directory: Path, size: int, rounds: int) -> None:
+    arena = DramArena(size, pinned=False, step=size)
+    block = arena.allocate(size)
+    if block is None:
+        raise SystemExit(f"no {format_size(size)} of memory to move: choose a smaller --size")
+    block.tensor.numpy()[:] = np.random.default_rng(0).integers(256, size=size, dtype=np.uint8)
+    file = SharedFile(directory, size)
+    ways = {
+        PLAIN: plain(file, block.tensor),
+        "store": through_store(file, block.tensor, checksum=False),
+        "store, checksums": through_store(file, block.tensor, checksum=True),
+    }
+    print(f"{format_size(size)} in requests of {format_size(STRIPE)}, {DEPTH} in flight, {directory.resolve()}")
+    for direction in ("write", "read"):
+        compared = alternate({name: getattr(way, direction) for name, way in ways.items()}, rounds)
+        for name, seconds in compared.medians().items():
+            ratio = compared.ratio(PLAIN, name)
+            print(
+                f"{direction:6}{name:18}{size / seconds / 1e9:6.2f} GB/s"
+                f"  of plain: {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+            )
+    for way in ways.values():
+        way.close()
+    file.remove()
+    arena.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path())
+    parser.add_argument("--directory", type=Path, action="append", help="may be repeated")
     parser.add_argument("--size", type=parse_size, default=parse_size("1GiB"))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-
-    arena = DramArena(options.size, pinned=False)
-    block = arena.allocate(options.size)
-    if block is None:
-        raise SystemExit(f"no {format_size(options.size)} of memory to move: choose a smaller --size")
-    block.tensor.numpy()[:] = np.random.default_rng(0).integers(256, size=options.size, dtype=np.uint8)
-    ways = {
-        "plain O_DIRECT": plain(options.directory, block),
-        "store": through_store(options.directory, block, checksum=False),
-        "store, checksums": through_store(options.directory, block, checksum=True),
-    }
-    seconds: dict[str, dict[str, list[float]]] = {"write": {}, "read": {}}
-    names = list(ways)
-    for number in range(-1, options.rounds):  # the first round claims the blocks and is not counted
-        for name in names[number % 3 :] + names[: number % 3]:
-            for index, direction in enumerate(seconds):
-                start = time.perf_counter()
-                ways[name][index]()
-                if number >= 0:
-                    seconds[direction].setdefault(name, []).append(time.perf_counter() - start)
-    for _, _, close in ways.values():
-        close()
-    where = options.directory.resolve()
-    print(f"{format_size(options.size)} in requests of {format_size(STRIPE)}, {DEPTH} in flight, {where}")
-    for direction, by_name in seconds.items():
-        for name, times in by_name.items():
-            ratio = median_ratio(by_name["plain O_DIRECT"], times)
-            print(
-                f"{direction:6}{name:18}{options.size / float(np.median(times)) / 1e9:6.2f} GB/s"
-                f"  of plain: {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-            )
+    for directory in options.directory or [Path()]:
+        measure(directory, options.size, options.rounds)
 
 
 if __name__ == "__main__":

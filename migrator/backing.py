@@ -14,6 +14,7 @@ a copy on a lane still touches it is *guarded*: whoever gets that memory next wa
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from allocator.nvme.store import NvmeExtent, NvmeStore
 from migrator.counters import Counters
 from migrator.lanes import Event
 
+ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
 DISK_THREADS = 2  # per direction: while one waits for a copy or a result, the other keeps the store busy
 
 
@@ -55,6 +57,7 @@ class Parcel:
     writing: Future[None] | None = None
     reading: Future[None] | None = None
     stuck: bool = False  # a write of it failed: it stays in DRAM
+    tier: str | None = None  # where the plan wants it, if it does not leave that to what is free
 
     def on_disk_lane(self) -> bool:
         """Whether a disk request still uses its block."""
@@ -82,6 +85,7 @@ class Backing:
         self._dropped: list[Parcel] = []
         self._guards: list[tuple[int, int, Event]] = []
         self._largest = 0
+        self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._writers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-write")
         self._readers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-read")
         self._closed = False
@@ -92,21 +96,27 @@ class Backing:
 
     # ------------------------------------------------------------------------------------- places
 
-    def new(self, nbytes: int, next_use: int) -> Parcel:
-        """Make a parcel with a block of its own.
+    def new(self, nbytes: int, next_use: int, tier: str | None = None) -> Parcel:
+        """Make a parcel with a block of its own; for NVMe it starts there, too.
 
         Raises
         ------
         TierFull
             If neither DRAM nor NVMe has room for it.
         """
-        parcel = Parcel(nbytes, next_use)
+        parcel = Parcel(nbytes, next_use, tier=tier)
         with self._lock:
             self._largest = max(self._largest, nbytes)
             parcel.after = self._put(parcel, self._find_block(nbytes))
             self._counters.groups += 1
             self._demote_ahead()
         return parcel
+
+    def filled(self, parcel: Parcel) -> None:
+        """Take note that the copy into the parcel's block was asked for: what is for NVMe may go on."""
+        if parcel.tier == "nvme" and self._nvme is not None:
+            with self._lock:
+                self._write_out(parcel)
 
     def drop(self, parcel: Parcel) -> None:
         """Forget a parcel, also while copies or disk requests are under way."""
@@ -152,6 +162,13 @@ class Backing:
             where = None if self._nvme is None else self._nvme.where
             raise TierFull("dram" if self._nvme is None else "dram and nvme", where, needed, 0, dram + nvme)
 
+    def reserve(self, owner: object, nbytes: int) -> None:
+        """Have DRAM grow in the background to what all owners say they need at once."""
+        with self._lock:
+            self._reserved[owner] = nbytes
+            needed = sum(self._reserved.values())
+        self._dram.reserve(needed + needed // ROUNDING)
+
     def _full(self, nbytes: int) -> TierFull:
         nvme, dram = self._nvme, self._dram
         if nvme is None or nbytes > dram.capacity:
@@ -177,9 +194,14 @@ class Backing:
         movable = [p for p in self._in_dram if p.filled and not (p.writing or p.extent or p.stuck)]
         if self._nvme is None or not movable:
             return None
-        parcel = max(movable, key=lambda p: p.next_use)
+        return self._write_out(max(movable, key=lambda p: (p.tier != "dram", p.next_use)))
+
+    def _write_out(self, parcel: Parcel) -> Parcel | None:
+        """Start writing a parcel out; None if NVMe has no room."""
+        if self._nvme is None or parcel.block is None or parcel.filled is None:
+            return None
         extent = self._nvme.allocate(parcel.nbytes)
-        if extent is None or parcel.block is None or parcel.filled is None:
+        if extent is None:
             return None
         parcel.extent = extent
         parcel.writing = self._writers.submit(self._write, self._nvme, extent, parcel.block, parcel.filled)

@@ -19,7 +19,7 @@ allocated on the compute stream and filled on the lane, which first waits for al
 before: that memory may have been in use until there.
 
 References point upwards only. What autograd holds (`hooks.Moved`) refers to a `Saved`, that to its
-group; a group knows tensors, never who asked for them. So when the graph dies, it all dies by
+group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
 reference count. `Moved.__del__` may run anywhere, also while the engine holds its lock; therefore it
 only appends to `Engine.dead`, and the engine looks there when it is next called.
 """
@@ -35,8 +35,9 @@ from itertools import islice
 import torch
 
 from allocator.sizes import round_up
+from migrator.actions import Pace
 from migrator.backing import Backing, Parcel
-from migrator.lanes import GATHER_BELOW, SLOT, Compute, Event, Lane, Stream
+from migrator.lanes import GATHER_BELOW, SLOT, Compute, Event, Lane, Piece, Stream, whole
 
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
 
@@ -57,12 +58,24 @@ class State(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Saved:
-    """A storage, or the part of one, that moves: where it lies within its group."""
+    """A storage, or the part of one, that moves: where it lies within its group.
+
+    Attributes
+    ----------
+    alias : Tensor
+        Shares the version counter of the program's tensor, and until its memory is let go also that.
+    low, nbytes : int
+        Which bytes of the storage.
+    offset : int
+        In the group; set when the group leaves.
+    """
 
     group: Group
-    source: torch.Tensor | None  # flat uint8 over the program's memory; None once it was let go
+    alias: torch.Tensor
+    version: int
+    low: int
     nbytes: int
-    offset: int = -1  # in the group; set when the group leaves
+    offset: int = -1
 
 
 @dataclass(eq=False, slots=True)
@@ -77,8 +90,8 @@ class Group:
         Saved tensors of the graph that still refer to the group.
     unused : int
         Of those, how many backward has not asked for yet.
-    aliases : list of Tensor
-        Everything that holds the program's memory on our behalf, besides the members' sources.
+    members : list of Saved
+        What holds the program's memory on our behalf; empty once it was let go.
     """
 
     next_use: int
@@ -88,11 +101,12 @@ class Group:
     holders: int = 0
     unused: int = 0
     members: list[Saved] = field(default_factory=list)
-    aliases: list[torch.Tensor] = field(default_factory=list)
     counted: int = 0  # its bytes in Engine.resident
     parcel: Parcel | None = None
     buffer: torch.Tensor | None = None
     ready_on: list[Stream] = field(default_factory=list)  # streams that have waited for the buffer's copy
+    bring_at: int = -1  # position from which it may come back
+    tier: str | None = None  # where it is to go
 
 
 class Engine:
@@ -110,6 +124,7 @@ class Engine:
         self.compute = compute
         self.lock = threading.RLock()
         self.limit = 0
+        self.position = -1  # in the plan's period, as far as the sites that came tell
         self.ahead = EVERY  # groups that may be back before backward asks for the first of them
         self._early: dict[Group, None] = {}  # those that are
         self.resident = 0
@@ -125,29 +140,29 @@ class Engine:
         self._leaving: dict[Group, None] = {}  # in the order in which their copies end
         self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
         self._order: deque[Group] = deque()
-        self._nothing = torch.empty(0, dtype=torch.uint8, device=compute.device)
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}
 
     # -------------------------------------------------------------------------------------- out
 
-    def add(self, group: Group, source: torch.Tensor) -> Saved:
-        """Put a storage into a group that is filling."""
-        nbytes = source.numel()
-        saved = Saved(group, source, nbytes)
+    def add(self, group: Group, tensor: torch.Tensor, low: int, nbytes: int) -> Saved:
+        """Put `nbytes` bytes of a tensor's storage, from byte `low` on, into a group that is filling."""
+        alias = tensor.detach()
+        saved = Saved(group, alias, alias._version, low, nbytes)
         group.members.append(saved)
         group.nbytes += nbytes
-        self._count(group, group.counted + nbytes)
+        group.counted += nbytes
+        self.resident += nbytes
+        if self.resident > self._peak:
+            self._peak = self.resident
+        self._in_hbm[group] = None
         return saved
 
-    def hold(self, saved: Saved, alias: torch.Tensor) -> None:
-        """Take note of `alias`, through which the graph holds a tensor on `saved`."""
+    def hold(self, saved: Saved) -> None:
+        """Take note that the graph holds one more tensor on `saved`."""
         group = saved.group
         self.alive += 1
         group.holders += 1
         group.unused += 1
-        if group.state in (State.FILLING, State.LEAVING):
-            group.aliases.append(alias)
-        else:
-            self._empty(alias)
 
     def send(self, group: Group) -> None:
         """Start the group's copy to DRAM.
@@ -166,17 +181,20 @@ class Engine:
         for saved in group.members:
             saved.offset = offset
             offset = round_up(offset + saved.nbytes, SLOT)
-        parcel = self.backing.new(offset, group.next_use)
+        parcel = self.backing.new(offset, group.next_use, group.tier)
         assert parcel.block is not None
-        pieces = []
-        for saved in group.members:
-            assert saved.source is not None
-            pieces.append((parcel.block.tensor.narrow(0, saved.offset, saved.nbytes), saved.source))
+        block = parcel.block.tensor
+        target, at = block.untyped_storage(), int(block.storage_offset())
+        pieces = [
+            Piece(target, at + saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes)
+            for saved in group.members
+        ]
         try:
             parcel.filled = self._out.copy(pieces, (self.compute.mark(group.stream), *parcel.after))
         except BaseException:
             self.backing.drop(parcel)
             raise
+        self.backing.filled(parcel)
         group.parcel = parcel
         group.state = State.LEAVING
         self._leaving[group] = None
@@ -198,16 +216,20 @@ class Engine:
         del self._leaving[group]
         assert group.parcel is not None and group.parcel.filled is not None
         self.compute.wait(group.parcel.filled, "d2h", group.stream)
-        for alias in group.aliases:
-            self._empty(alias)
-        self._drop_sources(group)
+        for saved in group.members:
+            # The alias lives on without memory: it still shares the tensor's version counter, and so still
+            # tells whether somebody modified in place what was saved.
+            saved.alias.data = self.empty(saved.alias.dtype)
+        group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)
 
-    def _empty(self, alias: torch.Tensor) -> None:
-        # The alias lives on without memory: it still shares the tensor's version counter, and so still
-        # tells whether somebody modified in place what was saved.
-        alias.data = self._nothing
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without memory."""
+        empty = self._nothing.get(dtype)
+        if empty is None:
+            empty = self._nothing[dtype] = torch.empty(0, dtype=dtype, device=self.compute.device)
+        return empty
 
     # ------------------------------------------------------------------------------------- back
 
@@ -229,7 +251,9 @@ class Engine:
             group = self._order[0]
             if group.state is State.AWAY and group.unused:
                 assert group.parcel is not None
-                if self.resident + group.nbytes > self.limit or not self.backing.at_hand(group.parcel):
+                if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
+                    break
+                if not self.backing.at_hand(group.parcel):
                     break
                 if len(self._early) >= self.ahead:
                     break
@@ -289,7 +313,7 @@ class Engine:
         after: list[Event] = [self.compute.mark(group.stream)]
         if group.parcel.filled is not None:
             after.append(group.parcel.filled)
-        self.backing.lend(group.parcel, lambda block: self._back.copy([(buffer, block.tensor)], after))
+        self.backing.lend(group.parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after))
         group.ready_on = []
         group.state = State.HOME
         if group.unused:
@@ -326,18 +350,13 @@ class Engine:
             self._leave_home(group)
         elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
             self.compute.outlast(group.parcel.filled, group.stream)
-        # The aliases are not emptied: backward may have handed one on to the program.
-        self._drop_sources(group)
+        for saved in group.members:
+            saved.alias = self.empty(torch.uint8)  # the period's list of storages knows `saved` until its end
+        group.members.clear()
         group.state = State.GONE
         if group.parcel is not None:
             self.backing.drop(group.parcel)
             group.parcel = None
-
-    def _drop_sources(self, group: Group) -> None:
-        for saved in group.members:
-            saved.source = None
-        group.aliases.clear()
-        group.members.clear()
 
     def _count(self, group: Group, nbytes: int) -> None:
         self.resident += nbytes - group.counted
@@ -346,7 +365,8 @@ class Engine:
             self._in_hbm[group] = None
         else:
             self._in_hbm.pop(group, None)
-        self._peak = max(self._peak, self.resident)
+        if self.resident > self._peak:
+            self._peak = self.resident
 
     def entered(self, nbytes: int) -> None:
         """Count bytes that were saved and stay.
@@ -359,6 +379,26 @@ class Engine:
         if self.resident > self.limit and self._leaving:
             with self.lock:
                 self.relieve()
+
+    def born(self, pace: Pace) -> None:
+        """A site of the plan comes: from here on its room holds."""
+        self.position = pace.birth
+        if pace.from_birth is not None:
+            self.limit = pace.from_birth
+            if self.resident > self.limit and self._leaving:
+                with self.lock:
+                    self.relieve()
+
+    def reached(self, pace: Pace) -> None:
+        """Backward asks for a site of the plan: from here on its room holds, and its triggers."""
+        if pace.use <= self.position:
+            return  # asked for again, or not in the plan's order
+        self.position = pace.use
+        if pace.from_use is not None:
+            self.limit = pace.from_use
+        if self._order:
+            with self.lock:
+                self.prefetch()
 
     def left(self, nbytes: int) -> None:
         """Count bytes that had stayed and were used for the last time."""

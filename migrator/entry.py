@@ -16,16 +16,17 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from migrator import peaks
-from migrator.hooks import Moved, Saver
+from migrator.hooks import Saver
+from migrator.packed import Moved
 
 
 class Listener(Protocol):
     """What a runtime is told."""
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
         """A forward begins in this thread."""
 
-    def leave(self) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """A forward ends in this thread, also when it raised."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
@@ -89,14 +90,14 @@ def _enter(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     if _active is not None:
-        _active.enter(module)
+        _active.enter(module, args)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
     if _active is not None:
-        _active.leave()
+        _active.leave(module, output)
 
 
 def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

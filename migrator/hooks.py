@@ -1,75 +1,39 @@
 """Where PyTorch hands over what it saves for backward, and asks for it back.
 
 PyTorch calls `Saver.pack` for every tensor saved while the hooks are on, and `Saver.unpack` when
-backward needs it. What stays is packed as a tuple, which costs least; what moves as a `Moved`, whose
-death is noticed. Both hold an alias of the tensor that shares its version counter: saved-tensor hooks
-switch off PyTorch's own check for in-place modification, and the alias puts it back, for tensors that
-stay, move, or have long left HBM.
+backward needs it. Whatever becomes of a tensor, an alias of it is held that shares its version counter:
+saved-tensor hooks switch off PyTorch's own check for in-place modification, and the alias puts it back,
+for tensors that stay, move, or have long left HBM.
 
 The hooks belong to a thread (PyTorch hands them on to the threads of backward), and so does a `Saver`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from migrator import weights
-from migrator.engine import Group, Saved
+from migrator.actions import Action, Go, Make, Stay
+from migrator.observer import Observer
+from migrator.packed import Moved, Packed, check, keep, modified
 from migrator.recorder import Record
+from migrator.regions import Regions
+from migrator.remake import note
 from migrator.sites import Modules
+from migrator.storages import is_plain
 
 if TYPE_CHECKING:
-    from migrator.mover import Go, Mover, Stay
+    from migrator.mover import Mover
 
 MIN_BYTES = 4096
 """Storages smaller than this stay: to look after one costs more than its memory is worth."""
 
 _graph_task = torch._C._current_graph_task_id
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
-class Moved:
-    """What the graph holds in place of a saved tensor that moves."""
-
-    __slots__ = (
-        "alias",
-        "dead",
-        "dtype",
-        "mover",
-        "offset",
-        "record",
-        "saved",
-        "size",
-        "stride",
-        "version",
-        "was_used",
-    )
-
-    def __init__(self, tensor: Tensor, alias: Tensor, mover: Mover, saved: Saved, offset: int, record: Record | None):
-        self.alias = alias
-        self.version = alias._version
-        self.mover = mover
-        self.saved = saved
-        self.record = record
-        self.dtype = tensor.dtype
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.offset = offset  # of its first element in `saved`, in bytes
-        self.was_used = False
-        self.dead: deque[tuple[Group, bool]] = mover.engine.dead
-
-    def __del__(self) -> None:
-        # May run anywhere, in any thread that holds the interpreter: append is all it does.
-        self.dead.append((self.saved.group, self.was_used))
-
-
-Kept = tuple[Tensor, int, "Stay | None", "Record | None"]
-"""What the graph holds for one that stays: alias, version, what the plan says, and its record."""
 
 
 class Saver:
@@ -91,9 +55,14 @@ class Saver:
         root_begins: Callable[[nn.Module], None],
         period_over: Callable[[Saver], None],
     ) -> None:
-        self.modules: Modules[Stay | Go] = Modules()
+        self.modules: Modules[Action] = Modules()
         self.movers: dict[torch.device, Mover | None] = {}
-        self.actions: dict[str, list[Stay | Go | None]] = {}
+        self.actions: dict[str, list[Action | None]] = {}
+        self.recording = False
+        self.regions = Regions(self.modules, self._may_recompute)
+        self._whole: tuple[str, ...] = ()  # paths of the regions that the plans recompute
+        self._ident = threading.get_ident()
+        self._searching = False  # some formula of the plans needs to know which node made what was saved
         self.in_backward = False  # backward has asked for something in this period
         self.steps_before = 0  # optimizer steps made before the period began
         self._period = 0
@@ -102,6 +71,7 @@ class Saver:
         self._root_begins = root_begins
         self._period_over = period_over
         self._fixed: set[int] = set()
+        self._observer = Observer(self.regions, self._movable, lambda hook: getattr(hook, "__self__", None) is self)
 
     # ----------------------------------------------------------------------------------- on, off
 
@@ -120,6 +90,8 @@ class Saver:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         self.actions = {}
         self.movers = {}
+        self.recording = self._searching = False
+        self.regions.apply(())
         self._period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
 
@@ -139,22 +111,52 @@ class Saver:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and getattr(top[0], "__self__", None) is self
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module, args: Sequence[object]) -> None:
         """A forward begins."""
-        if self.modules.outside:
+        if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
             self._forget_dead_forward()
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages.
             self._fixed = weights.storages(weights.of_module(module))
+            if self.recording or self._searching:
+                self._observer.forward_begins(module)
             self._root_begins(module)
         self.modules.enter(module)
+        if self.recording and module._modules and self.modules.inside and self._may_recompute():
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            mover = self.movers.get(tensors[0].device) if tensors else None
+            if mover is not None:
+                self._observer.enter(mover, self.modules.here.path, module, tensors)
 
-    def adopt(self, actions: Iterable[tuple[str, Stay | Go]]) -> None:
-        """From the next period on, do this at these sites."""
-        by_path: dict[str, dict[int, Stay | Go]] = {}
+    def leave(self, module: nn.Module, output: object) -> None:
+        """A forward ends."""
+        if self.recording:
+            self._observer.leave(self.armed_movers, self.modules.here.path, module, output)
+        self.modules.leave()
+
+    def _may_recompute(self) -> bool:
+        """Whether the thread is ours, in a forward, and what it saves comes here: not to a checkpoint of the program's.
+
+        Nor to `torch.func`, nor into a CUDA graph.
+        """
+        autograd: Any = torch._C._autograd
+        if threading.get_ident() != self._ident or not autograd._saved_tensors_hooks_is_enabled():
+            return False
+        if not torch.is_grad_enabled() or _graph_task() != -1:
+            return False
+        if not self.on_top():
+            return False
+        return not any(mover.engine.compute.capturing() for mover in self.armed_movers)
+
+    def adopt(self, actions: Iterable[tuple[str, Action]], regions: Iterable[str] = ()) -> None:
+        """From the next period on, do this at these sites, and recompute these regions."""
+        by_path: dict[str, dict[int, Action]] = {}
         for key, action in actions:
             path, _, number = key.rpartition(":")
             by_path.setdefault(path, {})[int(number)] = action
         self.actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
+        planned = [action for of in self.actions.values() for action in of]
+        self._whole = tuple(regions)
+        self._searching = any(isinstance(action, Make) and action.verified.searched for action in planned)
 
     def _forget_dead_forward(self) -> None:
         """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
@@ -173,15 +175,18 @@ class Saver:
             self.in_backward = False
             self._period += 1
             self._period_over(self)
+            self.recording = any(mover.recorder is not None for mover in self.armed_movers)
+            # A period is recorded with all that its modules save.
+            self.regions.apply(() if self.recording else self._whole)
 
     # ------------------------------------------------------------------------------------- hooks
 
-    def pack(self, tensor: Tensor) -> Kept | Moved:
+    def pack(self, tensor: Tensor) -> Packed:
         """PyTorch saves `tensor`."""
         if _graph_task() != -1:
             # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
             # at once, or soon, and the order of this period is being played back already.
-            return _keep(tensor, None, None)
+            return keep(tensor)
         if self.in_backward:
             self.end_period()
         node = self.modules.here
@@ -192,38 +197,67 @@ class Saver:
         number = node.count
         node.count = number + 1
         action = node.actions[number] if number < len(node.actions) else None
+        if action is not None and action.pace is not None:
+            action.mover.engine.born(action.pace)
+        if self.recording or self._searching:
+            return self._pack_noting(tensor, f"{node.path}:{number}", action)
         if action is not None and action.stays:
-            mover = action.mover
             if action.enter:
-                mover.engine.entered(action.enter)
-            if mover.recorder is not None:
-                return _keep(tensor, action, self._record(mover, f"{node.path}:{number}", tensor))
+                action.mover.engine.entered(action.enter)
             alias = tensor.detach()
             return (alias, alias._version, action, None)
         return self._move(tensor, f"{node.path}:{number}", action)
 
-    def unpack(self, packed: Kept | Moved) -> Tensor:
+    def _pack_noting(self, tensor: Tensor, key: str, action: Action | None) -> Packed:
+        """Pack as ever, and remember with the node that made the tensor what became of it; try its formula."""
+        packed: Packed
+        if isinstance(action, Stay):
+            if action.enter:
+                action.mover.engine.entered(action.enter)
+            packed = keep(tensor, action, self._record(action.mover, key, tensor))
+        else:
+            packed = self._move(tensor, key, action)
+        if self.recording:
+            self._observer.prepare(tensor, key, packed)
+        note(tensor, packed)
+        return packed
+
+    def unpack(self, packed: Packed) -> Tensor:
         """Backward needs a tensor that `pack` was given."""
-        if type(packed) is tuple:
+        if isinstance(packed, tuple):
             alias, version, stay, record = packed
             if alias._version != version:
-                raise _modified(alias, alias.dtype, alias.size(), version)
+                raise modified(alias, alias.dtype, alias.size(), version)
             if record is not None:
                 record.used()
             if stay is not None:
                 if not self.in_backward:
                     self._turn()
+                if stay.pace is not None:
+                    stay.mover.engine.reached(stay.pace)
                 if stay.leave:
                     stay.mover.engine.left(stay.leave)
-            return alias
-        assert isinstance(packed, Moved)
-        if packed.alias._version != packed.version:
-            raise _modified(packed.alias, packed.dtype, packed.size, packed.version)
+            return alias if record is None else record.compare(alias, self._peek)
+        check(packed)
         if not self.in_backward:
             self._turn()
         if packed.record is not None:
             packed.record.used()
-        return packed.mover.give_back(packed)
+        if packed.go is not None and packed.go.pace is not None:
+            packed.go.mover.engine.reached(packed.go.pace)
+        if isinstance(packed, Moved):
+            tensor = packed.mover.give_back(packed)
+            return tensor if packed.record is None else packed.record.compare(tensor, self._peek)
+        return packed.again(self._peek, count=True)
+
+    def _peek(self, packed: Packed) -> Tensor:
+        """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
+        check(packed)
+        if isinstance(packed, tuple):
+            return packed[0]
+        if isinstance(packed, Moved):
+            return packed.mover.give_back(packed, count=False)
+        return packed.again(self._peek, count=False)
 
     def _turn(self) -> None:
         if _graph_task() == -1:
@@ -239,45 +273,33 @@ class Saver:
             return None
         storage = self._movable(tensor)
         known = None if storage is None else mover.storages.find(tensor, storage, tensor._version)
-        return mover.recorder.save(key, known)
+        return mover.recorder.save(key, known, self.modules.here.kind)
 
-    def _move(self, tensor: Tensor, key: str, go: Go | None) -> Kept | Moved:
+    def _move(self, tensor: Tensor, key: str, go: Action | None) -> Packed:
         mover = go.mover if go is not None else self._mover(tensor.device)
         if mover is None or mover.engine.compute.capturing():
-            return _keep(tensor, None, None)  # a CUDA graph replays addresses: nothing of it may move
+            return keep(tensor)  # a CUDA graph replays addresses: nothing of it may move
         storage = self._movable(tensor)
         if storage is None:
-            return _keep(tensor, None, self._record(mover, key, tensor))
-        return mover.take(tensor, storage, key, go)
+            return keep(tensor, None, self._record(mover, key, tensor))
+        kind = self.modules.here.kind
+        if type(go) is Make:
+            return mover.drop(tensor, storage, key, go, self._observer.origins(go.verified.epsilon), kind)
+        return mover.take(tensor, storage, key, go if type(go) is Go else None, kind)
 
     def _mover(self, device: torch.device) -> Mover | None:
         if device not in self.movers:
-            self.movers[device] = self._make_mover(device)
+            mover = self.movers[device] = self._make_mover(device)
+            self.recording |= mover is not None and mover.recorder is not None
         return self.movers[device]
 
     def _movable(self, tensor: Tensor) -> torch.UntypedStorage | None:
         """The tensor's storage if it may move: memory of its own that is no parameter's and no buffer's."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or _is_wrapped(tensor):
+        if type(tensor) is not Tensor or not is_plain(tensor):
             return None
-        if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or tensor.numel() == 0:
+        if not tensor.numel():
             return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed or isinstance(tensor._base, nn.Parameter):
+        if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed or type(tensor._base) is nn.Parameter:
             return None
         return storage
-
-
-def _keep(tensor: Tensor, stay: Stay | None, record: Record | None) -> Kept:
-    alias = tensor.detach()  # not the tensor: for an output that would be a reference cycle
-    return (alias, alias._version, stay, record)
-
-
-def _modified(alias: Tensor, dtype: torch.dtype, size: torch.Size, version: int) -> RuntimeError:
-    """PyTorch's own error for a saved tensor that was changed before backward used it."""
-    kind = torch.empty(0, dtype=dtype, device=alias.device).type()  # the alias may be empty, and of another type
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(size)}] is at version {alias._version}; expected version {version} instead. "
-        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-        "with torch.autograd.set_detect_anomaly(True)."
-    )

@@ -1,29 +1,45 @@
-"""Learns a program: which periods to record, what budget their plans are made for, and when to plan anew.
+"""Learns a program: which periods to record, what its plans are made for, and when to plan anew.
 
-Pure: it is fed traces and peaks and hands back plans.
+Pure: it is fed traces and measurements and hands back plans; who carries its jobs out is for the caller to say.
 
-A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget
-is the room that the rest of the program leaves, and is found by feedback. A period's peak is that of the
-program's own memory plus the saved bytes that were in HBM at that moment. One more byte of room raises the
-peak by one byte at most, so the room may always grow by what the peak lies below the target, and shrinks by
-what it lies above. It grows by half of that at a time: memory that is reserved in fragments is not in the
-peak, and shows only when the allocator has to flush its cache; then the room has found its ceiling. The
-first estimate takes the learning period's peak as if nothing saved had been part of it.
+A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget is the
+room that the rest of the program leaves: the first estimate takes the learning period's peak as if nothing saved had
+been part of it. From then on both are corrected by `migrator.feedback`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from migrator.background import at_once
+from migrator.feedback import Feedback
 from migrator.links import PCIE_GEN5, Links
-from migrator.plan import Plan
+from migrator.plan import NoPlanFits, Plan
 from migrator.policies import Policy
+from migrator.simulator import Simulated, simulate
 from migrator.trace import Trace
 
 PERIODS_AFTER_DRIFT = 4  # recorded when something unforeseen was saved: programs alternate between kinds of periods
 LONGEST_PAUSE = 128  # periods
 KINDS = 8  # kinds of periods that are remembered
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
-PRESSED = 0.03  # of the target: what the room gives back when the allocator was pressed
-SETTLED = 0.02  # of the target: closer than this the room stays as it is
+AT_ONCE = 100  # sites with times, up to which planning takes but some milliseconds
+NO_STALLS: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan, and what it comes to; None where the trace does not tell enough to say."""
+
+    plan: Plan
+    predicted: Simulated | None
+
+
+Job = Callable[[], tuple[Made, ...]]
+Submit = Callable[[Job], "Future[tuple[Made, ...]]"]
 
 
 class Learner:
@@ -37,29 +53,58 @@ class Learner:
         The peak to aim for, in bytes.
     links : Links
         What the policy takes the lanes to give.
+    submit : callable
+        Has a job done that takes longer than some milliseconds. Its plans are adopted at the end of the period in
+        which they are there.
     """
 
-    def __init__(self, policy: Policy, target: int, links: Links = PCIE_GEN5) -> None:
+    def __init__(self, policy: Policy, target: int, links: Links = PCIE_GEN5, submit: Submit = at_once) -> None:
         self._policy = policy
         self._target = target
-        self._links = links
+        self._submit = submit
+        self._feedback = Feedback(target, links)
+        self._pending: Future[tuple[Made, ...]] | None = None
         self._traces: dict[frozenset[str], Trace] = {}
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
-        self._correction = 0  # of what the policy is given, found by feedback
-        self._ceiling: int | None = None  # the largest correction that no period so far has found too large
         self._to_record = 1
         self._periods = 0
         self._steady = 0  # periods as foreseen since the last drift
         self._pause = PERIODS_AFTER_DRIFT  # from one look at a drift to the next, longer each time
         self._look_again = 0
-        self.plans: tuple[Plan, ...] = ()
+        self._made: tuple[Made, ...] = ()
+        self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
+        self._asked: tuple[Trace, ...] = ()  # what the pending job is for
 
     @property
     def records_next(self) -> bool:
         """Whether the next period is to be recorded."""
         return self._to_record > 0
 
-    def period_over(self, trace: Trace | None, peak: int, *, whole: bool, drifted: bool, pressed: bool) -> bool:
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """One plan for each of `traces`."""
+        return tuple(made.plan for made in self._made)
+
+    @property
+    def predictions(self) -> tuple[Simulated | None, ...]:
+        """What each of `plans` comes to, as far as its trace tells."""
+        return tuple(made.predicted for made in self._made)
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """One trace per kind of period that there are plans for, the one recorded last at the end."""
+        return self._planned
+
+    def period_over(
+        self,
+        trace: Trace | None,
+        peak: int,
+        *,
+        whole: bool,
+        drifted: bool,
+        pressed: bool,
+        stalls: Mapping[str, float] = NO_STALLS,
+    ) -> bool:
         """Take in one period; whether `plans` changed.
 
         Parameters
@@ -75,13 +120,21 @@ class Learner:
             Whether the allocator had to flush its cache to stay within the budget.
         drifted : bool
             Whether a tensor was saved that no plan knows, or one was not that a plan relies on.
+        stalls : mapping of str to float
+            For how many seconds compute waited for each lane in the period, as far as that was measured.
+
+        Raises
+        ------
+        NoPlanFits
+            If the target is too small for any plan.
         """
         self._periods += 1
+        changed = self._adopt()
         if not (whole or self._periods >= PATIENCE):
-            return False
+            return changed
         if trace is not None and trace.sites:
             self._to_record -= 1
-            return self._learn(trace, peak)
+            return self._learn(trace, peak) or changed
         if not drifted:
             self._steady += 1
             if self._steady > self._pause:
@@ -92,7 +145,9 @@ class Learner:
             self._to_record = PERIODS_AFTER_DRIFT
             self._look_again = self._periods + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        return self._correct(peak, pressed)
+        if changed or self._pending is not None or not self._made:
+            return changed  # the measurements are those of a plan that is, or is about to be, replaced
+        return self._correct(peak, pressed, stalls)
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         kind = frozenset(site.key for site in trace.sites)
@@ -103,59 +158,81 @@ class Learner:
             del self._traces[next(iter(self._traces))]
         if self._room is None:
             self._room = max(0, self._target - peak)
-        self._plan()
-        return True
+        return self._plan()
 
-    def _correct(self, peak: int, pressed: bool) -> bool:
-        slack = -int(PRESSED * self._target) if pressed else self._target - peak
-        if self._room is None or abs(slack) <= SETTLED * self._target:
-            return False
-        if slack < 0:
-            # A program may alternate between kinds of periods: the largest must fit, and it comes again.
-            correction = self._ceiling = max(-self._base, self._correction + slack)
-        elif any(plan.groups for plan in self.plans):
-            highest = self._target - self._base if self._ceiling is None else self._ceiling
-            correction = min(self._correction + slack // 2, highest)
-        else:
-            return False
-        if correction == self._correction:
-            return False
-        self._correction = correction
-        self._plan()
-        return True
-
-    @property
-    def _base(self) -> int:
-        """The largest budget that a trace is planned for, before any correction."""
-        return max((self._before_correction(trace) for trace in self.traces), default=0)
+    def _correct(self, peak: int, pressed: bool, stalls: Mapping[str, float]) -> bool:
+        predictions = [predicted for predicted in self.predictions if predicted is not None]
+        changed = self._feedback.peak(
+            peak,
+            max((predicted.peak["hbm"] for predicted in predictions), default=None),
+            max(self._before_correction(trace) for trace in self._planned),
+            pressed=pressed,
+            may_grow=any(plan.groups or plan.recompute or plan.regions for plan in self.plans),
+        )
+        if len(predictions) == 1:  # of several kinds of periods nobody says which one this was
+            changed |= self._feedback.stalls(stalls, predictions[0])
+        return changed and self._plan()
 
     def _before_correction(self, trace: Trace) -> int:
         return self._target if trace.others else self._room or 0
 
     def relink(self, links: Links) -> bool:
-        """From now on plan with `links`; whether `plans` changed."""
-        if links == self._links:
+        """From now on plan with `links`, corrected as before; whether `plans` changed.
+
+        Raises
+        ------
+        NoPlanFits
+            If the target is too small for any plan.
+        """
+        if links == self._feedback.given:
             return False
-        self._links = links
-        self._plan()
-        return bool(self.plans)
+        self._feedback.given = links
+        return bool(self._traces) and self._plan()
+
+    def finish(self) -> None:
+        """Wait for plans that are being made; for what is told of the program at its end."""
+        if self._pending is not None and self._pending.exception() is None:
+            self._adopt()
 
     def forget(self) -> None:
         """Begin anew: what was learned cannot be carried out."""
         self._traces.clear()
-        self.plans = ()
+        self._made = self._planned = ()
+        self._pending = None
         self._room = None
-        self._correction = 0
-        self._ceiling = None
+        self._feedback = Feedback(self._target, self._feedback.given)
         self._to_record = 1
 
-    def _plan(self) -> None:
-        budgets = (max(0, self._before_correction(trace) + self._correction) for trace in self.traces)
-        self.plans = tuple(
-            self._policy(trace, budget, self._links) for trace, budget in zip(self.traces, budgets, strict=True)
-        )
+    def _plan(self) -> bool:
+        """Ask for plans; whether they are there already. What was asked for before is of no use any more."""
+        traces = tuple(self._traces.values())
+        budgets = tuple(self._before_correction(trace) for trace in traces)
+        policy, correction, links = self._policy, self._feedback.correction, self._feedback.links
 
-    @property
-    def traces(self) -> tuple[Trace, ...]:
-        """One trace per kind of period, the one recorded last at the end; a plan each in `plans`."""
-        return tuple(self._traces.values())
+        def job() -> tuple[Made, ...]:
+            return tuple(
+                _make(policy, trace, budget, correction, links) for trace, budget in zip(traces, budgets, strict=True)
+            )
+
+        quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
+        self._asked = traces
+        self._pending = (at_once if quick else self._submit)(job)
+        return self._adopt()
+
+    def _adopt(self) -> bool:
+        """Take plans over that are there now; whether there were any."""
+        if self._pending is None or not self._pending.done():
+            return False
+        pending, self._pending = self._pending, None
+        self._made, self._planned = pending.result(), self._asked
+        return True
+
+
+def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links) -> Made:
+    try:
+        plan = policy(trace, max(0, budget + correction), links)
+    except NoPlanFits as error:
+        if error.smallest > budget:
+            raise NoPlanFits(budget, error.smallest, error.holds) from None
+        plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
+    return Made(plan, simulate(trace, links, plan) if trace.others else None)

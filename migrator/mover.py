@@ -6,22 +6,25 @@ Stands between the hooks, which see one tensor at a time, and the engine, which 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from allocator.errors import TierFull
+from migrator.actions import Action, Go, Make, Pace, Stay
 from migrator.engine import EVERY, NEVER, Engine, Group, State
-from migrator.hooks import Moved
 from migrator.lanes import Stream
 from migrator.learner import Learner
 from migrator.links import Links
-from migrator.plan import PageGroup, Plan, group_bytes, learning_room
+from migrator.packed import Moved
+from migrator.plan import PageGroup, Plan, checkpoint_key, group_bytes, learning_room
 from migrator.recorder import Recorder
+from migrator.remake import Dropped, Made, Origins, Verified, base_of, find, layout, view
 from migrator.storages import Storages
+from migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 
@@ -29,29 +32,11 @@ UNFORESEEN = 1 << 60
 """Groups that no plan orders are expected back last in, first out, and after all that a plan orders."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stay:
-    """The plan's word for a site: stay; with the bytes that enter and leave HBM by it."""
-
-    mover: Mover
-    enter: int
-    leave: int
-    stays: ClassVar[Literal[True]] = True
-
-
-@dataclass(frozen=True, slots=True)
-class Go:
-    """The plan's word for a site: go, with this group."""
-
-    mover: Mover
-    group: PageGroup
-    stays: ClassVar[Literal[False]] = False
-
-
 @dataclass(slots=True)
 class _Open:
     """A planned group that is filling in this period."""
 
+    planned: PageGroup
     group: Group
     missing: int
 
@@ -76,7 +61,8 @@ class Mover:
         self.unmanaged = 0  # bytes that backward needs and no hook was told of
         self.storages = Storages()
         self._outlived: set[str] = set()
-        self.recorder: Recorder | None = Recorder(self._outlived)
+        self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
+        self.recorder: Recorder | None = self._new_recorder()
         self._room = learning_room(budget)
         self._open: dict[tuple[PageGroup, Stream], _Open] = {}
         self._opened: set[PageGroup] = set()
@@ -89,9 +75,17 @@ class Mover:
         self._allocated_before = engine.compute.allocated()
         engine.limit = self._room
 
+    def _new_recorder(self) -> Recorder:
+        return Recorder(self._outlived, self.engine.compute.meter(), self._resident, self.verified)
+
+    def _resident(self) -> int:
+        with self.engine.lock:
+            self.engine.collect()
+            return self.engine.resident
+
     # -------------------------------------------------------------------------------------- out
 
-    def take(self, tensor: Tensor, storage: torch.UntypedStorage, key: str, go: Go | None) -> Moved:
+    def take(self, tensor: Tensor, storage: torch.UntypedStorage, key: str, go: Go | None, kind: str = "") -> Moved:
         """Take charge of a saved tensor.
 
         Raises
@@ -99,34 +93,35 @@ class Mover:
         TierFull
             If the plan has it leave HBM and no tier has room.
         """
-        with self.engine.lock:
+        engine = self.engine
+        with engine.lock:
             known = self.storages.find(tensor, storage, tensor._version)
-            record = None if self.recorder is None else self.recorder.save(key, known)
-            if go is None and self.recorder is None:
+            record = None if self.recorder is None else self.recorder.save(key, known, kind)
+            # A group takes members of one stream only: its copy waits for that one, and that one lets go of
+            # their memory.
+            stream = engine.compute.stream()
+            filling = self._filling(go.group, stream) if go is not None else None
+            if filling is None and self.recorder is None:
                 self._unforeseen = True
-            stream = self.engine.compute.stream()
-            if known.saved is None or known.saved.group.state is State.GONE:
-                known.saved = self.engine.add(self._group(go, stream), _flat(storage, known.low, known.high))
+            saved = known.saved
+            if saved is None or saved.group.state is State.GONE:
+                # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
+                # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
+                group = self._loose_group(stream) if filling is None or engine.over_limit() else filling.group
+                saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
-            saved, alias = known.saved, tensor.detach()
-            self.engine.hold(saved, alias)
-            first_byte = int(tensor.storage_offset()) * tensor.itemsize - known.low
-            moved = Moved(tensor, alias, self, saved, first_byte, record)
-            if go is not None:
-                self._arrived(go.group, stream)
-            self._send_loose(stream)
+            engine.hold(saved)
+            moved = Moved(tensor, self, saved, go, record)
+            if filling is not None:
+                filling.missing -= 1
+                if not filling.missing:
+                    self._complete(filling.planned)
+            if self._loose:
+                self._send_loose(stream)
         return moved
 
-    def _group(self, go: Go | None, stream: Stream) -> Group:
-        """The group that the next tensor goes into: the plan's, or one for what no plan has foreseen.
-
-        A group takes members of one stream only: its copy waits for that one, and that one lets go of
-        their memory.
-        """
-        # While the plan does not hold (groups wait for sites that do not come, and the limit is reached) what comes
-        # travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
-        if go is not None and not self.engine.over_limit():
-            return self._filling(go.group, stream).group
+    def _loose_group(self, stream: Stream) -> Group:
+        """The group for what no plan has foreseen."""
         group = self._loose.get(stream)
         if group is None or group.state is State.GONE:
             self._loose_made += 1
@@ -137,20 +132,17 @@ class Mover:
         filling = self._open.get((planned, stream))
         if filling is None:
             self._opened.add(planned)
-            filling = _Open(_planned_group(planned, stream), len(planned.sites))
+            filling = _Open(planned, _planned_group(planned, stream), len(planned.sites))
             self._open[planned, stream] = filling
         elif filling.group.state is State.GONE:  # all that was in it died before it was complete
             filling.group = _planned_group(planned, stream)
         return filling
 
-    def _arrived(self, planned: PageGroup, stream: Stream) -> None:
-        filling = self._filling(planned, stream)
-        filling.missing -= 1
-        if not filling.missing:
-            self._completed.add(planned)
-            # Groups that should have been complete before it wait for a branch that was not taken.
-            for key in [key for key in self._open if key[0].last_birth <= planned.last_birth]:
-                self.engine.send(self._open.pop(key).group)
+    def _complete(self, planned: PageGroup) -> None:
+        self._completed.add(planned)
+        # Groups that should have been complete before it wait for a branch that was not taken.
+        for key in [key for key in self._open if key[0].last_birth <= planned.last_birth]:
+            self.engine.send(self._open.pop(key).group)
 
     def _send_loose(self, stream: Stream) -> None:
         group = self._loose.get(stream)
@@ -176,8 +168,25 @@ class Mover:
             self.unmanaged = max(self.unmanaged, grown - self.engine.resident)
         self.engine.begin_backward()
 
-    def give_back(self, moved: Moved) -> Tensor:
-        """The tensor that was taken, bit for bit, in HBM.
+    def drop(
+        self, tensor: Tensor, storage: torch.UntypedStorage, key: str, make: Make, source: Origins, kind: str
+    ) -> Dropped | Moved:
+        """Let go of a saved tensor that its formula makes again; where that does not hold any more, take it."""
+        with self.engine.lock:
+            known = self.storages.find(tensor, storage, tensor._version)
+            made = None if known.made is None else known.made()
+            if made is None:
+                base = base_of(tensor)
+                what = find(base, source) if layout(base) == make.verified.layout else None
+                if what is None or what.name != make.verified.name:
+                    return self.take(tensor, storage, key, None, kind)
+                made = Made(base, what, self.engine)
+                known.made = weakref.ref(made)
+            record = None if self.recorder is None else self.recorder.save(key, known, kind)
+            return Dropped(tensor, made, make, record)
+
+    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
+        """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it.
 
         Raises
         ------
@@ -186,20 +195,19 @@ class Mover:
         """
         saved, engine = moved.saved, self.engine
         with engine.lock:
-            engine.collect()
-            buffer = engine.source(saved)
-            if not moved.was_used:
+            if engine.dead:
+                engine.collect()
+            buffer, first = engine.source(saved), moved.first
+            if buffer is None:
+                storage = saved.alias.untyped_storage()
+            else:
+                storage = buffer.untyped_storage()
+                first += (saved.offset - saved.low) // moved.dtype.itemsize
+            if count and not moved.was_used:
                 moved.was_used = True
                 engine.used(saved.group)
-            # Not the alias itself, which is emptied when its group is let go, but one more: it shares the
-            # program's version counter, so that what backward changes in place is noticed, too.
-            tensor = moved.alias.detach()
             engine.prefetch()
-        if buffer is not None:
-            first = (saved.offset + moved.offset) // moved.dtype.itemsize
-            view = torch.empty(0, dtype=moved.dtype, device=buffer.device)
-            tensor.data = view.set_(buffer.untyped_storage(), first, moved.size, moved.stride)
-        return tensor
+        return view(saved.alias, storage, moved.dtype, first, moved.size, moved.stride)
 
     # ---------------------------------------------------------------------------------- periods
 
@@ -217,13 +225,16 @@ class Mover:
             If a plan moves more than the tiers below HBM hold.
         """
         with self.engine.lock:
+            trace = None
+            if self.recorder is not None:
+                trace = self.recorder.trace()
+                self.verified.update(self.recorder.verified)
             peak = self.engine.end_period()
             drifted = self._unforeseen or self._incomplete()
             self._begin()
-            trace = None if self.recorder is None else self.recorder.trace()
             pressed = self.engine.compute.pressed()
             changed = self.learner.period_over(trace, peak, whole=whole, drifted=drifted, pressed=pressed)
-            self.recorder = Recorder(self._outlived) if self.learner.records_next else None
+            self.recorder = self._new_recorder() if self.learner.records_next else None
             if self.recorder is not None:
                 self._allocated_before = self.engine.compute.allocated()
             if changed:
@@ -250,7 +261,7 @@ class Mover:
         with self.engine.lock:
             self._begin()
             if self.recorder is not None:
-                self.recorder = Recorder(self._outlived)
+                self.recorder = self._new_recorder()
 
     def _begin(self) -> None:
         self._open.clear()
@@ -260,6 +271,8 @@ class Mover:
         self._unforeseen = False
         self._taken = 0
         self.storages = Storages()
+        self.engine.position = -1
+        self.engine.limit = self._room
 
     def _incomplete(self) -> bool:
         """Whether sites that were foreseen did not come; of kinds of periods that alternate, one plan must fit."""
@@ -269,27 +282,49 @@ class Mover:
 
     def _adopt(self, plans: tuple[Plan, ...]) -> None:
         try:
-            self.engine.backing.check(max(plan.parcel_bytes for plan in plans))
+            needed = max(plan.parcel_bytes for plan in plans)
+            self.engine.backing.check(needed)
+            self.engine.backing.reserve(self, needed)
         except TierFull:
             self.learner.forget()  # whoever catches this may go on with something smaller
             raise
         self._room = self.engine.limit = max(plan.room for plan in plans)
 
-    def actions(self) -> Iterator[tuple[str, Stay | Go]]:
+    def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""
-        for plan in self.learner.plans:
+        paced = [
+            (plan, _paces(plan, trace)) for plan, trace in zip(self.learner.plans, self.learner.traces, strict=True)
+        ]
+        for plan, paces in paced:
             for key, keep in plan.keep.items():
-                yield key, Stay(self, keep.enter, keep.leave)
-        for plan in self.learner.plans:
+                yield key, Stay(self, keep.enter, keep.leave, paces.get(key))
+        for plan, paces in paced:
+            for key in plan.recompute:
+                if key in self.verified:
+                    yield key, Make(self, self.verified[key], paces.get(key))
+        for plan, paces in paced:
             for group in plan.groups:
                 for key in group.sites:
-                    yield key, Go(self, group)
+                    yield key, Go(self, group, paces.get(key))
 
 
 def _planned_group(planned: PageGroup, stream: Stream) -> Group:
-    return Group(NEVER if planned.first_use is None else planned.first_use, stream)
+    next_use = NEVER if planned.first_use is None else planned.first_use
+    bring_at = -1 if planned.bring_at is None else planned.bring_at
+    return Group(next_use, stream, bring_at=bring_at, tier=planned.tier)
 
 
-def _flat(storage: torch.UntypedStorage, low: int, high: int) -> Tensor:
-    """The bytes ``[low, high)`` of a storage as a flat uint8 tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, low, (high - low,), (1,))
+def _paces(plan: Plan, trace: Trace) -> dict[str, Pace]:
+    """By site, when it comes and what room there is from then on; empty if the plan's room never changes."""
+    if not plan.limits and all(group.bring_at is None for group in plan.groups):
+        return {}
+    times = {site.key: (site.birth, min(site.uses, default=-1)) for site in trace.sites}
+    for region in trace.regions:
+        inner = [use for site in trace.sites_of(region) for use in site.uses]
+        for number in range(len(region.inputs)):
+            times[checkpoint_key(region.path, number)] = (region.begin, min(inner, default=-1))
+    paces = {}
+    for key, (birth, use) in times.items():
+        from_birth, from_use = plan.limits.get(key, (None, None))
+        paces[key] = Pace(birth, use, from_birth, from_use)
+    return paces

@@ -13,19 +13,31 @@ import torch
 from torch.cuda import memory
 
 _before: dict[int, dict[str, Any]] = {}
+_highest: dict[int, int] = {}  # of the laps since the last restart
 _plain_stats = memory.memory_stats_as_nested_dict
 _plain_reset = memory.reset_peak_memory_stats
 
 
 def restart(device: torch.device) -> None:
     """Begin a new peak on `device`."""
-    _before[_index(device)] = _stats(device)
+    lap(device)
+    _highest[_index(device)] = 0
+
+
+def lap(device: torch.device) -> int:
+    """The most bytes allocated since the last lap, or restart; a restart alone forgets it."""
+    index, now = _index(device), _plain_stats(device)
+    _keep_peaks(_before.setdefault(index, {}), now)
+    peak = int(now["allocated_bytes"]["all"]["peak"])
+    _highest[index] = max(peak, _highest.get(index, 0))
     _plain_reset(device)
+    return peak
 
 
 def since_restart(device: torch.device) -> int:
     """The most bytes allocated since `restart`."""
-    return int(_plain_stats(device)["allocated_bytes"]["all"]["peak"])
+    peak = int(_plain_stats(device)["allocated_bytes"]["all"]["peak"])
+    return max(peak, _highest.get(_index(device), 0))
 
 
 def retries(device: torch.device) -> int:
@@ -44,6 +56,7 @@ def uninstall() -> None:
     memory.memory_stats_as_nested_dict = _plain_stats
     memory.reset_peak_memory_stats = torch.cuda.reset_peak_memory_stats = _plain_reset
     _before.clear()
+    _highest.clear()
 
 
 def _stats(device: Any = None) -> dict[str, Any]:
@@ -55,6 +68,14 @@ def _stats(device: Any = None) -> dict[str, Any]:
 def _reset(device: Any = None) -> None:
     _before.pop(_index(device), None)
     _plain_reset(device)
+
+
+def _keep_peaks(before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name, value in now.items():
+        if isinstance(value, dict):
+            _keep_peaks(before.setdefault(name, {}), value)
+        elif name == "peak" and value > before.get(name, 0):
+            before[name] = value
 
 
 def _larger_peaks(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

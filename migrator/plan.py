@@ -5,13 +5,46 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 
+from allocator.errors import TiersError
 from allocator.groups import group_by_death
-from allocator.sizes import PAGE, GiB, MiB, round_up
+from allocator.lifetimes import Lifetime
+from allocator.sizes import PAGE, GiB, MiB, format_size, round_up
+from migrator.effects import Effect, effect
+from migrator.effects import checkpoint_key as checkpoint_key  # hooks that carry a plan out look for it here
 from migrator.trace import Trace
 
 FULL_SPEED = 64 * MiB  # a copy of this size runs at the link's full speed, with room to spare
 GROUPS_AHEAD = 2  # one group on the link and one behind it keep the link busy
+_NOWHERE: Mapping[int, str] = MappingProxyType({})
+
+
+class NoPlanFits(TiersError):
+    """No plan for the period stays within the budget.
+
+    Attributes
+    ----------
+    budget : int
+        What was asked for, in bytes.
+    smallest : int
+        The smallest budget for which there is one.
+    holds : str
+        What lies in HBM then, where it holds most.
+    """
+
+    def __init__(self, budget: int, smallest: int, holds: str) -> None:
+        super().__init__(
+            f"no plan keeps this program within {format_size(budget)} of hbm: it needs {format_size(smallest)}, which "
+            f"{holds}; raise TIERS_HBM above that, or make the batch smaller"
+        )
+        self.budget = budget
+        self.smallest = smallest
+        self.holds = holds
+
+    def out_of(self, budget: int) -> NoPlanFits:
+        """Say the same of the budget that `self.budget` was a part of."""
+        return NoPlanFits(budget, -(-self.smallest * budget // max(1, self.budget)), self.holds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +106,15 @@ class Plan:
     groups : tuple of PageGroup
         Sites that move, in the order of their deaths.
     recompute : tuple of str
-        Sites whose tensor is dropped and made again by its recipe when backward asks for it.
+        Sites whose tensor is dropped and made again by its recipe: once, when one of its storage's sites is first
+        asked for, or something else is made from it; it then stays until the last of them was asked for.
     regions : tuple of str
-        Paths of the modules that are recomputed as a whole. The sites within are in no other field; what a
-        checkpoint saves of its own, its inputs, comes under the keys that `checkpoint_key` makes.
+        Paths of the modules that are recomputed as a whole, at the first use of a site within. The sites
+        within are in no other field; what a checkpoint saves of its own, its inputs, comes under the keys that
+        `checkpoint_key` makes.
     limits : mapping of str to (int, int)
         How `room` changes on the way: from this site's birth on, and from its first use on. Empty: it does not.
+        What is made again is taken off already: it does not count as saved bytes in HBM.
 
     A site that is nowhere was not foreseen; it moves, in a group of its period's own.
     """
@@ -110,10 +146,19 @@ class Plan:
         """One JSON object."""
         return json.dumps(asdict(self))
 
-
-def checkpoint_key(path: str, number: int) -> str:
-    """Key of the site that holds input `number` of the region `path` while it is recomputed as a whole."""
-    return f"{path}/in:{number}"
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        return cls(
+            policy=data["policy"],
+            room=data["room"],
+            keep={key: Keep(**keep) for key, keep in data["keep"].items()},
+            groups=tuple(PageGroup(**group | {"sites": tuple(group["sites"])}) for group in data["groups"]),
+            recompute=tuple(data["recompute"]),
+            regions=tuple(data["regions"]),
+            limits={key: (birth, use) for key, (birth, use) in data["limits"].items()},
+        )
 
 
 def least_room(trace: Trace, budget: int) -> int:
@@ -136,35 +181,83 @@ def look_ahead(largest: int, room: int) -> int:
     return GROUPS_AHEAD * max(largest, group_bytes(room)) if largest else 0
 
 
-def make_plan(policy: str, trace: Trace, moved: Collection[int], room: int) -> Plan:
-    """The plan in which the storages `moved` move and all others stay.
+def make_plan(
+    policy: str,
+    trace: Trace,
+    moved: Collection[int],
+    room: int,
+    *,
+    dropped: Collection[int] = (),
+    regions: Collection[str] = (),
+    tiers: Mapping[int, str] = _NOWHERE,
+) -> Plan:
+    """The plan in which the storages `moved` move, those `dropped` are made again, and all others stay.
 
     Its room is `room`, but never less than the largest group: that much of HBM every group needs once.
+    `migrator.schedule` adds a room that changes on the way, and in-triggers.
+
+    Parameters
+    ----------
+    policy : str
+        Who decided.
+    trace : Trace
+        The period.
+    moved : collection of int
+        Storages that move. What is dropped, or saved in a region that is recomputed and nowhere else, does not.
+    room : int
+        Saved bytes that may lie in HBM at once.
+    dropped : collection of int
+        Storages that are made again by their recipes.
+    regions : collection of str
+        Paths of regions that are recomputed as a whole.
+    tiers : mapping of int to str
+        Where storages go that move; those without an entry go where there is room.
+
+    Raises
+    ------
+    Unobtainable
+        If something is dropped that cannot be made again.
     """
-    lives = {life.ident: life for life in trace.lifetimes}
-    sites: dict[int, list[str]] = {}
+    return plan_of(policy, effect(trace, dropped, regions), moved, room, regions=regions, tiers=tiers)
+
+
+def plan_of(
+    policy: str,
+    outcome: Effect,
+    moved: Collection[int],
+    room: int,
+    *,
+    regions: Collection[str] = (),
+    tiers: Mapping[int, str] = _NOWHERE,
+) -> Plan:
+    """`make_plan` for who knows already what its choice brings about."""
+    moving: dict[str | None, list[Lifetime]] = {}
     keep: dict[str, Keep] = {}
-    for site in trace.sites:
-        life = lives.get(site.storage)
-        if life is None:
-            keep[site.key] = Keep(0, 0)
-        elif site.storage in moved:
-            sites.setdefault(site.storage, []).append(site.key)
+    for held in outcome.held.values():
+        if held.nbytes and held.ident in moved:
+            life = Lifetime(held.ident, held.nbytes, held.birth, tuple(held.asked))
+            moving.setdefault(tiers.get(held.ident), []).append(life)
         else:
-            first, last = site.birth == life.birth, bool(site.uses) and site.uses[-1] == life.death
-            keep[site.key] = Keep(life.nbytes if first else 0, life.nbytes if last else 0)
-    groups = group_by_death((lives[ident] for ident in moved), group_bytes(room))
+            last = max(held.holders, key=lambda holder: holder.uses[-1:])
+            for holder in held.holders:
+                enters, leaves = holder is held.holders[0], holder is last and bool(holder.uses)
+                keep[holder.key] = Keep(held.nbytes if enters else 0, held.nbytes if leaves else 0)
+    groups = [(tier, group) for tier, lives in moving.items() for group in group_by_death(lives, group_bytes(room))]
+    groups.sort(key=lambda entry: (not entry[1][0].uses, entry[1][0].death))
     return Plan(
         policy,
-        max(room, *(sum(life.nbytes for life in group) for group in groups), 0),
+        max(room, *(sum(life.nbytes for life in group) for _, group in groups), 0),
         keep,
         tuple(
             PageGroup(
-                sites=tuple(key for life in group for key in sites[life.ident]),
+                sites=tuple(holder.key for life in group for holder in outcome.held[life.ident].holders),
                 nbytes=sum(life.nbytes for life in group),
                 last_birth=max(life.birth for life in group),
                 first_use=min((life.uses[0] for life in group if life.uses), default=None),
+                tier=tier,
             )
-            for group in groups
+            for tier, group in groups
         ),
+        outcome.recomputed,
+        tuple(sorted(regions)),
     )

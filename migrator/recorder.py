@@ -1,29 +1,67 @@
-"""Records one period: every tensor saved, when, and when backward asked for it again."""
+"""Records one period: every tensor saved, when, and when backward asked for it again; and what that took."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
 
 from migrator.engine import State
+from migrator.lanes import Meter
+from migrator.remake import Peek, Verified
 from migrator.storages import Known
-from migrator.trace import Site, Trace
+from migrator.trace import Region, Site, Trace
+from migrator.trials import Trial, Trials
 
 LIMIT = 100_000  # records; a period without backward never ends, and its trace would be of no use
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class _Entry:
     """One saved tensor of the period under way; `known` is None for what cannot move."""
 
-    recorder: Recorder
     key: str
     birth: int
     known: Known | None
+    kind: str
     uses: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What the graph holds of an entry; and of its trials, whose inputs nobody else may keep alive."""
+
+    recorder: Recorder
+    known: Known | None
+    uses: list[int]
+    trials: list[Trial] = field(default_factory=list)
 
     def used(self) -> None:
         """Backward asks for it."""
         self.uses.append(self.recorder.advance())
+
+    def compare(self, tensor: Tensor, peek: Peek) -> Tensor:
+        """Carry its trials out, with what backward is about to be given; returns that."""
+        trials, self.trials = self.trials, []
+        for trial in trials:
+            if self.recorder.trials is not None:
+                self.recorder.trials.attempt(trial, tensor, peek)
+        return tensor
+
+
+@dataclass(eq=False, slots=True)
+class _Visit:
+    """A module's forward, under way or over."""
+
+    begin: int
+    inputs: Sequence[Known | None]
+    state: object
+    start: Any
+    end: int = -1
+    over: Any = None
 
 
 class Recorder:
@@ -34,49 +72,117 @@ class Recorder:
     outlived : set of str
         Keys of sites whose storages the program itself keeps alive into backward, so that moving them
         frees nothing. Shared by the recorders of a program: what stays cannot be found out again.
+    meter : Meter, optional
+        Measures the period; without one only the order of events is recorded.
+    resident : callable
+        Bytes of saved storages in HBM.
+    verified : mapping of str to Verified
+        Formulas that held in earlier periods, by site.
     """
 
-    def __init__(self, outlived: set[str]) -> None:
+    def __init__(
+        self,
+        outlived: set[str],
+        meter: Meter | None = None,
+        resident: Callable[[], int] = int,
+        verified: Mapping[str, Verified] = MappingProxyType({}),
+    ) -> None:
         self._position = 0
-        self._records: list[Record] = []
+        self._entries: list[_Entry] = []
         self._outlived = outlived
+        self._meter = meter
+        self._resident = resident
+        self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
+        self.trials = None if meter is None else Trials(meter, verified)
+        self.verified: dict[str, Verified] = {}  # by site, the formulas that held; known with the trace
 
     def advance(self) -> int:
         """The next position."""
+        if self._meter is not None:
+            self._meter.tick(self._resident())
         self._position += 1
         return self._position - 1
 
-    def save(self, key: str, known: Known | None) -> Record | None:
+    def save(self, key: str, known: Known | None, kind: str = "") -> Record | None:
         """The program saves a tensor."""
-        if len(self._records) >= LIMIT:
+        if len(self._entries) >= LIMIT:
             return None
-        record = Record(self, key, self.advance(), known)
-        self._records.append(record)
-        return record
+        entry = _Entry(key, self.advance(), known, kind)
+        self._entries.append(entry)
+        return Record(self, known, entry.uses)
+
+    def enter(self, path: str, inputs: Sequence[Known | None], state: object) -> None:
+        """The forward of a module begins that could be recomputed as a whole from `inputs`, if `state` stays."""
+        if self._meter is not None:
+            visit = _Visit(self._position, inputs, state, self._meter.mark())
+            self._visits[path] = None if path in self._visits else visit
+
+    def visits(self, path: str) -> bool:
+        """Whether `enter` has been told of that module."""
+        return self._visits.get(path) is not None
+
+    def leave(self, path: str, state: object) -> None:
+        """It ends."""
+        visit = self._visits.get(path)
+        if visit is not None and self._meter is not None and visit.state == state:
+            visit.end, visit.over = self._position, self._meter.mark()
 
     def turn(self) -> None:
         """Backward begins. What we let go of and is still alive, somebody else holds."""
-        known_storages = [record.known for record in self._records if record.known is not None]
+        known_storages = [entry.known for entry in self._entries if entry.known is not None]
         # Of a storage that we hold ourselves, by another part of it, nothing can be said.
-        ours = {k.weak.cdata for k in known_storages if k.saved is None or k.saved.group.state is not State.AWAY}
-        for record in self._records:
-            known = record.known
-            if known is None or known.weak.cdata in ours:
+        ours = {k.cdata for k in known_storages if k.saved is None or k.saved.group.state is not State.AWAY}
+        for entry in self._entries:
+            known = entry.known
+            if known is None or known.cdata in ours:
                 continue
             if known.freed():
-                self._outlived.discard(record.key)
+                self._outlived.discard(entry.key)
             else:
-                self._outlived.add(record.key)
+                self._outlived.add(entry.key)
 
     def trace(self) -> Trace:
-        """What was recorded, with sites that cannot move, or free nothing by it, at 0 bytes."""
+        """What was recorded; where it was measured, this waits for the device to end the period.
+
+        Sites that cannot move, or free nothing by it, have 0 bytes.
+        """
         sites = []
         alone = -1  # storages that are not told apart get numbers of their own
-        for record in self._records:
-            known = record.known
+        for entry in self._entries:
+            known = entry.known
             ident, nbytes = (alone, 0) if known is None else (known.ident, known.high - known.low)
             alone -= known is None
-            if record.key in self._outlived:
+            if entry.key in self._outlived:
                 nbytes = 0
-            sites.append(Site(record.key, ident, nbytes, record.birth, tuple(record.uses)))
-        return Trace(tuple(sites), self._position)
+            sites.append(Site(entry.key, ident, nbytes, entry.birth, tuple(entry.uses), entry.kind))
+        if self._meter is None or self.trials is None:
+            return Trace(tuple(sites), self._position)
+        measures = self._meter.finish(self._resident())
+        measured = measures.seconds > 0
+        held = self.trials.results() if measured else {}
+        regions = self._regions(self._meter) if measured else []
+        self._meter = self.trials = None  # graphs that live on have nothing more to tell
+        self.verified = {site.key: held[site.storage][1] for site in sites if site.storage in held}
+        return Trace(
+            tuple(sites),
+            self._position,
+            times=measures.times,
+            seconds=measures.seconds,
+            others=measures.others,
+            recipes={ident: recipe for ident, (recipe, _) in held.items()},
+            regions=tuple(regions),
+        )
+
+    def _regions(self, meter: Meter) -> list[Region]:
+        regions = []
+        for path, visit in self._visits.items():
+            if visit is None or visit.end <= visit.begin:
+                continue  # entered twice, left by an exception or with another state, or nothing was saved in it
+            alone, idents = -len(self._entries), []
+            for known in visit.inputs:  # one each, as the checkpoint will save them
+                alone -= known is None
+                idents.append(alone if known is None else known.ident)
+            nbytes = {known.ident: known.high - known.low for known in visit.inputs if known is not None}
+            seconds = meter.seconds(visit.start, visit.over)
+            regions.append(Region(path, visit.begin, visit.end, tuple(idents), sum(nbytes.values()), seconds))
+        return regions

@@ -21,21 +21,25 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from allocator.errors import TiersError
+from allocator.native import lane as native
 from allocator.pages import PageAllocator
 from allocator.sizes import format_size
 from migrator import entry, weights
+from migrator.background import in_background
 from migrator.backing import Backing
 from migrator.backoff import Response
 from migrator.counters import Counters
 from migrator.engine import Engine
+from migrator.feedback import SETTLED
 from migrator.hooks import Saver
 from migrator.lanes import Compute, Event, Lane
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
-from migrator.learner import SETTLED, Learner
+from migrator.lanes.native import NativeCompute, NativeLane
+from migrator.learner import Learner
 from migrator.links import PCIE_GEN5, Links
 from migrator.mover import Mover
-from migrator.plan import Plan
+from migrator.plan import NoPlanFits, Plan
 from migrator.policies import POLICIES
 from migrator.steps import StepTimes
 from migrator.trace import Trace
@@ -80,22 +84,22 @@ class Options:
         Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
     refuse : callable, optional
         Ends the program when the budget is too small, where an exception is not what its user should see.
+    pages : callable, optional
+        The allocator to tell where periods end, once it is under PyTorch.
     links : Links
         What plans take the lanes to give.
     advisor : Advisor, optional
         Asked at the end of every period; without one the links are used in full.
-    pages : callable, optional
-        The allocator to tell where periods end, once it is under PyTorch.
     """
 
     policy: str
     hbm: Callable[[torch.device], int]
     enforce: bool
     backing: Callable[[Counters, bool], Backing]
-    refuse: Callable[[BudgetTooSmall], None] | None = None
+    refuse: Callable[[TiersError], None] | None = None
+    pages: Callable[[], PageAllocator | None] = lambda: None
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
-    pages: Callable[[], PageAllocator | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,7 @@ class Runtime:
             self._thread.saver.end_period()
         for saver in list(self._savers):
             for mover in saver.armed_movers:
+                mover.learner.finish()
                 if mover.learner.plans:
                     self.learned = (mover.learner.traces[-1], mover.learner.plans[-1])
             saver.pop()
@@ -180,16 +185,16 @@ class Runtime:
         """The hooks of this thread, if they are on."""
         return self._thread.saver
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
         """A forward begins in this thread."""
         saver = self._thread.saver or self._arm()
         if saver is not None:
-            saver.enter(module)
+            saver.enter(module, args)
 
-    def leave(self) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """A forward ends in this thread, also when it raised."""
         if self._thread.saver is not None:
-            self._thread.saver.modules.leave()
+            self._thread.saver.leave(module, output)
 
     def _arm(self) -> Saver | None:
         if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:
@@ -223,14 +228,15 @@ class Runtime:
         engine = Engine(shared.compute, shared.out, shared.back, self._backing)
         # The room settles within a little of the target, on either side: the budget lies above that.
         margin = FRAGMENTS if device.type == "cuda" and self.options.pages() is None else SETTLED
-        learner = Learner(POLICIES[self.options.policy], int(shared.budget * (1 - margin)), self.options.links)
+        learner = Learner(
+            POLICIES[self.options.policy], int(shared.budget * (1 - margin)), self.options.links, in_background
+        )
         return Mover(engine, learner, shared.budget)
 
     def _make_device(self, device: torch.device) -> _Device:
         budget, counters = self.options.hbm(device), self._counters
         if device.type == "cuda":
-            out, back = CudaLane(device, "d2h", counters), CudaLane(device, "h2d", counters)
-            shared = _Device(CudaCompute(device, counters), out, back, budget)
+            shared = _on_gpu(device, counters, budget)
             if self.options.enforce:
                 total = torch.cuda.get_device_properties(device).total_memory
                 torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
@@ -258,14 +264,18 @@ class Runtime:
         for device in {tensor.device for tensor in tensors if _has_tiers(tensor.device)}:
             needed, budget = weights.bytes_on(device, tensors), self.options.hbm(device)
             if needed > budget:
-                error = BudgetTooSmall(
-                    f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on "
-                    f"{device}: raise TIERS_HBM above that, with room for gradients, optimizer state and the work "
-                    "of a layer"
+                self._refuse(
+                    BudgetTooSmall(
+                        f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on "
+                        f"{device}: raise TIERS_HBM above that, with room for gradients, optimizer state and the work "
+                        "of a layer"
+                    )
                 )
-                if self.options.refuse is not None:
-                    self.options.refuse(error)
-                raise error
+
+    def _refuse(self, error: TiersError) -> None:
+        if self.options.refuse is not None:
+            self.options.refuse(error)
+        raise error
 
     def _recount_static(self) -> None:
         """Without a GPU nobody else counts what lives as long as the program."""
@@ -279,17 +289,26 @@ class Runtime:
     def _period_over(self, saver: Saver) -> None:
         self._periods += 1
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
+        advice = self._advice(self.options.advisor, saver) if self.options.advisor is not None else None
         changed = False
         for mover in saver.armed_movers:
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
-            changed |= mover.end_period(whole=whole)
-        if self.options.advisor is not None:
-            changed |= self._take_advice(self.options.advisor, saver)
+            try:
+                changed |= mover.end_period(whole=whole)
+                if advice is not None:
+                    changed |= mover.heed(*advice)
+            except NoPlanFits as error:
+                if not self.closed:
+                    self._refuse(error.out_of(mover.budget))
         if changed:
-            saver.adopt(action for mover in saver.armed_movers for action in mover.actions())
+            movers = saver.armed_movers
+            saver.adopt(
+                (action for mover in movers for action in mover.actions()),
+                [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
+            )
 
-    def _take_advice(self, advisor: Advisor, saver: Saver) -> bool:
-        """Report the copies of this thread's devices and do what the advisor says; whether there are new plans."""
+    def _advice(self, advisor: Advisor, saver: Saver) -> tuple[int | None, Links]:
+        """Report the copies of this thread's devices; how many groups may be back early, and the links to plan with."""
         transfers: list[Transfer] = []
         for mover in saver.armed_movers:
             compute = mover.engine.compute
@@ -303,8 +322,7 @@ class Runtime:
             self._asked[compute.device] = compute.mark(compute.stream())
         response = advisor.period_over(transfers, dict(self._counters.moved))
         direct = self._backing is not None and self._backing.direct_disk
-        links = self.options.links.reduced(response.left, direct_disk=direct)
-        return any([mover.heed(response.ahead, links) for mover in saver.armed_movers])
+        return response.ahead, self.options.links.reduced(response.left, direct_disk=direct)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""
@@ -348,6 +366,15 @@ class Runtime:
             "unmanaged_bytes": self._unmanaged,
             "step_s": self._steps.summary(),
         }
+
+
+def _on_gpu(device: torch.device, counters: Counters, budget: int) -> _Device:
+    library = native.load()
+    if library is None:
+        lanes = CudaLane(device, "d2h", counters), CudaLane(device, "h2d", counters)
+        return _Device(CudaCompute(device, counters), *lanes, budget)
+    lanes = NativeLane(device, "d2h", counters, library), NativeLane(device, "h2d", counters, library)
+    return _Device(NativeCompute(device, counters, library), *lanes, budget)
 
 
 def _has_tiers(device: torch.device) -> bool:

@@ -24,6 +24,8 @@ class Node(Generic[Action]):
     ----------
     path : str
         ``Root.child.grandchild``; empty for the program itself.
+    kind : str
+        Class of the module.
     period : int
         The period that `count` and `actions` belong to.
     count : int
@@ -33,6 +35,7 @@ class Node(Generic[Action]):
     """
 
     path: str
+    kind: str = ""
     period: int = -1
     count: int = 0
     actions: Sequence[Action | None] = ()
@@ -48,6 +51,11 @@ class Modules(Generic[Action]):
         self._nodes: dict[int, Node[Action]] = {}
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._names: set[str] = set()
+
+    @property
+    def inside(self) -> bool:
+        """Whether the module the thread is in was called by another."""
+        return len(self._stack) > 1
 
     @property
     def outside(self) -> bool:
@@ -81,7 +89,7 @@ class Modules(Generic[Action]):
         keys = []
         for path, module in root.named_modules():
             keys.append(id(module))
-            self._nodes[id(module)] = Node(f"{name}.{path}" if path else name)
+            self._nodes[id(module)] = Node(f"{name}.{path}" if path else name, type(module).__name__)
         # An id is good for as long as the object lives: with the root its modules' names go, too.
         self._roots[keys[0]] = weakref.ref(root, lambda _: self._forget(name, keys))
         return self._nodes[keys[0]]
@@ -97,5 +105,5 @@ class Modules(Generic[Action]):
         kind = type(module).__name__
         node = self.here.unnamed.get(kind)
         if node is None:
-            node = self.here.unnamed[kind] = Node(f"{self.here.path}.<{kind}>")
+            node = self.here.unnamed[kind] = Node(f"{self.here.path}.<{kind}>", kind)
         return node

@@ -7,19 +7,19 @@ is no key: a freed storage's comes back within the same step.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from migrator.lanes import SLOT
 
 if TYPE_CHECKING:
     from migrator.engine import Saved
+    from migrator.remake import Made
 
 
-@dataclass(eq=False, slots=True)
 class Known:
     """The bytes ``[low, high)`` of a storage, as they were at one version of one version counter.
 
@@ -27,23 +27,36 @@ class Known:
     ----------
     ident : int
         Number within the period.
-    base : int
-        Identity of the tensor whose version counter it is, that of which the saved one is a view.
+    base : weak reference
+        To the tensor whose version counter it is, that of which the saved one is a view.
+    cdata : int
+        Identity of the storage, good for as long as this object lives: it is a weak reference to it.
     saved : Saved or None
         Where it moves, if it does.
+    made : weak reference or None
+        How it is made again, if it is dropped.
     """
 
-    ident: int
-    low: int
-    high: int
-    base: int
-    version: int
-    weak: StorageWeakRef
-    saved: Saved | None = None
+    __slots__ = ("base", "cdata", "high", "ident", "low", "made", "saved", "version")
+
+    def __init__(
+        self, ident: int, low: int, high: int, base: torch.Tensor, version: int, storage: torch.UntypedStorage
+    ) -> None:
+        self.ident = ident
+        self.low = low
+        self.high = high
+        self.base = weakref.ref(base)
+        self.version = version
+        self.cdata: int = storage._weak_ref()  # type: ignore[assignment]
+        self.saved: Saved | None = None
+        self.made: weakref.ref[Made] | None = None
+
+    def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
+        free(self.cdata)
 
     def freed(self) -> bool:
         """Whether the program's memory is gone."""
-        return bool(self.weak.expired())
+        return bool(torch.UntypedStorage._expired(self.cdata))
 
 
 SWEEP = 4096  # storages; a period without backward (evaluation that forgot no_grad) must not grow for ever
@@ -61,17 +74,22 @@ class Storages:
         """What is known of the bytes that `tensor` needs; made on first sight."""
         if len(self._known) >= self._sweep_at:
             self._sweep()
-        known = self._known.setdefault(storage._cdata, [])
         # Views share the counter of their base, and its version speaks for all the bytes of the base. A tensor
         # over the same memory that is no view (`unsafe_chunk`, `.data`) has a counter, and so a count, of its own.
-        base = id(tensor._base if tensor._is_view() else tensor)
+        base = tensor._base
+        if base is None:
+            base = tensor
         low, high = _reach(tensor, storage.nbytes())
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = []
         for entry in known:
             # Another version is other content: a storage saved before and after an in-place operation
             # (ReLU(inplace=True) on a normalisation's output) is two.
-            if entry.version == version and entry.base == base and entry.low <= low and high <= entry.high:
+            if entry.version == version and entry.low <= low and high <= entry.high and entry.base() is base:
                 return entry
-        entry = Known(self._count, low, high, base, version, StorageWeakRef(storage))
+        entry = Known(self._count, low, high, base, version, storage)
         self._count += 1
         known.append(entry)
         return entry
@@ -89,9 +107,29 @@ def _reach(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
     Views of one storage often interleave (the parts of a fused projection): all of it moves once, then.
     """
     size = tensor.itemsize
+    if tensor.numel() * size == nbytes:
+        return 0, nbytes
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     low = int(tensor.storage_offset()) * size
     high = low + elements * size
     if tensor._is_view() and 2 * (high - low) >= nbytes:
         return 0, nbytes
     return low - low % SLOT, high
+
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_keys = torch._C._dispatch_keys
+_plain: set[int] = set()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but strided memory. All of it shows in the dispatch keys, so one look is enough."""
+    keys = _keys(tensor).raw_repr()
+    if keys in _plain:
+        return True
+    if tensor.layout is not torch.strided or _is_wrapped(tensor) or tensor.is_nested:
+        return False
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return False
+    _plain.add(keys)
+    return True

@@ -7,6 +7,7 @@ for again); `times` and `others` tell what was measured at each.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -32,6 +33,8 @@ class Site:
         Position at which it was saved.
     uses : tuple of int
         Positions at which backward asked for it.
+    kind : str
+        Class of the module that saved it, such as ``Conv2d``; empty outside of modules, or if not recorded.
     """
 
     key: str
@@ -39,6 +42,7 @@ class Site:
     nbytes: int
     birth: int
     uses: tuple[int, ...]
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Region:
     input_bytes : int
         Bytes of those.
     seconds : float
-        What its forward takes on the device.
+        What its forward takes on the device, up to its last save: recomputing stops there.
     """
 
     path: str
@@ -102,7 +106,9 @@ class Trace:
         The whole period, the optimizer's step included; 0 if not measured.
     others : tuple of int
         The most HBM in use between the position before and this one, in bytes, without the storages of
-        the sites; one more at the end for what follows the last position. Empty if not measured.
+        the sites; one more at the end for what follows the last position. Empty if not measured. A storage
+        is a site's from the position after its birth to the one after its last use, in which the gradient is
+        computed with it; before and after that it counts here.
     recipes : mapping of int to Recipe
         Storages that can be made again cheaply.
     regions : tuple of Region
@@ -121,11 +127,10 @@ class Trace:
     def lifetimes(self) -> tuple[Lifetime, ...]:
         """One lifetime per storage that has bytes to move, in the order of their births."""
         born: dict[int, Site] = {}
-        nbytes: dict[int, int] = {}
+        nbytes = self.storage_bytes
         uses: dict[int, list[int]] = {}
         for site in self.sites:
             born.setdefault(site.storage, site)
-            nbytes[site.storage] = max(site.nbytes, nbytes.get(site.storage, 0))
             uses.setdefault(site.storage, []).extend(site.uses)
         return tuple(
             Lifetime(ident, nbytes[ident], site.birth, tuple(sorted(uses[ident])))
@@ -137,6 +142,40 @@ class Trace:
     def saved_bytes(self) -> int:
         """Unique saved bytes of the period."""
         return sum(life.nbytes for life in self.lifetimes)
+
+    @cached_property
+    def storage_bytes(self) -> Mapping[int, int]:
+        """Bytes of every storage that a site refers to; 0 for those that cannot move."""
+        nbytes: dict[int, int] = {}
+        for site in self.sites:
+            nbytes[site.storage] = max(site.nbytes, nbytes.get(site.storage, 0))
+        return nbytes
+
+    @cached_property
+    def turn(self) -> int:
+        """Position of the last save before backward asks for anything."""
+        first_use = min((site.uses[0] for site in self.sites if site.uses), default=self.positions)
+        return max((site.birth for site in self.sites if site.birth < first_use), default=0)
+
+    @cached_property
+    def by_key(self) -> Mapping[str, Site]:
+        """The sites by their keys."""
+        return {site.key: site for site in self.sites}
+
+    @cached_property
+    def _births(self) -> tuple[int, ...]:
+        return tuple(site.birth for site in self.sites)
+
+    def sites_of(self, region: Region) -> tuple[Site, ...]:
+        """The sites that the forward of `region` saved."""
+        return self.sites[bisect_left(self._births, region.begin) : bisect_left(self._births, region.end)]
+
+    def input_bytes(self, region: Region) -> list[tuple[int, int]]:
+        """Inputs of `region` with their bytes; those that no site refers to share what is left of the sum."""
+        known = self.storage_bytes
+        unknown = [ident for ident in region.inputs if ident not in known]
+        left = max(0, region.input_bytes - sum(known.get(ident, 0) for ident in region.inputs))
+        return [(ident, known[ident] if ident in known else left // len(unknown)) for ident in region.inputs]
 
     def to_json(self) -> str:
         """One JSON object with a format number."""

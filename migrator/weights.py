@@ -41,3 +41,8 @@ def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages on `device`, each counted once."""
     found = [tensor.untyped_storage() for tensor in tensors if tensor.device == device]
     return sum({storage._cdata: storage.nbytes() for storage in found}.values())
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP gathers and frees the module's parameters."""
+    return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__)

@@ -34,11 +34,12 @@ def _gpu_is_missing() -> bool:
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No variable and no user config of ours reaches a test from outside."""
+    """No variable, no user config and no share of other processes reaches a test from outside."""
     for name in os.environ:
         if name.startswith("TIERS_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-user-config"))
+    monkeypatch.setenv("TIERS_LEDGER", str(tmp_path_factory.getbasetemp() / "ledger"))
 
 
 @pytest.fixture

@@ -74,7 +74,11 @@ class LinksConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the user asked for; ``Config()`` is the defaults."""
+    """What the user asked for; ``Config()`` is the defaults.
+
+    Processes share the capacities of a node with those that name the same `ledger`, a directory; None means the
+    user's own, which all of his processes on the node see.
+    """
 
     allocator: Literal["off", "torch", "pages"] = "off"
     policy: str = "auto"
@@ -83,6 +87,7 @@ class Config:
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
+    ledger: Path | None = None
     run: Path | None = None
     run_force: bool = False
     log: str = "warning"

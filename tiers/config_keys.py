@@ -11,12 +11,12 @@ from pathlib import Path
 
 from allocator.errors import TiersError
 from allocator.sizes import parse_size
-from migrator.policies import POLICIES
+from migrator.policies import MODULES
 from tiers.log import LEVELS
 
 ALLOCATORS = ("off", "torch", "pages")
 GDS_MODES = ("require", "prefer", "off")
-KNOWN_POLICIES = ("auto", *POLICIES)
+KNOWN_POLICIES = tuple(MODULES)
 
 
 class ConfigError(TiersError):
@@ -148,6 +148,7 @@ KEYS = (
     Key("links.h2d", RATE),
     Key("links.disk_write", RATE),
     Key("links.disk_read", RATE),
+    Key("ledger", PATH, "TIERS_LEDGER"),
     Key("run", PATH, "TIERS_RUN"),
     Key("run_force", FLAG, "TIERS_RUN_FORCE"),
     Key("log", _one_of(LEVELS), "TIERS_LOG"),

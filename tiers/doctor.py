@@ -118,7 +118,8 @@ def _gds(topology: Topology, nvme: NvmeConfig) -> Finding:
     if nvme.gds == "off":
         return Finding("GDS", "ok", "switched off by nvme.gds")
     if obstacle is None:
-        return Finding("GDS", "ok", "driver loaded")
+        found = "driver loaded; this path has been tested without hardware only"
+        return Finding("GDS", "ok", found, "run tiers probe --paths 'hbm_*.gds', which verifies the data")
     if nvme.gds == "require":
         return Finding("GDS", "missing", f"not in use: {obstacle}", 'set nvme.gds to "prefer", or mend that')
     return Finding("GDS", "degraded", f"not in use: {obstacle}", "NVMe goes through host memory")

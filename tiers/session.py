@@ -22,22 +22,24 @@ from allocator.errors import TiersError
 from allocator.ledger import Account, Ledger
 from allocator.nvme.store import NvmeStore
 from allocator.pages import PageAllocator
+from allocator.pinning import return_what_is_freed
+from allocator.room import Room
 from allocator.sizes import PAGE, GiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.links import links_from
-from migrator.policies import AUTO
-from migrator.runtime import BudgetTooSmall, Options, Runtime
+from migrator.runtime import Options, Runtime
 from tiers.config import Config, ConfigError, load
 from tiers.monitor.build import build as build_monitor
 from tiers.places import LEDGERS, of_user
-from tiers.topology import default_dram_capacity, read_memory
+from tiers.topology import default_dram_capacity, memory_left, numa_node, read_memory
 
 log = logging.getLogger("tiers")
 
 _pages: PageAllocator | None = None  # once it is under PyTorch it stays there, whatever becomes of the session
 
 MARGIN = 512 * MiB  # of HBM that is left to others when no budget is set
+IDLE_SECONDS = 120.0  # after which dram that nobody uses goes back to the system
 STATS = "stats.json"
 
 
@@ -57,15 +59,15 @@ class Session:
     Raises
     ------
     ConfigError
-        If the run directory holds an earlier run.
+        If the run directory holds an earlier run, or the ledger that was named cannot be used.
     """
 
-    def __init__(self, config: Config, refuse: Callable[[BudgetTooSmall], None] | None = None) -> None:
+    def __init__(self, config: Config, refuse: Callable[[TiersError], None] | None = None) -> None:
         self._config = config
+        self._pid = os.getpid()
         self._run = _run_directory(config)
-        self._ledger = _open_ledger()
+        self._ledger = _open_ledger(config)
         self._ranks = 1 if self._ledger else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._policy = AUTO if config.policy == "auto" else config.policy
         dram = self._default_dram() if config.dram.capacity is None else config.dram.capacity
         self._dram_capacity = dram // self._ranks
         self._nvme_capacity = (config.nvme.capacity or 0) // self._ranks if config.nvme.paths else 0
@@ -74,14 +76,14 @@ class Session:
         self._monitor = build_monitor(config, self._ledger.directory if self._ledger else None)
         self.runtime = Runtime(
             Options(
-                policy=self._policy,
+                policy=config.policy,
                 hbm=self._hbm,
                 enforce=config.hbm.capacity is not None and config.allocator != "pages",
                 backing=self._make_backing,
                 refuse=refuse,
+                pages=lambda: _pages,
                 links=links_from(asdict(config.links), disk=self._nvme_capacity > 0),
                 advisor=self._monitor,
-                pages=lambda: _pages,
             )
         )
 
@@ -96,17 +98,22 @@ class Session:
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             return free + torch.cuda.memory_reserved(device) - MARGIN
-        return read_memory().available
+        return read_memory().room
 
     def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
         if self._ledger is None:
             text = "no ledger can be kept in %s, so dram and nvme are this rank's alone: 1/%d of the capacities"
             log.warning(text, " or ".join(map(str, LEDGERS)), self._ranks)
+        if not on_gpu:
+            return_what_is_freed()
         self._dram = DramArena(
             self._dram_capacity,
             pinned=on_gpu,
             step=_step(self._dram_capacity),
             account=self._account("dram", self._dram_capacity),
+            node=_node_of_gpu() if on_gpu else None,
+            room=lambda: Room(*memory_left(read_memory())),
+            idle_after=IDLE_SECONDS,
         )
         if self._nvme_capacity:
             nvme = self._config.nvme
@@ -150,7 +157,7 @@ class Session:
 
     def close(self) -> None:
         """End: give everything back and write the run directory. Idempotent."""
-        if self.runtime.closed:
+        if self.runtime.closed or os.getpid() != self._pid:  # a forked child has none of the threads
             return
         self.runtime.close()
         if self._monitor is not None:
@@ -186,7 +193,7 @@ class Session:
         return {
             "device": device,
             "allocator": "torch" if _pages is None else "pages",
-            "policy": self._policy,
+            "policy": self._config.policy,
             "budget": {"hbm": budget_hbm, "dram": self._dram_capacity, "nvme": self._nvme_capacity},
             "peak": {
                 "hbm": peak_hbm,
@@ -222,12 +229,29 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-tiers"
 
 
+def _node_of_gpu() -> int | None:
+    """The NUMA node that the current GPU is attached to, if that is known."""
+    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    try:
+        return numa_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    except AttributeError:  # an older PyTorch
+        return None
+
+
 def _step(capacity: int) -> int:
     """Bytes to grow a tier by: little enough that one rank's first step leaves room for the others'."""
     return max(PAGE, min(GiB, capacity // 16))
 
 
-def _open_ledger() -> Ledger | None:
+def _open_ledger(config: Config) -> Ledger | None:
+    if config.ledger is not None:
+        try:
+            return Ledger(config.ledger)
+        except OSError as error:
+            raise ConfigError(
+                f"TIERS_LEDGER: no ledger can be kept at {config.ledger}: {error.strerror or error}; it must be a "
+                "directory of this user alone, or a name in one that exists"
+            ) from error
     for place in LEDGERS:
         with contextlib.suppress(OSError):  # said where it matters, when something is about to be shared
             return Ledger(of_user(place))
@@ -275,7 +299,7 @@ def install(config: Config) -> None:
     atexit.register(session.close)
 
 
-def _exit(error: BudgetTooSmall) -> None:
+def _exit(error: TiersError) -> None:
     print(f"tiers: {error}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -30,8 +30,8 @@ def choose_backend(gds: Gds) -> Callable[[Path], Backend]:
         return PosixFile
     refusal = gds_refusal()
     if refusal is None:
-        return partial(KvikioFile, direct=gds == "require")
+        return partial(KvikioFile, mode="gds" if gds == "require" else "auto")
     if gds == "require":
         raise TiersError(f'nvme.gds = "require" cannot be met ({refusal}); "prefer" works without')
     log.info("nvme runs without GPUDirect Storage: %s", refusal)
-    return PosixFile if kvikio_refusal() else partial(KvikioFile, direct=False)
+    return PosixFile if kvikio_refusal() else partial(KvikioFile, mode="auto")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from allocator.errors import StoreError
 from allocator.nvme.posix import PosixFile
+
+Mode = Literal["gds", "auto", "compat"]
+"""Nothing but GPUDirect Storage; that where it serves and kvikio's bounce buffers elsewhere; those alone."""
+
+_COMPAT_MODES = {"gds": "OFF", "auto": "AUTO", "compat": "ON"}
 
 
 def kvikio_refusal() -> str | None:
@@ -45,26 +51,25 @@ class KvikioFile:
     ----------
     directory
         Where to make the file.
-    direct
-        True: nothing but GPUDirect Storage. False: kvikio's bounce buffers serve where that is missing.
+    mode
+        How GPU memory goes.
 
     Raises
     ------
     StoreError
-        If no file can be made there, or `direct` is asked of a drive that cannot do it.
+        If no file can be made there, or `mode` is ``"gds"`` and the drive cannot do it.
     """
 
     device_memory = True
 
-    def __init__(self, directory: Path, *, direct: bool) -> None:
+    def __init__(self, directory: Path, *, mode: Mode) -> None:
         import kvikio
         import kvikio.defaults
 
         self._posix = PosixFile(directory)
         self.path = self._posix.path
-        mode = kvikio.CompatMode.OFF if direct else kvikio.CompatMode.AUTO
         try:
-            with kvikio.defaults.set("compat_mode", mode):
+            with kvikio.defaults.set("compat_mode", getattr(kvikio.CompatMode, _COMPAT_MODES[mode])):
                 # The file has no name, so kvikio, which opens by name, gets the one of our descriptor.
                 self._cufile = kvikio.CuFile(f"/proc/self/fd/{self._posix.fileno()}", "r+")
         except RuntimeError as error:  # cuFile refuses this filesystem or drive

@@ -19,6 +19,8 @@ _FLAGS = os.O_RDWR | os.O_EXCL | os.O_CLOEXEC
 _NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
 """What filesystems and kernels without O_TMPFILE answer to it."""
 
+_said: set[str] = set()  # directories whose page cache has been spoken of
+
 
 class PosixFile:
     """A `Backend` for memory of the host. See there for the contract of each method.
@@ -47,7 +49,9 @@ class PosixFile:
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
         except OSError as error:  # tmpfs, for one
-            log.warning("nvme at %s goes through the page cache: O_DIRECT: %s", self.path, error.strerror)
+            if self.path not in _said:
+                _said.add(self.path)
+                log.warning("nvme at %s goes through the page cache: O_DIRECT: %s", self.path, error.strerror)
 
     def fileno(self) -> int:
         """Return the descriptor of the open file."""

@@ -12,17 +12,17 @@ class RequestPool:
     """Runs requests on `depth` threads: so many are in flight at most, the others wait in order of arrival.
 
     A waiting read goes before every waiting write: a read is needed now, a write only makes room for later.
-    Requests do not raise: they report to a `Transfer`.
+    Requests do not raise: they report to a `Transfer`. `name` is what its threads are called.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, name: str) -> None:
         self._arrived = threading.Condition()
         self._reads: deque[Callable[[], None]] = deque()
         self._writes: deque[Callable[[], None]] = deque()
         self._closing = False
         # Daemons: a program that ends without closing its store must not wait for these threads forever.
         self._threads = [
-            threading.Thread(target=self._serve, name=f"tiers-nvme-{index}", daemon=True) for index in range(depth)
+            threading.Thread(target=self._serve, name=f"tiers-{name}-{index}", daemon=True) for index in range(depth)
         ]
         for thread in self._threads:
             thread.start()
@@ -64,25 +64,25 @@ class RequestPool:
 
 
 class Transfer:
-    """One read or write of an extent. Its future resolves when the last stripe is done, also after an error.
+    """One read or write of an extent. Its future resolves when the last of its parts is done, also after an error.
 
     Only then does nobody touch the memory any more, so only then may the caller use or free it.
     """
 
-    def __init__(self, stripes: int) -> None:
+    def __init__(self, parts: int) -> None:
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # a transfer under way cannot be cancelled
         self._lock = threading.Lock()
-        self._left = stripes
+        self._left = parts
         self._error: Exception | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether a stripe has failed, so that the others need not be tried."""
+        """Whether a part has failed, so that the others need not be tried."""
         return self._error is not None
 
-    def stripe_done(self, error: Exception | None) -> None:
-        """Count one stripe; `error` is what went wrong with it."""
+    def part_done(self, error: Exception | None) -> None:
+        """Count one part; `error` is what went wrong with it."""
         with self._lock:
             self._left -= 1
             self._error = self._error or error

@@ -1,4 +1,9 @@
-"""The ``nvme`` tier: extents striped over files in several directories, moved in the background, checked."""
+"""The ``nvme`` tier: extents striped over files in several directories, moved in the background, checked.
+
+Checksums are computed by threads of their own, while the drives work: a stripe that is being written is summed up
+beside its write, one that was read is checked while the next is read. So they cost the drives nothing as long as
+the CPU is faster than they are.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +11,24 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from allocator.errors import CorruptionError, StoreError
-from allocator.extents import Extent
+from allocator.errors import StoreError
 from allocator.ledger import Account
 from allocator.nvme.backend import BLOCK, Backend, read_all, write_all
-from allocator.nvme.checksum import checksum as checksum_of
 from allocator.nvme.choose import Gds, choose_backend
 from allocator.nvme.requests import RequestPool, Transfer
+from allocator.nvme.stripe import Stripe
 from allocator.nvme.volume import Volume
 from allocator.sizes import GiB, MiB, round_up
 
+_SUMMING_THREADS = 4  # each sums up more than 10 GB/s
 
-@dataclass(slots=True, eq=False)
-class _Stripe:
-    volume: Volume
-    extent: Extent
-    start: int  # in the block
-    checksum: int | None = None  # None until it is written
-
-    def of(self, block: torch.Tensor) -> torch.Tensor:
-        return block[self.start : self.start + self.extent.nbytes]
+Arrived = Callable[[int, int], None]
+"""Told the first byte and the bytes of each part of a block that has come back and was checked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +42,7 @@ class NvmeExtent:
     """
 
     nbytes: int
-    _stripes: tuple[_Stripe, ...] = field(repr=False)
+    _stripes: tuple[Stripe, ...] = field(repr=False)
 
 
 class NvmeStore:
@@ -61,7 +60,8 @@ class NvmeStore:
     gds
         Whether GPU memory must (``"require"``) or may (``"prefer"``) go straight to the drives.
     checksum
-        Check on every read that what came back is what was written.
+        Check on every read that what came back is what was written: by xxh3 where it is in host memory when it is
+        written, by a sum that a GPU computes as well where it is in GPU memory.
     stripe
         Bytes of a request; 1 to 16 MiB run at a drive's full speed.
     depth
@@ -96,7 +96,6 @@ class NvmeStore:
     ) -> None:
         if not paths or capacity < 0 or depth <= 0 or stripe <= 0 or stripe % BLOCK:
             raise ValueError("a store needs paths, capacity >= 0, depth > 0 and stripes of whole 4 KiB")
-        self._checksum = checksum
         self._stripe = stripe
         self._lock = threading.Lock()  # guards the volumes' accounts and the four numbers below
         self._used = 0
@@ -111,8 +110,9 @@ class NvmeStore:
         except BaseException:
             self._close_files()
             raise
-        self._takes_device_memory = not checksum and all(v.backend.device_memory for v in self._volumes)
-        self._pool = RequestPool(depth)
+        self._takes_device_memory = all(volume.backend.device_memory for volume in self._volumes)
+        self._drives = RequestPool(depth, "nvme")
+        self._sums = RequestPool(_SUMMING_THREADS, "checksum") if checksum else None
 
     @property
     def capacity(self) -> int:
@@ -140,7 +140,7 @@ class NvmeStore:
         if nbytes <= 0:
             raise ValueError(f"an extent needs a positive size, not {nbytes}")
         nbytes = round_up(nbytes, BLOCK)
-        stripes: list[_Stripe] = []
+        stripes: list[Stripe] = []
         with self._lock:
             for start in range(0, nbytes, self._stripe):
                 stripe = self._allocate_stripe(start, min(self._stripe, nbytes - start))
@@ -171,8 +171,7 @@ class NvmeStore:
         ----------
         block
             Flat uint8 tensor of exactly ``extent.nbytes`` bytes, its address a multiple of 4 KiB. It must not
-            change before the future is done. GPU memory needs a backend for it, no checksum, and no kernel at
-            work on it.
+            change before the future is done. GPU memory needs a backend for it, and no kernel at work on it.
 
         Returns
         -------
@@ -180,19 +179,25 @@ class NvmeStore:
             Raises StoreError if the data is not on disk; the extent is then good for nothing but `free`.
         """
         self._check(extent, block)
-        transfer = Transfer(len(extent._stripes))
+        transfer = Transfer(len(extent._stripes) * (1 if self._sums is None else 2))
         for stripe in extent._stripes:
-            stripe.checksum = None
-            self._pool.write(self._request(transfer, self._write_stripe, stripe, block))
+            part = stripe.of(block)
+            stripe.written = False
+            self._drives.write(self._request(transfer, stripe, partial(self._write_stripe, stripe, part)))
+            if self._sums is not None:
+                self._sums.write(self._request(transfer, stripe, partial(stripe.sum_up, part)))
         return transfer.future
 
-    def read(self, extent: NvmeExtent, block: torch.Tensor) -> Future[None]:
+    def read(self, extent: NvmeExtent, block: torch.Tensor, arrived: Arrived | None = None) -> Future[None]:
         """Read all of `extent` into `block`, in the background, ahead of every waiting write.
 
         Parameters
         ----------
         block
             As for `write`; its contents count only if the future succeeds.
+        arrived
+            Called by threads of the store, in any order, before the future is done: so the first part can be on its
+            next way while the last is still read. It must not block.
 
         Returns
         -------
@@ -205,29 +210,35 @@ class NvmeStore:
             If the extent has not been written, or its write is still under way.
         """
         self._check(extent, block)
-        if any(stripe.checksum is None for stripe in extent._stripes):
+        if not all(stripe.written for stripe in extent._stripes):
             raise ValueError(f"{extent} cannot be read: it has not been written")
         transfer = Transfer(len(extent._stripes))
         for stripe in extent._stripes:
-            self._pool.read(self._request(transfer, self._read_stripe, stripe, block))
+            part = stripe.of(block)
+            fetch = partial(read_all, stripe.volume.backend, part, stripe.extent.offset)
+            check = self._request(transfer, stripe, partial(self._hand_out, stripe, part, arrived))
+            then = check if self._sums is None else partial(self._sums.read, check)
+            self._drives.read(self._request(transfer, stripe, fetch, then))
         return transfer.future
 
     def close(self) -> None:
         """End what is in flight, fail what is queued, and give the disk space back. Idempotent."""
         self._closed = True  # from here on queued requests fail instead of running
-        self._pool.close()
+        self._drives.close()
+        if self._sums is not None:
+            self._sums.close()
         self._close_files()
 
-    def _allocate_stripe(self, start: int, nbytes: int) -> _Stripe | None:
+    def _allocate_stripe(self, start: int, nbytes: int) -> Stripe | None:
         for _ in self._volumes:
             volume = self._volumes[self._turn % len(self._volumes)]
             self._turn += 1
             extent = volume.allocate(nbytes)
             if extent is not None:
-                return _Stripe(volume, extent, start)
+                return Stripe(volume, extent, start)
         return None
 
-    def _release(self, stripes: Sequence[_Stripe]) -> None:
+    def _release(self, stripes: Sequence[Stripe]) -> None:
         for stripe in stripes:
             stripe.volume.free(stripe.extent)
 
@@ -240,15 +251,13 @@ class NvmeStore:
                 f"not {block.numel()} at {block.data_ptr():#x}"
             )
         if block.is_cuda and not self._takes_device_memory:
-            raise ValueError("this store takes no GPU memory: that needs kvikio (nvme.gds) and no checksum")
+            raise ValueError("this store takes no GPU memory: that needs kvikio (nvme.gds)")
 
     def _request(
-        self,
-        transfer: Transfer,
-        move: Callable[[_Stripe, torch.Tensor], None],
-        stripe: _Stripe,
-        block: torch.Tensor,
+        self, transfer: Transfer, stripe: Stripe, work: Callable[[], None], then: Callable[[], None] | None = None
     ) -> Callable[[], None]:
+        """Wrap `work` for a pool. If it succeeds, `then` goes on with the same part of the transfer."""
+
         def request() -> None:
             error: Exception | None = None
             try:
@@ -256,29 +265,30 @@ class NvmeStore:
                     path, extent = stripe.volume.backend.path, stripe.extent
                     raise StoreError(path, extent.offset, extent.nbytes, "transfer", "the store is closed")
                 if not transfer.failed:
-                    move(stripe, stripe.of(block))
+                    work()
             except Exception as caught:  # all of it belongs to who waits, not to this thread
                 error = caught
-            transfer.stripe_done(error)
+            if then is None or error is not None or transfer.failed:
+                transfer.part_done(error)
+            else:
+                then()
 
         return request
 
-    def _write_stripe(self, stripe: _Stripe, part: torch.Tensor) -> None:
-        digest = checksum_of(part) if self._checksum else 0
+    def _write_stripe(self, stripe: Stripe, part: torch.Tensor) -> None:
         try:
             write_all(stripe.volume.backend, part, stripe.extent.offset)
         except StoreError as error:
             with self._lock:
                 stripe.volume.retire(error)
             raise
-        stripe.checksum = digest
+        stripe.written = True
 
-    def _read_stripe(self, stripe: _Stripe, part: torch.Tensor) -> None:
-        backend, extent = stripe.volume.backend, stripe.extent
-        read_all(backend, part, extent.offset)
-        if self._checksum and (found := checksum_of(part)) != stripe.checksum:
-            reason = f"checksum {found:#x} where {stripe.checksum:#x} was written; the data is not handed out"
-            raise CorruptionError(backend.path, extent.offset, extent.nbytes, "read", reason)
+    def _hand_out(self, stripe: Stripe, part: torch.Tensor, arrived: Arrived | None) -> None:
+        if self._sums is not None:
+            stripe.verify(part)
+        if arrived is not None:
+            arrived(stripe.start, part.numel())
 
     def _close_files(self) -> None:
         for volume in self._volumes:

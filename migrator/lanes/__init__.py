@@ -10,12 +10,16 @@ wait of the host.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from allocator.sizes import MiB
 from migrator.transfers import Transfer
+
+if TYPE_CHECKING:
+    from migrator.lanes.meter import Measures
 
 SLOT = 512
 """Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
@@ -25,14 +29,36 @@ GATHER_BELOW = 1 * MiB  # a plain copy of this size reaches 90% of the link; bel
 
 TIMED = 32  # copies between two calls of `Lane.over`: enough to tell, and few enough to cost nothing
 
-Piece = tuple[torch.Tensor, torch.Tensor]
-"""(destination, source): flat uint8 tensors of one size."""
+
+class Piece(NamedTuple):
+    """Bytes to copy: `nbytes` of them from byte `start` of `source` to byte `at` of `target`.
+
+    The pieces of one copy that are smaller than `GATHER_BELOW` share their target.
+    """
+
+    target: torch.UntypedStorage
+    at: int
+    source: torch.UntypedStorage
+    start: int
+    nbytes: int
+
+
+def whole(target: torch.Tensor, source: torch.Tensor) -> Piece:
+    """All of `source`, to `target`: flat uint8 tensors of one size."""
+    at, start = int(target.storage_offset()), int(source.storage_offset())
+    return Piece(target.untyped_storage(), at, source.untyped_storage(), start, target.numel())
+
+
+def flat(storage: torch.UntypedStorage, first: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """The bytes ``[first, first + nbytes)`` of a storage as a flat tensor."""
+    size = dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first // size, (nbytes // size,), (1,))
 
 
 def at_full_speed(pieces: Sequence[Piece]) -> bool:
     """Whether the time that copying `pieces` takes is that of the link, and not of what there is around it."""
-    small = sum(piece[0].numel() for piece in pieces if piece[0].numel() < GATHER_BELOW)
-    return 8 * small <= sum(piece[0].numel() for piece in pieces)
+    small = sum(piece.nbytes for piece in pieces if piece.nbytes < GATHER_BELOW)
+    return 8 * small <= sum(piece.nbytes for piece in pieces)
 
 
 class Event(Protocol):
@@ -66,6 +92,25 @@ Stream = Hashable
 """One of the program's streams."""
 
 
+class Meter(Protocol):
+    """Measures one period; see `migrator.lanes.meter`."""
+
+    def mark(self) -> Any:
+        """A point in the program's time."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds from one point to another, once the device has passed both."""
+
+    def tick(self, resident: int) -> None:
+        """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is done inside is not the program's."""
+
+    def finish(self, resident: int) -> Measures:
+        """The period is over; waits until the device has passed its end."""
+
+
 class Compute(Protocol):
     """The program's own stream on one device."""
 
@@ -97,6 +142,9 @@ class Compute(Protocol):
 
     def allocated(self) -> int:
         """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""
+
+    def meter(self) -> Meter:
+        """A meter of what happens from now on."""
 
     def peak(self, resident: int) -> int:
         """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 
 import torch
 
 from allocator.sizes import PAGE, MiB, round_up
 from migrator import peaks
 from migrator.counters import Counters
-from migrator.lanes import GATHER_BELOW, SLOT, TIMED, Event, Piece, Stream, at_full_speed
+from migrator.lanes import GATHER_BELOW, SLOT, TIMED, Event, Piece, Stream, at_full_speed, flat
+from migrator.lanes.meter import CudaMeter
 from migrator.transfers import Transfer
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
+
+
+class TimedEvent(Event, Protocol):
+    """An event of a stream, that tells when it was passed."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this one to another; both must have been passed."""
 
 
 class CudaCompute:
@@ -23,9 +32,10 @@ class CudaCompute:
     def __init__(self, device: torch.device, counters: Counters) -> None:
         self.device = device
         self._counters = counters
-        self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits: list[tuple[str, TimedEvent, TimedEvent]] = []
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._retries = peaks.retries(device)
+        self.waited: list[tuple[TimedEvent, TimedEvent]] | None = None  # what a meter leaves out
         peaks.restart(device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -37,16 +47,22 @@ class CudaCompute:
         handle: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self.device.index)
         return handle
 
-    def mark(self, stream: Stream) -> torch.cuda.Event:
+    def mark(self, stream: Stream) -> TimedEvent:
         return _mark(self._wrapped(stream))
 
-    def wait(self, event: Event, cause: str, stream: Stream) -> None:
+    def order(self, stream: Stream, event: Event) -> None:
+        """Let `stream` go on only after `event`."""
         assert isinstance(event, torch.cuda.Event)
+        self._wrapped(stream).wait_event(event)
+
+    def wait(self, event: Event, cause: str, stream: Stream) -> None:
         if event.query():
             return
-        wrapped = self._wrapped(stream)
-        self._waits.append((cause, _mark(wrapped), event))
-        wrapped.wait_event(event)
+        reached, passed = self.mark(stream), cast("TimedEvent", event)
+        self._waits.append((cause, reached, passed))
+        if self.waited is not None:
+            self.waited.append((reached, passed))
+        self.order(stream, event)
 
     def outlast(self, event: Event, stream: Stream) -> None:
         # What the lane reads from now on is nobody's any more, so it might be overwritten; but not unmapped, as the
@@ -78,6 +94,9 @@ class CudaCompute:
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 
+    def meter(self) -> CudaMeter:
+        return CudaMeter(self)
+
     def peak(self, resident: int) -> int:
         peak = peaks.since_restart(self.device)
         peaks.restart(self.device)
@@ -106,82 +125,114 @@ def _set_stream(stream: tuple[int, int, int]) -> None:
 class CudaLane:
     """A CUDA stream made once. Small pieces that leave are gathered on the GPU and go as one DMA."""
 
+    gather_below = GATHER_BELOW
+
     def __init__(self, device: torch.device, name: str, counters: Counters) -> None:
         self._stream = torch.cuda.Stream(device)
         self._device = device
         self._name = name
         self._counters = counters
         self._staging: torch.Tensor | None = None
-        self._timed: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._timed: deque[tuple[int, TimedEvent, TimedEvent]] = deque()
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> torch.cuda.Event:
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> TimedEvent:
+        small: list[Piece] = []
+        large: list[Piece] = []
+        for piece in pieces:
+            (small if piece.nbytes < self.gather_below and piece.source.is_cuda else large).append(piece)
+        nbytes = sum(piece.nbytes for piece in pieces)
+        if len(self._timed) < TIMED and at_full_speed(pieces):
+            begin = self._reach(after)
+            done = self._carry_out(large, small, ())
+            self._timed.append((nbytes, begin, done))
+        else:
+            done = self._carry_out(large, small, after)
+        self._counters.moved[self._name] += nbytes
+        return done
+
+    def _reach(self, after: Sequence[Event]) -> TimedEvent:
+        """Wait for `after`; the event says when that is over, and the lane free for what follows."""
+        self._wait(after)
+        return _mark(self._stream)
+
+    def _wait(self, after: Sequence[Event]) -> None:
+        for event in after:
+            assert isinstance(event, torch.cuda.Event)
+            self._stream.wait_event(event)
+
+    def _carry_out(self, large: Sequence[Piece], small: Sequence[Piece], after: Sequence[Event]) -> TimedEvent:
+        with self._on_stream():
+            self._wait(after)
+            for piece in large:
+                _copy(piece)
+            self._gather_all(small)
+            return _mark(self._stream)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
         stream = self._stream
         device, before = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(self._device.index)
         _set_stream((stream.stream_id, stream.device_index, stream.device_type))
         try:
-            for event in after:
-                assert isinstance(event, torch.cuda.Event)
-                stream.wait_event(event)
-            begin = _mark(stream) if len(self._timed) < TIMED and at_full_speed(pieces) else None
-            small = [piece for piece in pieces if piece[0].numel() < GATHER_BELOW and piece[1].is_cuda]
-            for destination, source in pieces:
-                if destination.numel() >= GATHER_BELOW or not source.is_cuda:
-                    destination.copy_(source, non_blocking=True)
-            for run in _adjacent(small):
-                self._gather(run)
-            done = _mark(stream)
+            yield
         finally:
             _set_stream(before)
             if device != self._device.index:  # to set a stream is to go to its device
                 torch._C._cuda_setDevice(device)
-        nbytes = sum(piece[0].numel() for piece in pieces)
-        self._counters.moved[self._name] += nbytes
-        if begin is not None:
-            self._timed.append((nbytes, begin, done))
-        return done
+
+    def _gather_all(self, small: Sequence[Piece]) -> None:
+        for run in _adjacent(small):
+            self._gather(run)
 
     def over(self, since: Event) -> list[Transfer]:
-        assert isinstance(since, torch.cuda.Event)
+        start = cast("TimedEvent", since)
         found: list[Transfer] = []
         while self._timed and self._timed[0][2].query():
             nbytes, begin, done = self._timed.popleft()
-            times = (since.elapsed_time(event) / 1e3 for event in (begin, done))
+            times = (start.elapsed_time(event) / 1e3 for event in (begin, done))
             found.append(Transfer(self._name, nbytes, *times))
         return found
 
     def _gather(self, run: list[Piece]) -> None:
         if len(run) == 1:
-            run[0][0].copy_(run[0][1], non_blocking=True)
+            _copy(run[0])
             return
-        start = run[0][0].data_ptr()
-        nbytes = run[-1][0].data_ptr() - start + run[-1][0].numel()
+        first = run[0].at
+        nbytes = run[-1].at + run[-1].nbytes - first
         if self._staging is None or self._staging.numel() < nbytes:
             # Allocated on this lane's stream and used only there, one run after the other: the
             # stream's order is all the protection it needs.
             self._staging = torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self._device)
-        slots = [self._staging.narrow(0, d.data_ptr() - start, d.numel()) for d, _ in run]
-        torch._foreach_copy_([_wide(slot) for slot in slots], [_wide(source) for _, source in run])
-        host = run[0][0].as_strided((nbytes,), (1,))
-        host.copy_(self._staging[:nbytes], non_blocking=True)
+        staging = self._staging.untyped_storage()
+        slots, sources = [], []
+        for _, at, source, start, size in run:
+            # As words of eight, where they divide: the gathering kernel copies element by element.
+            if size % 8:
+                _copy(Piece(staging, at - first, source, start, size))
+            else:
+                slots.append(flat(staging, at - first, size, torch.int64))
+                sources.append(flat(source, start, size, torch.int64))
+        if slots:
+            torch._foreach_copy_(slots, sources)
+        _copy(Piece(run[0].target, first, staging, 0, nbytes))
 
     def close(self) -> None:
         self._stream.synchronize()
 
 
+def _copy(piece: Piece) -> None:
+    target, at, source, start, nbytes = piece
+    flat(target, at, nbytes).copy_(flat(source, start, nbytes), non_blocking=True)
+
+
 def _adjacent(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Runs of pieces whose destinations follow one another, slot by slot, in at most `STAGING` bytes."""
+    """Runs of pieces whose places in the target follow one another, slot by slot, in at most `STAGING` bytes."""
     runs: list[list[Piece]] = []
-    end = start = -1
-    for piece in sorted(pieces, key=lambda piece: piece[0].data_ptr()):
-        at = piece[0].data_ptr()
-        if not (runs and 0 <= at - end < SLOT and at + piece[0].numel() - start <= STAGING):
+    end = first = -1
+    for piece in sorted(pieces, key=lambda piece: piece.at):
+        if not (runs and 0 <= piece.at - end < SLOT and piece.at + piece.nbytes - first <= STAGING):
             runs.append([])
-            start = at
+            first = piece.at
         runs[-1].append(piece)
-        end = at + piece[0].numel()
+        end = piece.at + piece.nbytes
     return runs
-
-
-def _wide(flat: torch.Tensor) -> torch.Tensor:
-    """The same bytes as words of eight, where they divide: the gathering kernel copies element by element."""
-    return flat.view(torch.int64) if flat.numel() % 8 == 0 else flat

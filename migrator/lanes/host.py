@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from migrator.counters import Counters
-from migrator.lanes import TIMED, Event, Piece, Stream, at_full_speed
+from migrator.lanes import TIMED, Event, Piece, Stream, at_full_speed, flat
+from migrator.lanes.meter import HostMeter
 from migrator.transfers import Transfer
 
 
@@ -86,6 +87,13 @@ class HostCompute:
     def allocated(self) -> int:
         return 0
 
+    def meter(self) -> HostMeter:
+        return HostMeter(self)
+
+    def stalled(self) -> float:
+        """Seconds that the host has waited so far."""
+        return sum(stall.seconds for stall in self._counters.stalls.values())
+
     def peak(self, resident: int) -> int:
         self._highest = max(self._highest, self.static + resident)
         return self.static + resident
@@ -113,7 +121,7 @@ class HostLane:
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
         done = HostEvent()
-        self._counters.moved[self._name] += sum(piece[0].numel() for piece in pieces)
+        self._counters.moved[self._name] += sum(piece.nbytes for piece in pieces)
         with self._closing:
             if not self._closed:
                 self._jobs.put((pieces, after, done))
@@ -138,14 +146,14 @@ class HostLane:
             for event in after:
                 event.synchronize()
             begin = time.perf_counter()
-            for destination, source in pieces:
+            for target, at, source, start, nbytes in pieces:
                 # numpy's copy, not torch's: torch would start a second pool of threads for this one.
-                destination.numpy()[:] = source.numpy()
+                flat(target, at, nbytes).numpy()[:] = flat(source, start, nbytes).numpy()
             if self._speed:
-                time.sleep(sum(piece[0].numel() for piece in pieces) / self._speed)
+                time.sleep(sum(piece.nbytes for piece in pieces) / self._speed)
             if at_full_speed(pieces):
-                nbytes = sum(piece[0].numel() for piece in pieces)
-                self._over.append(Transfer(self._name, nbytes, begin, time.perf_counter()))
+                end, total = time.perf_counter(), sum(piece.nbytes for piece in pieces)
+                self._over.append(Transfer(self._name, total, begin, end))
         except BaseException as error:  # handed to whoever waits for the copy
             return error
         return None

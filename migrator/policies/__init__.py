@@ -4,30 +4,61 @@ The budget is the HBM, in bytes, for the saved tensors and for what the trace ca
 trace has no `others` it is the room for the saved tensors alone.
 
 To add one: write ``migrator/policies/NAME.py`` with a function ``plan(trace, budget, links) -> Plan`` whose
-docstring cites its source, enter it in `POLICIES`, and give it a golden test in
-``tests/unit/test_policies.py``. What policies share: `migrator.intervals` (when storages lie idle),
-`migrator.booking` (lanes and memory over time), `migrator.plan.make_plan`.
+docstring cites its source, enter it in `MODULES`, and give it a golden test in
+``tests/unit/policies``. What policies share: `migrator.draft` (decisions one by one, and what they leave of HBM and
+lanes), `migrator.layers` (a trace as a chain of layers), `migrator.intervals` (when storages lie idle),
+`migrator.booking` (lanes and memory over time), `migrator.effects` (what follows from dropping and recomputing),
+`migrator.schedule.fit` (the plan of a choice), `migrator.simulator`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeAlias
 
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.policies import flashneuron, keep, move
-from migrator.trace import Trace
+if TYPE_CHECKING:  # the configuration reads the names inside `import torch`, and must load nothing for them
+    from migrator.links import Links
+    from migrator.plan import Plan
+    from migrator.trace import Trace
 
-Policy = Callable[[Trace, int, Links], Plan]
+Policy: TypeAlias = Callable[["Trace", int, "Links"], "Plan"]
 
-POLICIES: MappingProxyType[str, Policy] = MappingProxyType(
-    {
-        "flashneuron": flashneuron.plan,
-        "keep": keep.plan,
-        "move": move.plan,
-    }
-)
+MODULES = {
+    "auto": "auto",
+    "autotm": "autotm",
+    "capuchin": "capuchin",
+    "checkpoint": "checkpoint",
+    "flashneuron": "flashneuron",
+    "g10": "g10",
+    "keep": "keep",
+    "move": "move",
+    "sentinel": "sentinel",
+    "ssdtrain": "ssdtrain",
+    "superneurons": "superneurons",
+    "swapadvisor": "swapadvisor",
+    "teraio": "teraio",
+    "vdnn++": "vdnnpp",
+    "vdnn-all": "vdnn:plan_all",
+    "vdnn-conv": "vdnn:plan_conv",
+    "vdnn-dyn": "vdnn:plan_dyn",
+}
+"""The policies by name, and the file of each; its function, where that is not ``plan``."""
 
-AUTO = "flashneuron"
-"""What ``policy = "auto"`` means in this release: the best that is built so far."""
+
+class _Policies(Mapping[str, Policy]):
+    """Loads a policy when it is asked for: their names are known, and cost nothing, before."""
+
+    def __getitem__(self, name: str) -> Policy:
+        module, _, function = MODULES[name].partition(":")
+        policy: Policy = getattr(import_module(f"{__name__}.{module}"), function or "plan")
+        return policy
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(MODULES)
+
+    def __len__(self) -> int:
+        return len(MODULES)
+
+
+POLICIES = _Policies()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from migrator.links import Links
-from migrator.plan import Plan, least_room, look_ahead, make_plan
+from migrator.plan import Plan, least_room, look_ahead
+from migrator.schedule import fit
 from migrator.trace import Trace
 
 
@@ -23,4 +24,4 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
         moved.add(life.ident)
         stays -= life.nbytes
         largest = max(largest, life.nbytes)
-    return make_plan("flashneuron", trace, moved, room)
+    return fit("flashneuron", trace, budget, moved)

@@ -8,10 +8,12 @@ AssertionError where something does not hold. They print what they saw. ``python
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import inspect
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,10 +28,12 @@ from torch import Tensor, nn
 import tiers
 from allocator.sizes import MiB
 from migrator import mover, runtime
+from migrator.effects import effect
 from migrator.links import Links
-from migrator.plan import Plan, make_plan
+from migrator.plan import Plan, plan_of
 from migrator.policies import POLICIES
-from migrator.trace import Trace
+from migrator.schedule import scheduled
+from migrator.trace import Region, Trace
 from tests.programs import deterministic_kernels
 from tiers.session import Session
 
@@ -50,6 +54,8 @@ FAMILIES = (
     "monitor",
     "periods",
     "processes",
+    "recompute",
+    "regions",
     "sessions",
     "storages",
     "subclasses",
@@ -75,6 +81,10 @@ def main(family: str) -> None:
     """Run the scenarios named on the command line, or all of the family; exit with 1 if one did not hold."""
     # cuBLAS reads this at its first use, which may be long before the first program that wants determinism.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if "TIERS_LEDGER" not in os.environ:  # what other programs of this user hold is none of theirs
+        directory = tempfile.TemporaryDirectory(prefix="tiers-ledger-")
+        atexit.register(directory.cleanup)
+        os.environ["TIERS_LEDGER"] = directory.name
     known = scenarios(family)
     parser = argparse.ArgumentParser(prog=f"python -m {__name__}.{family}")
     parser.add_argument("names", nargs="*", metavar="SCENARIO", help=", ".join(known))
@@ -101,7 +111,16 @@ def main(family: str) -> None:
 
 
 @contextmanager
-def moving(*, room: int = MiB, share: float = 1, policy: str = "move", **arguments: Any) -> Iterator[Session]:
+def moving(
+    *,
+    room: int = MiB,
+    share: float = 1,
+    remake: bool = False,
+    regions: bool = False,
+    paced: bool = False,
+    policy: str = "move",
+    **arguments: Any,
+) -> Iterator[Session]:
     """Open a session in which a share of the storages moves, and few bytes of those may lie in HBM at once.
 
     A budget as small as the programs here cannot be set on a GPU, where libraries take more for themselves.
@@ -113,13 +132,24 @@ def moving(*, room: int = MiB, share: float = 1, policy: str = "move", **argumen
         Bytes of saved tensors that may lie in HBM besides those that stay.
     share
         Of the storages, evenly spread, once there is a plan; before that everything moves.
+    remake
+        What can be made again cheaply does not move, but is.
+    regions
+        The innermost regions are recomputed as a whole.
+    paced
+        The plan's room changes on the way, and groups come back at its triggers.
     """
 
     def move_a_share(trace: Trace, budget: int, links: Links) -> Plan:
         lives = trace.lifetimes
         goes = {life.ident: int((k + 1) * share) > int(k * share) for k, life in enumerate(lives)}
         stays = sum(life.nbytes for life in lives if not goes[life.ident])
-        plan = make_plan("move", trace, {ident for ident, it_goes in goes.items() if it_goes}, room)
+        again = set(trace.recipes) & set(goes) if remake else set()
+        whole = [region.path for region in _innermost(trace.regions)] if regions else []
+        outcome = effect(trace, again, whole)
+        plan = plan_of("move", outcome, {ident for ident in goes if goes[ident]}, room, regions=whole)
+        if paced:
+            return scheduled(plan, trace, outcome, max(trace.others) + stays + room)
         return replace(plan, room=stays + room)
 
     with (
@@ -128,6 +158,10 @@ def moving(*, room: int = MiB, share: float = 1, policy: str = "move", **argumen
         tiers.session(policy=policy, **{"dram": "64MiB", **arguments}) as session,
     ):
         yield session
+
+
+def _innermost(regions: Sequence[Region]) -> list[Region]:
+    return [region for region in regions if not any(inner.path.startswith(f"{region.path}.") for inner in regions)]
 
 
 def moved(session: Session) -> dict[str, int]:

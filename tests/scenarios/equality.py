@@ -22,6 +22,15 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "two thirds move": {"share": 2 / 3},
     "a third moves": {"share": 1 / 3},
     "nothing moves": {"policy": "keep"},
+    "everything light is made again": {"share": 0, "remake": True},
+    "everything light is made again, and everything else moves": {"remake": True},
+    "regions are recomputed as a whole, everything else moves": {"regions": True},
+    "regions are recomputed as a whole, nothing moves": {"regions": True, "share": 0},
+    "everything light is made again, two thirds of the rest move, at the plan's pace": {
+        "remake": True,
+        "paced": True,
+        "share": 2 / 3,
+    },
     "everything moves, to disk as well": {"dram": "8MiB", **DISK},
     "a third moves, to disk as well": {"dram": "8MiB", "share": 1 / 3, **DISK},
 }

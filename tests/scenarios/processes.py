@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -127,6 +130,68 @@ def ddp_over_gloo(device: torch.device) -> None:
     with tempfile.TemporaryDirectory() as directory:
         for with_tiers in (False, True):
             mp.spawn(_train_rank, (directory, str(device), with_tiers), nprocs=2)
+        for rank in range(2):
+            plain, ours = (bits(torch.load(Path(directory) / f"{how}-{rank}")) for how in (False, True))
+            print(f"  rank {rank}: {len(plain)} results")
+            assert plain == ours
+
+
+class _Sharded(nn.Module):
+    """Blocks whose parameters are gathered for each forward and backward, with what could be made again in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _train_shards(rank: int, directory: str, with_tiers: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/{with_tiers}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = _Sharded()
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+    def steps() -> list[Tensor]:
+        results = []
+        for i in range(5):
+            optimizer.zero_grad()
+            loss = model(batch(torch.device("cpu"), 10 * i + rank)).square().mean()
+            loss.backward()
+            optimizer.step()
+            shards = [p.grad.to_local().clone() for p in model.parameters() if isinstance(p.grad, DTensor)]
+            results += [loss.detach(), *shards]
+        return results
+
+    if with_tiers:
+        with moving(room=MiB, remake=True, regions=True, dram="1GiB") as session:
+            results = steps()
+            assert moved(session)["h2d"] > 0
+            saver = session.runtime.saver()
+            assert saver is not None
+            plans = [plan for mover in saver.armed_movers for plan in mover.learner.plans]
+            assert plans and not any(plan.recompute or plan.regions for plan in plans)
+    else:
+        results = steps()
+    torch.save(results, Path(directory) / f"{with_tiers}-{rank}")
+    dist.destroy_process_group()
+
+
+def fsdp2_over_gloo(device: torch.device) -> None:
+    """On the CPU, whatever the device. Of sharded parameters nothing is made again: their memory comes and goes."""
+    with tempfile.TemporaryDirectory() as directory:
+        for with_tiers in (False, True):
+            mp.spawn(_train_shards, (directory, with_tiers), nprocs=2)
         for rank in range(2):
             plain, ours = (bits(torch.load(Path(directory) / f"{how}-{rank}")) for how in (False, True))
             print(f"  rank {rank}: {len(plain)} results")

@@ -13,7 +13,7 @@ import torch
 from allocator.nvme.store import NvmeExtent
 from allocator.sizes import KiB, round_up
 from migrator.counters import Counters
-from migrator.lanes import Event, Piece, Stream
+from migrator.lanes import Event, Piece, Stream, flat
 from migrator.lanes.host import HostCompute, HostEvent
 
 
@@ -41,8 +41,8 @@ class HandLane:
         while self.jobs:
             pieces, after, done = self.jobs.popleft()
             assert all(event.query() for event in after)
-            for destination, source in pieces:
-                destination.copy_(source)
+            for target, at, source, start, nbytes in pieces:
+                flat(target, at, nbytes).copy_(flat(source, start, nbytes))
             done.set()
 
     def close(self) -> None:

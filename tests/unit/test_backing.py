@@ -56,6 +56,23 @@ def make(arena: DramArena) -> Iterator[Make]:
         backing.close()
 
 
+def test_dram_grows_ahead_to_what_all_owners_need(tmp_path: Path) -> None:
+    arena = DramArena(64 * PAGE, pinned=False, step=PAGE)
+    backing = Backing(arena, None, Counters())
+    owner, other = Owner(), Owner()
+    backing.reserve(owner, 4 * PAGE)
+    backing.reserve(other, 12 * PAGE)
+    assert eventually(lambda: arena.grown == 17 * PAGE)  # and one part in sixteen for the ends
+    backing.reserve(owner, 20 * PAGE)
+    assert eventually(lambda: arena.grown == 34 * PAGE)
+    backing.close()
+    arena.close()
+
+
+class Owner:
+    """Whoever moves something."""
+
+
 def put(backing: Backing, value: int, next_use: int, nbytes: int = NBYTES) -> Parcel:
     """A parcel whose copy from HBM is over."""
     parcel = backing.new(nbytes, next_use)

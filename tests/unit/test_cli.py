@@ -25,7 +25,7 @@ TORCH = TorchFacts("2.13.0", "13.0", sees_gpu=True, loads_tiers=True)
 STATS = {
     "device": "cuda:0",
     "allocator": "torch",
-    "policy": "flashneuron",
+    "policy": "auto",
     "budget": {"hbm": 20 * GiB, "dram": None, "nvme": 0},
     "periods": 10,
     "steps": 10,
@@ -58,7 +58,7 @@ def show(name: str) -> list[str]:
 
 
 def test_the_verbs_are_frozen():
-    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report", "top"]
+    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report", "plan", "top"]
 
 
 @pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
@@ -69,7 +69,7 @@ def test_every_verb_has_help_and_json(verb, capsys):
     assert "--json" in capsys.readouterr().out
 
 
-def test_config_run_and_report_do_not_import_torch():
+def test_config_run_report_and_plan_do_not_import_torch():
     code = "import sys, tiers.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -285,7 +285,8 @@ def test_doctor_examines_the_rest_when_the_configuration_is_wrong(capsys, monkey
     assert len(found) > 5
 
 
-def test_config_says_what_unset_means(capsys):
+def test_config_says_what_unset_means(capsys, monkeypatch):
+    monkeypatch.delenv("TIERS_LEDGER")
     assert Config().hbm == HbmConfig(None)
     assert main(["config"]) == 0
     assert "all that is free, less a margin" in capsys.readouterr().out

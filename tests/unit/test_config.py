@@ -45,6 +45,7 @@ def test_the_variables_are_frozen():
         "TIERS_ALLOCATOR",
         "TIERS_DRAM",
         "TIERS_HBM",
+        "TIERS_LEDGER",
         "TIERS_LOG",
         "TIERS_NVME",
         "TIERS_NVME_PATH",
@@ -59,6 +60,7 @@ def test_argument_names_are_frozen():
         "allocator",
         "dram",
         "hbm",
+        "ledger",
         "links_d2h",
         "links_disk_read",
         "links_disk_write",
@@ -103,6 +105,7 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         project=f"""
         allocator = "pages"
         policy = "flashneuron"
+        ledger = "ledger"
         run = "out"
         run_force = true
         log = "debug"

@@ -19,7 +19,7 @@ from migrator import mover, runtime
 from migrator.backoff import LEAST_GROUPS, Response
 from migrator.counters import Counters
 from migrator.engine import EVERY
-from migrator.lanes import Event, Piece, at_full_speed
+from migrator.lanes import Event, Piece, at_full_speed, flat
 from migrator.lanes.host import HostEvent
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import Plan, make_plan
@@ -73,9 +73,9 @@ class ScriptedLane:
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
         for event in after:
             event.synchronize()
-        for destination, source in pieces:
-            destination.copy_(source)
-        nbytes = sum(piece[0].numel() for piece in pieces)
+        for target, at, source, start, size in pieces:
+            flat(target, at, size).copy_(flat(source, start, size))
+        nbytes = sum(piece.nbytes for piece in pieces)
         self._counters.moved[self._name] += nbytes
         begin = max(self._free, self._link.now)
         self._free = begin + nbytes / (SPEED * self._link.left * self._link.trembling())

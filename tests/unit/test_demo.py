@@ -18,7 +18,7 @@ from benchmarks.demo_report import bar, render
 STATS = {
     "device": "cpu",
     "allocator": "torch",
-    "policy": "flashneuron",
+    "policy": "auto",
     "budget": {"hbm": 60 * MiB, "dram": 20 * MiB, "nvme": None},
     "periods": 2,
     "steps": 2,

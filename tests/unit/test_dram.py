@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -16,7 +17,8 @@ import torch
 
 from allocator import dram
 from allocator.dram import DramArena, DramBlock
-from allocator.pinning import PinningRefused, map_pages
+from allocator.pinning import PinningRefused, map_pages, touch
+from allocator.room import FRESH, Room
 from allocator.sizes import PAGE, MiB
 
 STEP = 4 * PAGE
@@ -150,6 +152,107 @@ def test_trimming_returns_idle_memory_to_the_system(arena: DramArena) -> None:
     arena.free(keep)
 
 
+def test_what_lies_idle_goes_back_after_a_while_and_comes_back_with_demand() -> None:
+    arena = DramArena(16 * PAGE, pinned=False, step=STEP, idle_after=0.2)
+    arena.reserve(8 * PAGE)
+    assert eventually(lambda: arena.grown == 8 * PAGE)
+    assert eventually(lambda: arena.grown == 0)
+    time.sleep(2 * dram.LOOK_EVERY)
+    assert arena.grown == 0  # the goal alone does not bring it back
+    block = take(arena, PAGE)
+    assert eventually(lambda: arena.grown == 8 * PAGE)
+    assert eventually(lambda: arena.grown == STEP)  # the other step lies idle
+    arena.free(block)
+    arena.close()
+
+
+class System:
+    """How much memory there is besides the arena's."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.arena: DramArena | None = None
+
+    def room(self) -> Room:
+        return Room(self.nbytes - (self.arena.grown if self.arena else 0), "the others are many")
+
+
+@pytest.fixture
+def shared() -> Iterator[tuple[DramArena, System]]:
+    """An arena of 100 pages in a system that has 16."""
+    system = System(16 * PAGE)
+    arena = system.arena = DramArena(100 * PAGE, pinned=False, step=PAGE, room=system.room)
+    yield arena, system
+    arena.close()
+
+
+def settle() -> None:
+    time.sleep(2 * FRESH)
+
+
+def test_an_arena_takes_no_more_than_the_system_leaves_and_says_so_once(
+    shared: tuple[DramArena, System], caplog: pytest.LogCaptureFixture
+) -> None:
+    arena, _ = shared
+    blocks = []
+    while block := arena.allocate(PAGE):
+        blocks.append(block)
+    assert arena.allocate(PAGE) is None
+    assert (len(blocks), arena.grown, arena.capacity) == (16, 16 * PAGE, 16 * PAGE)
+    assert [record.getMessage() for record in caplog.records] == [
+        "dram stays at 32.0 MiB of 200.0 MiB for now: the others are many"
+    ]
+
+
+def test_it_grows_again_when_the_system_leaves_more(shared: tuple[DramArena, System]) -> None:
+    arena, system = shared
+    assert arena.allocate(17 * PAGE) is None
+    system.nbytes = 40 * PAGE
+    settle()
+    take(arena, 17 * PAGE)
+    assert arena.capacity == 40 * PAGE
+
+
+def test_a_step_takes_a_part_of_what_is_left_as_others_may_be_taking_theirs() -> None:
+    arena = DramArena(1000 * PAGE, pinned=False, step=100 * PAGE, room=lambda: Room(80 * PAGE, ""))
+    take(arena, 1)
+    assert arena.grown == 10 * PAGE
+    take(arena, 30 * PAGE)
+    assert arena.grown == 40 * PAGE
+    arena.close()
+
+
+def test_what_is_idle_goes_back_when_others_need_it(shared: tuple[DramArena, System]) -> None:
+    arena, system = shared
+    blocks = [take(arena, PAGE) for _ in range(12)]
+    for block in blocks[4:]:
+        arena.free(block)
+    system.nbytes = 9 * PAGE
+    assert eventually(lambda: arena.grown == 9 * PAGE)
+    system.nbytes = 2 * PAGE
+    assert eventually(lambda: arena.grown == 4 * PAGE)  # the rest is in use
+    assert arena.capacity == 2 * PAGE
+
+
+def test_a_little_stays_for_what_is_on_disk(shared: tuple[DramArena, System]) -> None:
+    arena, system = shared
+    for block in [take(arena, 2 * PAGE) for _ in range(6)]:
+        arena.free(block)
+    system.nbytes = -PAGE
+    assert eventually(lambda: arena.grown == 4 * PAGE)
+    time.sleep(2 * dram.LOOK_EVERY)
+    assert arena.allocate(2 * PAGE) is not None
+
+
+def test_nobody_looks_after_an_arena_that_is_gone() -> None:
+    arena = DramArena(16 * PAGE, pinned=False, step=STEP, idle_after=60)
+    take(arena, PAGE)
+    keeper = arena._keeper._thread
+    assert keeper is not None and keeper.is_alive()
+    del arena
+    assert eventually(lambda: not keeper.is_alive())
+
+
 def test_growth_is_resident_before_it_is_used() -> None:
     before = resident()
     arena = DramArena(64 * MiB, pinned=False, step=64 * MiB)
@@ -180,7 +283,7 @@ def test_where_the_system_gives_no_more_the_capacity_is_reached(
 ) -> None:
     take(arena, STEP)
 
-    def refuse(nbytes: int) -> None:
+    def refuse(nbytes: int, node: int | None) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(dram, "map_pages", refuse)
@@ -261,6 +364,20 @@ def test_mapped_pages_are_zero_and_aligned() -> None:
     memory = torch.frombuffer(map_pages(PAGE), dtype=torch.uint8)
     assert memory.data_ptr() % PAGE == 0
     assert not memory.any()
+
+
+def test_pages_prefer_the_node_that_is_named() -> None:
+    maps = Path("/proc/self/numa_maps")
+    if not maps.exists():
+        pytest.skip("this kernel knows no NUMA nodes")
+    pages = map_pages(PAGE, 0)
+    touch(pages)
+    policies = {int(line.split()[0], 16): line.split()[1] for line in maps.read_text().splitlines()}
+    assert policies[ctypes.addressof(pages)] == "prefer:0"
+
+
+def test_a_node_that_is_not_there_is_no_obstacle() -> None:
+    assert ctypes.sizeof(map_pages(PAGE, 63)) == PAGE
 
 
 def test_an_exiting_program_does_not_wait_for_a_long_reservation() -> None:

@@ -1,23 +1,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from random import Random
 
-from hypothesis import given
+import numpy as np
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allocator.sizes import MiB
-from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, PRESSED, SETTLED, Learner
+from allocator.sizes import GiB, MiB
+from migrator.background import in_background
+from migrator.feedback import PRESSED, SETTLED, Feedback
+from migrator.intervals import occupancy
+from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner, Made
 from migrator.links import PCIE_GEN5, Links
-from migrator.plan import Plan, look_ahead
+from migrator.plan import NoPlanFits, Plan, look_ahead, make_plan
 from migrator.policies import POLICIES
+from migrator.simulator import simulate
 from migrator.trace import Trace
+from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 
 TARGET = 1000 * MiB
 FLASHNEURON = POLICIES["flashneuron"]
 TRACE = chain([10 * MiB] * 40)
+MODEL = gpt(blocks=8)
+
+
+def peak_of(trace: Trace) -> int:
+    return int((occupancy(trace) + np.array(trace.others)).max())
 
 
 def learned(peak: int = 700 * MiB) -> Learner:
@@ -106,12 +119,17 @@ def test_the_room_shrinks_by_what_the_peak_lies_above_the_target() -> None:
 
 
 def test_a_trace_that_tells_what_else_lies_in_hbm_is_planned_for_the_target() -> None:
-    learner = Learner(FLASHNEURON, TARGET)
+    budgets: list[int] = []
+
+    def policy(trace: Trace, budget: int, links: Links) -> Plan:
+        budgets.append(budget)
+        return FLASHNEURON(trace, budget, links)
+
+    learner = Learner(policy, TARGET)
     trace = replace(TRACE, others=(600 * MiB,) * (TRACE.positions + 1))
     learner.period_over(trace, 700 * MiB, whole=True, pressed=False, drifted=False)
-    assert room(learner) == 400 * MiB
     assert quiet(learner, 1100 * MiB)
-    assert room(learner) == 300 * MiB
+    assert budgets == [1000 * MiB, 900 * MiB]
 
 
 def test_near_the_target_the_room_stays() -> None:
@@ -234,6 +252,122 @@ def test_sites_that_change_all_the_time_do_not_change_the_plan_in_every_period()
     assert sum(changed) < 100
 
 
+# ------------------------------------------------------------------------------------ beside the program
+
+
+class Later:
+    """Jobs that are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Job, Future[tuple[Made, ...]]]] = []
+
+    def __call__(self, job: Job) -> Future[tuple[Made, ...]]:
+        self.jobs.append((job, Future()))
+        return self.jobs[-1][1]
+
+    def work(self) -> None:
+        for job, future in self.jobs:
+            if not future.done():
+                future.set_result(job())
+
+
+def large(trace: Trace = MODEL) -> tuple[Learner, Later]:
+    """A learner that has seen a trace which takes long to plan for, and what does its jobs."""
+    later = Later()
+    learner = Learner(POLICIES["auto"], peak_of(trace) * 3 // 4, submit=later)
+    assert not learner.period_over(trace, 0, whole=True, pressed=False, drifted=False)
+    return learner, later
+
+
+def test_plans_that_take_long_are_adopted_at_the_end_of_the_period_in_which_they_are_there() -> None:
+    learner, later = large()
+    assert not quiet(learner, 0)
+    assert (learner.plans, learner.traces) == ((), ())
+    later.work()
+    assert learner.plans == ()
+    assert quiet(learner, 0)
+    assert (len(learner.plans), learner.traces) == (1, (MODEL,))
+
+
+def test_while_plans_are_made_nothing_is_corrected() -> None:
+    learner, later = large()
+    assert not quiet(learner, 2 * peak_of(MODEL))
+    assert len(later.jobs) == 1
+    later.work()
+    assert quiet(learner, 2 * peak_of(MODEL))  # still a period of the old plans
+    assert len(later.jobs) == 1
+    quiet(learner, peak_of(MODEL))
+    assert len(later.jobs) == 2
+
+
+def test_what_is_learned_meanwhile_takes_the_place_of_what_was_asked_for() -> None:
+    learner, later = large()
+    other = replace(MODEL, sites=tuple(replace(site, key=f"other.{site.key}") for site in MODEL.sites))
+    learner.period_over(other, 0, whole=True, pressed=False, drifted=False)
+    later.work()
+    assert quiet(learner, 0)
+    assert learner.traces == (MODEL, other)
+
+
+def test_at_the_end_plans_are_waited_for() -> None:
+    learner = Learner(POLICIES["auto"], peak_of(MODEL), submit=in_background)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.finish()
+    assert len(learner.plans) == 1
+
+
+def test_a_target_that_no_plan_meets_is_an_error() -> None:
+    with pytest.raises(NoPlanFits):
+        Learner(POLICIES["auto"], MODEL.others[0] // 2).period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+
+
+def test_feedback_never_asks_for_less_than_there_is_a_plan_for() -> None:
+    with pytest.raises(NoPlanFits) as error:
+        POLICIES["auto"](MODEL, 0, PCIE_GEN5)
+    learner = Learner(POLICIES["auto"], error.value.smallest + 100 * MiB)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    assert quiet(learner, 2 * error.value.smallest)
+    (predicted,) = learner.predictions
+    assert predicted is not None
+    assert predicted.peak["hbm"] <= error.value.smallest
+    changed = [quiet(learner, 2 * error.value.smallest) for _ in range(5)]
+    assert not any(changed[2:])
+
+
+# --------------------------------------------------------------------------- prediction and measurement
+
+
+@settings(max_examples=15)
+@given(
+    share=st.floats(0.6, 0.95),
+    error=st.floats(-0.15, 0.15),
+    slower=st.floats(0.5, 1.0),
+)
+def test_corrections_settle_within_ten_periods(share: float, error: float, slower: float) -> None:
+    """A program whose peak differs from what is predicted by a share of the target, on links slower than thought."""
+    target = int(share * peak_of(MODEL))
+    links = replace(PCIE_GEN5, d2h=slower * PCIE_GEN5.d2h, h2d=slower * PCIE_GEN5.h2d)
+    learner = Learner(POLICIES["auto"], target)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    changed, peak = [], 0
+    for _ in range(25):
+        real = simulate(MODEL, links, learner.plans[0])
+        peak = real.peak["hbm"] + int(error * target)
+        changed.append(learner.period_over(None, peak, whole=True, pressed=False, drifted=False, stalls=real.stalls))
+    assert not any(changed[10:])
+    assert peak <= target * (1 + SETTLED)
+
+
+def test_a_lane_that_is_waited_for_longer_than_predicted_is_slower() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
+    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
+    assert not feedback.stalls(predicted.stalls, predicted)
+    late = {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}
+    assert feedback.stalls(late, predicted)
+    assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
+
+
 # ------------------------------------------------------------------------------------------- other links
 
 
@@ -250,3 +384,44 @@ def test_other_links_are_planned_with_at_once() -> None:
     assert not learner.relink(slow)  # nothing new
     assert learner.relink(PCIE_GEN5)
     assert seen == [slow, PCIE_GEN5]
+
+
+def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() -> None:
+    learner, later = large()
+    later.work()
+    assert quiet(learner, 0)
+    before = learner.plans
+    assert not learner.relink(replace(PCIE_GEN5, d2h=5e9, h2d=5e9))
+    assert learner.plans == before
+    later.work()
+    assert quiet(learner, 0)
+    assert learner.plans != before
+
+
+def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked_for() -> None:
+    learner, later = large()
+    assert not learner.relink(replace(PCIE_GEN5, d2h=5e9, h2d=5e9))
+    later.work()
+    assert quiet(learner, 0)
+    (of_old, of_new) = [future.result() for _, future in later.jobs]
+    assert learner.plans == tuple(made.plan for made in of_new)
+    assert of_new != of_old
+
+
+def test_a_lane_that_was_found_slower_is_slower_with_other_links_too() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
+    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
+    feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
+    feedback.given = replace(PCIE_GEN5, d2h=30e9, h2d=20e9)
+    assert feedback.links == replace(PCIE_GEN5, d2h=30e9, h2d=10e9)
+    feedback.given = PCIE_GEN5
+    assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
+
+
+def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
+    learner = learned(700 * MiB)
+    assert quiet(learner, 1100 * MiB)
+    before = room(learner)
+    assert learner.relink(replace(PCIE_GEN5, h2d=20e9))
+    assert room(learner) == before

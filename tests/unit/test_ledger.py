@@ -20,8 +20,9 @@ from allocator.ledger import Account, Ledger
 from allocator.nvme.posix import PosixFile
 from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, MiB
+from tests.unit.by_hand import eventually
 from tests.unit.store_faults import FaultyFile
-from tiers.config import load
+from tiers.config import ConfigError, load
 from tiers.session import Session
 
 session_module = sys.modules[Session.__module__]  # the name in the package is the context manager's
@@ -361,7 +362,7 @@ def test_a_trimmed_and_a_closed_arena_give_back(ledger: Ledger, account: Account
 def test_what_an_arena_does_not_get_it_does_not_hold(
     ledger: Ledger, account: Account, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def refuse(nbytes: int) -> None:
+    def refuse(nbytes: int, node: int | None) -> None:
         raise error
 
     monkeypatch.setattr(dram, "map_pages", refuse)
@@ -377,9 +378,9 @@ def test_a_reservation_ends_where_others_hold_the_rest(account: Account, other: 
     other.claim(10 * PAGE)
     arena = DramArena(CAPACITY, pinned=False, step=4 * PAGE, account=account)
     arena.reserve(CAPACITY)
-    assert arena._reserver is not None
-    arena._reserver.join(10)
-    assert arena.grown == 6 * PAGE
+    assert eventually(lambda: arena.grown == 6 * PAGE)
+    other.release(4 * PAGE)
+    assert eventually(lambda: arena.grown == 10 * PAGE)
     arena.close()
 
 
@@ -430,3 +431,21 @@ def test_without_a_ledger_each_rank_has_an_equal_share(tmp_path: Path, monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     budget = Session(load({"dram": "64MiB"}, environ={}, cwd=tmp_path).config).stats()["budget"]
     assert budget["dram"] == 32 * MiB
+
+
+def test_a_session_keeps_its_accounts_in_the_ledger_that_is_named(tmp_path: Path) -> None:
+    named = tmp_path / "ledger"
+    config = load({"dram": "64MiB", "ledger": str(named)}, environ={}, cwd=tmp_path).config
+    account = Session(config)._account("dram", 64 * MiB)
+    assert account is not None
+    account.claim(4 * PAGE)
+    assert Ledger(named).used("dram") == 4 * PAGE
+
+
+@pytest.mark.parametrize("name", ["nowhere/ledger", "open", "file"])
+def test_a_ledger_that_cannot_be_used_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "file").touch()
+    config = load({"ledger": str(tmp_path / name)}, environ={}, cwd=tmp_path).config
+    with pytest.raises(ConfigError, match=rf"TIERS_LEDGER: no ledger can be kept at {tmp_path / name}"):
+        Session(config)

@@ -310,6 +310,7 @@ def test_where_nobody_can_write_the_monitor_goes_on(tmp_path: Path, caplog: pyte
 @pytest.fixture
 def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
     """The board of a program beside a load."""
+    monkeypatch.delenv("TIERS_LEDGER")
     monkeypatch.setattr(top_verb, "LEDGERS", (tmp_path,))
     directory = tmp_path / f"tiers-{os.geteuid()}"
     directory.mkdir()
@@ -342,9 +343,20 @@ def test_top_as_json_is_the_state(shown: Board, capsys: pytest.CaptureFixture[st
     shown.close()
 
 
+def test_top_looks_where_the_ledger_is_named(
+    shown: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(top_verb, "LEDGERS", (tmp_path / "nowhere",))
+    monkeypatch.setenv("TIERS_LEDGER", str(tmp_path / f"tiers-{os.geteuid()}"))
+    assert main(["top", "--once"]) == 0
+    assert "4711" in capsys.readouterr().out
+    shown.close()
+
+
 def test_top_says_when_there_is_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("TIERS_LEDGER")
     monkeypatch.setattr(top_verb, "LEDGERS", (tmp_path,))
     assert main(["top", "--once"]) == 0
     assert "no program" in capsys.readouterr().out

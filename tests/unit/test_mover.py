@@ -16,11 +16,11 @@ from allocator.sizes import PAGE, GiB, KiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine, State
-from migrator.hooks import Moved
 from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import Learner
 from migrator.mover import Go, Mover, Stay, log
+from migrator.packed import Moved
 from migrator.plan import PageGroup
 from migrator.policies import POLICIES
 from tests.unit.by_hand import HandLane, StreamCompute
@@ -208,7 +208,7 @@ def test_tensors_on_one_storage_move_once(rig: Rig) -> None:
     rig.let_go()
     pieces, _, _ = rig.out.jobs[0]
     assert len(rig.out.jobs) == 1
-    assert sum(piece[0].numel() for piece in pieces) == q.untyped_storage().nbytes()
+    assert sum(piece.nbytes for piece in pieces) == q.untyped_storage().nbytes()
     for x, packed in zip((q, k, v), moved, strict=True):
         assert torch.equal(rig.give_back(packed), x)
 

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
-from migrator.plan import Keep, Plan, group_bytes, look_ahead, make_plan
+from migrator.plan import Keep, NoPlanFits, Plan, group_bytes, look_ahead, make_plan
+from migrator.schedule import fit
 from migrator.trace import Site, Trace
+from tests.unit.modelled import gpt
 from tests.unit.traces import chain, traces
 
 ROOMS = st.integers(0, 4 * GiB)
@@ -103,3 +106,22 @@ def test_the_room_is_never_less_than_the_largest_group() -> None:
     assert make_plan("test", chain([1, 9 * MiB]), {0, 1}, 0).room == 9 * MiB
     assert make_plan("test", chain([1, 9 * MiB]), {0, 1}, 20 * MiB).room == 20 * MiB
     assert make_plan("test", chain([1, 9 * MiB]), (), 0).room == 0
+
+
+@given(traces(), ROOMS, st.randoms())
+def test_json_keeps_everything(trace: Trace, room: int, rng: Random) -> None:
+    plan = some_plan(trace, room, rng)
+    again = Plan.from_json(plan.to_json())
+    assert asdict(again) == asdict(plan)
+
+
+def test_json_keeps_what_is_made_again_and_the_limits() -> None:
+    trace = gpt(blocks=2)
+    plan = fit("test", trace, 9 * GiB, [life.ident for life in trace.lifetimes][:9], regions=["blocks.1"])
+    assert plan.limits
+    assert asdict(Plan.from_json(plan.to_json())) == asdict(plan)
+
+
+def test_a_budget_that_is_too_small_is_told_in_terms_of_what_it_is_a_part_of() -> None:
+    error = NoPlanFits(95, 190, "after a:0 holds 190 B besides 0 B of saved tensors").out_of(100)
+    assert (error.budget, error.smallest) == (100, 200)

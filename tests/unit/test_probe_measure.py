@@ -10,7 +10,7 @@ import torch
 from allocator.errors import StoreError, TierFull
 from allocator.sizes import GiB, KiB, MiB
 from tests.unit.probe_fakes import GB, FakePath
-from tiers.probe.affinity import nodes, on_cores, parse_cores
+from tiers.probe.affinity import nodes, on_cores
 from tiers.probe.contention import levels, under_load
 from tiers.probe.load import HostLoad
 from tiers.probe.measure import SIZES, Effort, Waived, copies, measure, measure_path, window
@@ -104,13 +104,6 @@ def test_every_path_is_announced() -> None:
     heard: list[str] = []
     measure([FakePath(), FakePath(refusal="no")], lambda path: TWO, 1, heard.append)
     assert heard == ["fake dram0>dram0"] * 2
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"), [("0-2,16", {0, 1, 2, 16}), ("3", {3}), ("", set()), ("0-1,4-5", {0, 1, 4, 5})]
-)
-def test_lists_of_cores_are_read_as_the_kernel_writes_them(text: str, cores: set[int]) -> None:
-    assert parse_cores(text) == cores
 
 
 def test_the_cores_of_the_caller_come_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path as Folder
 
@@ -17,11 +18,11 @@ from allocator.sizes import KiB, MiB
 from tests.unit.store_faults import FaultyFile, fail, flip
 from tiers.probe import disk
 from tiers.probe.affinity import Node
-from tiers.probe.buffers import DramBuffer
+from tiers.probe.buffers import DramBuffer, read_in_slices
 from tiers.probe.catalogue import Disks, Gpu, catalogue, selected
 from tiers.probe.disk import DiskPath, Way
 from tiers.probe.host import HostMemory, MemcpyPath
-from tiers.probe.machine import look, numa_node, parse_answer
+from tiers.probe.machine import look, parse_answer
 from tiers.probe.measure import Effort, Waived, measure, measure_path, window
 from tiers.probe.pattern import fill, matches
 from tiers.probe.results import Path
@@ -131,6 +132,30 @@ def test_successive_runs_go_round_the_ring(memory: HostMemory, tmp_path: Folder)
     assert len({id(batch) for batch in seen}) == 3
 
 
+def test_a_slice_is_on_its_way_while_the_next_is_read(memory: HostMemory, tmp_path: Folder) -> None:
+    gate = threading.Event()
+
+    class Gated(PosixFile):
+        def pread(self, block: torch.Tensor, offset: int) -> int:
+            if offset:
+                assert gate.wait(30)
+            return super().pread(block, offset)
+
+    store = NvmeStore([tmp_path], 2 * MiB, gds="off", stripe=MiB, step=MiB, depth=2, backend=Gated)
+    extent, block = store.allocate(2 * MiB), memory.take(NODE, 2 * MiB)
+    assert extent is not None
+    block.tensor.fill_(7)
+    store.write(extent, block.tensor).result()
+    block.tensor.zero_()
+    slices = read_in_slices(store, [extent], [block.tensor])
+    assert next(slices) == (0, slice(0, MiB))
+    assert set(block.tensor[:MiB].tolist()) == {7}
+    gate.set()
+    assert list(slices) == [(0, slice(MiB, 2 * MiB))]
+    store.close()
+    memory.give(NODE, block)
+
+
 def test_without_a_directory_disk_paths_say_how_to_name_one(memory: HostMemory) -> None:
     probes = selected(catalogue([], [NODE], memory, Disks((), True)), ["disk_*"])
     assert [probe.path.kind for probe in probes] == ["disk_write", "disk_read"]
@@ -187,13 +212,3 @@ def test_the_answer_of_nvidia_smi_is_read_by_key() -> None:
     answer = parse_answer("580.65, 00000000:1B:00.0, 5, 5, 16, 1980, 1980\n")
     assert (answer["driver"], answer["generation"], answer["width"], answer["clock"]) == ("580.65", "5", "16", "1980")
     assert parse_answer("") == parse_answer("no devices were found") == {}
-
-
-@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None)])
-def test_the_node_of_a_gpu_is_what_its_bus_says(tmp_path: Folder, text: str, node: int | None) -> None:
-    folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
-    folder.mkdir(parents=True)
-    (folder / "numa_node").write_text(text)
-    assert numa_node("00000000:1B:00.0", tmp_path) == node
-    assert numa_node("00000000:FF:00.0", tmp_path) is None
-    assert numa_node(None, tmp_path) is None

@@ -17,7 +17,7 @@ def known(storages: Storages, tensor: torch.Tensor) -> Known:
 
 
 def moved(entry: Known, state: State) -> Known:
-    entry.saved = Saved(Group(0, 0, state), None, NBYTES)
+    entry.saved = Saved(Group(0, 0, state), torch.empty(0), 0, 0, NBYTES)
     return entry
 
 

@@ -16,6 +16,7 @@ import torch
 from allocator.dram import DramArena
 from allocator.errors import StoreError, TiersError
 from allocator.nvme import posix
+from allocator.nvme import stripe as nvme_stripe
 from allocator.nvme.backend import BLOCK
 from allocator.nvme.posix import PosixFile
 from allocator.nvme.store import NvmeExtent, NvmeStore
@@ -196,6 +197,64 @@ def test_reads_overtake_queued_writes(make: Make, memory: Memory) -> None:
     assert gated.order == ["write", "read", "write", "write", "write"]
 
 
+def test_sums_are_computed_while_the_drive_writes(make: Make, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    files: list[Gated] = []
+    summed = threading.Semaphore(0)
+
+    def open_gated(directory: Path) -> Gated:
+        files.append(Gated(directory))
+        return files[-1]
+
+    def counted(part: torch.Tensor) -> int:
+        summed.release()
+        return 0
+
+    monkeypatch.setattr(nvme_stripe, "sum_for", lambda block: counted)
+    store = make(backend=open_gated, depth=1)
+    writing = store.write(take(store, 4 * STRIPE), memory(4 * STRIPE))
+    assert all(summed.acquire(timeout=30) for _ in range(4))
+    assert not writing.done()
+    files[0].gate.set()
+    writing.result()
+
+
+def test_an_extent_is_not_readable_before_its_write_is_over(make: Make, memory: Memory) -> None:
+    files: list[Gated] = []
+
+    def open_gated(directory: Path) -> Gated:
+        files.append(Gated(directory))
+        return files[-1]
+
+    store = make(backend=open_gated)
+    extent = take(store, STRIPE)
+    writing = store.write(extent, memory(STRIPE))
+    with pytest.raises(ValueError, match="not been written"):
+        store.read(extent, memory(STRIPE))
+    files[0].gate.set()
+    writing.result()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_each_part_that_came_back_is_told_once(make: Make, memory: Memory, checksum: bool) -> None:
+    store = make(2, checksum=checksum)
+    extent, written, back = (
+        take(store, 5 * STRIPE + BLOCK),
+        fill(memory(5 * STRIPE + BLOCK)),
+        memory(5 * STRIPE + BLOCK),
+    )
+    store.write(extent, written).result()
+    arrived: list[tuple[int, int]] = []
+    intact: list[bool] = []
+
+    def note(start: int, nbytes: int) -> None:
+        arrived.append((start, nbytes))
+        intact.append(torch.equal(back[start : start + nbytes], written[start : start + nbytes]))
+
+    store.read(extent, back, note).result()
+    assert sorted(arrived) == [*((k * STRIPE, STRIPE) for k in range(5)), (5 * STRIPE, BLOCK)]
+    assert all(intact)
+
+
 def test_many_threads_share_it(make: Make, memory: Memory) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -297,6 +356,7 @@ def test_where_o_direct_is_refused_it_says_so_and_works(
     store.write(extent, block).result()
     store.read(extent, back).result()
     assert torch.equal(block, back)
+    make().close()
     assert ["page cache" in record.message for record in caplog.records] == [True]
 
 

@@ -144,6 +144,16 @@ def test_a_flipped_bit_is_found(make: Make, blocks: Blocks, bit: int, tmp_path: 
     assert (caught.value.path, caught.value.offset) == (str(tmp_path / "drive0"), 5 * STRIPE)
 
 
+def test_a_part_with_a_flipped_bit_is_never_said_to_have_arrived(make: Make, blocks: Blocks) -> None:
+    store = make(reads={5: flip(77)})
+    extent = take(store)
+    store.write(extent, blocks[0]).result()
+    arrived: list[int] = []
+    with pytest.raises(CorruptionError):
+        store.read(extent, blocks[1], lambda start, nbytes: arrived.append(start)).result()
+    assert 5 * STRIPE not in arrived
+
+
 def test_without_checksums_a_flipped_bit_passes(make: Make, blocks: Blocks) -> None:
     store = make(checksum=False, reads={5: flip(3)})
     extent = take(store)

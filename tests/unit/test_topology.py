@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tiers.topology import Topology, default_dram_capacity, discover, gds_obstacle
-from tiers.topology.gpu import Gpu, find_gpus, nvidia_fs_loaded
-from tiers.topology.memory import CgroupMemory, Memory, cgroup_memory, numa_nodes, read_memory
+from tiers.topology import Topology, default_dram_capacity, discover, gds_obstacle, memory_left
+from tiers.topology.gpu import Gpu, find_gpus, numa_node, nvidia_fs_loaded
+from tiers.topology.memory import CgroupMemory, Memory, cgroup_memory, numa_nodes, parse_cores, read_memory
 from tiers.topology.storage import filesystem_of
 
 GiB = 1024**3
@@ -134,7 +134,53 @@ def test_numa_nodes_without_memory_are_left_out(tmp_path):
             f"{top}/node2/cpulist": "0-7",
         },
     )
-    assert [(n.number, n.memory, n.cores) for n in numa_nodes(root)] == [(2, 8192, "0-7"), (10, 4096, "8-15")]
+    assert [(n.number, n.memory, n.cores) for n in numa_nodes(root)] == [
+        (2, 8192, frozenset(range(8))),
+        (10, 4096, frozenset(range(8, 16))),
+    ]
+
+
+def memory(available: int, cgroup: CgroupMemory | None = None) -> Memory:
+    return Memory(total=64 * GiB, available=available, cgroup=cgroup, memlock=None)
+
+
+def test_a_part_of_every_limit_is_kept_for_the_program():
+    left, why = memory_left(memory(40 * GiB))
+    assert left == 36 * GiB
+    assert why == "the machine leaves 40.0 GiB of 64.0 GiB, of which 4.0 GiB are kept for the program"
+
+
+def test_the_limit_that_leaves_least_counts():
+    cgroup = CgroupMemory(Path("/sys/fs/cgroup/job"), 4 * GiB, 3 * GiB)
+    left, why = memory_left(memory(40 * GiB, cgroup))
+    assert left == GiB // 2
+    assert why == (
+        "the cgroup /sys/fs/cgroup/job leaves 1.0 GiB of 4.0 GiB, of which 512.0 MiB are kept for the program"
+    )
+    left, _ = memory_left(memory(GiB, cgroup))
+    assert left == -3 * GiB
+
+
+def test_a_cgroup_that_is_full_leaves_less_than_nothing():
+    left, _ = memory_left(memory(40 * GiB, CgroupMemory(Path("/"), 4 * GiB, 4 * GiB)))
+    assert left == -GiB // 2
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0-2,16", {0, 1, 2, 16}), ("3", {3}), ("", set()), ("0-1,4-5", {0, 1, 4, 5})]
+)
+def test_lists_of_cores_are_read_as_the_kernel_writes_them(text: str, cores: set[int]) -> None:
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None)])
+def test_the_node_of_a_gpu_is_what_its_bus_says(tmp_path: Path, text: str, node: int | None) -> None:
+    folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text(text)
+    assert numa_node("00000000:1B:00.0", tmp_path) == node
+    assert numa_node("00000000:FF:00.0", tmp_path) is None
+    assert numa_node(None, tmp_path) is None
 
 
 MOUNTS = """\

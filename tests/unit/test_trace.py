@@ -38,6 +38,15 @@ def test_json_keeps_everything(trace: Trace) -> None:
     assert Trace.from_json(trace.to_json()) == trace
 
 
+def test_json_keeps_the_kind_of_module() -> None:
+    trace = Trace((Site("conv:0", 0, 64, 0, (1,), "Conv2d"),), positions=2)
+    assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_a_kind_that_was_not_recorded_is_empty() -> None:
+    assert Site("a:0", 0, 64, 0, ()).kind == ""
+
+
 @pytest.mark.parametrize("header", [{"format": FORMAT + 1}, {}])
 def test_another_format_is_refused(header: dict[str, int]) -> None:
     text = json.dumps({**header, "positions": 0, "sites": []})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from hypothesis import strategies as st
 
 from allocator.sizes import KiB, MiB
-from migrator.trace import Site, Trace
+from migrator.trace import Recipe, Region, Site, Trace
 
 
 def chain(sizes: Sequence[int], name: str = "layer") -> Trace:
@@ -29,3 +30,49 @@ def traces(draw: st.DrawFn) -> Trace:
         position += 1
     sites = (Site(f"m{k % 3}:{k}", at, sizes[at], k, tuple(uses[k])) for k, at in enumerate(on))
     return Trace(tuple(sites), position)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Trace:
+    """Layers with times, recipes, regions and memory of their own; backward takes them in reverse, and saves, too.
+
+    A layer saves its input and an output that can be made from that, which the next layer may save once more.
+    """
+    layers = draw(st.integers(1, 12))
+    sizes = st.sampled_from([4 * KiB, MiB - 1, 3 * MiB, 40 * MiB, 300 * MiB])
+    seconds = st.sampled_from([0.0, 1e-5, 1e-3, 20e-3])
+    saves: list[tuple[str, int]] = []
+    nbytes: list[int] = []
+    recipes: dict[int, Recipe] = {}
+    begins: list[int] = []
+    for layer in range(layers):
+        begins.append(len(saves))
+        source = len(nbytes) - 1 if layer and draw(st.booleans()) else len(nbytes)
+        if source == len(nbytes):
+            nbytes.append(draw(sizes))
+        saves.append((f"layer{layer}:0", source))
+        if draw(st.booleans()):
+            made = len(nbytes)
+            nbytes.append(draw(sizes))
+            recipes[made] = Recipe("Op", (source,), draw(seconds))
+            saves.append((f"layer{layer}:1", made))
+    last = 2 * len(saves) - 1
+    sites = tuple(Site(key, at, nbytes[at], k, (last - k,)) for k, (key, at) in enumerate(saves))
+    if draw(st.booleans()):  # as the program's own checkpoints do
+        nbytes.append(draw(sizes))
+        sites = (*sites, Site("again:0", len(nbytes) - 1, nbytes[-1], last + 1, (last + 2,)))
+        last += 2
+    gaps = draw(st.lists(seconds, min_size=last + 2, max_size=last + 2))
+    clock = tuple(accumulate(gaps))
+    begins.append(len(saves))
+    regions, layer = [], 0
+    while layer < layers:
+        length = min(draw(st.integers(0, 3)), layers - layer)
+        for part in dict.fromkeys((length, draw(st.integers(0, length)))):  # the second lies within the first
+            if part:
+                begin, end = begins[layer], begins[layer + part]
+                source = saves[begin][1]
+                regions.append(Region(f"layers{layer}-{part}", begin, end, (source,), nbytes[source], draw(seconds)))
+        layer += max(length, 1)
+    others = draw(st.lists(st.integers(0, 500).map(lambda n: n * MiB), min_size=last + 2, max_size=last + 2))
+    return Trace(sites, last + 1, clock[:-1], clock[-1], tuple(others), recipes, tuple(regions))

@@ -62,4 +62,6 @@ def _unset(key: str) -> str:
         return f"half of what the cgroup leaves: {format_size(default_dram_capacity(read_memory()))}"
     if key == "nvme.capacity":
         return "off"
+    if key == "ledger":
+        return "this user's, on this node"
     return "not measured" if key.startswith("links.") else "none"

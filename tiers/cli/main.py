@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from allocator.errors import TiersError
 from tiers.cli.config import ConfigVerb
 from tiers.cli.doctor import DoctorVerb
+from tiers.cli.plan import PlanVerb
 from tiers.cli.probe import ProbeVerb
 from tiers.cli.report import ReportVerb
 from tiers.cli.run import RunVerb
 from tiers.cli.top import TopVerb
 from tiers.cli.verb import BAD_INPUT, Verb
 
-VERBS: tuple[Verb, ...] = (ProbeVerb(), RunVerb(), ConfigVerb(), DoctorVerb(), ReportVerb(), TopVerb())
+VERBS: tuple[Verb, ...] = (ProbeVerb(), RunVerb(), ConfigVerb(), DoctorVerb(), ReportVerb(), PlanVerb(), TopVerb())
 
 
 def build_parser() -> argparse.ArgumentParser:

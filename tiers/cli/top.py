@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tiers.cli.verb import print_json, print_tables
+from tiers.config import load
 from tiers.monitor.board import read_all
 from tiers.places import LEDGERS, of_user
 
@@ -47,7 +48,9 @@ class TopVerb:
 
 
 def _programs() -> list[dict[str, Any]]:
-    return [state for place in LEDGERS for state in read_all(of_user(place))]
+    named = load().config.ledger
+    directories = [of_user(place) for place in LEDGERS] if named is None else [named]
+    return [state for directory in directories for state in read_all(directory)]
 
 
 def render(programs: list[dict[str, Any]]) -> Iterator[RenderableType]:

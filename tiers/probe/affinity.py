@@ -22,18 +22,8 @@ class Node:
 def nodes(root: Path = Path("/")) -> tuple[Node, ...]:
     """List the nodes with memory; one node with every allowed core where the kernel names none."""
     allowed = os.sched_getaffinity(0)
-    found = tuple(Node(node.number, parse_cores(node.cores) & allowed) for node in numa_nodes(root))
+    found = tuple(Node(node.number, node.cores & allowed) for node in numa_nodes(root))
     return found or (Node(0, frozenset(allowed)),)
-
-
-def parse_cores(text: str) -> frozenset[int]:
-    """Read a list of cores as the kernel writes it: ``0-7,16``; empty for a node without any."""
-    cores: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first:
-            cores.update(range(int(first), int(last or first) + 1))
-    return frozenset(cores)
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from allocator.dram import DramBlock
 from allocator.nvme.backend import BLOCK
 from allocator.nvme.store import NvmeExtent, NvmeStore
 from migrator.counters import Counters
+from migrator.lanes import Event, whole
 from migrator.lanes.cuda import CudaLane
 from tiers.probe.affinity import Node
 from tiers.probe.host import HostMemory
@@ -102,7 +104,7 @@ class HbmBuffer:
 class BouncedBuffer:
     """GPU memory behind a block of the arena, as the runtime goes where GPUDirect Storage is missing.
 
-    A copy is on its second leg while the next is on its first.
+    It goes in slices, so that one is on the link while the next is on the drive, also within a copy.
     """
 
     def __init__(self, index: int, bounce: DramBuffer) -> None:
@@ -133,7 +135,7 @@ class BouncedBuffer:
     def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
         assert self._lanes is not None
         d2h, _ = self._lanes
-        arrived = [d2h.copy([piece], []) for piece in zip(self._bounce.parts, self._parts, strict=True)]
+        arrived = [d2h.copy([whole(*pair)], []) for pair in zip(self._bounce.parts, self._parts, strict=True)]
         writes = []
         for event, extent, part in zip(arrived, extents, self._bounce.parts, strict=True):
             event.synchronize()
@@ -143,11 +145,11 @@ class BouncedBuffer:
     def read(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
         assert self._lanes is not None
         _, h2d = self._lanes
-        reads = [store.read(extent, part) for extent, part in zip(extents, self._bounce.parts, strict=True)]
-        for read, piece in zip(reads, zip(self._parts, self._bounce.parts, strict=True), strict=True):
-            read.result()
-            arrived = h2d.copy([piece], [])
-        arrived.synchronize()
+        last: Event | None = None
+        for index, arrived in read_in_slices(store, extents, self._bounce.parts):
+            last = h2d.copy([whole(self._parts[index][arrived], self._bounce.parts[index][arrived])], [])
+        if last is not None:
+            last.synchronize()
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -159,6 +161,30 @@ def _write(store: NvmeStore, extents: Sequence[NvmeExtent], parts: Sequence[torc
 
 def _read(store: NvmeStore, extents: Sequence[NvmeExtent], parts: Sequence[torch.Tensor]) -> None:
     _finish([store.read(extent, part) for extent, part in zip(extents, parts, strict=True)])
+
+
+def read_in_slices(
+    store: NvmeStore, extents: Sequence[NvmeExtent], parts: Sequence[torch.Tensor]
+) -> Iterator[tuple[int, slice]]:
+    """Read `extents` into `parts`; yield the index of a part and a slice of it as soon as that has come.
+
+    Raises
+    ------
+    StoreError
+        At the end, if any of it did not come back as it was written.
+    """
+    came: SimpleQueue[tuple[int, slice] | None] = SimpleQueue()
+    reads = []
+    for index, (extent, part) in enumerate(zip(extents, parts, strict=True)):
+
+        def arrived(start: int, nbytes: int, index: int = index) -> None:
+            came.put((index, slice(start, start + nbytes)))
+
+        reads.append(store.read(extent, part, arrived))
+        reads[-1].add_done_callback(lambda read: came.put(None))
+    for _ in reads:
+        yield from iter(came.get, None)
+    _finish(reads)
 
 
 def _finish(transfers: Sequence[Future[None]]) -> None:

@@ -15,7 +15,7 @@ from allocator.nvme.store import NvmeStore
 from tiers.probe.affinity import Node
 from tiers.probe.buffers import BouncedBuffer, Buffer, DramBuffer, HbmBuffer
 from tiers.probe.disk import STEP, DiskPath, Way
-from tiers.probe.gds import CompatFile, gds_obstacle
+from tiers.probe.gds import gds_obstacle
 from tiers.probe.gpu import Direction, HbmDramPath, cuda_refusal
 from tiers.probe.host import HostMemory, MemcpyPath
 from tiers.probe.measure import ProbePath
@@ -100,12 +100,12 @@ def _dram_disk(node: Node, memory: HostMemory, disks: Disks) -> Iterator[ProbePa
 
 
 def _hbm_disk(gpu: Gpu, memory: HostMemory, disks: Disks) -> Iterator[ProbePath]:
-    # Only what passes host memory can be checked there, so the other two ways go without checksums.
+    # kvikio's own way is measured as it comes: without checksums.
     ways_in: tuple[tuple[str, Callable[[], Buffer], partial[NvmeStore], Callable[[], str | None]], ...] = (
         (
             "gds",
             partial(HbmBuffer, gpu.index),
-            partial(disks.open, partial(KvikioFile, direct=True), False),
+            partial(disks.open, partial(KvikioFile, mode="gds"), disks.checksum),
             partial(gds_obstacle, disks.directories),
         ),
         (
@@ -114,7 +114,12 @@ def _hbm_disk(gpu: Gpu, memory: HostMemory, disks: Disks) -> Iterator[ProbePath]
             partial(disks.open, PosixFile, disks.checksum),
             cuda_refusal,
         ),
-        ("compat", partial(HbmBuffer, gpu.index), partial(disks.open, CompatFile, False), kvikio_refusal),
+        (
+            "compat",
+            partial(HbmBuffer, gpu.index),
+            partial(disks.open, partial(KvikioFile, mode="compat"), False),
+            kvikio_refusal,
+        ),
     )
     for name, buffer, open_store, refusal in ways_in:
         for way in _WAYS:

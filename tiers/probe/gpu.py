@@ -11,7 +11,7 @@ import torch
 from allocator.dram import DramBlock
 from allocator.errors import TiersError
 from migrator.counters import Counters
-from migrator.lanes import Event, Piece
+from migrator.lanes import Event, Piece, flat, whole
 from migrator.lanes.cuda import CudaLane
 from tiers.probe.affinity import Node
 from tiers.probe.host import HostMemory
@@ -51,8 +51,8 @@ class PlainStream:
         with torch.cuda.stream(self._stream):
             for event in after:
                 self._stream.wait_event(cast("torch.cuda.Event", event))
-            for destination, source in pieces:
-                destination.copy_(source, non_blocking=True)
+            for target, at, source, start, nbytes in pieces:
+                flat(target, at, nbytes).copy_(flat(source, start, nbytes), non_blocking=True)
             done = torch.cuda.Event(enable_timing=True)
             done.record(self._stream)
         return done
@@ -98,7 +98,7 @@ class HbmDramPath:
         self._salt = 0
         self._blocks: list[DramBlock] = []
         self._copiers: list[Copier] = []
-        self._pieces: list[Piece] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def why_not(self) -> str | None:  # noqa: D102
         return cuda_refusal()
@@ -111,7 +111,7 @@ class HbmDramPath:
             destination, source = (host, hbm) if direction == "d2h" else (hbm, host)
             fill(source, self._salt)
             destination.zero_()
-            self._pieces.append((destination, source))
+            self._pairs.append((destination, source))
             self._copiers.append(
                 PlainStream(self._device) if self._memory is None else CudaLane(self._device, direction, Counters())
             )
@@ -124,7 +124,7 @@ class HbmDramPath:
         """
         while True:
             gate = self._gate()
-            ends = [self._queue(copier, piece, size, gate) for copier, piece in self._paired()]
+            ends = [self._queue(copier, *pair, size, gate) for copier, pair in self._paired()]
             held = not gate.query()
             for end in ends:
                 end.synchronize()
@@ -137,13 +137,13 @@ class HbmDramPath:
                 raise TiersError("the host is too busy to queue the copies while their streams are held")
 
     def intact(self) -> bool:  # noqa: D102
-        return all(matches(destination, self._salt) for destination, _ in self._pieces)
+        return all(matches(destination, self._salt) for destination, _ in self._pairs)
 
     def release(self) -> None:  # noqa: D102
         for copier in self._copiers:
             copier.close()  # memory that a DMA still reads must not be given back
         self._copiers.clear()
-        self._pieces.clear()
+        self._pairs.clear()
         if self._memory is not None:
             for block in self._blocks:
                 self._memory.give(self._node, block)
@@ -155,8 +155,8 @@ class HbmDramPath:
         self._blocks.append(self._memory.take(self._node, nbytes))
         return self._blocks[-1].tensor
 
-    def _paired(self) -> list[tuple[Copier, Piece]]:
-        return list(zip(self._copiers, self._pieces, strict=True))
+    def _paired(self) -> list[tuple[Copier, tuple[torch.Tensor, torch.Tensor]]]:
+        return list(zip(self._copiers, self._pairs, strict=True))
 
     def _gate(self) -> torch.cuda.Event:
         with torch.cuda.device(self._device):
@@ -165,11 +165,12 @@ class HbmDramPath:
             gate.record()
         return gate
 
-    def _queue(self, copier: Copier, piece: Piece, size: int, gate: torch.cuda.Event) -> torch.cuda.Event:
-        destination, source = piece
+    def _queue(
+        self, copier: Copier, destination: torch.Tensor, source: torch.Tensor, size: int, gate: torch.cuda.Event
+    ) -> torch.cuda.Event:
         end: Event = gate
         for index in range(copies(size)):
             at = slice(index * size, (index + 1) * size)
             # A stream keeps its order, so only its first copy waits for the gate.
-            end = copier.copy([(destination[at], source[at])], [] if index else [gate])
+            end = copier.copy([whole(destination[at], source[at])], [] if index else [gate])
         return cast("torch.cuda.Event", end)

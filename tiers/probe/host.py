@@ -12,6 +12,7 @@ from allocator.errors import TierFull
 from allocator.nvme.backend import BLOCK
 from allocator.sizes import PAGE, round_up
 from migrator.counters import Counters
+from migrator.lanes import whole
 from migrator.lanes.host import HostLane
 from tiers.probe.affinity import Node, on_cores
 from tiers.probe.measure import Run, Waived, copies, window
@@ -116,9 +117,11 @@ class MemcpyPath:
         done = []
         for index in range(copies(size)):
             at = slice(index * size, (index + 1) * size)
-            pieces = zip(destination[at].split(part), source[at].split(part), strict=True)
+            pairs = zip(destination[at].split(part), source[at].split(part), strict=True)
             # The lanes take turns, or all small copies, which are one part each, would be for the first.
-            done += [self._lanes[(index + turn) % self._threads].copy([piece], []) for turn, piece in enumerate(pieces)]
+            done += [
+                self._lanes[(index + turn) % self._threads].copy([whole(*pair)], []) for turn, pair in enumerate(pairs)
+            ]
         for event in done:
             event.synchronize()
         return Run(window(size), time.perf_counter() - start)

@@ -15,7 +15,7 @@ from tiers.probe.catalogue import Gpu
 from tiers.probe.gds import gds_obstacle
 from tiers.probe.results import Directory, GpuFacts, Machine
 from tiers.topology import filesystem_of
-from tiers.topology.gpu import kvikio_version
+from tiers.topology.gpu import kvikio_version, numa_node
 
 _BUSY = 1_000_000_000  # cycles: half a second or more, in which nvidia-smi answers
 _QUERY = {
@@ -83,16 +83,6 @@ def parse_answer(text: str) -> dict[str, str]:
     """Read one line of nvidia-smi by the keys of the query."""
     values = [value.strip() for value in text.splitlines()[0].split(",")] if text.strip() else []
     return dict(zip(_QUERY, values, strict=True)) if len(values) == len(_QUERY) else {}
-
-
-def numa_node(bus: str | None, root: Path = Path("/")) -> int | None:
-    """Find the node of a PCI device such as ``00000000:1B:00.0``; None where nobody says."""
-    if bus is None:
-        return None
-    domain, _, rest = bus.lower().partition(":")
-    file = root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node"
-    number = int(file.read_text()) if file.exists() else -1
-    return number if number >= 0 else None
 
 
 def _facts(index: int, answer: dict[str, str]) -> GpuFacts:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from allocator.sizes import PAGE
-from tiers.topology.gpu import Gpu, find_gpus, kvikio_version, nvidia_fs_loaded
+from allocator.sizes import PAGE, GiB, format_size
+from tiers.topology.gpu import Gpu, find_gpus, kvikio_version, numa_node, nvidia_fs_loaded
 from tiers.topology.memory import Memory, NumaNode, cores_available, numa_nodes, read_memory
 from tiers.topology.storage import Filesystem, filesystem_of
 
@@ -23,8 +23,13 @@ __all__ = [
     "discover",
     "filesystem_of",
     "gds_obstacle",
+    "memory_left",
+    "numa_node",
     "read_memory",
 ]
+
+_KEPT_PART = 8  # one part in so many of a limit stays with the program, which grows between two looks
+_KEPT_AT_MOST = 4 * GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,27 @@ def discover(root: Path = Path("/")) -> Topology:
 
 def default_dram_capacity(memory: Memory) -> int:
     """Half of what the cgroup leaves, or of what the machine has available if that is less; whole pages."""
-    room = memory.available
+    return memory.room // 2 // PAGE * PAGE
+
+
+def memory_left(memory: Memory) -> tuple[int, str]:
+    """Bytes that an arena may still take, and why no more, for a message.
+
+    A part of every limit is kept for the rest of the program: a cgroup that reaches its limit has a process
+    killed. Negative: so much of that part is in use already.
+    """
+    limits = [(memory.available, memory.total, "the machine")]
     if memory.cgroup is not None:
-        room = min(room, memory.cgroup.room)
-    return room // 2 // PAGE * PAGE
+        limits.append((memory.cgroup.room, memory.cgroup.limit, f"the cgroup {memory.cgroup.path}"))
+    left, kept, limit, who = min(
+        ((left - kept, kept, limit, who) for left, limit, who in limits for kept in [_kept(limit)]),
+    )
+    leaves = f"{who} leaves {format_size(left + kept)} of {format_size(limit)}"
+    return left, f"{leaves}, of which {format_size(kept)} are kept for the program"
+
+
+def _kept(limit: int) -> int:
+    return min(limit // _KEPT_PART, _KEPT_AT_MOST)
 
 
 def gds_obstacle(topology: Topology) -> str | None:

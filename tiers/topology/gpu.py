@@ -55,6 +55,16 @@ def nvidia_fs_loaded(root: Path = Path("/")) -> bool:
     return modules.exists() and any(line.startswith("nvidia_fs ") for line in modules.read_text().splitlines())
 
 
+def numa_node(bus: str | None, root: Path = Path("/")) -> int | None:
+    """Find the NUMA node of a PCI device such as ``00000000:1B:00.0``; None where nobody says."""
+    if bus is None:
+        return None
+    domain, _, rest = bus.lower().partition(":")
+    file = root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node"
+    number = int(file.read_text()) if file.exists() else -1
+    return number if number >= 0 else None
+
+
 def _gpu(line: str) -> Gpu:
     index, name, mebibytes, bus, driver = (field.strip() for field in line.split(","))
     return Gpu(int(index), name, int(mebibytes) * MiB, bus, driver)

@@ -53,14 +53,19 @@ class Memory:
     cgroup: CgroupMemory | None
     memlock: int | None
 
+    @property
+    def room(self) -> int:
+        """What machine and cgroup both leave."""
+        return self.available if self.cgroup is None else min(self.available, self.cgroup.room)
+
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """One NUMA node: its number, bytes of memory and cores as the kernel lists them (``0-7,16``)."""
+    """One NUMA node: its number, bytes of memory and cores."""
 
     number: int
     memory: int
-    cores: str
+    cores: frozenset[int]
 
 
 def read_memory(root: Path = Path("/")) -> Memory:
@@ -89,8 +94,19 @@ def numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
         lines = [line.split() for line in (folder / "meminfo").read_text().splitlines()]
         total = next(int(words[3]) * 1024 for words in lines if words[2] == "MemTotal:")
         if total:
-            nodes.append(NumaNode(int(folder.name[len("node") :]), total, (folder / "cpulist").read_text().strip()))
+            cores = parse_cores((folder / "cpulist").read_text().strip())
+            nodes.append(NumaNode(int(folder.name[len("node") :]), total, cores))
     return tuple(sorted(nodes, key=lambda node: node.number))
+
+
+def parse_cores(text: str) -> frozenset[int]:
+    """Read a list of cores as the kernel writes it: ``0-7,16``; empty for a node without any."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
 
 
 def cores_available() -> int:

@@ -1,0 +1,130 @@
+"""Copies and events through the driver, in one call each: the wrapper of ``lane.cpp``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_float, c_int, c_uint64, c_void_p
+from pathlib import Path
+
+LIBRARY = Path(__file__).with_name("libtiers_lane.so")
+"""Where the build puts it. By hand: ``g++ -std=c++17 -O2 -shared -fPIC lane.cpp -o libtiers_lane.so -ldl``."""
+
+NOT_READY = 600
+
+Span = tuple[int, int, int]
+"""Address to copy to, address to copy from, bytes."""
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver refused a call, or reports that work before it failed."""
+
+
+class Event:
+    """A point in the order of a stream. Its handle goes back to the pool with it."""
+
+    __slots__ = ("_library", "device", "handle")
+
+    def __init__(self, library: Library, device: int, handle: int) -> None:
+        self._library = library
+        self.device = device
+        self.handle = handle
+
+    def __del__(self) -> None:
+        self._library.release(self.device, self.handle)
+
+    def query(self) -> bool:
+        """Whether it has been passed."""
+        error = self._library.query(self.device, self.handle)
+        if error == NOT_READY:
+            return False
+        _check(error)
+        return True
+
+    def synchronize(self) -> None:
+        """Block the host until it has been passed."""
+        _check(self._library.synchronize(self.device, self.handle))
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this one to another; both must have been passed."""
+        milliseconds = c_float()
+        _check(self._library.elapsed(self.device, self.handle, end.handle, byref(milliseconds)))
+        return milliseconds.value
+
+
+class Library:
+    """The functions of the library, with their types. Streams are the driver's handles, devices PyTorch's indices."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self.available = bool(library.tiers_lane_available())
+        self.query = library.tiers_event_query
+        self.query.argtypes = (c_int, c_void_p)
+        self.synchronize = library.tiers_event_synchronize
+        self.synchronize.argtypes = (c_int, c_void_p)
+        self.elapsed = library.tiers_event_elapsed
+        self.elapsed.argtypes = (c_int, c_void_p, c_void_p, POINTER(c_float))
+        self.release = library.tiers_event_release
+        self.release.argtypes = (c_int, c_void_p)
+        self.release.restype = None
+        self._record = library.tiers_event_record
+        self._record.argtypes = (c_int, c_void_p, POINTER(c_void_p))
+        self._wait = library.tiers_stream_wait
+        self._wait.argtypes = (c_int, c_void_p, c_void_p)
+        self._copy = library.tiers_copy
+        self._copy.argtypes = (
+            c_int,
+            c_void_p,
+            c_int,
+            POINTER(c_uint64),
+            POINTER(c_uint64),
+            POINTER(c_uint64),
+            c_int,
+            POINTER(c_void_p),
+            POINTER(c_void_p),
+        )
+
+    def record(self, device: int, stream: int) -> Event:
+        """The end of everything that `stream` was given so far."""
+        handle = c_void_p()
+        _check(self._record(device, stream, byref(handle)))
+        return Event(self, device, handle.value or 0)
+
+    def wait(self, device: int, stream: int, event: Event) -> None:
+        """Let `stream` go on only after `event`."""
+        _check(self._wait(device, stream, event.handle))
+
+    def copy(self, device: int, lane: int, spans: Sequence[Span], after: Sequence[Event]) -> Event:
+        """Copy every span on the stream `lane` once all of `after` have been passed; the event says when it is done."""
+        numbers = c_uint64 * len(spans)
+        targets, sources, sizes = zip(*spans, strict=True) if spans else ((), (), ())
+        events = (c_void_p * len(after))(*[event.handle for event in after])
+        done = c_void_p()
+        _check(
+            self._copy(
+                device,
+                lane,
+                len(spans),
+                numbers(*targets),
+                numbers(*sources),
+                numbers(*sizes),
+                len(after),
+                events,
+                byref(done),
+            )
+        )
+        return Event(self, device, done.value or 0)
+
+
+def load(path: Path = LIBRARY) -> Library | None:
+    """The library; None where it was not built, or there is no driver."""
+    try:
+        library = Library(path)
+    except OSError:
+        return None
+    return library if library.available else None
+
+
+def _check(error: int) -> None:
+    if error:
+        raise DriverError(f"the CUDA driver answered with error {error}")

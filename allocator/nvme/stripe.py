@@ -1,0 +1,51 @@
+"""A stripe: the part of an extent that lies in one piece in one directory's file, and what is known of its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from allocator.errors import CorruptionError
+from allocator.extents import Extent
+from allocator.nvme.checksum import Sum, sum_for
+from allocator.nvme.volume import Volume
+
+
+@dataclass(slots=True, eq=False)
+class Stripe:
+    """One request's worth of an extent.
+
+    Attributes
+    ----------
+    volume, extent
+        Where it lies on disk.
+    start
+        Its first byte in the extent, and so in every block that the extent is moved from or to.
+    written
+        Whether its data is on disk.
+    """
+
+    volume: Volume
+    extent: Extent
+    start: int
+    written: bool = False
+    _sum_of: Sum | None = None
+    _sum: int | None = None
+
+    def of(self, block: torch.Tensor) -> torch.Tensor:
+        """Return its part of `block`."""
+        return block[self.start : self.start + self.extent.nbytes]
+
+    def sum_up(self, part: torch.Tensor) -> None:
+        """Remember the checksum of what is being written."""
+        self._sum_of = sum_for(part)
+        self._sum = self._sum_of(part)
+
+    def verify(self, part: torch.Tensor) -> None:
+        """Raise CorruptionError if `part` is not what was summed up."""
+        assert self._sum_of is not None
+        if (found := self._sum_of(part)) != self._sum:
+            reason = f"checksum {found:#x} where {self._sum:#x} was written; the data is not handed out"
+            where = self.volume.backend.path
+            raise CorruptionError(where, self.extent.offset, self.extent.nbytes, "read", reason)

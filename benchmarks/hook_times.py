@@ -1,0 +1,162 @@
+"""Host time that the saved-tensor hooks take, per tensor that stays and per tensor that moves.
+
+``python -m benchmarks.hook_times [--profile]``
+
+Pack and unpack together, on a GPT whose kernels are so short that the host decides its speed. On a CPU, where kernels
+would push the hooks out of the caches, on a program that saves and computes nothing, and with lanes that copy nothing:
+bookkeeping alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import pstats
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+
+import tiers
+from allocator.native import lane
+from benchmarks import workloads
+from migrator import runtime
+from migrator.counters import Counters
+from migrator.hooks import Saver
+from migrator.lanes import Event, Piece
+from migrator.lanes.host import HostEvent
+
+LEARNING = 8
+STEPS = 20
+
+
+class HookTimer:
+    """Adds up the host time that the saved-tensor hooks take, for those that stay and those that move."""
+
+    def __init__(self) -> None:
+        self.seconds = {"stay": 0.0, "move": 0.0}
+        self.tensors = {"stay": 0, "move": 0}
+        self._pack, self._unpack = Saver.pack, Saver.unpack
+
+    def __enter__(self) -> HookTimer:
+        clock = time.perf_counter
+
+        def pack(saver: Saver, tensor: torch.Tensor) -> Any:
+            start = clock()
+            packed = self._pack(saver, tensor)
+            kind = "stay" if type(packed) is tuple else "move"
+            self.seconds[kind] += clock() - start
+            self.tensors[kind] += 1
+            return packed
+
+        def unpack(saver: Saver, packed: Any) -> torch.Tensor:
+            start = clock()
+            tensor = self._unpack(saver, packed)
+            self.seconds["stay" if type(packed) is tuple else "move"] += clock() - start
+            return tensor
+
+        Saver.pack, Saver.unpack = pack, unpack  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Saver.pack, Saver.unpack = self._pack, self._unpack  # type: ignore[method-assign]
+
+
+class IdleLane:
+    """Says that everything is copied."""
+
+    def __init__(self, name: str, counters: Counters) -> None:
+        self._done = HostEvent()
+        self._done.set()
+
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
+        return self._done
+
+    def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def without_copies() -> Iterator[None]:
+    """Where there is no GPU, lanes that do nothing."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with mock.patch.object(runtime, "HostLane", IdleLane):
+        yield
+
+
+def hook_times(step: Callable[[], torch.Tensor], arguments: dict[str, str], *, by_call: bool = False) -> str:
+    """Microseconds of host time per saved tensor, pack and unpack together: the median over steps."""
+    timer = HookTimer()
+    with without_copies(), timer, tiers.session(**arguments):
+        for _ in range(LEARNING):
+            step()
+        of_steps: dict[str, list[float]] = {"stay": [], "move": []}
+        for _ in range(STEPS):
+            timer.seconds, timer.tensors = {"stay": 0.0, "move": 0.0}, {"stay": 0, "move": 0}
+            step()
+            for kind, count in timer.tensors.items():
+                if count:
+                    of_steps[kind].append(1e6 * timer.seconds[kind] / count)
+        if by_call:
+            with cProfile.Profile() as profile:
+                step()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+    return ", ".join(
+        f"{kind} {median(times):.1f} us (best step {min(times):.1f})" for kind, times in of_steps.items() if times
+    )
+
+
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty(256, 256))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (_,) = ctx.saved_tensors
+        return grad
+
+
+class _Layer(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(12):
+            x = _Save.apply(x)
+        return x
+
+
+def saves_only() -> Callable[[], torch.Tensor]:
+    """Make a step that saves as many tensors of as many bytes as the small GPT, and computes nothing."""
+    model, x = torch.nn.Sequential(*(_Layer() for _ in range(24))), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([x])
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def report(dram: str, *, by_call: bool = False) -> None:
+    """Print both numbers, each under the policy that brings it about."""
+    print("lanes: native" if lane.load() else "lanes: PyTorch's, as the native library was not found", flush=True)
+    step = workloads.small_gpt("cuda").step if torch.cuda.is_available() else saves_only()
+    for policy in ("keep", "move"):
+        times = hook_times(step, {"policy": policy, "dram": dram}, by_call=by_call)
+        print(f"hooks, policy {policy}, host time a tensor, pack and unpack together: {times}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", action="store_true", help="also what one step calls, by cProfile")
+    parser.add_argument("--dram", default="4GiB")
+    options = parser.parse_args()
+    report(options.dram, by_call=options.profile)

@@ -1,0 +1,63 @@
+"""What a plan says of a site, in the form in which the hooks look it up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
+
+from migrator.plan import PageGroup
+from migrator.remake import Verified
+
+if TYPE_CHECKING:
+    from migrator.mover import Mover
+
+
+class Pace(NamedTuple):
+    """When a site comes in the plan's period, and what its room is from there on.
+
+    Attributes
+    ----------
+    birth, use : int
+        Positions at which it is saved, and first asked for.
+    from_birth, from_use : int or None
+        Saved bytes that may lie in HBM from then on; None: as many as before.
+    """
+
+    birth: int
+    use: int
+    from_birth: int | None
+    from_use: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Stay; with the bytes that enter and leave HBM by it."""
+
+    mover: Mover
+    enter: int
+    leave: int
+    pace: Pace | None = None
+    stays: ClassVar[Literal[True]] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Go, with this group."""
+
+    mover: Mover
+    group: PageGroup
+    pace: Pace | None = None
+    stays: ClassVar[Literal[False]] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """Drop, and make again."""
+
+    mover: Mover
+    verified: Verified
+    pace: Pace | None = None
+    stays: ClassVar[Literal[False]] = False
+
+
+Action: TypeAlias = Stay | Go | Make

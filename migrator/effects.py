@@ -1,0 +1,291 @@
+"""What a choice brings about: which storages are held from forward to backward, what is made again, and when.
+
+A storage that is dropped, or saved within a region that is recomputed, is not held: it is made again, once, at
+its first use, and stays until its last. What it is made from must be there by then. Pure functions on plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from migrator.intervals import Bytes
+from migrator.trace import Region, Site, Trace
+
+
+class Unobtainable(ValueError):
+    """A choice drops a storage that nothing it leaves can make again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A saved tensor that refers to a storage: a site, or an input of a region that is recomputed.
+
+    Attributes
+    ----------
+    key : str
+        The site's key, or that of the input.
+    birth : int
+        Position of the save.
+    uses : tuple of int
+        Positions at which it is asked for.
+    """
+
+    key: str
+    birth: int
+    uses: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Held:
+    """A storage that is held, in HBM or elsewhere.
+
+    Attributes
+    ----------
+    ident, nbytes : int
+        Which, and how large; 0 bytes if moving it is impossible or frees nothing.
+    holders : list of Holder
+        Who refers to it, in the order of births.
+    asked : list of int
+        Positions at which it is needed: those of its holders, and those at which something is made from it.
+    """
+
+    ident: int
+    nbytes: int
+    holders: list[Holder] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+
+    @property
+    def birth(self) -> int:
+        """Position of the first save."""
+        return self.holders[0].birth
+
+    @property
+    def complete(self) -> int:
+        """Position of the last save."""
+        return max(holder.birth for holder in self.holders)
+
+    @property
+    def first_need(self) -> int | None:
+        """Position at which it must be in HBM again; None if never."""
+        return min(self.asked, default=None)
+
+    @property
+    def leave(self) -> int:
+        """Position at which the last of its holders is asked for."""
+        return max((holder.uses[-1] for holder in self.holders if holder.uses), default=self.birth)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is computed again at one position: how long it takes, and the held storages it reads."""
+
+    seconds: float
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What follows from dropping storages and recomputing regions.
+
+    Attributes
+    ----------
+    held : mapping of int to Held
+        By storage, in the order of births.
+    recomputed : tuple of str
+        Keys of the sites whose storage is dropped.
+    again : array of int
+        Bytes, by stretch, that nobody holds and are there nevertheless: made again, or still being read.
+    work : mapping of int to Work
+        By position.
+    """
+
+    held: Mapping[int, Held]
+    recomputed: tuple[str, ...]
+    again: Bytes
+    work: Mapping[int, Work]
+
+
+def checkpoint_key(path: str, number: int) -> str:
+    """Key of the site that holds input `number` of the region `path` while it is recomputed as a whole.
+
+    Inputs are counted through the period: a module that is called twice goes on counting.
+    """
+    return f"{path}/in:{number}"
+
+
+def outermost(trace: Trace, paths: Collection[str]) -> list[Region]:
+    """The regions of `paths` that lie in no other of them, in the order of the program.
+
+    Raises
+    ------
+    KeyError
+        If the trace has no such region.
+    """
+    for path in set(paths) - {region.path for region in trace.regions}:
+        raise KeyError(path)
+    chosen: list[Region] = []
+    wanted = (region for region in trace.regions if region.path in paths)
+    for region in sorted(wanted, key=lambda region: (region.begin, -region.end)):
+        if not chosen or region.begin >= chosen[-1].end:
+            chosen.append(region)
+    return chosen
+
+
+def effect(trace: Trace, dropped: Collection[int] = (), regions: Collection[str] = ()) -> Effect:
+    """What follows from a choice.
+
+    Parameters
+    ----------
+    trace : Trace
+        The period.
+    dropped : collection of int
+        Storages that are made again by their recipes. Those that a region saves as its input stay.
+    regions : collection of str
+        Paths of regions that are recomputed as a whole; of nested ones the outermost.
+
+    Raises
+    ------
+    Unobtainable
+        If a recipe is missing, or one of its inputs is neither held nor dropped.
+    """
+    return _Builder(trace, dropped, outermost(trace, regions)).build()
+
+
+def obtainable(trace: Trace, dropped: Collection[int], regions: Collection[str] = ()) -> frozenset[int]:
+    """The storages of `dropped` that can be made again when all the others of them are held."""
+    inside = outermost(trace, regions)
+    seen = {site.storage for site in outside(trace, inside)}
+    saved_as_input = {ident for region in inside for ident in region.inputs}
+    asked = sorted(set(dropped) & seen & trace.recipes.keys() - saved_as_input)
+    there = (seen | saved_as_input) - set(asked)
+    made: set[int] = set()
+    while True:
+        ready = [ident for ident in asked if ident not in made and there | made >= set(trace.recipes[ident].inputs)]
+        made.update(ready)
+        if ready:
+            continue
+        stuck = next((ident for ident in asked if ident not in made), None)
+        if stuck is None:
+            return frozenset(made)
+        asked.remove(stuck)
+        there.add(stuck)
+
+
+def outside(trace: Trace, regions: Sequence[Region]) -> Iterator[Site]:
+    """Sites that lie in none of the regions, which follow each other."""
+    at, sites = 0, trace.sites
+    for region in regions:
+        while at < len(sites) and sites[at].birth < region.begin:
+            yield sites[at]
+            at += 1
+        while at < len(sites) and sites[at].birth < region.end:
+            at += 1
+    yield from sites[at:]
+
+
+class _Builder:
+    def __init__(self, trace: Trace, dropped: Collection[int], regions: list[Region]) -> None:
+        self.trace = trace
+        self.regions = regions
+        saved_as_input = {ident for region in regions for ident in region.inputs}
+        self.dropped = set(dropped) - saved_as_input
+        self.held: dict[int, Held] = {}
+        self.recomputed: list[Site] = []
+        self.uses: dict[int, list[int]] = {}  # of dropped storages, by what is not in a region
+        self.made: dict[int, int] = {}  # dropped storage -> position at which it is made
+        self.changes = np.zeros(trace.positions + 2, dtype=np.int64)
+        self.seconds: dict[int, float] = {}
+        self.inputs: dict[int, set[int]] = {}
+        self.inputs_seen: dict[str, int] = {}  # of each region's path
+
+    def build(self) -> Effect:
+        nbytes = self.trace.storage_bytes
+        for site in outside(self.trace, self.regions):
+            if site.storage in self.dropped:
+                self.recomputed.append(site)
+            else:
+                self._hold(site.storage, nbytes[site.storage], Holder(site.key, site.birth, site.uses))
+        for region in self.regions:
+            self._recompute(region)
+        self._drop()
+        self.held = dict(sorted(self.held.items(), key=lambda item: item[1].birth))
+        for held in self.held.values():
+            # Read by what is made again, or by a region's own backward, after the last holder was asked for.
+            held.asked.sort()
+            if held.asked and held.asked[-1] > held.leave:
+                self._there(held.leave + 2, held.asked[-1] + 2, held.nbytes)
+        return Effect(
+            held=self.held,
+            recomputed=tuple(site.key for site in self.recomputed),
+            again=np.cumsum(self.changes)[:-1],
+            work={at: Work(s, tuple(sorted(self.inputs[at]))) for at, s in sorted(self.seconds.items())},
+        )
+
+    def _hold(self, ident: int, nbytes: int, holder: Holder) -> None:
+        held = self.held.setdefault(ident, Held(ident, nbytes))
+        held.holders.append(holder)
+        if len(held.holders) > 1:
+            held.holders.sort(key=lambda holder: holder.birth)
+        held.asked.extend(holder.uses)
+
+    def _recompute(self, region: Region) -> None:
+        inner = self.trace.sites_of(region)
+        uses = [use for site in inner for use in site.uses]
+        begins = min(uses, default=None)
+        for ident, nbytes in self.trace.input_bytes(region):
+            number = self.inputs_seen[region.path] = self.inputs_seen.get(region.path, -1) + 1
+            at = () if begins is None else (begins,)
+            self._hold(ident, nbytes, Holder(checkpoint_key(region.path, number), region.begin, at))
+        if begins is None:
+            return
+        self._work(begins, region.seconds, region.inputs)
+        own = set(region.inputs)
+        last: dict[int, int] = {}
+        for site in inner:
+            if site.storage in own:
+                self.held[site.storage].asked.extend(site.uses)
+            else:
+                last[site.storage] = max((begins, *site.uses, last.get(site.storage, 0)))
+        for ident, use in last.items():
+            self._there(begins + 1, use + 2, self.trace.storage_bytes[ident])
+
+    def _drop(self) -> None:
+        uses = self.uses
+        for site in self.recomputed:
+            uses.setdefault(site.storage, []).extend(site.uses)
+        for ident in sorted(uses):
+            if ident not in self.trace.recipes:
+                raise Unobtainable(f"storage {ident} is dropped, and the trace has no recipe for it")
+            if uses[ident]:
+                self._make(ident, min(uses[ident]), ())
+        for ident, at in self.made.items():
+            self._work(at, self.trace.recipes[ident].seconds, self.trace.recipes[ident].inputs)
+            for source in self.trace.recipes[ident].inputs:
+                (uses[source] if source in uses else self.held[source].asked).append(at)
+        for ident, at in self.made.items():
+            self._there(at + 1, max(uses[ident]) + 2, self.trace.storage_bytes[ident])
+
+    def _make(self, ident: int, at: int, above: tuple[int, ...]) -> None:
+        """Note that a dropped storage is needed at a position, and so what it is made from."""
+        if ident in above:
+            raise Unobtainable(f"storage {ident} would be made from itself")
+        if self.made.get(ident, at + 1) <= at:
+            return
+        self.made[ident] = at
+        for source in self.trace.recipes[ident].inputs:
+            if source in self.held:
+                continue
+            if source not in self.uses or source not in self.trace.recipes:
+                raise Unobtainable(f"storage {ident} is made from {source}, which is neither held nor made again")
+            self._make(source, at, (*above, ident))
+
+    def _work(self, at: int, seconds: float, inputs: tuple[int, ...]) -> None:
+        self.seconds[at] = self.seconds.get(at, 0.0) + seconds
+        self.inputs.setdefault(at, set()).update(ident for ident in inputs if ident in self.held)
+
+    def _there(self, first: int, end: int, nbytes: int) -> None:
+        self.changes[first] += nbytes
+        self.changes[end] -= nbytes

@@ -1,0 +1,89 @@
+"""Feedback: what measured periods say about the budget to plan for, and about the links.
+
+Where it is known what else lies in HBM, a plan's peak is predicted: what was measured beyond the target comes off
+the budget at once, and what was predicted in excess comes on by halves. Where it is not, one more byte of room raises
+the peak by one byte at most, so the room may always grow by what the peak lies below the target. It grows by half of
+that at a time: memory that is reserved in fragments is not in the peak, and shows only when the allocator has to flush
+its cache; then the room has found its ceiling. A lane that compute waited for longer than was predicted is slower than
+was taken for granted. Measured against that, lanes only ever become slower, and the budget never exceeds a ceiling that
+was found: it settles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from migrator.links import Links
+from migrator.simulator import Simulated
+
+PRESSED = 0.03  # of the target: what the budget gives back when the allocator was pressed
+SETTLED = 0.02  # of the target: closer than this the budget stays as it is
+LATE = 0.01  # of the ideal step: stalls that were not predicted and are shorter do not count
+RATINGS = 5  # times that lanes are taken to be slower
+
+
+class Feedback:
+    """Corrections to what the policy is given.
+
+    Parameters
+    ----------
+    target : int
+        The peak to aim for, in bytes.
+    given : Links
+        What the lanes are taken to give before any correction; may be set anew at any time.
+    """
+
+    def __init__(self, target: int, given: Links) -> None:
+        self.given = given
+        self.correction = 0  # of the budget, in bytes
+        self._target = target
+        self._ceiling: int | None = None  # the largest correction that no period so far has found too large
+        self._parts: dict[str, float] = {}  # of what is given, by lane: what was found to be left of it
+        self._ratings = 0
+
+    @property
+    def links(self) -> Links:
+        """What the lanes are taken to give, corrected."""
+        return replace(self.given, **{lane: getattr(self.given, lane) * part for lane, part in self._parts.items()})
+
+    def peak(self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool) -> bool:
+        """Take in a period's peak; whether the correction changed.
+
+        Parameters
+        ----------
+        peak, predicted : int
+            Most bytes in HBM; None if that could not be predicted.
+        base : int
+            The budget before correction.
+        pressed : bool
+            Whether the allocator had to flush its cache to stay within the budget.
+        may_grow : bool
+            Whether the plan would make use of more.
+        """
+        slack = -int(PRESSED * self._target) if pressed else self._target - peak
+        if abs(slack) <= SETTLED * self._target:
+            return False
+        before = self.correction
+        if slack < 0:
+            # A program may alternate between kinds of periods: the largest must fit, and it comes again.
+            self.correction = self._ceiling = max(-base, self.correction + slack)
+        elif may_grow and (gain := slack if predicted is None else min(slack, predicted - peak)) > 0:
+            most = self._target - base if predicted is None else self._target // 2
+            if predicted is None or gain > SETTLED * self._target:
+                self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
+        return self.correction != before
+
+    def stalls(self, measured: Mapping[str, float], predicted: Simulated) -> bool:
+        """Take in for how long compute waited for each lane, in seconds; whether the links changed."""
+        slower = {}
+        for lane, seconds in measured.items():
+            late = seconds - predicted.stalls.get(lane, 0.0)
+            busy = predicted.busy.get(lane, 0.0)
+            if busy and late > LATE * predicted.ideal:
+                slower[lane] = self._parts.get(lane, 1.0) * busy / (busy + late)
+        if not slower or self._ratings >= RATINGS:
+            return False
+        self._ratings += 1
+        self._parts |= slower
+        return True

@@ -1,0 +1,141 @@
+"""What a period takes: device seconds and HBM at each of its positions, on a GPU and without one.
+
+A meter runs while a period is recorded. What the lanes and our own trials add to the period is taken out again: waits
+of the compute stream for a lane, and everything *aside*.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from migrator import peaks
+
+if TYPE_CHECKING:
+    from migrator.lanes.cuda import CudaCompute, TimedEvent
+    from migrator.lanes.host import HostCompute
+
+
+class Measures(NamedTuple):
+    """A period's `times`, `seconds` and `others`; see `migrator.trace.Trace`."""
+
+    times: tuple[float, ...]
+    seconds: float
+    others: tuple[int, ...]
+
+
+class HostMeter:
+    """The host's clock, and the compute's count of bytes."""
+
+    def __init__(self, compute: HostCompute) -> None:
+        self._compute = compute
+        self._aside = 0.0
+        self._begin = self.mark()
+        self._times: list[float] = []
+        self._others: list[int] = []
+
+    def mark(self) -> float:
+        """A point in the program's time, in seconds."""
+        return time.perf_counter() - self._compute.stalled() - self._aside
+
+    def seconds(self, start: float, end: float) -> float:
+        """Seconds from one point to another."""
+        return end - start
+
+    def tick(self, resident: int) -> None:
+        """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
+        self._times.append(self.mark() - self._begin)
+        self._others.append(self._compute.static)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is not the program's."""
+        start = self.mark()
+        try:
+            yield
+        finally:
+            self._aside += self.mark() - start
+
+    def finish(self, resident: int) -> Measures:
+        """The period is over. To be called once."""
+        return Measures(tuple(self._times), self.mark() - self._begin, (*self._others, self._compute.static))
+
+
+class CudaMeter:
+    """Events on the compute stream, and the peaks of PyTorch's allocator."""
+
+    def __init__(self, compute: CudaCompute) -> None:
+        self._compute = compute
+        self._begin = self.mark()
+        self._ticks: list[TimedEvent] = []
+        self._others: list[int] = []
+        self._left_out: list[tuple[TimedEvent, TimedEvent]] = []
+        self._highest = 0  # since the last tick
+        compute.waited = self._left_out
+        peaks.lap(compute.device)
+
+    def mark(self) -> TimedEvent:
+        """A point of the present stream."""
+        return self._compute.mark(self._compute.stream())
+
+    def seconds(self, start: TimedEvent, end: TimedEvent) -> float:
+        """Seconds from one point to another; both must have been passed."""
+        return float(start.elapsed_time(end)) / 1e3
+
+    def tick(self, resident: int) -> None:
+        """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
+        # Into a graph that is being captured no event of ours may go.
+        capturing = self._compute.capturing()
+        self._ticks.append(self._ticks[-1] if capturing and self._ticks else self.mark())
+        self._others.append(self._without(resident))
+
+    def _without(self, resident: int) -> int:
+        highest, self._highest = max(self._highest, peaks.lap(self._compute.device)), 0
+        return max(0, highest - resident)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is not the program's."""
+        self._highest = max(self._highest, peaks.lap(self._compute.device))
+        start = self.mark()
+        try:
+            yield
+        finally:
+            self._left_out.append((start, self.mark()))
+            peaks.lap(self._compute.device)
+
+    def finish(self, resident: int) -> Measures:
+        """The period is over; waits until the device has passed its end. To be called once.
+
+        Within the capture of a graph nothing is known: 0 seconds.
+        """
+        self._compute.waited = None
+        if self._compute.capturing():
+            return Measures((), 0.0, ())  # nobody may wait for the device now
+        others = (*self._others, self._without(resident))
+        end = self.mark()
+        end.synchronize()
+        gaps = []
+        for start, over in self._left_out:
+            over.synchronize()  # a lane's event may lie behind the end
+            gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
+        *times, seconds = without(gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
+        return Measures(tuple(times), seconds, others)
+
+
+def without(gaps: list[tuple[float, float]], times: list[float]) -> list[float]:
+    """`times` on a clock that stands still in the gaps, which may overlap and come in any order."""
+    apart: list[tuple[float, float]] = []
+    for start, end in sorted(gaps):
+        start = max(start, apart[-1][1]) if apart else start
+        if end > start:
+            apart.append((start, end))
+    shifted, lost, k = {}, 0.0, 0
+    for at in sorted(times):
+        while k < len(apart) and apart[k][1] <= at:
+            lost += apart[k][1] - apart[k][0]
+            k += 1
+        shifted[at] = at - lost - (max(0.0, at - apart[k][0]) if k < len(apart) else 0.0)
+    return [shifted[at] for at in times]

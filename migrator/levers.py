@@ -1,0 +1,249 @@
+"""Levers: what can be done with each storage and region of a trace, what it costs, and what HBM then holds.
+
+Arrays over the storages that have bytes, so that a search can look at all of them at once. Pure functions on plain
+data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from migrator.intervals import Bytes, Floats, in_hbm, room
+from migrator.links import Links
+from migrator.simulator import H100, Costs
+from migrator.trace import Region, Trace
+
+KEEP, MOVE, DROP, WITHIN = range(4)
+CHAIN = 0.03  # of the positions: how much earlier than for itself a storage may be made again for another
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to do with the storages of a trace; those that are in no field stay."""
+
+    moved: frozenset[int] = frozenset()
+    dropped: frozenset[int] = frozenset()
+    regions: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class State:
+    """A choice in the making.
+
+    Attributes
+    ----------
+    action : array of int
+        What happens to each storage, by its number among the lifetimes.
+    made : array of int
+        For what is made again, the position at which it is.
+    regions : list of int
+        Numbers of the regions that are recomputed.
+    """
+
+    action: NDArray[np.int8]
+    made: Ints
+    regions: list[int] = field(default_factory=list)
+
+    def copy(self) -> State:
+        """A state of its own."""
+        return State(self.action.copy(), self.made.copy(), list(self.regions))
+
+
+class Levers:
+    """The levers of one trace, as arrays.
+
+    Parameters
+    ----------
+    trace : Trace
+        The period, with times.
+    budget : int
+        HBM for saved tensors and `others`, in bytes.
+    links : Links
+        How fast the lanes are.
+    costs : Costs
+        What moving costs besides.
+    """
+
+    def __init__(self, trace: Trace, budget: int, links: Links, costs: Costs = H100) -> None:
+        self.trace = trace
+        self.room = room(trace, budget)
+        lives = trace.lifetimes
+        self.number = {life.ident: number for number, life in enumerate(lives)}
+        self.idents = [life.ident for life in lives]
+        self.nbytes = np.array([life.nbytes for life in lives], dtype=np.int64)
+        windows = np.array([in_hbm(life) for life in lives], dtype=np.int64).reshape(-1, 2)
+        self.birth, self.end = windows[:, 0], windows[:, 1]  # stretches
+        # Stretch from which what was dropped is there again; what is never used is there for one stretch.
+        self.again = np.array([life.uses[0] + 1 if life.uses else life.birth + 1 for life in lives], dtype=np.int64)
+        last_save = {site.storage: site.birth for site in trace.sites}
+        self.turn = trace.turn
+        self.before_turn = np.array([last_save[ident] <= self.turn for ident in self.idents], dtype=bool)
+        self.times = np.array(trace.times)
+        self.saved_at = self.times[[last_save[ident] for ident in self.idents]] if lives else np.zeros(0)
+        self.lane_seconds = self.nbytes / links.d2h
+        self.in_order = np.argsort(self.saved_at, kind="stable")
+        moved_seconds = self.nbytes / links.d2h * costs.d2h + self.nbytes / links.h2d * costs.h2d
+        self.move_cost = moved_seconds + costs.host * np.maximum(self.nbytes / (64 << 20), 1 / 16)
+        seen = trace.storage_bytes.keys()
+        recipes = [trace.recipes.get(ident) for ident in self.idents]
+        recipes = [recipe if recipe and seen >= set(recipe.inputs) else None for recipe in recipes]
+        self.drop_cost = np.array([np.inf if recipe is None else recipe.seconds for recipe in recipes])
+        self.sources = [() if recipe is None else recipe.inputs for recipe in recipes]
+        self.made_from: dict[int, list[int]] = {}  # source -> numbers of what is made from it
+        for number, sources in enumerate(self.sources):
+            for source in sources:
+                self.made_from.setdefault(source, []).append(number)
+        self._set_up_regions()
+
+    def _set_up_regions(self) -> None:
+        """Regions that may be recomputed, and the storages that only their own sites refer to."""
+        sites_on: dict[int, int] = {}
+        for site in self.trace.sites:
+            sites_on[site.storage] = sites_on.get(site.storage, 0) + 1
+        self.regions: list[Region] = []
+        self.inner: list[Ints] = []
+        self.begins: list[int] = []
+        self.dependents: list[Ints] = []  # storages outside that are made from one within
+        self.inputs: list[list[int]] = []
+        self.crowding: list[float] = []  # of regions that do the same, the smaller leave more room in backward
+        calls = Counter(region.path for region in self.trace.regions)
+        for region in self.trace.regions:
+            if calls[region.path] > 1:  # which of the calls is recomputed cannot be chosen
+                continue
+            sites = self.trace.sites_of(region)
+            uses = [use for site in sites for use in site.uses]
+            within: dict[int, int] = {}
+            for site in sites:
+                within[site.storage] = within.get(site.storage, 0) + 1
+            inner = [
+                self.number[ident]
+                for ident, count in within.items()
+                if count == sites_on[ident] and ident in self.number and ident not in region.inputs
+            ]
+            begins = min(uses, default=0)
+            largest = int(self.nbytes[inner].sum())
+            if not inner or largest > self.room[begins + 1]:  # recomputing it brings all of that back at once
+                continue
+            self.crowding.append(1 + largest / int(self.room[begins + 1]))
+            outside = {n for i in inner for n in self.made_from.get(self.idents[i], ()) if n not in set(inner)}
+            self.regions.append(region)
+            self.inner.append(np.array(inner, dtype=np.int64))
+            self.begins.append(begins)
+            self.inputs.append([self.number[ident] for ident in region.inputs if ident in self.number])
+            self.dependents.append(np.array(sorted(outside), dtype=np.int64))
+        self.region_cost = np.array([region.seconds for region in self.regions])
+        self.flat_inner = np.concatenate(self.inner) if self.inner else np.zeros(0, dtype=np.int64)
+        self.inner_starts = np.cumsum([0, *map(len, self.inner)])[:-1]
+        begin_of = [np.full(len(inner), at + 1) for inner, at in zip(self.inner, self.begins, strict=True)]
+        self.flat_again = np.concatenate(begin_of) if begin_of else np.zeros(0, dtype=np.int64)
+
+    # ------------------------------------------------------------------------------------ what a state is
+
+    def start(self) -> State:
+        """Everything stays."""
+        return State(np.zeros(len(self.idents), dtype=np.int8), np.zeros(len(self.idents), dtype=np.int64))
+
+    def choice(self, state: State) -> Choice:
+        """The state by names."""
+        return Choice(
+            frozenset(self.idents[i] for i in np.flatnonzero(state.action == MOVE)),
+            frozenset(self.idents[i] for i in np.flatnonzero(state.action == DROP)),
+            tuple(sorted(self.regions[r].path for r in state.regions)),
+        )
+
+    def used(self, state: State) -> Bytes:
+        """Saved bytes in HBM by stretch, with copies that leave one after the other and come back just in time."""
+        first = np.where((state.action == DROP) | (state.action == WITHIN), state.made + 1, self.birth)
+        changes = np.zeros(len(self.room) + 1, dtype=np.int64)
+        np.add.at(changes, first, self.nbytes)
+        np.add.at(changes, self.end, -self.nbytes)
+        moved = self.in_order[state.action[self.in_order] == MOVE]
+        if len(moved):
+            out = np.minimum(self._stretch(self._left(moved)), self.again[moved])
+            np.add.at(changes, out, -self.nbytes[moved])
+            np.add.at(changes, self.again[moved], self.nbytes[moved])
+        return np.cumsum(changes)[:-1]
+
+    def _left(self, moved: Ints) -> Floats:
+        """When the copies of storages, in the order of their saves, end."""
+        total = np.cumsum(self.lane_seconds[moved])
+        return np.maximum.accumulate(self.saved_at[moved] - (total - self.lane_seconds[moved])) + total
+
+    def _stretch(self, times: Floats) -> Ints:
+        """The first stretch at whose begin a time is over; the last save waits for whatever is still under way."""
+        return np.minimum(np.searchsorted(self.times, times) + 1, self.turn + 1)
+
+    def drop(self, state: State, number: int) -> bool:
+        """Drop a storage, if it can be made again without making others much earlier than they are needed."""
+        if any(number in self.inputs[region] for region in state.regions):
+            return False
+        above = [n for n in self.made_from.get(self.idents[number], ()) if state.action[n] == DROP]
+        earlier = {number: min((int(state.made[n]) for n in above), default=int(self.again[number]) - 1)}
+        queue = [number]
+        while queue:
+            at = earlier[made := queue.pop()]
+            if int(self.again[made]) - 1 - at > CHAIN * len(self.room):
+                return False
+            for source in (self.number[ident] for ident in self.sources[made] if ident in self.number):
+                if state.action[source] == WITHIN or source == number:
+                    return False
+                if state.action[source] == DROP and at < earlier.get(source, int(state.made[source])):
+                    earlier[source] = at
+                    queue.append(source)
+        state.action[number] = DROP
+        for made, at in earlier.items():
+            state.made[made] = min(at, int(self.again[made]) - 1)
+        return True
+
+    def recompute(self, state: State, region: int) -> int:
+        """Recompute a region, if that takes nothing away from others; bytes that it relieves."""
+        if (state.action[self.dependents[region]] == DROP).any() or self._overlaps(state, region):
+            return 0
+        inner = self.inner[region]
+        relieved = int(self.nbytes[inner][state.action[inner] == KEEP].sum())
+        state.regions.append(region)
+        state.action[inner] = WITHIN
+        state.made[inner] = self.begins[region]
+        for number in self.inputs[region]:  # a checkpoint holds what it starts from
+            if state.action[number] == DROP:
+                state.action[number] = KEEP
+        return relieved
+
+    def release(self, state: State, region: int) -> None:
+        """Recompute a region no longer."""
+        state.regions.remove(region)
+        state.action[self.inner[region]] = KEEP
+
+    def _overlaps(self, state: State, region: int) -> bool:
+        own = self.regions[region]
+        return any(self.regions[r].begin < own.end and own.begin < self.regions[r].end for r in state.regions)
+
+    def fits(self, state: State, extra: Bytes | int) -> bool:
+        """Whether HBM has room for a state, and for `extra` bytes besides, in every stretch."""
+        return bool((self.used(state) + extra <= self.room).all())
+
+
+def extremes(trace: Trace) -> Sequence[Choice]:
+    """Choices that hold as little as can be held: what fits nowhere else may fit with one of these."""
+    everything = frozenset(life.ident for life in trace.lifetimes)
+    droppable = frozenset(ident for ident in trace.recipes if ident in everything)
+    largest = tuple(region.path for region in trace.regions)
+    nested = [
+        region.path
+        for region in trace.regions
+        if not any(other is not region and region.begin <= other.begin and other.end <= region.end
+                   for other in trace.regions)
+    ]  # fmt: skip
+    return [
+        Choice(moved, dropped, regions)
+        for regions in dict.fromkeys(((), tuple(nested), largest))
+        for dropped in dict.fromkeys((frozenset(), droppable))
+        for moved in (everything - dropped,)
+    ]

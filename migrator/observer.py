@@ -1,0 +1,110 @@
+"""What the hooks do besides while a period is recorded: find out what could be made again, alone or by regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from migrator import weights
+from migrator.formulas import Formula
+from migrator.mover import Mover
+from migrator.packed import Packed, keep
+from migrator.recorder import Recorder
+from migrator.regions import Regions, other_state
+from migrator.remake import Dropped, Origins, Verified, base_of, find, layout, note_epsilon
+from migrator.trials import Trial
+
+EPSILONS = (1e-5, 1e-6)
+"""What normalisations are tried with that are no modules: neither node nor module tells."""
+
+NO_FORWARD = 1 << 64
+"""No node is as late: nothing can be made again."""
+
+Movable = Callable[[Tensor], "torch.UntypedStorage | None"]
+
+
+class Observer:
+    """Looks on for one thread's hooks.
+
+    Parameters
+    ----------
+    regions : Regions
+        Told of modules that could be recomputed.
+    movable : callable
+        A tensor's storage, if it may move.
+    is_ours : callable
+        Whether an unpack hook is the thread's own.
+    """
+
+    def __init__(self, regions: Regions, movable: Movable, is_ours: Callable[[object], bool]) -> None:
+        self._regions = regions
+        self._movable = movable
+        self._is_ours = is_ours
+        self._began = NO_FORWARD  # PyTorch's number of the first node of the forward under way
+        self._versions: dict[int, int] = {}  # of parameters, when it began
+
+    def forward_begins(self, root: nn.Module) -> None:
+        """An outermost module's forward begins."""
+        # Sharded parameters lose their memory between the forward and the backward of their module.
+        sharded = any(weights.is_sharded(child) for child in root.modules())
+        self._began = NO_FORWARD if sharded else torch._C._autograd._get_sequence_nr()
+        self._versions = {id(parameter): parameter._version for parameter in root.parameters()}
+
+    def enter(self, mover: Mover, path: str, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """The forward of a module begins that others have called, with these tensors."""
+        if mover.recorder is None or self._began == NO_FORWARD or not self._regions.know(path, module):
+            return
+        storages = [self._movable(tensor) for tensor in tensors]
+        inputs = [
+            None if storage is None else mover.storages.find(tensor, storage, tensor._version)
+            for tensor, storage in zip(tensors, storages, strict=True)
+        ]
+        mover.recorder.enter(path, inputs, other_state(module))
+
+    def leave(self, movers: Sequence[Mover], path: str, module: nn.Module, output: object) -> None:
+        """A forward ends."""
+        note_epsilon(module, output)
+        for mover in movers:
+            if mover.recorder is not None and mover.recorder.visits(path):
+                mover.recorder.leave(path, other_state(module))
+
+    def origins(self, epsilon: float | None = None) -> Origins:
+        """Where formulas find their inputs now."""
+        return Origins(self._is_ours, keep, self._versions, self._began, epsilon)
+
+    def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
+        """See whether the tensor could be made again, if this is the first of its storage."""
+        record = packed[3] if isinstance(packed, tuple) else packed.record
+        if record is None or record.known is None:
+            return
+        trials, ident, base = record.recorder.trials, record.known.ident, base_of(tensor)
+        if trials is None or not trials.is_new(ident) or self._movable(base) is None:
+            return
+        for epsilon in (None, *EPSILONS):
+            source = self.origins(epsilon)
+            what = packed.made.formula if isinstance(packed, Dropped) else find(base, source)
+            inputs = None if what is None else _inputs(what, record.recorder)
+            if what is not None and inputs is not None:
+                if trials.knows(ident, key, base, what, inputs):
+                    return
+                verified = Verified(what.name, source.told, layout(base), source.searched, 0.0)
+                first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
+                record.trials.append(Trial(ident, what, verified, inputs, base.size(), base.stride(), first, nbytes))
+            if epsilon is None and (what is not None or not source.asked):
+                return  # it is not for want of an epsilon
+
+
+def _inputs(what: Formula, recorder: Recorder) -> tuple[int, ...] | None:
+    """The storages that a formula needs; None if one of them is not of this period."""
+    idents: dict[int, None] = {}
+    for packed in what.inputs:
+        record = packed[3] if isinstance(packed, tuple) else packed.record
+        if record is None:
+            continue  # a leaf of the graph: the program keeps it
+        if record.recorder is not recorder:
+            return None
+        if record.known is not None:
+            idents[record.known.ident] = None
+    return tuple(idents)

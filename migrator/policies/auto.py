@@ -1,0 +1,180 @@
+"""Our own: the best of several policies and searches by simulation, improved, and verified to fit.
+
+A period whose times are known is searched for the cheapest mix of moves, light recomputation and whole regions,
+once for each of several shares of the forward that the lane out may be busy for; `migrator.search` says how. What
+the simulator finds over the budget goes back into the search. The fastest plan that fits is then improved by
+exchanging one region at a time. Everything is counted in simulations, not in seconds, and so decided the same on
+every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from allocator.sizes import format_size
+from migrator.effects import obtainable
+from migrator.intervals import Bytes
+from migrator.levers import Choice, State, extremes
+from migrator.links import Links
+from migrator.plan import NoPlanFits, Plan
+from migrator.policies import flashneuron
+from migrator.schedule import fit
+from migrator.search import PLAIN, How, Search
+from migrator.simulator import Simulated, simulate
+from migrator.trace import Trace
+
+LANES = (1.0, 0.9, 0.75, 0.5, 0.0, 1.05, 1.15, 1.4, 2.0, 1e9)
+"""For how long the lane out may be busy, as multiples of the forward; the last is for budgets that need it."""
+
+SHARES = (2, 4, 16)
+PRICES = (1.0, 0.8, 1.25, 0.6, 1.6)
+"""Other ways to search: how much at a time, and at what price of regions."""
+
+SIMULATED_SITES = 60_000  # sites times simulations of one planning: what keeps it within its time
+LEAST = 40  # simulations, however large the trace
+TRIMS = 100  # levers that are looked at again, the dearest first
+RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan,)  # whose plans are candidates as they are
+REPAIRS = 4  # times that what the simulator found over the budget goes back into the search
+
+
+def plan(trace: Trace, budget: int, links: Links) -> Plan:
+    """The fastest plan found that fits; flashneuron's where the trace has no times.
+
+    Raises
+    ------
+    NoPlanFits
+        If the budget is too small for any plan.
+    """
+    if not trace.times:
+        return replace(flashneuron.plan(trace, budget, links), policy="auto")
+    planner = _Planner(trace, budget, links)
+    if planner.keeps_everything():
+        return planner.best.plan
+    planner.search()
+    planner.improve()
+    if not planner.fits:
+        planner.squeeze()
+    return planner.best.plan
+
+
+@dataclass(slots=True)
+class _Tried:
+    """A plan and what the simulator says of it; `state` and the rest are what the search came from."""
+
+    plan: Plan
+    result: Simulated
+    state: State | None = None
+    held: Bytes | int = 0
+    how: How = PLAIN
+
+
+class _Planner:
+    def __init__(self, trace: Trace, budget: int, links: Links) -> None:
+        self.trace, self.budget, self.links = trace, budget, links
+        self.left = max(LEAST, SIMULATED_SITES // max(1, len(trace.sites)))
+        self.best = self._try(Choice())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the best so far is within the budget."""
+        return self.best.result.peak["hbm"] <= self.budget
+
+    def keeps_everything(self) -> bool:
+        """Whether the program fits as it is."""
+        return self.fits
+
+    def search(self) -> None:
+        """Take what other policies plan, and solve with each of several deadlines for the lane out."""
+        for rival in RIVALS:
+            made = replace(rival(self.trace, self.budget, self.links), policy="auto")
+            self._consider(_Tried(made, simulate(self.trace, self.links, made)))
+        self.levers = Search(self.trace, self.budget, self.links)
+        for lane in LANES:
+            for spare in (False, True):
+                if self.left > 0:
+                    self._solve(How(lane, spare), self.levers.start(), 0)
+
+    def improve(self) -> None:
+        """Go about what was best in other ways; then exchange one of its regions at a time for what else there is."""
+        for share in SHARES:
+            for price in PRICES:
+                if self.left > 0:
+                    how = replace(self.best.how, share=share, region_price=price)
+                    self._solve(how, self.levers.start(), 0)
+        tried: set[int] = set()
+        while self.left > 0 and self.best.state is not None:
+            best = self.best
+            assert best.state is not None
+            untried = [region for region in best.state.regions if region not in tried]
+            if not untried:
+                return
+            tried.add(untried[-1])
+            state = best.state.copy()
+            self.levers.release(state, untried[-1])
+            self._solve(best.how, state, best.held, ban=untried[-1])
+
+    def squeeze(self) -> None:
+        """Try what holds least.
+
+        Raises
+        ------
+        NoPlanFits
+            If not even that fits.
+        """
+        for choice in extremes(self.trace):
+            self._consider(self._try(choice))
+        if not self.fits:
+            raise self._too_small()
+
+    def _solve(self, how: How, state: State, held: Bytes | int, ban: int = -1) -> None:
+        """Search from a state, and again with what the simulator found over the budget."""
+        for _ in range(REPAIRS):
+            solved = self.levers.solve(state, held, how, ban)
+            if solved:
+                self.levers.trim(state, held, TRIMS)
+            tried = self._try(self.levers.choice(state))
+            tried.state, tried.held, tried.how = state.copy(), held, how
+            self._consider(tried)
+            over = (tried.result.hbm - self.budget).clip(min=0)
+            if not solved or not over.any() or self.left <= 0:
+                return
+            held = held + over
+
+    def _try(self, choice: Choice) -> _Tried:
+        self.left -= 1
+        made = self._fit(choice, self.budget)
+        return _Tried(made, simulate(self.trace, self.links, made))
+
+    def _fit(self, choice: Choice, budget: int) -> Plan:
+        dropped = obtainable(self.trace, choice.dropped, choice.regions)
+        moved = choice.moved | (choice.dropped - dropped)
+        return fit("auto", self.trace, budget, moved, dropped=dropped, regions=choice.regions)
+
+    def _consider(self, tried: _Tried) -> None:
+        fits = tried.result.peak["hbm"] <= self.budget
+        if fits and (not self.fits or tried.result.seconds < self.best.result.seconds):
+            self.best = tried
+
+    def _too_small(self) -> NoPlanFits:
+        least = min((self._least(choice) for choice in extremes(self.trace)), key=lambda hbm: int(hbm.max()))
+        return NoPlanFits(self.budget, int(least.max()), _holds(self.trace, least))
+
+    def _least(self, choice: Choice) -> Bytes:
+        """What HBM holds under the smallest budget that a choice meets."""
+        budget = self.budget
+        while True:
+            hbm = simulate(self.trace, self.links, self._fit(choice, budget)).hbm
+            if hbm.max() <= budget:
+                return hbm
+            budget = int(hbm.max())  # with more room groups are larger, and may need more in turn
+
+
+def _holds(trace: Trace, hbm: Bytes) -> str:
+    """What lies in HBM where it holds most, in words."""
+    stretch = int(hbm.argmax())
+    others = trace.others[stretch] if trace.others else 0
+    before = max((site for site in trace.sites if site.birth < stretch), key=lambda site: site.birth, default=None)
+    after = [site.key for site in trace.sites if stretch - 1 in site.uses]
+    where = f"when backward asks for {after[0]}" if after else f"after {before.key}" if before else "at the begin"
+    return f"{where} holds {format_size(others)} besides {format_size(int(hbm.max()) - others)} of saved tensors"

@@ -1,0 +1,62 @@
+"""G10 (Zhang et al., MICRO'23, section 4.3): smart migrations over inactive periods, to the SSD or to host memory.
+
+Inactive periods are taken by benefit, the integral of memory above the target over the time that the tensor
+would be away, given what the lanes have booked; ties by size times time. With ``delta = 0.5``::
+
+    safe(tier) = (way out + way back) * (1 + delta / 2)
+
+A period longer than ``safe(ssd)`` goes to the SSD, unless the SSD is already writing then; one longer than
+``safe(host)`` to host memory; others stay. When every stretch holds at most 0.99 of the budget, or no period is
+left, each prefetch is pulled forward from the latest safe moment as far as memory allows (eager prefetching).
+
+The paper moves pages under unified memory, in hardware, weights included; ours are saved tensors. Host memory
+is not bounded here: a plan's parcels are checked against the tiers where it is adopted. Where no period hides the
+paper's plan does not fit; ours goes on with tensors in the order of creation, and the step waits for them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from migrator.draft import Draft, Window
+from migrator.intervals import Interval
+from migrator.links import Links
+from migrator.plan import Plan
+from migrator.trace import Trace
+
+TARGET = 0.99  # of the budget
+DELTA = 0.5  # margin for transfers that take longer than profiled
+
+
+def plan(trace: Trace, budget: int, links: Links) -> Plan:
+    """Migrate by benefit until memory is below the target throughout."""
+    draft = Draft(trace, int(budget * TARGET), links)
+
+    def benefit(window: Window) -> float:
+        return draft.pressure(window, window.idle.nbytes)
+
+    periods = [idle for idle in draft.stays if idle.end - idle.begin > 1]
+    draft.move_best_first(periods, lambda idle: _place(draft, idle), benefit)
+    _prefetch_eagerly(draft)
+    draft.send_until_it_fits(draft.stays)
+    return draft.plan("g10")
+
+
+def _place(draft: Draft, idle: Interval) -> Window | None:
+    """The window on the tier that the paper's rule picks; None if the tensor is to stay."""
+    links = draft.lanes.links
+    if links.disk_write > 0:
+        ways = 2 * links.latency + idle.nbytes / links.disk_write + idle.nbytes / links.disk_read
+        window = draft.window(idle, "nvme") if idle.seconds > ways * (1 + DELTA / 2) else None
+        if window is not None and window.out.legs[1][1] <= window.out.left:
+            return window
+    ways = 2 * links.latency + idle.nbytes / links.d2h + idle.nbytes / links.h2d
+    return draft.window(idle) if idle.seconds > ways * (1 + DELTA / 2) else None
+
+
+def _prefetch_eagerly(draft: Draft) -> None:
+    for storage in sorted(draft.trips, key=lambda storage: draft.away(storage)[1]):
+        first, end = draft.away(storage)
+        spare = draft.memory.room[first:end] - draft.memory.used[first:end]
+        full = np.flatnonzero(spare < draft.idle[storage].nbytes)
+        draft.come_earlier(storage, first + (int(full[-1]) + 1 if len(full) else 1))

@@ -1,0 +1,20 @@
+"""vDNN++ (Shriram et al., IPDPS'19): what vDNN offloads, without waiting for it.
+
+The next layer starts before the last one's offload has ended, whose memory is let go when it has (section III-A);
+so the plan has vDNN's choice and prefetches, but all the room there is. The paper's other parts are no
+decisions of a plan here: memory comes from PyTorch's caching allocator instead of a placement against
+fragmentation, and pinned host memory is not compressed.
+"""
+
+from __future__ import annotations
+
+from migrator.decisions import assemble
+from migrator.links import Links
+from migrator.plan import Plan
+from migrator.policies import vdnn
+from migrator.trace import Trace
+
+
+def plan(trace: Trace, budget: int, links: Links) -> Plan:
+    """Offload asynchronously what the first of vDNN's choices needs that fits the budget."""
+    return assemble("vdnn++", trace, budget, vdnn.least(trace, budget, links))

@@ -1,0 +1,253 @@
+"""Light recomputation: saved tensors that are dropped, and made again when backward asks for them.
+
+The graph holds a `Dropped` in place of such a tensor. It refers to a `Made`, shared by the tensors on one storage,
+and that to the packed inputs of a formula: those that moved are fetched first, those that were dropped are made first.
+So what is needed to make a tensor again lives as long as the tensor is part of the graph, whatever backward has
+released meanwhile.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from migrator.formulas import Formula, formula
+
+if TYPE_CHECKING:
+    from migrator.actions import Make
+    from migrator.engine import Engine
+    from migrator.recorder import Record
+
+Peek = Callable[[Any], Tensor]
+"""Hands a packed tensor out without counting that as a use."""
+
+_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+_ORIGIN, _EPSILON = "tiers.origin", "tiers.epsilon"  # in a node's metadata, which lives and dies with the node
+
+
+class Verified(NamedTuple):
+    """A formula that gave the same bits when it was tried, and for what.
+
+    Attributes
+    ----------
+    name : str
+        The formula's.
+    epsilon : float or None
+        What it took for a normalisation's epsilon.
+    layout : tuple
+        Of what it made.
+    searched : bool
+        Whether it needs to know which saved tensor came from which node, or the versions of parameters.
+    seconds : float
+        What it took on the device.
+    """
+
+    name: str
+    epsilon: float | None
+    layout: tuple[Any, ...]
+    searched: bool
+    seconds: float
+
+
+class Made:
+    """The memory of dropped tensors that share a storage, while it is there."""
+
+    __slots__ = ("__weakref__", "alias", "engine", "formula", "nbytes", "storage", "unused", "version")
+
+    def __init__(self, base: Tensor, formula: Formula, engine: Engine) -> None:
+        self.alias = base.detach()  # shares the version counter, and lives on without memory
+        self.version = base._version
+        self.nbytes = base.untyped_storage().nbytes()
+        self.alias.data = engine.empty(base.dtype)
+        self.formula = formula
+        self.engine = engine
+        self.unused = 0  # dropped tensors on it that backward has not asked for yet
+        self.storage: torch.UntypedStorage | None = None
+
+    def make(self, peek: Peek) -> torch.UntypedStorage:
+        """Its memory; made if need be, and kept until the last tensor on it is used for the first time."""
+        if self.storage is None:
+            storage = run(self.formula, peek).untyped_storage()
+            if not self.unused:
+                return storage  # asked for again (retain_graph), and nobody can say how often
+            self.storage = storage
+            self.engine.entered(self.nbytes)
+        return self.storage
+
+    def used(self) -> None:
+        """One more of the tensors on it was asked for, for the first time."""
+        self.unused -= 1
+        if not self.unused and self.storage is not None:
+            self.storage = None
+            self.engine.left(self.nbytes)
+
+
+class Dropped:
+    """What the graph holds in place of a saved tensor that is made again."""
+
+    __slots__ = ("__weakref__", "dtype", "first", "go", "made", "record", "size", "stride", "was_used")
+
+    def __init__(self, tensor: Tensor, made: Made, go: Make, record: Record | None) -> None:
+        made.unused += 1
+        self.go = go
+        self.made = made
+        self.record = record
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.first = int(tensor.storage_offset())
+        self.was_used = False
+
+    def again(self, peek: Peek, *, count: bool) -> Tensor:
+        """The tensor, bit for bit; with `count` it has been asked for."""
+        made = self.made
+        storage = made.make(peek)
+        if count and not self.was_used:
+            self.was_used = True
+            made.used()
+        return view(made.alias, storage, self.dtype, self.first, self.size, self.stride)
+
+
+def view(
+    alias: Tensor,
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    first: int,
+    size: torch.Size,
+    stride: tuple[int, ...],
+) -> Tensor:
+    """A tensor on `storage` that shares the version counter of `alias`: changes in place are noticed there."""
+    tensor = alias.detach()
+    if tensor.dtype is dtype:
+        with _below_autograd():  # where nothing counts as a change in place
+            tensor.set_(storage, first, size, stride)
+    else:
+        tensor.data = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first, size, stride)
+    return tensor
+
+
+def run(what: Formula, peek: Peek) -> Tensor:
+    """Make a tensor by its formula.
+
+    Nodes save what an operation was really given: below autocast, which has cast its arguments already.
+    """
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return what.run([peek(packed) for packed in what.inputs])
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that owns the memory of `tensor`, a view of it or itself."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What must be as it was when a formula was tried: strides and dtype; not how long contiguous dimensions are."""
+    if tensor.is_contiguous():
+        return (tensor.dim(), tensor.dtype)
+    return (tensor.size(), tensor.stride(), tensor.dtype)
+
+
+def find(base: Tensor, source: Origins) -> Formula | None:
+    """The formula for a plain tensor that owns its memory, all of it; None if there is none."""
+    node = base.grad_fn
+    if node is None or base.output_nr or base.storage_offset():
+        return None
+    if base.numel() * base.itemsize != base.untyped_storage().nbytes():
+        return None
+    return formula(node, source)
+
+
+class Origins:
+    """Where the formulas of one thread find their inputs; see `migrator.formulas.Source`.
+
+    Parameters
+    ----------
+    is_ours : callable
+        Whether an unpack hook is the thread's own.
+    keep : callable
+        Packs a tensor that stays.
+    versions : mapping of int to int
+        The model's parameters, by id, and their versions when the forward under way began.
+    began : int
+        PyTorch's number of the first node of that forward.
+    epsilon : float, optional
+        What normalisations take that do not tell otherwise.
+    """
+
+    def __init__(
+        self,
+        is_ours: Callable[[Any], bool],
+        keep: Callable[[Tensor], Any],
+        versions: Mapping[int, int],
+        began: int,
+        epsilon: float | None = None,
+    ) -> None:
+        self._is_ours = is_ours
+        self._keep = keep
+        self._versions = versions
+        self._began = began
+        self._epsilon = epsilon
+        self.searched = False  # for what a node made
+        self.asked = False  # for an epsilon
+        self.told: float | None = None  # what the answer was
+
+    def is_fresh(self, node: Any) -> bool:
+        """Whether a node was made in the forward that is under way."""
+        return bool(node._sequence_nr() >= self._began)
+
+    def packed(self, node: Any, name: str) -> Any:
+        """What was packed of the tensor that `node` saved as `name`."""
+        try:
+            saved = getattr(node, f"_raw_saved_{name}")
+            data = saved.data
+            if data is None:
+                return None
+            if isinstance(data, Tensor) and saved.unpack_hook is None:
+                return self._keep(data)  # a number, or saved while the hooks were suspended
+            return data if self._is_ours(saved.unpack_hook) else None
+        except RuntimeError:
+            return None  # backward has released it
+
+    def made_by(self, node: Any, output: int) -> Any:
+        """What was packed of that output of a node."""
+        self.searched = True
+        entry = node.metadata.get(_ORIGIN)
+        if entry is None or entry[0] != output:
+            return None
+        _, ref, rest = entry
+        found = ref()
+        return found if rest is None or found is None else (found, *rest)
+
+    def leaf(self, tensor: Tensor) -> Any:
+        """Pack a parameter that is as it was when the forward began."""
+        self.searched = True
+        return self._keep(tensor) if self._versions.get(id(tensor)) == tensor._version else None
+
+    def epsilon(self, node: Any) -> float | None:
+        """The epsilon of a normalisation."""
+        self.asked = True
+        self.told = node.metadata.get(_EPSILON) if self._epsilon is None else self._epsilon
+        return self.told
+
+
+def note(tensor: Tensor, packed: Any) -> None:
+    """Remember with the node that made `tensor` what was packed of it, without keeping that alive."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        kept = type(packed) is tuple
+        ref = weakref.ref(packed[0] if kept else packed)
+        node.metadata[_ORIGIN] = (tensor.output_nr, ref, packed[1:] if kept else None)
+
+
+def note_epsilon(module: Any, output: Any) -> None:
+    """Remember with the node that made a normalisation's output what its module's epsilon is."""
+    epsilon = getattr(module, "eps", None)
+    if isinstance(epsilon, float) and isinstance(output, Tensor):
+        node: Any = output.grad_fn
+        if node is not None:
+            node.metadata[_EPSILON] = epsilon

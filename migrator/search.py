@@ -1,0 +1,153 @@
+"""Greedy search: which storages to move or make again, and which regions to recompute, until a period fits.
+
+Every lever has a cost in seconds and a relief in bytes over some stretches. Stretches weigh as much as they are over
+the budget, so relief counts where it is needed; the lever with the least cost for its relief is pulled first, as
+TERAIO (NeurIPS'25, section 4.2) does it for moves alone. A move is nearly free until the lane out is as long as the
+forward, and not to be had beyond. Pure functions on plain data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from migrator.intervals import Bytes, Floats
+from migrator.levers import DROP, KEEP, MOVE, Ints, Levers, State
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a greedy search goes about it.
+
+    Attributes
+    ----------
+    lane : float
+        Until when the lane out may be busy, as a multiple of the time of the last save.
+    spare_droppable : bool
+        Move no storage that can be made again by a recipe.
+    share : int
+        One round takes away one in so many of the bytes that are over, before levers are rated anew.
+    region_price : float
+        What a second of recomputing a region counts as.
+    """
+
+    lane: float = 1.0
+    spare_droppable: bool = False
+    share: int = 4
+    region_price: float = 1.0
+
+
+PLAIN = How()
+
+
+class Search(Levers):
+    """The greedy search over the levers of one trace."""
+
+    def solve(self, state: State, extra: Bytes | int = 0, how: How = PLAIN, ban: int = -1) -> bool:
+        """Pull levers until the period fits; whether it does.
+
+        Parameters
+        ----------
+        state : State
+            Where to begin; it is changed.
+        extra : array of int
+            Bytes that HBM holds besides, by stretch.
+        how : How
+            How to go about it.
+        ban : int
+            A region that is not to be recomputed.
+        """
+        deadline = how.lane * float(self.times[self.turn])
+        movable = self.before_turn & ~np.isfinite(self.drop_cost) if how.spare_droppable else self.before_turn
+        regions_free = np.ones(len(self.regions), dtype=bool)
+        if ban >= 0:
+            regions_free[ban] = False
+        while True:
+            over = (self.used(state) + extra - self.room).clip(min=0)
+            worst = int(over.argmax()) if len(over) else 0
+            if not len(over) or over[worst] == 0:
+                return True
+            weight = np.concatenate(([0.0], np.cumsum(over / over.sum())))
+            kept = state.action == KEEP
+            out, fits = self._moves(state, deadline)
+            rates = np.concatenate(
+                (
+                    _rate(self.move_cost, self._relief(weight, out, self.again), kept & fits & movable),
+                    _rate(self.drop_cost, self._relief(weight, self.birth, self.again), kept),
+                    how.region_price * self._region_rates(state, weight, regions_free),
+                )
+            )
+            if not self._pull(state, rates, int(over[worst]) // how.share, deadline, regions_free):
+                return False
+
+    def _relief(self, weight: Floats, first: Ints, end: Ints) -> Floats:
+        """Bytes times the weight of the stretches in which they are gone."""
+        relief: Floats = self.nbytes * (weight[end] - weight[np.minimum(first, end)])
+        return relief
+
+    def _moves(self, state: State, deadline: float) -> tuple[Ints, NDArray[np.bool_]]:
+        """For every storage the stretch in which it would have left, and whether the lane would be done in time."""
+        moved = self.in_order[state.action[self.in_order] == MOVE]
+        at = np.searchsorted(self.saved_at[moved], self.saved_at, side="right")
+        behind = np.concatenate((np.cumsum(self.lane_seconds[moved][::-1])[::-1], [0.0]))
+        left = np.concatenate(([0.0], self._left(moved)))
+        ends = np.maximum(left[at], self.saved_at) + self.lane_seconds
+        return self._stretch(ends), ends + behind[at] <= deadline
+
+    def _region_rates(self, state: State, weight: Floats, free: NDArray[np.bool_]) -> Floats:
+        if not self.regions:
+            return np.zeros(0)
+        action, inner = state.action[self.flat_inner], self.flat_inner
+        gone = weight[self.flat_again] - weight[np.minimum(self.birth[inner], self.flat_again)]
+        relief = np.add.reduceat(np.where(action == KEEP, self.nbytes[inner] * gone, 0.0), self.inner_starts)
+        saved = np.where(action == DROP, self.drop_cost[inner], np.where(action == MOVE, self.move_cost[inner], 0.0))
+        cost = self.region_cost - np.add.reduceat(saved, self.inner_starts)
+        return _rate(cost * self.crowding, relief, free)
+
+    def _pull(self, state: State, rates: Floats, enough: int, deadline: float, regions_free: NDArray[np.bool_]) -> bool:
+        """Pull the best levers, together for not much more than `enough` bytes; whether there was one."""
+        count, relieved, pulled = len(self.idents), 0, False
+        for lever in np.argsort(rates, kind="stable").tolist():
+            if not np.isfinite(rates[lever]) or (pulled and relieved >= enough):
+                break
+            if lever >= 2 * count:
+                regions_free[lever - 2 * count] = False
+                relieved += self.recompute(state, lever - 2 * count)
+                pulled = True
+            elif state.action[number := lever % count] == KEEP:
+                if lever >= count:
+                    if not self.drop(state, number):
+                        continue
+                else:
+                    state.action[number] = MOVE
+                    moved = self.in_order[state.action[self.in_order] == MOVE]
+                    if pulled and self._left(moved)[-1] > deadline:
+                        state.action[number] = KEEP
+                        continue
+                relieved += int(self.nbytes[number])
+                pulled = True
+        return pulled
+
+    def trim(self, state: State, extra: Bytes | int, most: int) -> None:
+        """Let go of levers that turned out not to be needed, the dearest first; look at `most` of them."""
+        for region in sorted(state.regions, key=lambda r: -self.region_cost[r])[:most]:
+            before = state.copy()
+            self.release(state, region)
+            if not self.fits(state, extra):
+                state.regions, state.action = before.regions, before.action
+        cost = np.where(state.action == MOVE, self.move_cost, np.where(state.action == DROP, self.drop_cost, -1.0))
+        for number in np.argsort(-cost, kind="stable")[:most].tolist():
+            if cost[number] < 0:
+                break
+            was = state.action[number]
+            state.action[number] = KEEP
+            if not self.fits(state, extra):
+                state.action[number] = was
+
+
+def _rate(cost: Floats, relief: Floats, allowed: NDArray[np.bool_]) -> Floats:
+    """Seconds per byte of weighted relief; infinite where the lever is not to be had."""
+    rates: Floats = np.full(len(cost), np.inf)
+    return np.divide(np.maximum(cost, 1e-9), relief, out=rates, where=allowed & (relief > 0))

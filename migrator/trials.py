@@ -1,0 +1,130 @@
+"""Finds out, while a period is recorded, which saved tensors can be made again bit for bit, and what that takes.
+
+A tensor that has a formula is made a second time when backward asks for it, and compared with the original; once for
+each site. What it is made from is about to be asked for as well, so no more moves than would without. The device is not
+waited for: what it found is read when the period is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from migrator.formulas import Formula
+from migrator.lanes import Meter, flat
+from migrator.remake import Peek, Verified, layout, run
+from migrator.trace import Recipe
+
+
+@dataclass(slots=True)
+class Trial:
+    """A formula that waits for backward to ask for the tensor that it should make.
+
+    Attributes
+    ----------
+    ident : int
+        The tensor's storage.
+    what : Formula
+        How to make all of that storage.
+    verified : Verified
+        What will have been seen to hold.
+    inputs : tuple of int
+        The storages of the formula's inputs.
+    size, stride : tuple of int
+        Of what is made.
+    first, nbytes : int
+        The element of the storage at which the tensor begins, and the storage's bytes.
+    """
+
+    ident: int
+    what: Formula
+    verified: Verified
+    inputs: tuple[int, ...]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+    nbytes: int
+
+
+class _Tried(NamedTuple):
+    trial: Trial
+    same: Tensor
+    start: Any
+    end: Any
+
+
+class Trials:
+    """The trials of one period.
+
+    Parameters
+    ----------
+    meter : Meter
+        Takes the time.
+    verified : mapping of str to Verified
+        What held in earlier periods, by site.
+    """
+
+    def __init__(self, meter: Meter, verified: Mapping[str, Verified]) -> None:
+        self._meter = meter
+        self._verified = verified
+        self._seen: set[int] = set()
+        self._held: dict[int, tuple[Recipe, Verified]] = {}
+        self._tried: list[_Tried] = []
+
+    def is_new(self, ident: int) -> bool:
+        """Whether storage `ident` was not looked at before."""
+        if ident in self._seen:
+            return False
+        self._seen.add(ident)
+        return True
+
+    def knows(self, ident: int, key: str, base: Tensor, what: Formula, inputs: tuple[int, ...]) -> bool:
+        """Whether the formula held at this site before; then it counts as held."""
+        verified = self._verified.get(key)
+        if verified is None or verified.name != what.name or verified.layout != layout(base):
+            return False
+        self._held[ident] = (_recipe(verified, inputs), verified)
+        return True
+
+    def attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
+        """Make a storage by a formula and compare it with that of `tensor`, which backward has been given."""
+        with self._meter.aside():
+            start = self._meter.mark()
+            made = run(trial.what, peek)
+            end = self._meter.mark()
+            storage = made.untyped_storage()
+            fits = (made.size(), made.stride(), made.storage_offset()) == (trial.size, trial.stride, 0)
+            if fits and layout(made) == trial.verified.layout and storage.nbytes() == trial.nbytes:
+                first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
+                same = _same_bits(storage, tensor.untyped_storage(), first)
+                # The trial's inputs need not outlive the node that saved them.
+                self._tried.append(_Tried(replace(trial, what=_NOTHING), same, start, end))
+
+    def results(self) -> dict[int, tuple[Recipe, Verified]]:
+        """What held, by storage; blocks until the device has passed all trials."""
+        if not self._tried:
+            return self._held
+        held = torch.stack([tried.same for tried in self._tried]).tolist()
+        for trial, _, start, end in (tried for tried, same in zip(self._tried, held, strict=True) if same):
+            verified = trial.verified._replace(seconds=self._meter.seconds(start, end))
+            self._held[trial.ident] = (_recipe(verified, trial.inputs), verified)
+        return self._held
+
+
+def _recipe(verified: Verified, inputs: tuple[int, ...]) -> Recipe:
+    return Recipe(verified.name.split("(")[0], inputs, verified.seconds)
+
+
+def _same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage, first: int) -> Tensor:
+    """Whether all bytes of `one` are those of `other` from byte `first` on."""
+    nbytes = one.nbytes()
+    dtype = torch.uint8 if nbytes % 8 or first % 8 else torch.int64
+    with torch.no_grad():
+        return torch.eq(flat(one, 0, nbytes, dtype), flat(other, first, nbytes, dtype)).all()
+
+
+_NOTHING = Formula("", (), lambda values: torch.empty(0))

@@ -1,0 +1,221 @@
+"""Saved tensors that are dropped and made again: bit for bit, once, and refused where plain PyTorch refuses."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from migrator.remake import Dropped
+from tests.scenarios import assert_same, batch, gradients, main, moving, train
+from tiers.session import Session
+
+LIGHT = {"remake": True, "share": 0}
+
+
+class _Block(nn.Module):
+    """Saves the outputs of a normalisation and of an activation function, which both have formulas."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], object] = lambda x, y: None) -> None:
+        super().__init__()
+        self.norm, self.expand, self.contract = nn.LayerNorm(128), nn.Linear(128, 256), nn.Linear(256, 128)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.expand(self.norm(x))
+        y = F.gelu(h)
+        out = self.contract(y)
+        self.change(h, y)
+        return x + out
+
+
+def _blocks(device: torch.device, count: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(_Block() for _ in range(count))).to(device)
+
+
+def _dropped(session: Session) -> int:
+    """How many sites the plan has made again."""
+    saver = session.runtime.saver()
+    assert saver is not None
+    return sum(len(plan.recompute) for mover in saver.armed_movers for plan in mover.learner.plans)
+
+
+def gives_the_same_gradients(device: torch.device) -> None:
+    for arguments in (LIGHT, {"remake": True}):
+        assert_same(lambda device: train(_blocks(device), device), device, moves=False, **arguments)
+
+
+def finds_what_modules_and_functions_make(device: torch.device) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn, self.next = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+            self.group, self.last = nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.relu(self.bn(self.conv(x.view(-1, 4, 16, 16))), inplace=True)
+            h = self.last(F.silu(self.group(self.next(h)) * 2 + 1))
+            return F.layer_norm(F.dropout(torch.tanh(h) / 3, 0.1), h.shape[-1:]).square()
+
+    torch.manual_seed(0)
+    model = Model().to(device)
+    with moving(**LIGHT) as session:
+        train(model, device, steps=4, loss_of=lambda model, x: model(x[:64, :].reshape(-1)[: 4 * 256 * 8]).mean())
+        saver = session.runtime.saver()
+        assert saver is not None
+        names = {formula.name.split("(")[0] for mover in saver.armed_movers for formula in mover.verified.values()}
+    print(f"  {sorted(names)}")
+    assert "ReluBackward0" in names
+    assert "SiluBackward0" in names
+
+
+def holds_no_memory(device: torch.device) -> None:
+    model, seen = _blocks(device, 1), []
+    model[0].change = lambda h, y: seen.append(StorageWeakRef(y.untyped_storage()))
+    with moving(**LIGHT) as session:
+        train(model, device)
+        assert _dropped(session) == 2
+        loss = model(batch(device, 9)).sum()
+        assert seen[-1].expired()
+        loss.backward()
+
+
+def leaves_running_statistics_and_random_numbers_alone(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(inplace=True), nn.Dropout(0.1)]
+        model = nn.Sequential(*layers, nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 8)).to(device)
+        return [*train(model, device), *model.buffers(), torch.rand(4, device=device)]
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
+def holds_under_autocast(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = _blocks(device)
+
+        def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                return model(x).float().square().mean()
+
+        results = train(model, device, loss_of=loss_of)
+        with torch.autocast(device.type, dtype=torch.bfloat16):  # and its backward inside
+            results += train(model, device)
+        return results
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
+def holds_for_a_second_backward(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = _blocks(device)
+        results = []
+        for i in range(4):
+            loss = model(batch(device, i)).square().mean()
+            for _ in range(3):
+                loss.backward(retain_graph=True)
+            results += gradients(model)
+            del loss
+        return results
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
+def holds_for_second_derivatives(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = _blocks(device)
+        results = []
+        for i in range(4):
+            x = batch(device, i).requires_grad_()
+            (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+            grad.square().sum().backward()
+            results += gradients(model)
+        return results
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
+def needs_no_node_that_backward_has_released(device: torch.device) -> None:
+    """Two losses on one trunk: the first backward releases it, the second asks for its output all the same."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        trunk, head = nn.Linear(128, 128).to(device), nn.Linear(128, 8).to(device)
+        optimizer, results = torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.1), []
+        for i in range(5):
+            h = F.gelu(trunk(batch(device, i)))
+            one, other = h.square().mean(), head(h).square().mean()
+            one.backward(inputs=list(trunk.parameters()))
+            results += [*torch.autograd.grad(other, list(head.parameters())), *gradients(trunk)]
+            optimizer.step()
+        return results
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
+def refuses_a_change_of_what_was_dropped_and_of_its_input(device: torch.device) -> None:
+    changes: list[Callable[[Tensor, Tensor], object]] = [
+        lambda h, y: y.data.add_(0) is y.add_(1),
+        lambda h, y: h.add_(1),
+    ]
+    for change in changes:
+        with moving(**LIGHT) as session:
+            model = _blocks(device)
+            train(model, device)
+            assert _dropped(session)
+
+            def spoil(h: Tensor, y: Tensor, change: Callable[[Tensor, Tensor], object] = change) -> None:
+                with torch.no_grad():
+                    change(h, y)
+
+            model[1].change = spoil
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                model(batch(device, 9)).sum().backward()
+            model[1].change = lambda h, y: None
+            train(model, device)
+
+
+def leaves_nothing_behind_after_exceptions(device: torch.device) -> None:
+    def fail(h: Tensor, y: Tensor) -> None:
+        raise ArithmeticError
+
+    gc.collect()
+    with moving(**LIGHT) as session:
+        model = _blocks(device)
+        train(model, device)
+        assert _dropped(session)
+        gc.disable()
+        try:
+            model[2].change = fail
+            for i in range(3):
+                with pytest.raises(ArithmeticError):
+                    model(batch(device, i))
+            model[2].change = lambda h, y: None
+            loss = model(batch(device, 0)).sum()
+            del loss  # a forward that nobody goes back through
+        finally:
+            gc.enable()
+        assert not [thing for thing in gc.get_objects() if type(thing) is Dropped]
+        train(model, device)
+
+
+def takes_what_has_another_shape_than_the_one_that_was_tried(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = _blocks(device)
+        results = train(model, device)
+        for rows in (96, 2048, 96):
+            model(batch(device, 9, rows=rows)).sum().backward()
+            results += gradients(model)
+        return results
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
+if __name__ == "__main__":
+    main("recompute")

@@ -1,0 +1,179 @@
+"""Modules that are recomputed as a whole, from outside: nothing is counted, drawn or called twice."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.scenarios import assert_same, batch, main, moved, moving, train
+from tiers.session import Session
+
+WHOLE: dict[str, Any] = {"regions": True, "share": 0}
+
+
+class _Block(nn.Module):
+    def __init__(self, *extra: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(128, 256), *extra, nn.Tanh(), nn.Linear(256, 128), nn.Dropout(0.1))
+        self.inner: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        h = self.layers(x)
+        self.inner.append(StorageWeakRef(h.untyped_storage()))
+        return x + (h if scale is None else h * scale)
+
+
+def _model(device: torch.device, *extra: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(_Block(*copy.deepcopy(extra)) for _ in range(3))).to(device)
+
+
+def _recomputed(session: Session) -> set[str]:
+    saver = session.runtime.saver()
+    assert saver is not None
+    return {path for mover in saver.armed_movers for plan in mover.learner.plans for path in plan.regions}
+
+
+def gives_the_same_gradients_and_random_numbers(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        return [*train(_model(device), device), torch.rand(4, device=device)]
+
+    assert_same(program, device, moves=False, **WHOLE)
+    assert_same(program, device, regions=True)
+
+
+def recomputes_and_moves_the_inputs(device: torch.device) -> None:
+    model = _model(device)
+    with moving(regions=True) as session:
+        train(model, device)
+        assert _recomputed(session) == {f"Sequential.{k}.layers" for k in range(3)}
+        before = moved(session)["d2h"]
+        loss = model(batch(device, 9)).sum()
+        print(f"  {moved(session)['d2h'] - before} bytes out")
+        loss.backward()
+        saver = session.runtime.saver()
+        assert saver is not None and not saver.recording, "its sites are those of the plan"
+        keys = {key for mover in saver.armed_movers for plan in mover.learner.plans for key in plan.keep}
+        groups = [group for mover in saver.armed_movers for plan in mover.learner.plans for group in plan.groups]
+        assert {"Sequential.1.layers/in:0"} <= keys | {key for group in groups for key in group.sites}
+
+
+def counts_running_statistics_once(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = _model(device, nn.BatchNorm1d(256))
+        return [*train(model, device), *(buffer.clone() for buffer in model.buffers())]
+
+    assert_same(program, device, moves=False, **WHOLE)
+
+
+def calls_hooks_once(device: torch.device) -> None:
+    calls = []
+    model = _model(device)
+    model[1].layers.register_forward_hook(lambda *_: calls.append("forward"))
+    with moving(**WHOLE) as session:
+        train(model, device, steps=6)
+        assert _recomputed(session)
+    assert len(calls) == 6
+
+
+def leaves_modules_as_they_were(device: torch.device) -> None:
+    model = _model(device)
+    with moving(**WHOLE):
+        train(model, device)
+        assert "forward" in vars(model[1].layers)
+        saved = io.BytesIO()
+        torch.save(model[1].layers, saved)
+        saved.seek(0)
+        for twin in (copy.deepcopy(model[1].layers), torch.load(saved, weights_only=False)):
+            with torch.no_grad():
+                twin[0].weight.zero_()
+                twin[0].bias.zero_()
+            twin.eval()
+            x = batch(device, 0)
+            assert torch.equal(twin(x), twin[2].bias.expand_as(x)), "it is its own module's forward"
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def leaves_modules_alone_that_change_their_own_state(device: torch.device) -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return x
+
+    def program(device: torch.device) -> list[Tensor]:
+        model = _model(device, Counter())
+        return [*train(model, device), *(buffer.clone() for buffer in model.buffers())]
+
+    assert_same(program, device, moves=False, **WHOLE)
+    with moving(**WHOLE) as session:
+        train(_model(device, Counter()), device)
+        assert not _recomputed(session)
+
+
+def leaves_compiled_modules_alone(device: torch.device) -> None:
+    model = _model(device)
+    model[1].layers = torch.compile(model[1].layers, backend="eager")
+    model[2].layers[0].compile(backend="eager")
+    with moving(**WHOLE) as session:
+        train(model, device)
+        assert _recomputed(session) == {"Sequential.0.layers"}
+
+
+def holds_for_arguments_by_name_and_for_evaluation_in_between(device: torch.device) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(_Block() for _ in range(3))
+            self.scale = nn.Parameter(torch.ones(128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, scale=self.scale.exp())
+            return x
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model().to(device)
+        results = train(model, device)
+        with torch.no_grad():
+            results.append(model(batch(device, 9)))
+        return results + train(model, device)
+
+    assert_same(program, device, moves=False, **WHOLE)
+
+
+def holds_after_an_exception_in_a_region(device: torch.device) -> None:
+    class Fails(nn.Module):
+        on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.on:
+                raise ArithmeticError
+            return x
+
+    def program(device: torch.device) -> list[Tensor]:
+        model = _model(device, Fails())
+        results = train(model, device)
+        model[1].layers[1].on = True
+        for _ in range(2):
+            try:
+                model(batch(device, 0))
+            except ArithmeticError:
+                results.append(torch.rand(2))
+        model[1].layers[1].on = False
+        return results + train(model, device)
+
+    assert_same(program, device, moves=False, **WHOLE)
+
+
+if __name__ == "__main__":
+    main("regions")

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allocator.sizes import GiB, MiB
+from migrator.effects import effect
+from migrator.links import PCIE_GEN5, Links
+from migrator.plan import NoPlanFits, Plan
+from migrator.policies import POLICIES, autotm, swapadvisor
+from migrator.simulator import simulate
+from migrator.trace import Trace
+from tests.unit.samples import SAMPLES
+from tests.unit.traces import programs, traces
+
+WITH_DISK = replace(PCIE_GEN5, disk_write=2.9e9, disk_read=2.9e9)
+LINKS = st.sampled_from([PCIE_GEN5, WITH_DISK])
+BUDGETS = st.integers(0, 2 * GiB)
+ALL = pytest.mark.parametrize("name", POLICIES)
+BOUND = sorted(
+    {*POLICIES} - {"keep", "move", "checkpoint", "flashneuron", "vdnn++", "vdnn-all", "vdnn-conv", "vdnn-dyn"}
+)
+"""Policies whose plans fit any budget that moving or recomputing everything fits; the others do what they do."""
+
+
+def planned(name: str, trace: Trace, budget: int, links: Links) -> Plan:
+    """What the policy plans; `auto` refuses a budget that no plan meets, and is asked again with one that some does."""
+    try:
+        return POLICIES[name](trace, budget, links)
+    except NoPlanFits as refused:
+        return POLICIES[name](trace, refused.smallest, links)
+
+
+def placed(plan: Plan) -> list[str]:
+    return [*plan.keep, *(key for group in plan.groups for key in group.sites), *plan.recompute]
+
+
+def within_regions(trace: Trace, plan: Plan) -> list[str]:
+    return [site.key for region in trace.regions if region.path in plan.regions for site in trace.sites_of(region)]
+
+
+def decisions(plan: Plan) -> object:
+    """All that a plan says but who says it."""
+    return {name: value for name, value in json.loads(plan.to_json()).items() if name != "policy"}
+
+
+def peak(trace: Trace) -> int:
+    return simulate(trace, PCIE_GEN5, POLICIES["keep"](trace, 2**62, PCIE_GEN5)).peak["hbm"]
+
+
+def budget_for(trace: Trace, part: float) -> int:
+    """What else lies in HBM, and `part` of what saved tensors add to it at the peak."""
+    least = max(trace.others)
+    return int(least + part * (peak(trace) - least))
+
+
+@ALL
+@settings(max_examples=30)
+@given(trace=st.one_of(traces(), programs()), budget=BUDGETS, links=LINKS)
+def test_every_site_has_one_place(name: str, trace: Trace, budget: int, links: Links) -> None:
+    plan = planned(name, trace, budget, links)
+    inside = within_regions(trace, plan)
+    own = [key for key in placed(plan) if "/in:" not in key]
+    assert sorted([*own, *inside]) == sorted(site.key for site in trace.sites)
+    assert not any(key.split("/in:")[0] not in plan.regions for key in placed(plan) if "/in:" in key)
+
+
+@ALL
+@settings(max_examples=30)
+@given(trace=programs(), budget=BUDGETS, links=LINKS)
+def test_what_is_made_again_is_made_from_what_is_there(name: str, trace: Trace, budget: int, links: Links) -> None:
+    plan = planned(name, trace, budget, links)
+    dropped = {trace.by_key[key].storage for key in plan.recompute}
+    outcome = effect(trace, dropped, plan.regions)  # raises where something is not obtainable
+    sources = {source for ident in dropped for source in trace.recipes[ident].inputs}
+    assert sources <= {*outcome.held, *dropped}
+
+
+@ALL
+@settings(max_examples=15)
+@given(trace=programs(), budget=BUDGETS, links=LINKS)
+def test_a_plan_is_the_same_for_the_same_trace(name: str, trace: Trace, budget: int, links: Links) -> None:
+    again = Trace.from_json(trace.to_json())
+    assert planned(name, again, budget, links).to_json() == planned(name, trace, budget, links).to_json()
+
+
+@ALL
+@settings(max_examples=30)
+@given(trace=programs(), budget=BUDGETS, links=LINKS)
+def test_groups_come_back_by_their_first_use_to_a_tier_that_exists(
+    name: str, trace: Trace, budget: int, links: Links
+) -> None:
+    for group in planned(name, trace, budget, links).groups:
+        assert group.tier in (("dram", "nvme", None) if links is WITH_DISK else ("dram", None))
+        assert group.bring_at is None or group.first_use is None or 0 <= group.bring_at <= group.first_use
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("name", BOUND)
+def test_plans_fit_the_budget(name: str, sample: str) -> None:
+    trace = SAMPLES[sample]()
+    for part in (0.7, 0.4):
+        budget = budget_for(trace, part)
+        plan = POLICIES[name](trace, budget, PCIE_GEN5)
+        assert simulate(trace, PCIE_GEN5, plan).peak["hbm"] <= 1.01 * budget
+
+
+@pytest.mark.parametrize("name", sorted({*BOUND, "checkpoint", "flashneuron", "vdnn++", "vdnn-dyn"} - {"ssdtrain"}))
+def test_nothing_moves_and_nothing_is_made_again_where_all_fits(name: str) -> None:
+    trace = SAMPLES["gpt"]()
+    plan = POLICIES[name](trace, int(1.02 * peak(trace)), PCIE_GEN5)
+    assert (plan.groups, plan.recompute, plan.regions) == ((), (), ())
+
+
+def test_no_two_policies_decide_the_same_everywhere() -> None:
+    undecided = set(combinations(POLICIES, 2))
+    for make in SAMPLES.values():
+        trace = make()
+        budget = budget_for(trace, 0.7)
+        decided = {name: decisions(policy(trace, budget, PCIE_GEN5)) for name, policy in POLICIES.items()}
+        undecided = {(one, other) for one, other in undecided if decided[one] == decided[other]}
+    assert not undecided
+
+
+@pytest.mark.parametrize("search", [autotm.plan, swapadvisor.plan])
+def test_a_search_without_time_returns_what_it_has(search) -> None:  # type: ignore[no-untyped-def]
+    trace = SAMPLES["gpt"]()
+    budget = budget_for(trace, 0.7)
+    plan = search(trace, budget, PCIE_GEN5, seconds=0.0)
+    assert sorted(placed(plan)) == sorted(site.key for site in trace.sites)
+    assert simulate(trace, PCIE_GEN5, plan).peak["hbm"] <= 1.01 * budget
+
+
+def test_a_search_plans_alike_for_one_seed_and_unlike_for_another() -> None:
+    trace = SAMPLES["unet"]()
+    budget = budget_for(trace, 0.6)
+    plans = [swapadvisor.plan(trace, budget, PCIE_GEN5, seed=seed, seconds=60).to_json() for seed in (1, 1, 2, 3)]
+    assert plans[0] == plans[1]
+    assert len({*plans}) > 1
+
+
+@ALL
+def test_a_period_that_saves_nothing_is_planned(name: str) -> None:
+    assert placed(POLICIES[name](Trace((), 0), MiB, PCIE_GEN5)) == []

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allocator.sizes import GiB
+from migrator.draft import Draft, timed
+from migrator.effects import effect
+from migrator.links import PCIE_GEN5
+from migrator.schedule import occupied
+from migrator.trace import Trace
+from tests.unit.traces import chain, programs
+
+BUDGET = 1 << 60
+
+
+@given(programs(), st.randoms())
+def test_what_is_made_again_takes_the_memory_that_its_effect_says(trace: Trace, rng: Random) -> None:
+    draft = Draft(trace, BUDGET, PCIE_GEN5)
+    chosen = [ident for ident in draft.idle if draft.remakable(ident)]
+    for ident in rng.sample(chosen, rng.randint(0, len(chosen))):
+        draft.remake(ident)
+    outcome = effect(trace, draft.remade)
+    expected = occupied(outcome.held.values(), trace.positions) + outcome.again
+    assert draft.memory.used.tolist() == expected.tolist()
+
+
+@given(programs(), st.randoms())
+def test_what_moves_is_back_for_what_is_made_from_it(trace: Trace, rng: Random) -> None:
+    draft = Draft(trace, BUDGET, PCIE_GEN5)
+    for ident in rng.sample([*draft.idle], len(draft.idle)):
+        if draft.remakable(ident) and rng.random() < 0.5:
+            draft.remake(ident)
+        else:
+            idle = draft.idle[ident]
+            draft.send(idle, idle.begin + 2, idle.end)
+    outcome = effect(trace, draft.remade)
+    for ident, trip in draft.trips.items():
+        assert trip.bring_at is not None
+        assert trip.bring_at <= max(outcome.held[ident].asked[0], draft.idle[ident].begin + 1)
+
+
+def test_a_window_is_out_early_and_back_late() -> None:
+    trace = timed(chain([GiB] * 8), PCIE_GEN5)
+    draft = Draft(trace, BUDGET, PCIE_GEN5)
+    window = draft.window(draft.idle[0])
+    assert window is not None
+    assert (window.out.start, window.back.end) == (trace.times[0], trace.times[15])
+    draft.move(window)
+    assert draft.away(0) == (window.first, window.end)
+    again = draft.window(draft.idle[1])
+    assert again is not None and again.out.start >= window.out.left
+
+
+def test_a_trace_without_times_takes_as_long_as_moving_everything() -> None:
+    trace = timed(chain([GiB] * 4), PCIE_GEN5)
+    assert trace.seconds == 4 * GiB * (1 / PCIE_GEN5.d2h + 1 / PCIE_GEN5.h2d)
+    assert len(trace.times) == trace.positions

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from migrator.effects import Unobtainable, Work, checkpoint_key, effect, obtainable
+from migrator.intervals import occupancy
+from migrator.schedule import occupied
+from migrator.trace import Recipe, Region, Site, Trace
+from tests.unit.traces import chain, programs, traces
+
+# x -> y -> z, and w: saved at 0 to 3, used at 7 to 4; y is made from x, and z from y.
+SITES = tuple(Site(f"{name}:0", k, 10 + k, k, (7 - k,)) for k, name in enumerate("xyzw"))
+RECIPES = {1: Recipe("Y", (0,), 0.5), 2: Recipe("Z", (1,), 0.25)}
+TRACE = Trace(SITES, 8, recipes=RECIPES, regions=(Region("m", 1, 3, (0,), 10, 2.0),))
+
+
+@given(traces())
+def test_where_nothing_is_dropped_everything_is_held(trace: Trace) -> None:
+    outcome = effect(trace)
+    assert (outcome.recomputed, outcome.work, outcome.again.any()) == ((), {}, False)
+    assert occupied((held for held in outcome.held.values()), trace.positions).tolist() == occupancy(trace).tolist()
+
+
+def test_what_is_dropped_is_made_at_its_first_use_and_stays_until_its_last() -> None:
+    outcome = effect(TRACE, {2})
+    assert outcome.recomputed == ("z:0",)
+    assert outcome.work == {5: Work(0.25, (1,))}
+    assert outcome.again.tolist() == [0, 0, 0, 0, 0, 0, 12, 0, 0]
+    assert outcome.held[1].asked == [5, 6]
+
+
+def test_what_is_made_from_something_dropped_makes_that_first() -> None:
+    """At 5, z needs y, which needs x; y then stays for its own use at 6."""
+    outcome = effect(TRACE, {1, 2})
+    assert outcome.work == {5: Work(0.75, (0,))}
+    assert outcome.again.tolist() == [0, 0, 0, 0, 0, 0, 11 + 12, 11, 0]
+    assert outcome.held[0].first_need == 5
+
+
+def test_a_region_holds_its_inputs_and_makes_the_rest_at_its_first_use() -> None:
+    outcome = effect(TRACE, (), ["m"])
+    assert list(outcome.held) == [0, 3]
+    assert [holder.key for holder in outcome.held[0].holders] == ["x:0", checkpoint_key("m", 0)]
+    assert outcome.work == {5: Work(2.0, (0,))}
+    assert outcome.again.tolist() == [0, 0, 0, 0, 0, 0, 11 + 12, 11, 0]
+
+
+def test_an_input_that_no_site_refers_to_has_the_bytes_that_are_left() -> None:
+    region = Region("m", 0, 2, (0, 9), 50, 1.0)
+    held = effect(Trace(SITES, 8, regions=(region,)), (), ["m"]).held
+    assert (held[0].nbytes, held[9].nbytes) == (10, 40)
+
+
+def test_of_nested_regions_the_outermost_is_recomputed() -> None:
+    inner = Region("m.n", 1, 2, (0,), 10, 1.0)
+    trace = Trace(SITES, 8, regions=(inner, *TRACE.regions))
+    assert effect(trace, (), ["m", "m.n"]).work == effect(trace, (), ["m"]).work
+
+
+@pytest.mark.parametrize("dropped", [{0}, {3}])
+def test_what_has_no_recipe_cannot_be_dropped(dropped: set[int]) -> None:
+    with pytest.raises(Unobtainable, match="no recipe"):
+        effect(TRACE, dropped)
+
+
+def test_what_is_made_from_the_inside_of_a_region_cannot_be_dropped() -> None:
+    trace = Trace(SITES, 8, recipes={3: Recipe("W", (2,), 0.5)}, regions=TRACE.regions)
+    with pytest.raises(Unobtainable, match="neither held nor made again"):
+        effect(trace, {3}, ["m"])
+
+
+def test_two_storages_cannot_be_made_from_each_other() -> None:
+    trace = Trace(SITES, 8, recipes={0: Recipe("X", (1,), 1.0), 1: Recipe("Y", (0,), 1.0)})
+    with pytest.raises(Unobtainable, match="from itself"):
+        effect(trace, {0, 1})
+
+
+@given(programs(), st.randoms())
+def test_every_site_is_held_recomputed_or_within_a_region(trace: Trace, rng: Random) -> None:
+    regions = [region for region in trace.regions if rng.random() < 0.5]
+    inside = {site.key for region in regions for site in trace.sites_of(region)}
+    outcome = effect(trace, (), [region.path for region in regions])
+    held = {holder.key for entry in outcome.held.values() for holder in entry.holders}
+    assert {site.key for site in trace.sites} <= held | inside | set(outcome.recomputed)
+    assert not held & inside
+
+
+def test_bytes_are_made_again_for_as_long_as_they_are_read() -> None:
+    """A use of x after its holder's: y is made from x at 3, when x itself was used at 2."""
+    sites = (Site("x:0", 0, 10, 0, (2,)), Site("y:0", 1, 20, 1, (3,)))
+    outcome = effect(Trace(sites, 4, recipes={1: Recipe("Y", (0,), 1.0)}), {1})
+    assert outcome.again.tolist() == [0, 0, 0, 0, 10 + 20]
+    assert occupied(outcome.held.values(), 4).tolist() == [0, 10, 10, 10, 0]
+
+
+@given(programs(), st.randoms())
+def test_what_is_obtainable_can_be_dropped(trace: Trace, rng: Random) -> None:
+    asked = {ident for ident in (*trace.recipes, 99) if rng.random() < 0.7}
+    regions = [region.path for region in trace.regions if rng.random() < 0.3]
+    dropped = obtainable(trace, asked, regions)
+    assert dropped <= asked
+    effect(trace, dropped, regions)
+
+
+def test_of_two_storages_made_from_each_other_one_is_held() -> None:
+    trace = Trace(SITES, 8, recipes={0: Recipe("X", (1,), 1.0), 1: Recipe("Y", (0,), 1.0)})
+    assert obtainable(trace, {0, 1}) == {1}
+
+
+def test_a_module_that_is_called_twice_is_recomputed_twice() -> None:
+    calls = (Region("m", 0, 1, (8,), 5, 1.0), Region("m", 2, 3, (9,), 6, 1.0))
+    outcome = effect(Trace(SITES, 8, regions=calls), (), ["m"])
+    assert sorted(outcome.work) == [5, 7]
+    assert [held.holders[0].key for held in outcome.held.values()] == ["m/in:0", "y:0", "m/in:1", "w:0"]
+
+
+def test_an_unknown_region_is_refused() -> None:
+    with pytest.raises(KeyError):
+        effect(chain([1]), (), ["nowhere"])

@@ -1,0 +1,152 @@
+"""Every operation of the table, made again bit for bit from what is packed for backward anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from migrator.remake import Origins, base_of, find, note, note_epsilon, run
+
+X = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
+WEIGHT, BIAS = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+
+
+class Packer:
+    """Packs as the hooks do, and notes where tensors came from."""
+
+    def __init__(self) -> None:
+        self.packed: list[tuple[Tensor, Any]] = []
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+        packed = (tensor.detach(), tensor._version)
+        note(tensor, packed)
+        return packed
+
+    def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
+        return packed[0]
+
+    def source(self, epsilon: float | None = None) -> Origins:
+        versions = {id(parameter): parameter._version for parameter in (WEIGHT, BIAS)}
+        return Origins(lambda hook: getattr(hook, "__self__", None) is self, self.pack, versions, 0, epsilon)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            yield
+
+    def again(self, tensor: Tensor, epsilon: float | None = None) -> Tensor | None:
+        formula = find(base_of(tensor), self.source(epsilon))
+        return None if formula is None else run(formula, self.unpack)
+
+
+def assert_bitwise(one: Tensor | None, other: Tensor) -> None:
+    assert one is not None
+    assert (one.size(), one.stride(), one.dtype) == (other.size(), other.stride(), other.dtype)
+    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    assert torch.equal(*flat)
+
+
+graphs: list[Tensor] = []
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    yield
+    graphs.clear()
+
+
+def saved(x: Tensor) -> Tensor:
+    """The tensor itself, saved by an operation that is part of a graph."""
+    graphs.append(x.square())
+    return x
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": lambda x: F.relu(saved(x)),
+    "relu in place on batch norm": lambda x: F.relu_(F.batch_norm(x, None, None, WEIGHT, BIAS, True)),
+    "batch norm": lambda x: F.batch_norm(x, torch.zeros(8), torch.ones(8), WEIGHT, BIAS, True),
+    "batch norm without weights": lambda x: F.batch_norm(x, None, None, None, None, True),
+    "group norm": lambda x: F.group_norm(x, 2, WEIGHT, BIAS),
+    "rms norm": lambda x: F.rms_norm(x, (6,), torch.ones(6, requires_grad=True)),
+    "product": lambda x: saved(x) * saved(x + 1),
+    "product with a number": lambda x: saved(x) * 3.0,
+    "quotient": lambda x: saved(x) / 3.0,
+    "sum": lambda x: torch.add(saved(x), saved(x * 2), alpha=2),
+    "difference": lambda x: saved(x) - saved(x * 2),
+    "cast": lambda x: saved(x).to(torch.bfloat16),
+    "copy of a transposed": lambda x: saved(x).transpose(1, 3).contiguous(),
+    "copy of a permuted": lambda x: saved(x).permute(0, 2, 3, 1).contiguous(),
+    "view in between": lambda x: F.relu(saved(x).view(4, -1)),
+    "dropout": lambda x: torch.native_dropout(saved(x), 0.5, True)[0],
+    "tanh": lambda x: torch.tanh(saved(x)),
+    "sigmoid": lambda x: torch.sigmoid(saved(x)),
+    "leaky relu": lambda x: F.leaky_relu(x, 0.2),
+    "relu6": F.relu6,
+    "softplus": F.softplus,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_made_again_bit_for_bit(name: str) -> None:
+    packer = Packer()
+    with packer.on():
+        made = OPERATIONS[name](X.clone().requires_grad_() * 1)
+    assert_bitwise(packer.again(made), made)
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-3])
+def test_a_normalisation_takes_the_epsilon_of_its_module(epsilon: float) -> None:
+    packer, norm = Packer(), nn.LayerNorm(6, eps=epsilon)
+    with packer.on():
+        made = norm(X.clone().requires_grad_() * 1)
+    assert packer.again(made) is None
+    note_epsilon(norm, made)
+    assert_bitwise(packer.again(made), made)
+
+
+def test_what_no_saved_tensor_leads_to_has_no_formula() -> None:
+    packer = Packer()
+    with packer.on():
+        x = X.clone().requires_grad_() * 1
+        for made in (x + x, torch.relu(x), F.linear(x, torch.randn(6, 6)), x.exp(), x):
+            assert packer.again(made) is None
+
+
+def test_a_parameter_that_has_changed_is_no_input() -> None:
+    packer = Packer()
+    with packer.on():
+        made = WEIGHT.to(torch.bfloat16)
+    source = packer.source()
+    assert find(made, source) is not None
+    with torch.no_grad():
+        WEIGHT.add_(0)
+    assert find(made, source) is None
+
+
+def test_a_formula_outlives_the_nodes_it_was_found_by() -> None:
+    packer = Packer()
+    with packer.on():
+        x = X.clone().requires_grad_() * 1
+        made = F.gelu(x)
+        formula = find(made, packer.source())
+        made.sum().backward()
+    assert formula is not None
+    assert_bitwise(run(formula, packer.unpack), made)
+
+
+def test_nothing_is_kept_alive_by_a_note() -> None:
+    packer = Packer()
+    with packer.on():
+        x = X.clone().requires_grad_() * 1
+        made = torch.relu(x)
+    note(x, (torch.zeros(1), 0))
+    assert packer.again(made) is None

@@ -1,0 +1,38 @@
+"""A run under a memory limit degrades and says so; it is not killed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from allocator.sizes import MiB
+from tests.unit.limited import Cgroup, cgroup_refusal, run_under
+
+LIMIT = 1024 * MiB
+SAVED = 1280 * MiB  # a step
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Cgroup]:
+    if refusal := cgroup_refusal():
+        pytest.skip(refusal)
+    with Cgroup(LIMIT) as made:
+        yield made
+
+
+def test_the_limit_is_real(cgroup: Cgroup) -> None:
+    assert run_under(cgroup, saved=SAVED, steps=1).returncode == -signal.SIGKILL
+
+
+def test_a_run_under_a_cgroup_limit_goes_to_disk_and_says_why(cgroup: Cgroup) -> None:
+    """The user asked for 64 GiB of dram."""
+    plain = run_under(None, saved=SAVED, steps=2)
+    done = run_under(cgroup, saved=SAVED, steps=2, hbm="64MiB", dram="64GiB", nvme="4GiB")
+    print(done, cgroup.highest())
+    assert done.returncode == 0
+    assert len(done.said) == 1
+    assert f"the cgroup {cgroup.path} leaves" in done.said[0]
+    assert done.on_disk > 0
+    assert done.losses == plain.losses

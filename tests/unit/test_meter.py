@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from migrator.counters import Counters
+from migrator.lanes.host import HostCompute
+from migrator.lanes.meter import without
+
+
+def test_a_clock_stands_still_in_gaps() -> None:
+    assert without([(1, 2), (5, 6)], [0, 1, 1.5, 3, 7]) == [0, 1, 1, 2, 5]
+
+
+def test_gaps_that_overlap_count_once() -> None:
+    assert without([(2, 4), (1, 3), (2.5, 2.75)], [1, 5]) == [1, 2]
+
+
+def test_a_wait_that_was_none_changes_nothing() -> None:
+    assert without([(3, 2)], [1, 5]) == [1, 5]
+
+
+gaps = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=10)
+
+
+@given(gaps=gaps, times=st.lists(st.integers(0, 60), max_size=20))
+def test_time_left_out_is_that_covered_by_gaps(gaps: list[tuple[float, float]], times: list[float]) -> None:
+    covered = {second for start, end in gaps for second in range(int(start), int(end))}
+    assert without(gaps, times) == [at - sum(second < at for second in covered) for at in times]
+
+
+def test_what_is_done_aside_and_waits_for_lanes_take_no_time() -> None:
+    counters = Counters()
+    compute = HostCompute(counters)
+    meter = compute.meter()
+    meter.tick(0)
+    with meter.aside():
+        time.sleep(0.05)
+    with counters.waiting("d2h"):
+        time.sleep(0.05)
+    meter.tick(0)
+    time.sleep(0.02)
+    compute.static = 7
+    measures = meter.finish(0)
+    assert measures.times[1] - measures.times[0] < 0.02
+    assert measures.seconds == pytest.approx(0.02, abs=0.015)
+    assert measures.others == (0, 0, 7)

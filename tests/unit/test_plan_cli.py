@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from allocator.sizes import MiB
+from migrator.links import PCIE_GEN5, links_from
+from tests.unit.modelled import gpt
+from tests.unit.traces import chain
+from tiers.cli.main import main
+
+MODEL = gpt(blocks=6)
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    file = tmp_path / "trace.json"
+    file.write_text(MODEL.to_json())
+    return file
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> str:
+    assert main(["plan", *map(str, words)]) == code
+    return capsys.readouterr().out
+
+
+def test_policies_stand_side_by_side(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(output(capsys, trace, "--budget", "12GiB", "--policy", "keep,move,auto", "--json"))
+    assert data["budget"] == 12 * 1024**3
+    assert data["ideal_s"] == pytest.approx(MODEL.seconds)
+    assert list(data["policies"]) == ["keep", "move", "auto"]
+    keep, auto = data["policies"]["keep"], data["policies"]["auto"]
+    assert (keep["fits"], keep["fraction_of_ideal"], keep["moved_bytes"]) == (False, 1.0, 0)
+    assert auto["fits"]
+    assert 0.9 < auto["fraction_of_ideal"] < 1
+    assert auto["peak"]["hbm"] <= data["budget"]
+
+
+def test_the_table_has_the_same_numbers(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, trace, "--budget", "12GiB", "--policy", "keep,auto")
+    assert "over the budget" in text
+    assert text.index("auto") < text.index("keep")
+
+
+def test_a_run_directory_will_do(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "auto" in output(capsys, trace.parent, "--budget", "40GiB")
+
+
+def test_all_means_every_policy(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(output(capsys, trace, "--budget", "12GiB", "--policy", "all", "--json"))
+    assert {"auto", "flashneuron", "keep", "move"} <= set(data["policies"])
+
+
+def test_a_budget_that_no_plan_meets_is_told_and_is_a_failure(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, trace, "--budget", "1GiB", code=1)
+    assert "no plan keeps this program within 1.0 GiB" in " ".join(text.split())
+    data = json.loads(output(capsys, trace, "--budget", "1GiB", "--json", code=1))
+    assert "needs" in data["policies"]["auto"]["error"]
+
+
+def test_slower_links_make_a_slower_step(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (trace, "--budget", "12GiB", "--policy", "move,auto", "--json")
+    fast = json.loads(output(capsys, *words))
+    slow = json.loads(output(capsys, *words, "--links", "d2h=5e9,h2d=5e9"))
+    assert slow["policies"]["move"]["step_s"] > fast["policies"]["move"]["step_s"]
+    assert slow["links"]["d2h"] == 5e9
+
+
+def test_links_are_those_of_tiers_toml(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiers.toml").write_text("[links]\nd2h = 20e9\ndisk_write = 2e9\ndisk_read = 3e9\n")
+    monkeypatch.chdir(tmp_path)
+    links = json.loads(output(capsys, trace, "--budget", "40GiB", "--json"))["links"]
+    assert (links["d2h"], links["h2d"], links["disk_write"]) == (20e9, PCIE_GEN5.h2d, 2e9)
+
+
+@pytest.mark.parametrize(
+    ("site", "lines"),
+    [
+        ("blocks.2.gelu:0", ["256.0 MiB", "to move", "no recipe", "with region blocks.2"]),
+        ("blocks.2.contract:0", ["by GeluBackward0 from blocks.2.gelu:0", "auto: made again by its recipe"]),
+    ],
+)
+def test_a_site_is_explained(trace: Path, capsys: pytest.CaptureFixture[str], site: str, lines: list[str]) -> None:
+    text = " ".join(output(capsys, trace, "--budget", "12GiB", "--explain", site).split())
+    for line in lines:
+        assert line in text
+
+
+def test_what_is_kept_is_explained_too(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(output(capsys, trace, "--budget", "40GiB", "--explain", "head:0", "--json"))
+    assert data["explained"][-1] == "auto: kept, as everything is"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--explain", "blocks.2.gelu:7"], "did you mean blocks.2.gelu:0?"),
+        (["--plot", "plan.txt"], "a plot is one of"),
+    ],
+)
+def test_errors_are_one_line(trace: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["plan", str(trace), "--budget", "40GiB", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["--policy", "best"], ["--budget", "much"], ["--links", "d2h=0"], ["--links", "x=1"]]
+)
+def test_wrong_arguments_are_refused(trace: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", str(trace), "--budget", "40GiB", *words])
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[]"])
+def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "trace.json").write_text(text)
+    assert main(["plan", str(tmp_path), "--budget", "1GiB"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "nowhere"), "--budget", "1GiB"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_trace_without_times_tells_of_memory_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trace.json").write_text(chain([40 * MiB] * 20).to_json())
+    text = output(capsys, tmp_path, "--budget", "800MiB", "--policy", "keep,flashneuron", "--explain", "layer3:0")
+    assert "memory only" in text
+    data = json.loads(output(capsys, tmp_path, "--budget", "800MiB", "--policy", "flashneuron", "--json"))
+    assert data["policies"]["flashneuron"]["step_s"] is None
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_plot_is_drawn_and_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str], timed: bool) -> None:
+    pytest.importorskip("matplotlib")
+    file, picture = tmp_path / "trace.json", tmp_path / "plan.svg"
+    file.write_text((MODEL if timed else replace(MODEL, times=(), others=())).to_json())
+    output(capsys, file, "--budget", "12GiB", "--policy", "auto,keep", "--plot", picture, code=0)
+    assert "<svg" in picture.read_text()
+    assert main(["plan", str(file), "--budget", "12GiB", "--plot", str(picture)]) == 2
+    assert main(["plan", str(file), "--budget", "12GiB", "--plot", str(picture), "--force"]) == 0
+
+
+def test_links_that_were_not_measured_are_taken_for_granted() -> None:
+    links = links_from({"d2h": 110e9, "h2d": None}, disk=False)
+    assert (links.d2h, links.h2d, links.disk_read) == (110e9, PCIE_GEN5.h2d, 0.0)
+    assert PCIE_GEN5.both < links.both < links.d2h + links.h2d
+    assert links_from({}, disk=True).disk_write > 0

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allocator.sizes import GiB
+from migrator.effects import effect
+from migrator.links import PCIE_GEN5, Links
+from migrator.plan import Plan, make_plan
+from migrator.schedule import scheduled
+from migrator.simulator import Costs, Simulated, simulate
+from migrator.trace import Recipe, Region, Trace
+from tests.unit.modelled import gpt
+from tests.unit.traces import chain, programs
+
+FREE = Costs(host=0.0, d2h=0.0, h2d=0.0)
+LINKS = Links(d2h=10.0, h2d=10.0, both=20.0, disk_write=5.0, disk_read=5.0, latency=0.0)
+
+# Four storages of 100 bytes, saved at seconds 1 to 4 and used at 5 to 8; the step takes 10 seconds.
+TRACE = replace(chain([100] * 4), times=tuple(map(float, range(1, 9))), seconds=10.0, others=(0,) * 9)
+
+
+def plan(*moved: int, room: int = 10**9, dropped: tuple[int, ...] = (), regions: tuple[str, ...] = ()) -> Plan:
+    made = make_plan("test", TRACE, moved, 0, dropped=dropped, regions=regions)
+    return replace(made, room=room)
+
+
+def played(made: Plan, costs: Costs = FREE, trace: Trace = TRACE) -> Simulated:
+    return simulate(trace, LINKS, made, costs)
+
+
+def test_where_everything_is_kept_the_step_is_ideal() -> None:
+    result = played(plan())
+    assert (result.seconds, result.fraction) == (10.0, 1.0)
+    assert result.hbm.tolist() == [0, 100, 200, 300, 400, 400, 300, 200, 100]
+    assert result.peak == {"hbm": 400, "dram": 0, "nvme": 0}
+
+
+def test_hbm_is_let_go_late_and_compute_waits_for_the_copy() -> None:
+    """Storage 0 leaves from 1 to 11. At 4 the room asks for it: compute waits 7 seconds, until 11.
+
+    The first use, at 12, makes room: it comes back from then to 22, and is needed 3 seconds after 12.
+    """
+    result = played(plan(0, room=300))
+    assert result.moves == ((1.0, 11.0, 12.0, 22.0),)
+    assert result.stalls == {"d2h": 7.0, "h2d": 7.0, "disk_read": 0.0}
+    assert result.seconds == 24.0
+
+
+def test_nothing_comes_back_before_its_in_trigger() -> None:
+    """As above, but the in-trigger is the use at 13: it comes back until 23, and is needed at 15."""
+    made = plan(0, room=300)
+    late = replace(made, groups=(replace(made.groups[0], bring_at=5),))
+    result = played(late)
+    assert result.moves == ((1.0, 11.0, 13.0, 23.0),)
+    assert result.stalls["h2d"] == 8.0
+    assert result.seconds == 10.0 + 7.0 + 8.0
+
+
+def test_where_there_is_room_nothing_is_let_go() -> None:
+    result = played(plan(0, 1, 2, 3))
+    assert result.seconds == 10.0
+    assert result.peak["hbm"] == 400
+    assert result.busy["h2d"] == 0.0
+
+
+def test_a_group_on_disk_waits_for_the_disk_as_well() -> None:
+    made = plan(0, room=300)
+    result = played(replace(made, groups=(replace(made.groups[0], tier="nvme"),)))
+    assert result.busy == {"d2h": 10.0, "h2d": 10.0, "disk_write": 20.0, "disk_read": 20.0}
+    assert result.stalls["disk_read"] > 0
+    assert result.peak["nvme"] > 0
+
+
+def test_what_is_made_again_takes_its_time_when_it_is_needed() -> None:
+    trace = replace(TRACE, recipes={3: Recipe("Op", (2,), 0.5)})
+    result = played(make_plan("test", trace, (), 0, dropped={3}), trace=trace)
+    assert (result.seconds, result.recomputing) == (10.5, 0.5)
+    assert result.hbm.tolist() == [0, 100, 200, 300, 300, 400, 300, 200, 100]
+
+
+def test_a_region_costs_its_forward_once_more_and_holds_what_it_makes() -> None:
+    trace = replace(TRACE, regions=(Region("m", 1, 4, (1,), 100, 2.0),))
+    result = played(make_plan("test", trace, (), 0, regions=["m"]), trace=trace)
+    assert result.seconds == 12.0
+    assert result.hbm.tolist() == [0, 100, 200, 200, 200, 400, 300, 200, 100]
+
+
+def test_a_moved_input_is_fetched_before_something_is_made_from_it() -> None:
+    trace = replace(TRACE, recipes={3: Recipe("Op", (0,), 0.5)})
+    made = replace(make_plan("test", trace, {0}, 0, dropped={3}), room=200)
+    result = played(made, trace=trace)
+    assert result.clock[4] >= result.moves[0][3]
+
+
+def test_busy_lanes_and_groups_cost_compute() -> None:
+    result = played(plan(0), Costs(host=1.0, d2h=0.5, h2d=0.0))
+    # The host takes from 1 to 2; the lane is busy from 2 to 12, in which 7 seconds of the step take 1.5 each, less half
+    # a second of which it is free; so it is 12.5 at the last use, and 2 seconds are left.
+    assert result.seconds == 14.5
+
+
+@given(programs(), st.integers(0, 2 * GiB), st.randoms())
+def test_lanes_are_never_overbooked_and_nothing_is_used_while_it_is_away(
+    trace: Trace, budget: int, rng: Random
+) -> None:
+    made = some_plan(trace, budget, rng)
+    result = simulate(trace, PCIE_GEN5, made)
+    uses = {site.key: site.uses for site in trace.sites}
+    for pair in (0, 2):
+        spans = sorted((move[pair], move[pair + 1]) for move in result.moves if move[pair + 1] > move[pair])
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(spans))
+    for group, (_, out, begins, home) in zip(made.groups, result.moves, strict=True):
+        assert home == 0.0 or begins >= out
+        if home:
+            assert all(result.clock[use] >= home - 1e-12 for key in group.sites for use in uses.get(key, ()))
+
+
+@given(programs(), st.integers(0, 2 * GiB), st.randoms())
+def test_a_plan_is_never_faster_than_ideal_and_simulates_the_same_every_time(
+    trace: Trace, budget: int, rng: Random
+) -> None:
+    made = some_plan(trace, budget, rng)
+    one, other = simulate(trace, PCIE_GEN5, made), simulate(trace, PCIE_GEN5, made)
+    assert one.seconds >= one.ideal - 1e-9
+    assert (one.seconds, one.hbm.tolist(), one.moves) == (other.seconds, other.hbm.tolist(), other.moves)
+
+
+@given(programs(), st.integers(0, 2 * GiB), st.randoms())
+def test_the_parts_add_up_to_the_step(trace: Trace, budget: int, rng: Random) -> None:
+    result = simulate(trace, PCIE_GEN5, some_plan(trace, budget, rng), FREE)
+    assert result.seconds == pytest.approx(result.ideal + result.recomputing + sum(result.stalls.values()))
+
+
+def some_plan(trace: Trace, budget: int, rng: Random) -> Plan:
+    dropped = {ident for ident in trace.recipes if rng.random() < 0.3}
+    regions = [region.path for region in trace.regions if rng.random() < 0.3]
+    moved = {life.ident for life in trace.lifetimes if rng.random() < 0.4}
+    try:
+        outcome = effect(trace, dropped, regions)
+    except ValueError:
+        dropped, regions = set(), []
+        outcome = effect(trace)
+    made = make_plan("test", trace, moved, budget, dropped=dropped, regions=regions)
+    return scheduled(made, trace, outcome, budget)
+
+
+def test_a_hundred_plans_of_a_gpt_take_a_second() -> None:
+    trace = gpt()
+    made = make_plan("test", trace, {life.ident for life in trace.lifetimes}, GiB)
+    taken = []
+    for _ in range(10):
+        begin = time.process_time()
+        simulate(trace, PCIE_GEN5, made)
+        taken.append(time.process_time() - begin)
+    assert min(taken) < 0.01

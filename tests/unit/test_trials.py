@@ -1,0 +1,116 @@
+"""What is entered into the trace as a recipe, and as a region."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tiers
+from migrator import formulas
+from migrator.trace import Trace
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.block = nn.Sequential(nn.LayerNorm(256, eps=1e-3), nn.Linear(256, 256), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.block(self.first(x))
+        return self.last(F.layer_norm(h, (256,)))
+
+
+def recorded(steps: int = 3) -> Trace:
+    """The trace of a period."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tiers.session(policy="keep", dram="64MiB") as session:
+        for _ in range(steps):
+            model(torch.randn(128, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        saver = session.runtime.saver()
+        assert saver is not None
+        (mover,) = saver.armed_movers
+        return mover.learner.traces[-1]
+
+
+def operations(trace: Trace) -> dict[str, str]:
+    return {site.key: trace.recipes[site.storage].op for site in trace.sites if site.storage in trace.recipes}
+
+
+def test_recipes_are_those_of_modules_and_functions() -> None:
+    trace = recorded()
+    assert operations(trace) == {
+        "Model.block.1:0": "NativeLayerNormBackward0",  # with its module's epsilon
+        "Model:0": "GeluBackward0",
+        "Model.last:0": "NativeLayerNormBackward0",  # of no module
+    }
+    assert all(recipe.seconds > 0 for recipe in trace.recipes.values())
+
+
+def test_a_recipe_names_the_storages_that_it_needs() -> None:
+    trace = recorded()
+    storage = {site.key: site.storage for site in trace.sites}
+    assert trace.recipes[storage["Model:0"]].inputs == (storage["Model.block.2:0"],)
+    assert trace.recipes[storage["Model.last:0"]].inputs == (storage["Model:0"],)
+
+
+def test_what_is_not_the_same_bit_for_bit_is_no_recipe() -> None:
+    almost = {**formulas._TABLE, "GeluBackward0": formulas._of_saved(lambda x: F.gelu(x) * (1 + 1e-7))}
+    with mock.patch.object(formulas, "_TABLE", almost):
+        trace = recorded()
+    assert "GeluBackward0" not in operations(trace).values()
+    assert "NativeLayerNormBackward0" in operations(trace).values()
+
+
+def test_every_position_has_a_time_and_the_memory_beside_it() -> None:
+    trace = recorded()
+    assert len(trace.times) == trace.positions
+    assert len(trace.others) == trace.positions + 1
+    assert list(trace.times) == sorted(trace.times)
+    assert 0 <= trace.times[0] <= trace.times[-1] <= trace.seconds
+    weights = sum(parameter.nbytes for parameter in Model().parameters())
+    assert min(trace.others) >= weights
+
+
+def test_a_region_has_its_time_and_its_inputs() -> None:
+    trace = recorded()
+    (region,) = trace.regions
+    assert region.path == "Model.block"
+    assert [site.key.rpartition(".")[0] for site in trace.sites_of(region)] == ["Model.block"] * (
+        region.end - region.begin
+    )
+    storage = {site.key: site.storage for site in trace.sites}
+    assert region.inputs == (storage["Model.block.0:1"],)
+    assert region.input_bytes == 128 * 256 * 4
+    assert 0 < region.seconds < trace.seconds
+
+
+def test_sites_know_the_class_of_their_module() -> None:
+    trace = recorded()
+    kinds = {site.key: site.kind for site in trace.sites}
+    assert (kinds["Model.block.0:0"], kinds["Model.last:0"], kinds["Model:0"]) == ("LayerNorm", "Linear", "Model")
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+def test_a_recipe_is_tried_once_in_a_program(steps: int) -> None:
+    tried = 0
+    from migrator import trials
+
+    plain = trials.Trials.attempt
+
+    def attempt(self: trials.Trials, *arguments: object) -> None:
+        nonlocal tried
+        tried += 1
+        plain(self, *arguments)  # type: ignore[arg-type]
+
+    with mock.patch.object(trials.Trials, "attempt", attempt):
+        recorded(steps)
+    assert tried <= 2 * 4  # two recorded periods: before there is an optimizer's state, and with it

@@ -1,0 +1,128 @@
+"""``tiers plan``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from allocator.sizes import parse_size
+from migrator.links import Links, links_from
+from migrator.policies import MODULES
+from tiers.cli.verb import CliError, print_json, print_tables
+from tiers.config import load
+from tiers.config_keys import RATE
+
+if TYPE_CHECKING:
+    from migrator.trace import Trace
+
+LANES = ("d2h", "h2d", "disk_write", "disk_read")
+
+
+class PlanVerb:
+    """Predict what policies make of a trace: step time, peak, moves, side by side and without a GPU.
+
+    Reads trace.json of a directory that TIERS_RUN named, or the file itself. Exit code 1 if no plan fits.
+    """
+
+    name = "plan"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Take the trace, the budget, the policies, and what to tell of them."""
+        parser.add_argument("trace", type=Path, metavar="TRACE", help="trace.json, or the run directory it is in")
+        parser.add_argument(
+            "--budget",
+            required=True,
+            type=_size,
+            metavar="SIZE",
+            help="the most HBM the program may allocate, such as 24GiB (a run on a GPU plans for 95%% of TIERS_HBM)",
+        )
+        parser.add_argument(
+            "--policy",
+            default=("auto",),
+            type=_policies,
+            metavar="NAMES",
+            help=f"which, with commas between them: {', '.join(MODULES)}, or all (default: auto)",
+        )
+        parser.add_argument(
+            "--links",
+            default={},
+            type=_links,
+            metavar="RATES",
+            help="bytes per second of lanes, such as d2h=55e9,h2d=55e9 (default: [links] of tiers.toml)",
+        )
+        parser.add_argument("--explain", metavar="SITE", help="say why this site was kept, moved or made again")
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory and moves: .svg, .png or .pdf")
+        parser.add_argument("--force", action="store_true", help="replace a plot that is there already")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Plan, simulate and print."""
+        from tiers.planning import plot
+        from tiers.planning.compare import Candidate, compare, render, to_json
+        from tiers.planning.explain import explain
+        from tiers.probe.plot import check
+
+        if args.plot:
+            check(args.plot, force=args.force)
+        trace = _read(args.trace)
+        links = _known_links(args.links)
+        outcomes = compare(trace, args.budget, links, args.policy)
+        lines = list(explain(trace, links, outcomes, args.explain)) if args.explain else []
+        if args.json:
+            data = to_json(trace, args.budget, links, outcomes)
+            print_json(data | {"explained": lines} if lines else data)
+        else:
+            print_tables([*render(trace, args.budget, outcomes), *lines])
+        if args.plot:
+            plot.draw(trace, args.budget, outcomes, args.plot)
+        fit = (outcome for outcome in outcomes.values() if isinstance(outcome, Candidate) and outcome.fits(args.budget))
+        return 0 if any(fit) else 1
+
+
+def _read(path: Path) -> Trace:
+    from migrator.trace import Trace
+
+    file = path / "trace.json" if path.is_dir() else path
+    try:
+        return Trace.from_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CliError(f"{file} does not exist; run with TIERS_RUN={path} to have it written") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CliError(f"{file} cannot be read: {error}") from None
+
+
+def _known_links(given: dict[str, float]) -> Links:
+    config = load().config
+    rates = {lane: given.get(lane) or asdict(config.links)[lane] for lane in LANES}
+    return links_from(rates, disk=bool(rates["disk_write"] and rates["disk_read"]))
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    names = tuple(MODULES) if text == "all" else tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in MODULES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(MODULES)}")
+    return names
+
+
+def _links(text: str) -> dict[str, float]:
+    rates: dict[str, float] = {}
+    for part in text.split(","):
+        lane, _, rate = part.partition("=")
+        if lane.strip() not in LANES:
+            raise argparse.ArgumentTypeError(f"{lane.strip()!r} is none of {', '.join(LANES)}")
+        try:
+            rates[lane.strip()] = float(rate)
+        except ValueError:
+            rates[lane.strip()] = 0.0
+        if not 0 < rates[lane.strip()] < float("inf"):
+            raise argparse.ArgumentTypeError(f"{part.strip()!r}: {RATE.accepts}")
+    return rates

@@ -1,0 +1,116 @@
+"""What policies make of a trace, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from allocator.sizes import format_size
+from migrator.links import Links
+from migrator.plan import NoPlanFits, Plan
+from migrator.policies import POLICIES
+from migrator.simulator import Simulated, simulate
+from migrator.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan and what it comes to."""
+
+    plan: Plan
+    result: Simulated
+
+    def fits(self, budget: int) -> bool:
+        """Whether HBM holds no more than the budget."""
+        return self.result.peak["hbm"] <= budget
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A policy that found no plan, and why."""
+
+    text: str
+
+
+Outcomes = dict[str, Candidate | Refused]
+
+
+def compare(trace: Trace, budget: int, links: Links, policies: Sequence[str]) -> Outcomes:
+    """Have each policy plan, and simulate what it planned."""
+    outcomes: Outcomes = {}
+    for name in policies:
+        try:
+            plan = POLICIES[name](trace, budget, links)
+        except NoPlanFits as error:
+            outcomes[name] = Refused(str(error))
+        else:
+            outcomes[name] = Candidate(plan, simulate(trace, links, plan))
+    return outcomes
+
+
+def to_json(trace: Trace, budget: int, links: Links, outcomes: Outcomes) -> dict[str, Any]:
+    """The comparison as JSON; seconds are null where the trace has no times."""
+    return {
+        "budget": budget,
+        "links": asdict(links),
+        "ideal_s": trace.seconds if trace.times else None,
+        "policies": {name: _entry(trace, budget, outcome) for name, outcome in outcomes.items()},
+    }
+
+
+def _entry(trace: Trace, budget: int, outcome: Candidate | Refused) -> dict[str, Any]:
+    if isinstance(outcome, Refused):
+        return {"error": outcome.text}
+    plan, result = outcome.plan, outcome.result
+    return {
+        "step_s": result.seconds if trace.times else None,
+        "fraction_of_ideal": result.fraction if trace.times else None,
+        "fits": outcome.fits(budget),
+        "peak": dict(result.peak),
+        "kept_bytes": plan.kept_bytes,
+        "moved_bytes": plan.moved_bytes,
+        "groups": len(plan.groups),
+        "recomputed_sites": len(plan.recompute),
+        "regions": list(plan.regions),
+        "recomputing_s": result.recomputing,
+        "stalls_s": dict(result.stalls),
+        "busy_s": dict(result.busy),
+    }
+
+
+def render(trace: Trace, budget: int, outcomes: Outcomes) -> Iterator[RenderableType]:
+    """The comparison as a table, the fastest first."""
+    yield f"{len(trace.sites)} sites, {format_size(trace.saved_bytes)} saved, into {format_size(budget)} of hbm" + (
+        f"; ideal step {_ms(trace.seconds)}" if trace.times else ""
+    )
+    if not trace.others:
+        yield "the trace does not tell what else lies in hbm: the budget is taken as room for saved tensors alone"
+    if not trace.times:
+        yield "the trace has no times: memory only"
+    table = Table("policy", "step", "of ideal", "peak hbm", "", "moved", "made again", "regions", "stalls")
+    found = [(name, outcome) for name, outcome in outcomes.items() if isinstance(outcome, Candidate)]
+    for name, outcome in sorted(found, key=lambda pair: (not pair[1].fits(budget), pair[1].result.seconds)):
+        plan, result = outcome.plan, outcome.result
+        table.add_row(
+            name,
+            _ms(result.seconds) if trace.times else "unknown",
+            f"{result.fraction:.3f}" if trace.times else "unknown",
+            format_size(result.peak["hbm"]),
+            "" if outcome.fits(budget) else "over the budget",
+            format_size(plan.moved_bytes),
+            f"{len(plan.recompute)} sites" if plan.recompute else "",
+            str(len(plan.regions) or ""),
+            ", ".join(f"{lane} {_ms(seconds)}" for lane, seconds in result.stalls.items() if seconds > 5e-5),
+        )
+    yield table
+    for name, refused in outcomes.items():
+        if isinstance(refused, Refused):
+            yield f"{name}: {refused.text}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
