@@ -24,6 +24,7 @@ log = logging.getLogger("tiers")
 
 HBM, DRAM = 0, 1
 USED = 2  # of a block's kinds
+PATIENCE = 4  # periods with something in DRAM before state sinks: a migrator that learns may need less by then
 STEP = 256 * MiB  # of DRAM to claim at a time
 
 
@@ -51,6 +52,7 @@ class PageAllocator:
         self._lock = threading.Lock()  # guards what was granted
         self._watches: dict[int, Watch] = {}
         self._departed: dict[int, int] = {}
+        self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
 
     def install(self) -> None:
         """Become PyTorch's allocator for CUDA memory.
@@ -101,7 +103,8 @@ class PageAllocator:
 
     def _sink(self, device: int, core: Core, counts: Counts) -> bool:
         """Have state make room in HBM for what lies in DRAM, or take it back; whether anything moved."""
-        if not counts.dram:
+        self._spilled[device] = self._spilled.get(device, 0) + 1 if counts.dram else 0
+        if self._spilled[device] < PATIENCE:
             return False
         blocks = core.blocks()
         # A block without a whole page of its own cannot move.

@@ -43,27 +43,26 @@ def light_everywhere() -> Iterator[None]:
 
 def found_by_operation(step: Callable[[], torch.Tensor], arguments: dict[str, str]) -> None:
     """Print, by operation, the bytes that have recipes and those that have none, and what the recipes take."""
-    operations: dict[str, str] = {}
+    operations: dict[int, str] = {}
 
     def note(tensor: torch.Tensor, packed: Any) -> None:
         record = packed[3] if isinstance(packed, tuple) else packed.record
-        if record is not None:
+        if record is not None and record.known is not None:
             node: Any = base_of(tensor).grad_fn
-            operations[record.key] = "(not differentiable)" if node is None else node.name()
+            operations[record.known.ident] = "(not differentiable)" if node is None else node.name()
         hooks_note(tensor, packed)
 
     hooks_note = hooks.note
     with mock.patch.object(hooks, "note", note), tiers.session(**{**arguments, "policy": "keep"}) as session:
-        for _ in range(4):
+        for _ in range(8):  # some are recorded, and the plan is made beside the program
             step()
         saver = session.runtime.saver()
         assert saver is not None
         (trace,) = (mover.learner.traces[-1] for mover in saver.armed_movers if mover.learner.traces)
-    made_by = {site.storage: operations.get(site.key, "?") for site in reversed(trace.sites)}
     found: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for life in trace.lifetimes:
         recipe = trace.recipes.get(life.ident)
-        row = found[made_by[life.ident]]
+        row = found[operations.get(life.ident, "?")]
         row[recipe is None] += life.nbytes
         row[2] += recipe.seconds if recipe else 0.0
     print(f"{'operation':<28}{'recipes GiB':>12}{'without GiB':>12}{'ms':>8}")

@@ -300,6 +300,7 @@ class Saver:
         if not tensor.numel():
             return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed or type(tensor._base) is nn.Parameter:
+        if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed:
             return None
-        return storage
+        base = tensor._base
+        return None if base is not None and isinstance(base, nn.Parameter) else storage

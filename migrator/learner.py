@@ -20,6 +20,7 @@ from migrator.links import PCIE_GEN5, Links
 from migrator.plan import NoPlanFits, Plan
 from migrator.policies import Policy
 from migrator.simulator import Simulated, simulate
+from migrator.timing import alike, together
 from migrator.trace import Trace
 
 PERIODS_AFTER_DRIFT = 4  # recorded when something unforeseen was saved: programs alternate between kinds of periods
@@ -56,9 +57,18 @@ class Learner:
     submit : callable
         Has a job done that takes longer than some milliseconds. Its plans are adopted at the end of the period in
         which they are there.
+    recordings : int
+        Periods that are recorded before there is a plan; see `migrator.timing`.
     """
 
-    def __init__(self, policy: Policy, target: int, links: Links = PCIE_GEN5, submit: Submit = at_once) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        target: int,
+        links: Links = PCIE_GEN5,
+        submit: Submit = at_once,
+        recordings: int = 1,
+    ) -> None:
         self._policy = policy
         self._target = target
         self._submit = submit
@@ -66,7 +76,7 @@ class Learner:
         self._pending: Future[tuple[Made, ...]] | None = None
         self._traces: dict[frozenset[str], Trace] = {}
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
-        self._to_record = 1
+        self._recordings = self._to_record = recordings
         self._periods = 0
         self._steady = 0  # periods as foreseen since the last drift
         self._pause = PERIODS_AFTER_DRIFT  # from one look at a drift to the next, longer each time
@@ -152,12 +162,18 @@ class Learner:
     def _learn(self, trace: Trace, peak: int) -> bool:
         kind = frozenset(site.key for site in trace.sites)
         before = self._traces.pop(kind, None)
-        # Of two periods of one kind that differ in size, the plan must fit the larger.
-        self._traces[kind] = before if before is not None and before.saved_bytes > trace.saved_bytes else trace
+        if before is None:
+            self._traces[kind] = trace
+        elif before.saved_bytes == trace.saved_bytes:
+            self._traces[kind] = together(before, trace)
+        else:  # of two periods of one kind that differ in size, the plan must fit the larger
+            self._traces[kind] = max(before, trace, key=lambda of: of.saved_bytes)
         while len(self._traces) > KINDS:
             del self._traces[next(iter(self._traces))]
         if self._room is None:
             self._room = max(0, self._target - peak)
+        if self._to_record > 0 and not (self._made or self._pending):
+            return False  # the first plan is for what all recordings tell together
         return self._plan()
 
     def _correct(self, peak: int, pressed: bool, stalls: Mapping[str, float]) -> bool:
@@ -187,7 +203,7 @@ class Learner:
         if links == self._feedback.given:
             return False
         self._feedback.given = links
-        return bool(self._traces) and self._plan()
+        return bool(self._made or self._pending) and self._plan()  # else what is recorded now is planned with them
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
@@ -201,11 +217,11 @@ class Learner:
         self._pending = None
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
-        self._to_record = 1
+        self._to_record = self._recordings
 
     def _plan(self) -> bool:
         """Ask for plans; whether they are there already. What was asked for before is of no use any more."""
-        traces = tuple(self._traces.values())
+        traces = tuple(alike(trace) for trace in self._traces.values())
         budgets = tuple(self._before_correction(trace) for trace in traces)
         policy, correction, links = self._policy, self._feedback.correction, self._feedback.links
 

@@ -203,8 +203,8 @@ class Origins:
     def packed(self, node: Any, name: str) -> Any:
         """What was packed of the tensor that `node` saved as `name`."""
         try:
-            saved = getattr(node, f"_raw_saved_{name}")
-            data = saved.data
+            saved: Any = getattr(node, f"_raw_saved_{name}", None)
+            data = None if saved is None else saved.data
             if data is None:
                 return None
             if isinstance(data, Tensor) and saved.unpack_hook is None:

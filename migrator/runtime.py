@@ -46,6 +46,7 @@ from migrator.trace import Trace
 from migrator.transfers import Transfer
 
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
+RECORDINGS = 3  # of the first periods on a GPU: in each the host is late somewhere
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
 
 
@@ -229,7 +230,11 @@ class Runtime:
         # The room settles within a little of the target, on either side: the budget lies above that.
         margin = FRAGMENTS if device.type == "cuda" and self.options.pages() is None else SETTLED
         learner = Learner(
-            POLICIES[self.options.policy], int(shared.budget * (1 - margin)), self.options.links, in_background
+            POLICIES[self.options.policy],
+            int(shared.budget * (1 - margin)),
+            self.options.links,
+            in_background,
+            RECORDINGS if device.type == "cuda" else 1,
         )
         return Mover(engine, learner, shared.budget)
 

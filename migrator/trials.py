@@ -93,8 +93,9 @@ class Trials:
     def attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
         """Make a storage by a formula and compare it with that of `tensor`, which backward has been given."""
         with self._meter.aside():
+            made = run(trial.what, peek)  # which may wait for an input that moved
             start = self._meter.mark()
-            made = run(trial.what, peek)
+            run(trial.what, peek)
             end = self._meter.mark()
             storage = made.untyped_storage()
             fits = (made.size(), made.stride(), made.storage_offset()) == (trial.size, trial.stride, 0)

@@ -143,6 +143,7 @@ Result wait(Handle stream, int count, const Handle* events) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // Whether the driver was found.
@@ -197,3 +198,4 @@ Result tiers_copy(int device, Handle lane, int pieces, const uint64_t* target, c
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -368,6 +368,17 @@ def test_a_lane_that_is_waited_for_longer_than_predicted_is_slower() -> None:
     assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
 
 
+def test_several_periods_are_recorded_before_the_first_plan_where_that_is_asked_for() -> None:
+    learner = Learner(POLICIES["flashneuron"], TARGET, recordings=3)
+    for _ in range(2):
+        assert not learner.period_over(chain([MiB] * 4), 0, whole=True, pressed=False, drifted=False)
+        assert learner.records_next
+        assert not learner.plans
+    assert learner.period_over(chain([MiB] * 4), 0, whole=True, pressed=False, drifted=False)
+    assert learner.plans
+    assert not learner.records_next
+
+
 # ------------------------------------------------------------------------------------------- other links
 
 
@@ -384,6 +395,14 @@ def test_other_links_are_planned_with_at_once() -> None:
     assert not learner.relink(slow)  # nothing new
     assert learner.relink(PCIE_GEN5)
     assert seen == [slow, PCIE_GEN5]
+
+
+def test_other_links_do_not_have_plans_made_before_all_is_recorded() -> None:
+    learner, slow = Learner(FLASHNEURON, TARGET, recordings=2), replace(PCIE_GEN5, h2d=20e9)
+    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.relink(slow)
+    assert learner.plans == ()
+    assert learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
 
 
 def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() -> None:

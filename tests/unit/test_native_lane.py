@@ -21,11 +21,12 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("native")
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    for source, target in (
-        (ROOT / "allocator" / "native" / "lane.cpp", "liblane.so"),
-        (ROOT / "tests" / "unit" / "fake_cuda.cpp", "libcuda.so.1"),
+    for source, target, visibility in (
+        (ROOT / "allocator" / "native" / "lane.cpp", "liblane.so", "hidden"),  # as CMake builds it
+        (ROOT / "tests" / "unit" / "fake_cuda.cpp", "libcuda.so.1", "default"),
     ):
-        subprocess.run(["g++", *flags, str(source), "-o", str(directory / target), "-ldl"], check=True)
+        out = ["-o", str(directory / target), "-ldl"]
+        subprocess.run(["g++", *flags, f"-fvisibility={visibility}", str(source), *out], check=True)
     return directory
 
 
@@ -70,6 +71,11 @@ assert target.raw == b"efghabcd" and done.query() and before.elapsed_time(done) 
         "create 2",
         "record 2 on 9",
     ]
+
+
+def test_a_copy_of_nothing_tells_when_the_waits_are_over(built: Path) -> None:
+    program = "before = library.record(0, 7); library.copy(0, 9, [], [before])"
+    assert asked(built, program)[3:] == ["9 waits for 1", "create 2", "record 2 on 9"]
 
 
 def test_events_come_from_a_pool_of_their_device(built: Path) -> None:

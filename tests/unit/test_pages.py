@@ -10,7 +10,7 @@ import pytest
 from allocator import adapter
 from allocator.ledger import Ledger
 from allocator.native import Core
-from allocator.pages import DRAM, HBM, PageAllocator
+from allocator.pages import DRAM, HBM, PATIENCE, PageAllocator
 from allocator.sizes import MiB
 
 
@@ -88,7 +88,7 @@ def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) ->
     core.state(False)
     pages._more(0, 64 * MiB)
     pages.begin()
-    for _ in range(3):
+    for _ in range(PATIENCE):
         step(core, 24 * MiB, 16 * MiB)
         pages.period_over()
     assert sum(core.on(block, DRAM) for block in state) >= 24 * MiB
@@ -104,6 +104,7 @@ def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> N
     pages._more(0, 64 * MiB)
     core.move(state, DRAM)
     pages.begin()
-    step(core, 4 * MiB)
-    pages.period_over()
+    for _ in range(PATIENCE):
+        step(core, 4 * MiB)
+        pages.period_over()
     assert core.on(state, HBM) == 16 * MiB

@@ -1,0 +1,66 @@
+"""What several recordings of one period tell together: times without what disturbed a single one. Pure functions.
+
+While a period is recorded the host is late now and then (memory is pinned, kernels are loaded, groups are made), and
+the device idles. It never is early. So of each stretch between two positions the shortest is the truest, and of
+operations that are alike, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+from migrator.trace import Recipe, Region, Trace
+
+Timed = TypeVar("Timed", Recipe, Region)
+
+
+def together(one: Trace, other: Trace) -> Trace:
+    """Two recordings of one kind of period as one; `other` where they are not of the same sites and positions."""
+    if one.sites != other.sites or not (one.times and other.times):
+        return other
+    stretches = [min(pair) for pair in zip(_stretches(one), _stretches(other), strict=True)]
+    *times, seconds = accumulate(stretches)
+    recipes = {
+        ident: replace(recipe, seconds=min(recipe.seconds, one.recipes.get(ident, recipe).seconds))
+        for ident, recipe in {**one.recipes, **other.recipes}.items()
+    }
+    before = {region.path: region for region in one.regions}
+    regions = tuple(
+        replace(region, seconds=min(region.seconds, before.get(region.path, region).seconds))
+        for region in other.regions
+    )
+    others = tuple(min(pair) for pair in zip(one.others, other.others, strict=True))
+    return replace(other, times=tuple(times), seconds=seconds, recipes=recipes, regions=regions, others=others)
+
+
+def alike(trace: Trace) -> Trace:
+    """The same trace, in which recipes and regions that do the same to as many bytes take the same time."""
+    nbytes = {life.ident: life.nbytes for life in trace.lifetimes}
+    saved: dict[str, int] = {}
+    for region in trace.regions:
+        inner = {site.storage for site in trace.sites if region.begin <= site.birth < region.end}
+        saved[region.path] = sum(nbytes.get(ident, 0) for ident in inner)
+    recipes = _shortest(trace.recipes, lambda ident, recipe: (recipe.op, nbytes.get(ident, 0)))
+    regions = _shortest(
+        {region.path: region for region in trace.regions},
+        lambda path, region: (region.end - region.begin, region.input_bytes, saved[path]),
+    )
+    return replace(trace, recipes=recipes, regions=tuple(regions.values()))
+
+
+Name = TypeVar("Name")
+
+
+def _shortest(entries: Mapping[Name, Timed], kind: Callable[[Name, Timed], Hashable]) -> dict[Name, Timed]:
+    """The entries, each with the shortest time of its kind."""
+    best: dict[Hashable, float] = {}
+    for name, entry in entries.items():
+        best[kind(name, entry)] = min(entry.seconds, best.get(kind(name, entry), entry.seconds))
+    return {name: replace(entry, seconds=best[kind(name, entry)]) for name, entry in entries.items()}
+
+
+def _stretches(trace: Trace) -> list[float]:
+    return [end - start for start, end in pairwise((0.0, *trace.times, trace.seconds))]

@@ -1,0 +1,51 @@
+"""Several recordings of one period: the shortest time of each stretch, and of what is alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from migrator.timing import alike, together
+from migrator.trace import Recipe, Region, Site, Trace
+
+SITES = (Site("a:0", 0, 100, 0, (3,)), Site("b:0", 1, 100, 1, (2,)))
+TRACE = Trace(SITES, 4, times=(1.0, 2.0, 3.0, 4.0), seconds=5.0, others=(9, 9, 9, 9, 9))
+
+
+def test_each_stretch_takes_what_it_took_when_nothing_disturbed_it() -> None:
+    late = replace(TRACE, times=(1.0, 2.0, 8.0, 9.0), seconds=9.5)
+    seen = together(late, TRACE)
+    assert seen.times == (1.0, 2.0, 3.0, 4.0)
+    assert seen.seconds == 4.5
+    assert together(TRACE, late) == seen
+
+
+def test_other_sites_are_another_period() -> None:
+    other = replace(TRACE, sites=SITES[:1])
+    assert together(TRACE, other) == other
+
+
+def test_what_was_in_hbm_by_accident_is_not_counted() -> None:
+    assert together(TRACE, replace(TRACE, others=(7, 11, 9, 9, 9))).others == (7, 9, 9, 9, 9)
+
+
+def test_recipes_are_known_from_any_recording() -> None:
+    first = replace(TRACE, recipes={0: Recipe("Gelu", (1,), 0.5)})
+    second = replace(TRACE, recipes={0: Recipe("Gelu", (1,), 0.2)})
+    assert together(first, second).recipes[0].seconds == 0.2
+    assert together(first, TRACE).recipes[0].seconds == 0.5
+
+
+def test_what_does_the_same_to_as_many_bytes_takes_the_same_time() -> None:
+    recipes = {0: Recipe("Gelu", (9,), 0.5), 1: Recipe("Gelu", (8,), 0.2)}
+    regions = (Region("a", 0, 1, (9,), 10, 3.0), Region("b", 1, 2, (8,), 10, 2.0))
+    seen = alike(replace(TRACE, recipes=recipes, regions=regions))
+    assert [recipe.seconds for recipe in seen.recipes.values()] == [0.2, 0.2]
+    assert [region.seconds for region in seen.regions] == [2.0, 2.0]
+
+
+def test_what_does_something_else_keeps_its_time() -> None:
+    recipes = {0: Recipe("Gelu", (9,), 0.5), 1: Recipe("LayerNorm", (8,), 0.2)}
+    regions = (Region("a", 0, 2, (9,), 10, 3.0), Region("b", 1, 2, (8,), 10, 2.0))
+    seen = alike(replace(TRACE, recipes=recipes, regions=regions))
+    assert [recipe.seconds for recipe in seen.recipes.values()] == [0.5, 0.2]
+    assert [region.seconds for region in seen.regions] == [3.0, 2.0]
