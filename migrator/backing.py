@@ -92,6 +92,7 @@ class Backing:
         self._lock = threading.RLock()
         self._counting = threading.Lock()
         self.has_disk = nvme is not None
+        self.direct_disk = False  # every parcel lies in DRAM first, also where the drives could do without
 
     # ------------------------------------------------------------------------------------- places
 

@@ -43,6 +43,7 @@ READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room 
 
 
 NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for
+EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it
 
 
 class State(enum.Enum):
@@ -124,6 +125,8 @@ class Engine:
         self.lock = threading.RLock()
         self.limit = 0
         self.position = -1  # in the plan's period, as far as the sites that came tell
+        self.ahead = EVERY  # groups that may be back before backward asks for the first of them
+        self._early: dict[Group, None] = {}  # those that are
         self.resident = 0
         self._peak = 0
         self.alive = 0  # saved tensors that move and are still part of a graph
@@ -237,6 +240,7 @@ class Engine:
             self._peak = max(self._peak, self.resident)
             needed = (group for group in self._waiting if group.next_use != NEVER)
             self._order = deque(sorted(needed, key=lambda group: group.next_use))
+            self._early.clear()
             self.prefetch()
 
     def prefetch(self) -> None:
@@ -251,13 +255,16 @@ class Engine:
                     break
                 if not self.backing.at_hand(group.parcel):
                     break
+                if len(self._early) >= self.ahead:
+                    break
                 try:
                     self._bring(group)
                 except torch.OutOfMemoryError:
                     break  # nobody needs it yet; by then there may be room
+                self._early[group] = None
             self._order.popleft()
         if self.backing.has_disk:
-            for group in islice(self._order, READ_AHEAD):
+            for group in islice(self._order, min(READ_AHEAD, self.ahead)):
                 if group.parcel is not None and group.state is State.AWAY and not self.backing.read_ahead(group.parcel):
                     break
 
@@ -280,6 +287,7 @@ class Engine:
                 self._again = group
             self._bring(group)
         assert group.buffer is not None and group.parcel is not None and group.parcel.lent is not None
+        self._early.pop(group, None)
         stream = self.compute.stream()
         if stream not in group.ready_on:
             self.compute.wait(group.parcel.lent, "h2d", stream)
@@ -335,6 +343,7 @@ class Engine:
         self._count(group, 0)
         self._waiting.pop(group, None)
         self._leaving.pop(group, None)
+        self._early.pop(group, None)
         if self._again is group:
             self._again = None
         if group.state is State.HOME:

@@ -5,7 +5,8 @@ the budget at once, and what was predicted in excess comes on by halves. Where i
 the peak by one byte at most, so the room may always grow by what the peak lies below the target. It grows by half of
 that at a time: memory that is reserved in fragments is not in the peak, and shows only when the allocator has to flush
 its cache; then the room has found its ceiling. A lane that compute waited for longer than was predicted is slower than
-was taken for granted. Lanes only ever become slower, and the budget never exceeds a ceiling that was found: it settles.
+was taken for granted. Measured against that, lanes only ever become slower, and the budget never exceeds a ceiling that
+was found: it settles.
 """
 
 from __future__ import annotations
@@ -30,17 +31,23 @@ class Feedback:
     ----------
     target : int
         The peak to aim for, in bytes.
-    links : Links
-        What the lanes are taken to give.
+    given : Links
+        What the lanes are taken to give before any correction; may be set anew at any time.
     """
 
-    def __init__(self, target: int, links: Links) -> None:
-        self.links = links
+    def __init__(self, target: int, given: Links) -> None:
+        self.given = given
         self.correction = 0  # of the budget, in bytes
         self._target = target
         self._ceiling: int | None = None  # the largest correction that no period so far has found too large
+        self._parts: dict[str, float] = {}  # of what is given, by lane: what was found to be left of it
         self._ratings = 0
         self._growths = 0
+
+    @property
+    def links(self) -> Links:
+        """What the lanes are taken to give, corrected."""
+        return replace(self.given, **{lane: getattr(self.given, lane) * part for lane, part in self._parts.items()})
 
     def peak(self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool) -> bool:
         """Take in a period's peak; whether the correction changed.
@@ -77,9 +84,9 @@ class Feedback:
             late = seconds - predicted.stalls.get(lane, 0.0)
             busy = predicted.busy.get(lane, 0.0)
             if busy and late > LATE * predicted.ideal:
-                slower[lane] = getattr(self.links, lane) * busy / (busy + late)
+                slower[lane] = self._parts.get(lane, 1.0) * busy / (busy + late)
         if not slower or self._ratings >= RATINGS:
             return False
         self._ratings += 1
-        self.links = replace(self.links, **slower)
+        self._parts |= slower
         return True

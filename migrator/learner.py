@@ -81,7 +81,6 @@ class Learner:
     ) -> None:
         self._policy = policy
         self._target = target
-        self._links = links
         self._submit = submit
         self._must_fit = must_fit
         self._refusal_said = False
@@ -205,6 +204,19 @@ class Learner:
     def _before_correction(self, trace: Trace) -> int:
         return self._target if trace.others else self._room or 0
 
+    def relink(self, links: Links) -> bool:
+        """From now on plan with `links`, corrected as before; whether `plans` changed.
+
+        Raises
+        ------
+        NoPlanFits
+            If the target is too small for any plan.
+        """
+        if links == self._feedback.given:
+            return False
+        self._feedback.given = links
+        return bool(self._made or self._pending) and self._plan()  # else what is recorded now is planned with them
+
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
         if self._pending is not None and self._pending.exception() is None:
@@ -216,7 +228,7 @@ class Learner:
         self._made = self._planned = ()
         self._pending = None
         self._room = None
-        self._feedback = Feedback(self._target, self._links)
+        self._feedback = Feedback(self._target, self._feedback.given)
         self._to_record = self._recordings
 
     def _plan(self) -> bool:

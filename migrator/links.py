@@ -29,6 +29,30 @@ class Links:
     disk_read: float = 0.0
     latency: float = 20e-6
 
+    def reduced(self, left: Mapping[str, float], *, direct_disk: bool) -> Links:
+        """What is left of the links while the memory bus is busy.
+
+        Parameters
+        ----------
+        left : mapping of str to float
+            The part that is left of each lane, and of ``bus``; 1 where there is no entry.
+        direct_disk : bool
+            Whether the drives reach HBM without host memory between. Otherwise what goes to them crosses the
+            same bus, so it is no way out.
+        """
+        if not left:
+            return self
+        d2h, h2d = (left.get(lane, left.get("bus", 1.0)) for lane in ("d2h", "h2d"))
+        disk = 1.0 if direct_disk else min(left.get("bus", 1.0), d2h, h2d)
+        return replace(
+            self,
+            d2h=self.d2h * d2h,
+            h2d=self.h2d * h2d,
+            both=self.both * (d2h + h2d) / 2,
+            disk_write=self.disk_write * disk,
+            disk_read=self.disk_read * disk,
+        )
+
 
 PCIE_GEN5 = Links(d2h=55.0e9, h2d=55.1e9, both=92.8e9)
 """Measured on an H100 on PCIe Gen5 x16: what is taken for granted where nobody has measured."""

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from allocator.errors import TierFull
 from migrator.actions import Action, Go, Make, Pace, Stay
-from migrator.engine import NEVER, Engine, Group, State
+from migrator.engine import EVERY, NEVER, Engine, Group, State
 from migrator.lanes import Stream
 from migrator.learner import Learner
+from migrator.links import Links
 from migrator.packed import Moved
 from migrator.plan import PageGroup, Plan, checkpoint_key, group_bytes, learning_room
 from migrator.recorder import Recorder
@@ -237,6 +238,15 @@ class Mover:
             if self.recorder is not None:
                 self._allocated_before = self.engine.compute.allocated()
             if changed:
+                self._adopt(self.learner.plans)
+        return changed
+
+    def heed(self, ahead: int | None, links: Links) -> bool:
+        """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
+        self.engine.ahead = EVERY if ahead is None else ahead
+        changed = self.learner.relink(links)
+        if changed:
+            with self.engine.lock:
                 self._adopt(self.learner.plans)
         return changed
 

@@ -12,9 +12,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,11 +27,12 @@ from allocator.sizes import format_size
 from migrator import entry, weights
 from migrator.background import in_background
 from migrator.backing import Backing
+from migrator.backoff import Response
 from migrator.counters import Counters
 from migrator.engine import Engine
 from migrator.feedback import SETTLED
 from migrator.hooks import Saver
-from migrator.lanes import Compute, Lane
+from migrator.lanes import Compute, Event, Lane
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.lanes.native import NativeCompute, NativeLane
@@ -42,6 +43,7 @@ from migrator.plan import NoPlanFits, Plan
 from migrator.policies import POLICIES
 from migrator.steps import StepTimes
 from migrator.trace import Trace
+from migrator.transfers import Transfer
 
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
 RECORDINGS = 3  # of the first periods on a GPU: in each the host is late somewhere
@@ -50,6 +52,21 @@ FIRST_STEPS = 3  # steps after which an optimizer has made its state
 
 class BudgetTooSmall(TiersError):
     """The HBM budget does not even hold the model's weights."""
+
+
+class Advisor(Protocol):
+    """Who tells the runtime how much of the links it may use."""
+
+    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+        """Take in the copies that are over; what to do from now on.
+
+        Called on the training thread at every end of a period, so it must return at once, and must not raise.
+
+        Parameters
+        ----------
+        moved
+            Bytes that the runtime has moved so far, by lane.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +89,8 @@ class Options:
         The allocator to tell where periods end, once it is under PyTorch.
     links : Links
         What plans take the lanes to give.
+    advisor : Advisor, optional
+        Asked at the end of every period; without one the links are used in full.
     """
 
     policy: str
@@ -81,6 +100,7 @@ class Options:
     refuse: Callable[[TiersError], None] | None = None
     pages: Callable[[], PageAllocator | None] = lambda: None
     links: Links = PCIE_GEN5
+    advisor: Advisor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +129,7 @@ class Runtime:
         self._periods = 0
         self._steps = StepTimes()
         self._unmanaged = 0
+        self._asked: dict[torch.device, Event] = {}  # when the lanes were last asked what they copied
         self._backing: Backing | None = None
         self._devices: dict[torch.device, _Device] = {}
         self._lock = threading.Lock()  # guards the making of backing and devices
@@ -275,11 +296,14 @@ class Runtime:
     def _period_over(self, saver: Saver) -> None:
         self._periods += 1
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
+        advice = self._advice(self.options.advisor, saver) if self.options.advisor is not None else None
         changed = False
         for mover in saver.armed_movers:
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
             try:
                 changed |= mover.end_period(whole=whole)
+                if advice is not None:
+                    changed |= mover.heed(*advice)
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
@@ -289,6 +313,23 @@ class Runtime:
                 (action for mover in movers for action in mover.actions()),
                 [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
             )
+
+    def _advice(self, advisor: Advisor, saver: Saver) -> tuple[int | None, Links]:
+        """Report the copies of this thread's devices; how many groups may be back early, and the links to plan with."""
+        transfers: list[Transfer] = []
+        for mover in saver.armed_movers:
+            compute = mover.engine.compute
+            if compute.capturing():  # events must not be asked for then
+                continue
+            shared, asked = self._devices[compute.device], self._asked.get(compute.device)
+            if asked is not None:
+                if not asked.query():  # the program runs more than a period ahead of the device
+                    continue
+                transfers += shared.out.over(asked) + shared.back.over(asked)
+            self._asked[compute.device] = compute.mark(compute.stream())
+        response = advisor.period_over(transfers, dict(self._counters.moved))
+        direct = self._backing is not None and self._backing.direct_disk
+        return response.ahead, self.options.links.reduced(response.left, direct_disk=direct)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""

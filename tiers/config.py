@@ -55,9 +55,11 @@ class NvmeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MonitorConfig:
-    """``[monitor]``."""
+    """``[monitor]``: `probe` times a small copy now and then; `calibration` is a report of ``tiers probe``."""
 
     enabled: bool = True
+    probe: bool = False
+    calibration: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,8 @@ KEYS = (
     Key("nvme.gds", _one_of(GDS_MODES)),
     Key("nvme.checksum", FLAG),
     Key("monitor.enabled", FLAG),
+    Key("monitor.probe", FLAG),
+    Key("monitor.calibration", PATH),
     Key("links.d2h", RATE),
     Key("links.h2d", RATE),
     Key("links.disk_write", RATE),

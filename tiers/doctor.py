@@ -10,6 +10,7 @@ from typing import Literal
 
 from allocator.sizes import format_size
 from tiers.config import Config, NvmeConfig
+from tiers.monitor.sensors import Choice
 from tiers.topology import Filesystem, Topology, default_dram_capacity, filesystem_of, gds_obstacle
 
 Status = Literal["ok", "degraded", "missing"]
@@ -47,7 +48,9 @@ class TorchFacts:
     loads_tiers: bool
 
 
-def examine(topology: Topology, config: Config, torch: TorchFacts | None) -> Iterator[Finding]:
+def examine(
+    topology: Topology, config: Config, torch: TorchFacts | None, sensors: Choice | None = None
+) -> Iterator[Finding]:
     """Look at everything a run depends on.
 
     Parameters
@@ -58,6 +61,8 @@ def examine(topology: Topology, config: Config, torch: TorchFacts | None) -> Ite
         What is asked of it.
     torch
         PyTorch, or None if it cannot be imported.
+    sensors
+        Those that the monitor would use; None if it is switched off.
     """
     yield from _torch(topology, torch)
     yield from _gpus(topology)
@@ -67,6 +72,7 @@ def examine(topology: Topology, config: Config, torch: TorchFacts | None) -> Ite
     yield _memory(topology)
     yield _cgroup(topology, config)
     yield from _nvme(config.nvme, filesystem_of, lambda path: shutil.disk_usage(path).free)
+    yield from _monitor(sensors)
 
 
 def _torch(topology: Topology, torch: TorchFacts | None) -> Iterator[Finding]:
@@ -180,3 +186,14 @@ def _nvme(
             yield Finding(subject, "degraded", found, "a spinning drive is slow; name an NVMe drive")
         else:
             yield Finding(subject, "ok", found)
+
+
+def _monitor(sensors: Choice | None) -> Iterator[Finding]:
+    if sensors is None:
+        yield Finding("monitor", "ok", "switched off by monitor.enabled")
+        return
+    names = ", ".join(["own copies", *(sensor.name for sensor in sensors.sensors)])
+    yield Finding("monitor", "ok", f"watches {names}")
+    for name, reason in sensors.refused.items():
+        # Nothing runs slower for it: our own copies tell what there is to know.
+        yield Finding(f"sensor {name}", "ok", f"not in use: {reason}")

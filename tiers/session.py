@@ -30,6 +30,8 @@ from migrator.counters import Counters
 from migrator.links import links_from
 from migrator.runtime import Options, Runtime
 from tiers.config import Config, ConfigError, load
+from tiers.monitor.build import build as build_monitor
+from tiers.places import LEDGERS, of_user
 from tiers.topology import default_dram_capacity, memory_left, numa_node, read_memory
 
 log = logging.getLogger("tiers")
@@ -39,7 +41,6 @@ _pages: PageAllocator | None = None  # once it is under PyTorch it stays there, 
 MARGIN = 512 * MiB  # of HBM that is left to others when no budget is set
 IDLE_SECONDS = 120.0  # after which dram that nobody uses goes back to the system
 STATS = "stats.json"
-LEDGERS = (Path("/dev/shm"), Path("/tmp"))  # the first that serves; not TMPDIR, which may differ between ranks
 
 
 class Session:
@@ -72,6 +73,7 @@ class Session:
         self._nvme_capacity = (config.nvme.capacity or 0) // self._ranks if config.nvme.paths else 0
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
+        self._monitor = build_monitor(config, self._ledger.directory if self._ledger else None)
         self.runtime = Runtime(
             Options(
                 policy=config.policy,
@@ -81,6 +83,7 @@ class Session:
                 refuse=refuse,
                 pages=lambda: _pages,
                 links=links_from(asdict(config.links), disk=self._nvme_capacity > 0),
+                advisor=self._monitor,
             )
         )
 
@@ -157,6 +160,8 @@ class Session:
         if self.runtime.closed or os.getpid() != self._pid:  # a forked child has none of the threads
             return
         self.runtime.close()
+        if self._monitor is not None:
+            self._monitor.close()
         stats = self.stats()
         if self._nvme is not None:
             self._nvme.close()
@@ -196,6 +201,7 @@ class Session:
                 "nvme": self._nvme.peak if self._nvme else 0,
             },
             **numbers,
+            "monitor": self._monitor.watch.summary() if self._monitor is not None else None,
         }
 
 
@@ -248,7 +254,7 @@ def _open_ledger(config: Config) -> Ledger | None:
             ) from error
     for place in LEDGERS:
         with contextlib.suppress(OSError):  # said where it matters, when something is about to be shared
-            return Ledger(place / f"tiers-{os.geteuid()}")
+            return Ledger(of_user(place))
     return None
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from allocator.sizes import MiB
+from migrator.transfers import Transfer
 
 if TYPE_CHECKING:
     from migrator.lanes.meter import Measures
@@ -25,6 +26,8 @@ SLOT = 512
 their code path by alignment, so a tensor that comes back must be aligned as it was, or results differ."""
 
 GATHER_BELOW = 1 * MiB  # a plain copy of this size reaches 90% of the link; below, gathering wins
+
+TIMED = 32  # copies between two calls of `Lane.over`: enough to tell, and few enough to cost nothing
 
 
 class Piece(NamedTuple):
@@ -52,6 +55,12 @@ def flat(storage: torch.UntypedStorage, first: int, nbytes: int, dtype: torch.dt
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first // size, (nbytes // size,), (1,))
 
 
+def at_full_speed(pieces: Sequence[Piece]) -> bool:
+    """Whether the time that copying `pieces` takes is that of the link, and not of what there is around it."""
+    small = sum(piece.nbytes for piece in pieces if piece.nbytes < GATHER_BELOW)
+    return 8 * small <= sum(piece.nbytes for piece in pieces)
+
+
 class Event(Protocol):
     """A point in the order of a lane or of the compute stream."""
 
@@ -67,6 +76,13 @@ class Lane(Protocol):
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> Event:
         """Copy every piece once all events of `after` have been passed; the event says when it is done."""
+
+    def over(self, since: Event) -> list[Transfer]:
+        """Copies that ended since this was last called, as far as they were timed; times count from `since`.
+
+        That must have been passed. At most `TIMED` between two calls are timed, of those that run at the lane's
+        speed: no small ones, and none that is gathered.
+        """
 
     def close(self) -> None:
         """Wait for what was submitted and end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
@@ -11,8 +12,9 @@ import torch
 from allocator.sizes import PAGE, MiB, round_up
 from migrator import peaks
 from migrator.counters import Counters
-from migrator.lanes import GATHER_BELOW, SLOT, Event, Piece, Stream, flat
+from migrator.lanes import GATHER_BELOW, SLOT, TIMED, Event, Piece, Stream, at_full_speed, flat
 from migrator.lanes.meter import CudaMeter
+from migrator.transfers import Transfer
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
 
@@ -131,21 +133,36 @@ class CudaLane:
         self._name = name
         self._counters = counters
         self._staging: torch.Tensor | None = None
+        self._timed: deque[tuple[int, TimedEvent, TimedEvent]] = deque()
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> TimedEvent:
         small: list[Piece] = []
         large: list[Piece] = []
         for piece in pieces:
             (small if piece.nbytes < self.gather_below and piece.source.is_cuda else large).append(piece)
-        done = self._carry_out(large, small, after)
-        self._counters.moved[self._name] += sum(piece.nbytes for piece in pieces)
+        nbytes = sum(piece.nbytes for piece in pieces)
+        if len(self._timed) < TIMED and at_full_speed(pieces):
+            begin = self._reach(after)
+            done = self._carry_out(large, small, ())
+            self._timed.append((nbytes, begin, done))
+        else:
+            done = self._carry_out(large, small, after)
+        self._counters.moved[self._name] += nbytes
         return done
+
+    def _reach(self, after: Sequence[Event]) -> TimedEvent:
+        """Wait for `after`; the event says when that is over, and the lane free for what follows."""
+        self._wait(after)
+        return _mark(self._stream)
+
+    def _wait(self, after: Sequence[Event]) -> None:
+        for event in after:
+            assert isinstance(event, torch.cuda.Event)
+            self._stream.wait_event(event)
 
     def _carry_out(self, large: Sequence[Piece], small: Sequence[Piece], after: Sequence[Event]) -> TimedEvent:
         with self._on_stream():
-            for event in after:
-                assert isinstance(event, torch.cuda.Event)
-                self._stream.wait_event(event)
+            self._wait(after)
             for piece in large:
                 _copy(piece)
             self._gather_all(small)
@@ -166,6 +183,15 @@ class CudaLane:
     def _gather_all(self, small: Sequence[Piece]) -> None:
         for run in _adjacent(small):
             self._gather(run)
+
+    def over(self, since: Event) -> list[Transfer]:
+        start = cast("TimedEvent", since)
+        found: list[Transfer] = []
+        while self._timed and self._timed[0][2].query():
+            nbytes, begin, done = self._timed.popleft()
+            times = (start.elapsed_time(event) / 1e3 for event in (begin, done))
+            found.append(Transfer(self._name, nbytes, *times))
+        return found
 
     def _gather(self, run: list[Piece]) -> None:
         if len(run) == 1:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from migrator.counters import Counters
-from migrator.lanes import Event, Piece, Stream, flat
+from migrator.lanes import TIMED, Event, Piece, Stream, at_full_speed, flat
 from migrator.lanes.meter import HostMeter
+from migrator.transfers import Transfer
 
 
 class HostEvent:
@@ -110,6 +112,7 @@ class HostLane:
         self._name = name
         self._counters = counters
         self._speed = bytes_per_second
+        self._over: deque[Transfer] = deque(maxlen=TIMED)
         self._closing = threading.Lock()
         self._closed = False
         self._jobs: queue.SimpleQueue[tuple[Sequence[Piece], Sequence[Event], HostEvent] | None] = queue.SimpleQueue()
@@ -142,14 +145,21 @@ class HostLane:
         try:
             for event in after:
                 event.synchronize()
+            begin = time.perf_counter()
             for target, at, source, start, nbytes in pieces:
                 # numpy's copy, not torch's: torch would start a second pool of threads for this one.
                 flat(target, at, nbytes).numpy()[:] = flat(source, start, nbytes).numpy()
             if self._speed:
                 time.sleep(sum(piece.nbytes for piece in pieces) / self._speed)
+            if at_full_speed(pieces):
+                end, total = time.perf_counter(), sum(piece.nbytes for piece in pieces)
+                self._over.append(Transfer(self._name, total, begin, end))
         except BaseException as error:  # handed to whoever waits for the copy
             return error
         return None
+
+    def over(self, since: Event) -> list[Transfer]:
+        return [self._over.popleft() for _ in range(len(self._over))]
 
     def close(self) -> None:
         with self._closing:

@@ -40,15 +40,22 @@ class NativeLane(CudaLane):
         self._library = library
         self._handle: int = self._stream.cuda_stream
 
+    def _reach(self, after: Sequence[Event]) -> lane.Event:
+        return self._library.copy(self._device.index, self._handle, (), _native(after))
+
     def _carry_out(self, large: Sequence[Piece], small: Sequence[Piece], after: Sequence[Event]) -> lane.Event:
         spans = [
             (target.data_ptr() + at, source.data_ptr() + start, nbytes) for target, at, source, start, nbytes in large
         ]
-        events = [event for event in after if isinstance(event, lane.Event)]
-        assert len(events) == len(after), "events of another kind of lane"
-        done = self._library.copy(self._device.index, self._handle, spans, events)
+        done = self._library.copy(self._device.index, self._handle, spans, _native(after))
         if not small:
             return done
         with self._on_stream():
             self._gather_all(small)
         return self._library.record(self._device.index, self._handle)
+
+
+def _native(events: Sequence[Event]) -> list[lane.Event]:
+    native = [event for event in events if isinstance(event, lane.Event)]
+    assert len(native) == len(events), "events of another kind of lane"
+    return native

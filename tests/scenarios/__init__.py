@@ -51,6 +51,7 @@ FAMILIES = (
     "hooks",
     "leaks",
     "mixed",
+    "monitor",
     "periods",
     "processes",
     "recompute",

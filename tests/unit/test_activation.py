@@ -122,6 +122,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "stalls": {"h2d": stall},
         "unmanaged_bytes": "int",
         "step_s": {"median": "float", "min": "float", "max": "float"},
+        "monitor": {"sensors": "list", "steps": "int", "backed_off": "int", "changes": "list"},
     }
 
 

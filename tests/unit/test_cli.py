@@ -14,6 +14,8 @@ from tiers.cli import doctor as doctor_verb
 from tiers.cli.main import VERBS, main
 from tiers.config import Config, HbmConfig, NvmeConfig
 from tiers.doctor import Finding, TorchFacts, examine
+from tiers.monitor.sensors import Choice
+from tiers.monitor.sensors.pressure import Pressure
 from tiers.topology import Gpu, Memory, Topology
 
 GiB = 1024**3
@@ -33,6 +35,7 @@ STATS = {
     "stalls": {"disk_read": {"count": 3, "seconds": 0.25}},
     "unmanaged_bytes": 512,
     "step_s": {"median": 0.5, "min": 0.4, "max": 0.75},
+    "monitor": {"sensors": ["copies"], "steps": 10, "backed_off": 3, "changes": ["memory bus saturated by others"]},
 }
 
 
@@ -55,7 +58,7 @@ def show(name: str) -> list[str]:
 
 
 def test_the_verbs_are_frozen():
-    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report", "plan"]
+    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report", "plan", "top"]
 
 
 @pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
@@ -148,7 +151,17 @@ def test_report_prints_what_a_run_did(tmp_path, capsys):
     (tmp_path / "stats.json").write_text(json.dumps(STATS))
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    for text in ("15.0 GiB", "75%", "40.0 GiB", "4.0 GiB", "disk_read", "250.0 ms", "500.0 ms", "512 B"):
+    for text in (
+        "15.0 GiB",
+        "75%",
+        "40.0 GiB",
+        "4.0 GiB",
+        "disk_read",
+        "250.0 ms",
+        "500.0 ms",
+        "512 B",
+        "backed off in 3",
+    ):
         assert text in out
 
 
@@ -200,7 +213,15 @@ def test_doctor_looks_at_everything_a_run_depends_on():
         "memory",
         "cgroup memory limit",
         "nvme",
+        "monitor",
     ]
+
+
+def test_doctor_names_the_sensors_and_why_others_are_not_in_use():
+    sensors = Choice((Pressure(),), {"resctrl": "not mounted"})
+    found = {finding.subject: finding for finding in examine(H100, Config(), TORCH, sensors)}
+    assert found["monitor"].found == "watches own copies, pressure"
+    assert found["sensor resctrl"] == Finding("sensor resctrl", "ok", "not in use: not mounted")
 
 
 def test_a_machine_without_a_gpu_is_degraded_but_nothing_is_missing():

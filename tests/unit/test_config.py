@@ -66,7 +66,9 @@ def test_argument_names_are_frozen():
         "links_disk_write",
         "links_h2d",
         "log",
+        "monitor_calibration",
         "monitor_enabled",
+        "monitor_probe",
         "nvme",
         "nvme_checksum",
         "nvme_gds",
@@ -118,6 +120,8 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         checksum = false
         [monitor]
         enabled = false
+        probe = true
+        calibration = "{tmp_path}/probe.json"
         [links]
         d2h = 55.0e9
         h2d = 55_100_000_000

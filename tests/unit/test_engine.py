@@ -308,6 +308,30 @@ def test_prefetching_stays_within_the_limit(rig: Rig) -> None:
     assert rig.engine.resident == 3 * NBYTES
 
 
+def test_no_more_groups_come_back_early_than_may(rig: Rig) -> None:
+    groups = [rig.sent(next_use=k)[0] for k in range(6)]
+    rig.out.run()
+    rig.engine.limit = 10 * NBYTES
+    rig.engine.ahead = 2
+    rig.engine.begin_backward()
+    assert [held.group.state for held in groups[:3]] == [State.HOME, State.HOME, State.AWAY]
+    groups[0].use()
+    assert [held.group.state for held in groups[2:4]] == [State.HOME, State.AWAY]
+
+
+def test_a_group_that_died_before_its_use_makes_way_for_the_next(rig: Rig) -> None:
+    groups = [rig.sent(next_use=k)[0] for k in range(3)]
+    rig.out.run()
+    rig.engine.limit = 10 * NBYTES
+    rig.engine.ahead = 1
+    rig.engine.begin_backward()
+    groups[0].die()
+    rig.back.run()
+    rig.engine.collect()
+    rig.engine.prefetch()
+    assert [held.group.state for held in groups[1:]] == [State.HOME, State.AWAY]
+
+
 def test_prefetching_waits_for_bytes_that_stay(rig: Rig) -> None:
     rig.sent()
     rig.out.run()

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from allocator.sizes import KiB, MiB
 from migrator.counters import Counters
-from migrator.lanes import SLOT, Piece, whole
+from migrator.lanes import SLOT, TIMED, Piece, whole
 from migrator.lanes.cuda import STAGING, _adjacent
 from migrator.lanes.host import HostCompute, HostEvent, HostLane
 from tests.unit.by_hand import eventually
@@ -120,6 +120,38 @@ def test_a_copy_after_the_end_is_carried_out_all_the_same(counters: Counters) ->
     done = lane.copy([whole(target, flat(1, 9))], ())
     assert done.query()
     assert target.item() == 9
+
+
+def test_a_lane_tells_once_how_long_its_copies_took(counters: Counters) -> None:
+    lane = HostLane("h2d", counters, bytes_per_second=100 * MiB)
+    now = HostEvent()
+    assert lane.over(now) == []
+    for _ in range(2):
+        lane.copy([whole(flat(2 * MiB), flat(2 * MiB))], ()).synchronize()
+    first, second = lane.over(now)
+    assert (first.lane, first.nbytes) == ("h2d", 2 * MiB)
+    assert first.end - first.begin >= 0.02
+    assert second.begin >= first.end
+    assert lane.over(now) == []
+    lane.close()
+
+
+def test_the_time_of_a_copy_is_without_what_it_had_to_wait_for(lane: HostLane) -> None:
+    before = HostEvent()
+    done = lane.copy([whole(flat(2 * MiB), flat(2 * MiB))], (before,))
+    time.sleep(0.2)
+    before.set()
+    done.synchronize()
+    (copy,) = lane.over(before)
+    assert copy.end - copy.begin < 0.2
+
+
+def test_small_copies_are_not_timed_and_no_more_than_are_needed(lane: HostLane) -> None:
+    lane.copy([whole(flat(KiB), flat(KiB))], ()).synchronize()
+    assert lane.over(HostEvent()) == []
+    for _ in range(2 * TIMED):
+        lane.copy([whole(flat(MiB), flat(MiB))], ()).synchronize()
+    assert len(lane.over(HostEvent())) == TIMED
 
 
 # --------------------------------------------------------------------------------------- a program's waits

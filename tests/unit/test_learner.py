@@ -387,3 +387,70 @@ def test_several_periods_are_recorded_before_the_first_plan_where_that_is_asked_
     assert learner.period_over(chain([MiB] * 4), 0, whole=True, pressed=False, drifted=False)
     assert learner.plans
     assert not learner.records_next
+
+
+# ------------------------------------------------------------------------------------------- other links
+
+
+def test_other_links_are_planned_with_at_once() -> None:
+    seen: list[Links] = []
+
+    def policy(trace: Trace, budget: int, links: Links) -> Plan:
+        seen.append(links)
+        return FLASHNEURON(trace, budget, links)
+
+    learner, slow = Learner(policy, TARGET), replace(PCIE_GEN5, h2d=20e9)
+    assert not learner.relink(slow)  # there is nothing to plan yet
+    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.relink(slow)  # nothing new
+    assert learner.relink(PCIE_GEN5)
+    assert seen == [slow, PCIE_GEN5]
+
+
+def test_other_links_do_not_have_plans_made_before_all_is_recorded() -> None:
+    learner, slow = Learner(FLASHNEURON, TARGET, recordings=2), replace(PCIE_GEN5, h2d=20e9)
+    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.relink(slow)
+    assert learner.plans == ()
+    assert learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+
+
+def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() -> None:
+    learner, later = large()
+    later.work()
+    assert quiet(learner, 0)
+    before = learner.plans
+    assert not learner.relink(replace(PCIE_GEN5, d2h=5e9, h2d=5e9))
+    assert learner.plans == before
+    later.work()
+    assert quiet(learner, 0)
+    assert learner.plans != before
+
+
+def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked_for() -> None:
+    learner, later = large()
+    assert not learner.relink(replace(PCIE_GEN5, d2h=5e9, h2d=5e9))
+    later.work()
+    assert quiet(learner, 0)
+    (of_old, of_new) = [future.result() for _, future in later.jobs]
+    assert learner.plans == tuple(made.plan for made in of_new)
+    assert of_new != of_old
+
+
+def test_a_lane_that_was_found_slower_is_slower_with_other_links_too() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
+    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
+    feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
+    feedback.given = replace(PCIE_GEN5, d2h=30e9, h2d=20e9)
+    assert feedback.links == replace(PCIE_GEN5, d2h=30e9, h2d=10e9)
+    feedback.given = PCIE_GEN5
+    assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
+
+
+def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
+    learner = learned(700 * MiB)
+    assert quiet(learner, 1100 * MiB)
+    before = room(learner)
+    assert learner.relink(replace(PCIE_GEN5, h2d=20e9))
+    assert room(learner) == before

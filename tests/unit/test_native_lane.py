@@ -73,6 +73,11 @@ assert target.raw == b"efghabcd" and done.query() and before.elapsed_time(done) 
     ]
 
 
+def test_a_copy_of_nothing_tells_when_the_waits_are_over(built: Path) -> None:
+    program = "before = library.record(0, 7); library.copy(0, 9, [], [before])"
+    assert asked(built, program)[3:] == ["9 waits for 1", "create 2", "record 2 on 9"]
+
+
 def test_events_come_from_a_pool_of_their_device(built: Path) -> None:
     program = """
 for device in (0, 0, 1, 0):

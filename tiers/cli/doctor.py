@@ -13,6 +13,7 @@ from rich.text import Text
 from tiers.cli.verb import print_json, print_tables
 from tiers.config import Config, ConfigError, load
 from tiers.doctor import Finding, TorchFacts, examine
+from tiers.monitor.build import available_sensors
 from tiers.topology import discover
 
 _STYLE = {"ok": "green", "degraded": "yellow", "missing": "red"}
@@ -32,7 +33,8 @@ class DoctorVerb:
     def run(self, args: argparse.Namespace) -> int:
         """Look and print."""
         config, first = _config()
-        findings = [first, *examine(discover(), config, _torch_facts())]
+        sensors = available_sensors(probe=config.monitor.probe) if config.monitor.enabled else None
+        findings = [first, *examine(discover(), config, _torch_facts(), sensors)]
         if args.json:
             print_json({"findings": [asdict(finding) for finding in findings]})
         else:

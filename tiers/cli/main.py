@@ -14,9 +14,10 @@ from tiers.cli.plan import PlanVerb
 from tiers.cli.probe import ProbeVerb
 from tiers.cli.report import ReportVerb
 from tiers.cli.run import RunVerb
+from tiers.cli.top import TopVerb
 from tiers.cli.verb import BAD_INPUT, Verb
 
-VERBS: tuple[Verb, ...] = (ProbeVerb(), RunVerb(), ConfigVerb(), DoctorVerb(), ReportVerb(), PlanVerb())
+VERBS: tuple[Verb, ...] = (ProbeVerb(), RunVerb(), ConfigVerb(), DoctorVerb(), ReportVerb(), PlanVerb(), TopVerb())
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -68,6 +68,10 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     for cause, stall in stats["stalls"].items():
         stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]))
     yield stalls if stalls.rows else "no stalls"
+    if stats["monitor"] is not None:
+        monitor = stats["monitor"]
+        yield f"backed off in {monitor['backed_off']} of {monitor['steps']} periods that the monitor judged"
+        yield from monitor["changes"]
 
 
 def _read(path: Path) -> dict[str, Any]:

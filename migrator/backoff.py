@@ -1,0 +1,142 @@
+"""What to do when others need the memory bus: less, in grades, and more again when they are done. Pure.
+
+One number, the *share*, says how much of the runtime's usual demand is left: it is halved while others
+saturate the bus, and grows by a sixteenth a step once the bus is free (additive increase, multiplicative
+decrease: Chiu and Jain, 1989). What is done follows from the share alone, so the grades come in one
+order and go in the other:
+
+1. below 1, groups come back just in time, not as early as the room allows: fewer are under way at once;
+2. at `REPLAN` and below, plans are made for the bandwidth that is left. A planner then recomputes or keeps
+   what no longer hides behind the computation, or has it go to NVMe, where that does not cross the bus.
+
+Asking for more to see whether the bus is free would swing to and fro under a constant load. There is no need
+to: each copy that is still made tells how much its lane gives. So the share grows only on a verdict that says
+free; should that prove wrong all the same, the next recovery waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+State = Literal["free", "saturated", "recovering"]
+Cause = Literal["nobody", "us", "others"]
+
+FLOOR = 1 / 8  # of the share: the copies still made are what tells when the bus is free
+REPLAN = 1 / 4  # share at which plans are made anew: a load that is over in a few steps is not worth it
+RISE = 1 / 16  # a step
+COOLING = 3  # steps between two decreases, in which the first can show
+WARY = 20  # free steps that a recovery waits for after one that failed; after the next so many times as many
+WARIEST = 100
+PROVEN = 60  # steps at the full share after which a recovery has not failed
+GROUPS = 16  # that may be back early at a share just below 1
+LEAST_GROUPS = 2  # one that is used and one on the link behind it: with fewer the link would idle
+WORSE = 0.15  # of a lane: how much less there must be for plans to be made once more
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the monitor makes of its readings.
+
+    Attributes
+    ----------
+    state
+        ``recovering``: there is room again, but not for long enough to be called free.
+    cause
+        Who saturates the bus.
+    left
+        Of every lane that is known of, the part of its bandwidth that is left: 1 is all.
+    bus
+        The same of the host's memory bus.
+    """
+
+    state: State = "free"
+    cause: Cause = "nobody"
+    left: Mapping[str, float] = field(default_factory=dict)
+    bus: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What the runtime is to do.
+
+    Attributes
+    ----------
+    ahead
+        Groups that may be back in HBM before backward asks for them; None: as many as there is room for.
+    left
+        The part of each lane, and of ``bus``, to plan with; a lane without an entry is planned with in full.
+    """
+
+    ahead: int | None = None
+    left: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """A state of the back-off; `step` leads to the next.
+
+    Attributes
+    ----------
+    share
+        See the module's text.
+    left
+        What plans are made with.
+    cooling
+        Steps until the share may be halved again.
+    calm
+        Free steps in a row.
+    patience
+        Free steps that the next increase waits for; after a recovery that failed, more.
+    unproven
+        Steps that the present recovery must last until it has not failed; 0 when there is none.
+    """
+
+    share: float = 1.0
+    left: Mapping[str, float] = field(default_factory=dict)
+    cooling: int = 0
+    calm: int = 0
+    patience: int = 0
+    unproven: int = 0
+
+    def step(self, verdict: Verdict) -> Backoff:
+        """The state after a verdict."""
+        if verdict.state == "saturated" and verdict.cause == "others":
+            return self._less(verdict)
+        if verdict.state == "free":
+            return self._more()
+        return replace(self, calm=0, cooling=max(self.cooling - 1, 0))
+
+    def _less(self, verdict: Verdict) -> Backoff:
+        patience = min(WARY * max(self.patience, 1), WARIEST) if self.unproven else self.patience
+        if self.cooling:
+            share, cooling = self.share, self.cooling - 1
+        else:
+            share, cooling = max(self.share / 2, FLOOR), COOLING - 1
+        return Backoff(share, self._left(share, verdict), cooling, 0, patience)
+
+    def _left(self, share: float, verdict: Verdict) -> Mapping[str, float]:
+        if share > REPLAN:
+            return {}
+        now = {**verdict.left, "bus": verdict.bus}
+        worse = any(self.left.get(lane, 1.0) - part > WORSE for lane, part in now.items())
+        return now if worse else self.left
+
+    def _more(self) -> Backoff:
+        calm, unproven = self.calm + 1, self.unproven
+        if self.share == 1:
+            unproven = max(unproven - 1, 0)
+            return replace(self, cooling=0, calm=calm, patience=self.patience if unproven else 0, unproven=unproven)
+        if calm <= self.patience:
+            return replace(self, cooling=0, calm=calm)
+        share = min(self.share + RISE, 1.0)
+        left = self.left if share <= REPLAN else {}
+        return replace(self, share=share, left=left, cooling=0, calm=calm, unproven=PROVEN)
+
+    @property
+    def response(self) -> Response:
+        """What is to be done in this state."""
+        if self.share == 1:
+            return Response()
+        return Response(max(LEAST_GROUPS, int(GROUPS * self.share)), self.left)

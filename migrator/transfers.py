@@ -1,0 +1,25 @@
+"""What lanes tell of the copies they carried out. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One copy that is over.
+
+    Attributes
+    ----------
+    lane : str
+        ``d2h``, ``h2d``, ``disk_write`` or ``disk_read``.
+    nbytes : int
+        Size.
+    begin, end : float
+        Seconds, from when the lane was free to carry it out; comparable between lanes that were asked together.
+    """
+
+    lane: str
+    nbytes: int
+    begin: float
+    end: float

@@ -1,0 +1,270 @@
+"""Sequences of readings and what is made of them; a reading a step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from migrator.backoff import Backoff, Verdict
+from tests.unit.test_backoff import reversals
+from tiers.monitor.calibration import Calibration, curves_of, kind_of
+from tiers.monitor.sensors import Reading
+from tiers.monitor.verdict import BLIND, CALM, GAP, MIDDLING, STALE, Judge, verdicts
+
+RECORDED = Path(__file__).parent / "data" / "contention_readings.json"
+NOTHING: dict[str, float] = {}
+
+
+def readings(values: Iterable[dict[str, float]], start: float = 100.0) -> list[Reading]:
+    return [Reading(start + k, value) for k, value in enumerate(values)]
+
+
+def lanes(parts: Iterable[float]) -> list[Reading]:
+    """Both lanes give the same part."""
+    return readings({"d2h": part, "h2d": part, "d2h.alone": part, "h2d.alone": part} for part in parts)
+
+
+def states(parts: Iterable[float]) -> list[str]:
+    return [verdict.state for verdict in verdicts(lanes(parts))]
+
+
+def judged(given: Sequence[Reading], calibration: Calibration | None = None) -> Verdict:
+    return list(verdicts(given, calibration))[-1]
+
+
+def shares(given: Iterable[Reading]) -> list[float]:
+    """The back-off's share after every reading."""
+    backoff, found = Backoff(), []
+    for verdict in verdicts(given):
+        backoff = backoff.step(verdict)
+        found.append(backoff.share)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- sequences
+
+
+def test_a_quiet_bus_is_free() -> None:
+    assert judged(lanes([1.0] * 20)) == Verdict("free", "nobody", {"d2h": 1.0, "h2d": 1.0}, 1.0)
+
+
+@pytest.mark.parametrize("left", [0.71, 0.5, 0.1, 0.0])
+def test_a_step_is_seen_after_three_readings(left: float) -> None:
+    """0.71 is what 14 copying processes left of H2D on an H100."""
+    found = states([1.0] * 10 + [left] * 10)
+    assert found[:11] == ["free"] * 11
+    assert found[12:] == ["saturated"] * 8
+
+
+def test_the_end_of_a_step_is_recovering_first_and_then_free() -> None:
+    found = states([0.7] * 20 + [1.0] * 20)[20:]
+    order = [state for state, before in zip(found, ["", *found], strict=False) if state != before]
+    assert order == ["saturated", "recovering", "free"]
+    assert found.count("recovering") == CALM - 1
+    assert found.index("free") < 15
+
+
+def test_a_ramp_is_seen_once_on_its_way_down_and_once_on_its_way_up() -> None:
+    down = [1 - k / 100 for k in range(51)]
+    found = states(down + down[::-1] + [1.0] * 20)
+    changes = sum(now != before for before, now in itertools.pairwise(found))
+    assert changes == 3
+    assert found[51] == "saturated"
+
+
+def test_a_single_reading_that_is_off_changes_nothing() -> None:
+    assert set(states(([1.0] * 5 + [0.1]) * 20)) == {"free"}
+
+
+def test_bursts_do_not_make_the_share_swing() -> None:
+    """10 steps of load, 10 without, over and over: it stays low, for the bus is never free for long."""
+    found = shares(lanes(([0.6] * 10 + [1.0] * 10) * 20))
+    assert max(found[30:]) <= 0.25
+    assert reversals(found) <= 2
+
+
+@pytest.mark.parametrize("left", [1.0, 0.89, 0.7, 0.4])
+def test_under_noise_a_constant_load_is_one_verdict(left: float, seed: int) -> None:
+    random = Random(seed)
+    found = shares(lanes(left + random.gauss(0, 0.02) for _ in range(2000)))
+    assert all(reversals(found[k : k + 100]) <= 1 for k in range(len(found) - 100))
+    assert found[-1] == (1.0 if left > 0.85 else 0.125)
+
+
+def test_between_the_thresholds_the_verdict_stays() -> None:
+    assert set(states([0.89] * 100)) == {"free"}
+    assert set(states([0.7] * 10 + [0.89] * MIDDLING)[5:]) == {"saturated"}
+
+
+def test_what_stays_between_the_thresholds_is_what_the_lane_gives_now() -> None:
+    """Another plan has other copies; that must not hold the runtime back for good."""
+    assert states([0.7] * 10 + [0.89] * (MIDDLING + CALM + 5))[-1] == "free"
+
+
+def test_a_lane_is_judged_for_itself() -> None:
+    verdict = judged(readings([{"d2h": 1.0, "h2d": 0.6}] * 20))
+    assert (verdict.state, verdict.cause) == ("saturated", "others")
+    assert verdict.left["d2h"] == pytest.approx(1.0)
+    assert verdict.left["h2d"] == pytest.approx(0.6, abs=0.01)
+    assert verdict.bus == verdict.left["h2d"]
+
+
+# ---------------------------------------------------------------------------------------------------- whose
+
+
+def test_two_lanes_of_ours_that_share_the_bus_are_us() -> None:
+    both = {"d2h": 1.0, "h2d": 1.0, "d2h.alone": 0.84, "h2d.alone": 0.8}
+    assert judged(readings([both] * 20)).cause == "us"
+
+
+def test_lanes_slower_than_sharing_explains_are_others() -> None:
+    both = {"d2h": 0.7, "h2d": 0.7, "d2h.alone": 0.6, "h2d.alone": 0.6}
+    assert judged(readings([both] * 20)).cause == "others"
+
+
+def test_where_the_traffic_is_known_and_mostly_ours_it_is_us() -> None:
+    slow = {"d2h": 0.7, "h2d": 0.7, "ours": 80e9}
+    assert judged(readings([slow | {"traffic": 90e9}] * 20)).cause == "us"
+    assert judged(readings([slow | {"traffic": 180e9}] * 20)).cause == "others"
+
+
+# --------------------------------------------------------------------------------- what is missing or wrong
+
+
+def test_a_missing_reading_changes_nothing() -> None:
+    values = [{"d2h": 0.7, "h2d": 0.7}] * 10 + [NOTHING] * STALE
+    assert judged(readings(values)).state == "saturated"
+
+
+def test_a_lane_that_is_not_used_any_more_says_nothing_any_more() -> None:
+    values = [{"d2h": 1.0, "h2d": 0.5}] * 10 + [{"d2h": 1.0}] * (STALE + CALM + 1)
+    verdict = judged(readings(values))
+    assert verdict.left == {"d2h": 1.0}
+    assert verdict.state == "free"
+
+
+def test_a_lane_that_is_used_again_is_judged_afresh() -> None:
+    values = [{"d2h": 0.5, "h2d": 0.5}] * 10 + [{"d2h": 1.0}] * (STALE + CALM + 1) + [{"d2h": 1.0, "h2d": 1.0}]
+    assert judged(readings(values)) == Verdict(
+        "free", "nobody", {"d2h": pytest.approx(1.0), "h2d": 1.0}, pytest.approx(1.0)
+    )
+
+
+def test_without_copies_the_load_is_over_when_the_cores_are_idle() -> None:
+    loaded = {"d2h": 0.6, "h2d": 0.6, "tree": 8.0, "others": 1.0}
+    blind = [{"tree": 8.0, "others": 1.0}] * 30
+    assert judged(readings([loaded] * 10 + blind)).state == "saturated"
+    assert judged(readings([loaded] * 10 + blind + [{"tree": 0.5, "others": 1.0}] * CALM)).state == "free"
+
+
+def test_without_copies_the_load_is_over_when_the_timed_copy_is_fast() -> None:
+    loaded = {"d2h": 0.6, "h2d": 0.6, "copy": 0.5}
+    assert judged(readings([loaded] * 10 + [{"copy": 0.5}] * 30)).state == "saturated"
+    assert judged(readings([loaded] * 10 + [{"copy": 1.0}] * (CALM + 5))).state == "free"
+
+
+def test_without_copies_a_known_traffic_tells_what_the_lanes_would_give() -> None:
+    curve = [(0.0, 1.0), (70e9, 0.97), (130e9, 0.7)]
+    calibration = Calibration(curves={"d2h": curve, "h2d": curve})
+    loaded = {"d2h": 0.6, "h2d": 0.6, "traffic": 150e9, "ours": 10e9}
+    quiet = [{"traffic": 20e9, "ours": 0.0}] * CALM
+    busy = [{"traffic": 100e9, "ours": 0.0}] * 30
+    assert judged(readings([loaded] * 10 + busy), calibration).bus == pytest.approx(0.835)
+    assert judged(readings([loaded] * 10 + busy), calibration).state == "saturated"
+    assert judged(readings([loaded] * 10 + busy + quiet), calibration).state == "free"
+
+
+def test_without_anything_that_tells_a_load_is_taken_to_end_in_time() -> None:
+    values = [{"d2h": 0.6, "h2d": 0.6}] * 10 + [NOTHING] * (BLIND + CALM)
+    found = [verdict.state for verdict in verdicts(readings(values))]
+    assert found[10 + BLIND - 2] == "saturated"
+    assert found[-1] == "free"
+
+
+@pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -1.0])
+def test_nonsense_counts_as_missing(nonsense: float) -> None:
+    values = [{"d2h": 1.0, "h2d": 1.0}] * 5 + [{"d2h": nonsense, "h2d": 1.0}] * 10
+    assert judged(readings(values)).left == {"d2h": 1.0, "h2d": 1.0}
+
+
+def test_a_clock_that_goes_back_counts_for_nothing() -> None:
+    judge = Judge()
+    for reading in lanes([1.0] * 10):
+        judge.judge(reading)
+    for reading in lanes([0.1] * 10):  # the same times once more
+        assert judge.judge(reading).state == "free"
+
+
+def test_after_a_long_gap_the_lanes_are_judged_afresh() -> None:
+    before, after = lanes([0.6] * 10), readings([{"d2h": 1.0, "h2d": 1.0}] * CALM, start=200 + GAP)
+    assert judged(before + after).state == "free"
+    assert judged(before + after[:1]).left == {"d2h": 1.0, "h2d": 1.0}
+
+
+# -------------------------------------------------------------------------------------------------- recorded
+
+
+def test_the_loads_of_a_recorded_run_are_found_and_their_ends() -> None:
+    """Copies of a lane of the host beside processes that came and went; see the file."""
+    recorded = json.loads(RECORDED.read_text())
+    given = [Reading(at, values) for at, values in recorded["readings"]]
+    found = [verdict.state for verdict in verdicts(given)]
+    (first, over), (second, end) = recorded["loads"]
+    assert set(found[:first]) == {"free"}
+    for begin in (first, second):
+        assert "saturated" in found[begin : begin + 5]
+    assert set(found[first + 5 : over]) == set(found[second + 5 : end]) == {"saturated"}
+    assert "free" in found[over:second]
+
+
+# ----------------------------------------------------------------------------------------------- calibration
+
+MiB = 1 << 20
+
+
+def test_copies_of_a_kind_are_compared() -> None:
+    calibration = Calibration()
+    for _ in range(5):
+        calibration.learn(kind_of("h2d", 64 * MiB, False), [50e9])
+        calibration.learn(kind_of("h2d", 2 * MiB, False), [40e9])
+    assert calibration.expected(kind_of("h2d", 20 * MiB, False)) == 50e9
+    assert calibration.expected(kind_of("h2d", 3 * MiB, False)) == 40e9
+    assert calibration.expected(kind_of("h2d", 5 * MiB, False)) is None
+    assert calibration.expected(kind_of("d2h", 64 * MiB, False)) is None
+    assert calibration.expected(kind_of("h2d", 64 * MiB, True)) is None
+
+
+def test_what_a_lane_can_give_was_sustained() -> None:
+    calibration = Calibration()
+    for rate in (50, 50, 50, 50, 50, 90, 50, 50):
+        calibration.learn(kind_of("h2d", 64 * MiB, False), [rate * 1e9])
+    assert calibration.expected(kind_of("h2d", 64 * MiB, False)) == 50e9
+
+
+def test_what_was_measured_before_counts_from_the_first_copy() -> None:
+    """A program that starts beside a load must not take that for normal."""
+    calibration = Calibration({"h2d": 55e9, "d2h": None})
+    calibration.learn(kind_of("h2d", 64 * MiB, False), [39e9])
+    assert calibration.expected(kind_of("h2d", 64 * MiB, False)) == 55e9
+    for _ in range(5):
+        calibration.learn(kind_of("h2d", 64 * MiB, False), [52e9])
+    assert calibration.expected(kind_of("h2d", 64 * MiB, False)) == 52e9
+    assert calibration.expected(kind_of("h2d", 2 * MiB, False)) is None
+    assert calibration.expected(kind_of("d2h", 64 * MiB, False)) is None
+
+
+def test_curves_come_from_the_probe() -> None:
+    points = [{"host_traffic": t * 1e9, "bandwidth": b * 1e9, "workers": 1} for t, b in ((127, 39), (0, 55), (98, 45))]
+    report = {"results": [{"path": {"lane": "h2d"}, "loaded": points}, {"path": {"lane": None}, "loaded": points}]}
+    assert curves_of(report) == {"h2d": [(0.0, 1.0), (98e9, 45 / 55), (127e9, 39 / 55)]}
+    calibration = Calibration(curves=curves_of(report))
+    assert calibration.left_at("h2d", 49e9) == pytest.approx((1 + 45 / 55) / 2)
+    assert calibration.left_at("h2d", 500e9) == pytest.approx(39 / 55)
+    assert calibration.left_at("d2h", 49e9) is None
+    with pytest.raises(ValueError, match="not a report"):
+        curves_of({"paths": []})

@@ -1,0 +1,98 @@
+"""``tiers top``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from tiers.cli.verb import print_json, print_tables
+from tiers.config import load
+from tiers.monitor.board import read_all
+from tiers.places import LEDGERS, of_user
+
+_EVERY = 1.0  # seconds
+_NOBODY = "no program of this user runs with tiers and its monitor now"
+
+
+class TopVerb:
+    """Show what the monitors of this user's running programs see, and what they do about it.
+
+    Lanes, traffic, verdict and back-off, anew every second; once with --once or --json.
+    """
+
+    name = "top"
+
+    def prepare(self, parser: argparse.ArgumentParser) -> None:
+        """Take whether to look once."""
+        parser.add_argument("--once", action="store_true", help="print once and end")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Read and print."""
+        if args.json:
+            print_json({"programs": _programs()})
+        elif args.once:
+            print_tables(render(_programs()))
+        else:
+            console = Console(markup=False, highlight=False, emoji=False)
+            with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+                while True:
+                    live.update(Group(*render(_programs())), refresh=True)
+                    time.sleep(_EVERY)
+        return 0
+
+
+def _programs() -> list[dict[str, Any]]:
+    named = load().config.ledger
+    directories = [of_user(place) for place in LEDGERS] if named is None else [named]
+    return [state for directory in directories for state in read_all(directory)]
+
+
+def render(programs: list[dict[str, Any]]) -> Iterator[RenderableType]:
+    """Tables and lines for what `read_all` returns."""
+    if not programs:
+        yield _NOBODY
+    for state in programs:
+        verdict, values = state["verdict"], state["values"]
+        whose = f" by {verdict['cause']}" if verdict["state"] == "saturated" else ""
+        yield f"{state['pid']}: {state['program']}"
+        yield f"bus {verdict['state']}{whose}, {verdict['bus']:.0%} left; {_deed(state['response'])}"
+        lanes = Table("lane", "now", "of its bandwidth")
+        for lane in (name.removesuffix(".moved") for name in values if name.endswith(".moved")):
+            left = verdict["left"].get(lane)
+            lanes.add_row(lane, _rate(values[f"{lane}.moved"]), "" if left is None else f"{left:.0%}")
+        yield lanes
+        yield f"host: {_host(values)} (from {', '.join(state['sensors'])})"
+        if state["changes"]:
+            yield f"last change: {state['changes'][-1]}"
+
+
+def _deed(response: dict[str, Any]) -> str:
+    if response["ahead"] is None:
+        return "in full use"
+    plans = ", plans count on what is left" if response["plan"] else ""
+    return f"backed off to {response['share']:.0%}: {response['ahead']} groups ahead{plans}"
+
+
+def _host(values: dict[str, float]) -> str:
+    facts = []
+    if "traffic" in values:
+        facts.append(f"{_rate(values['traffic'])} on the bus")
+    if "ours" in values:
+        facts.append(f"{_rate(values['ours'])} ours")
+    if "rx" in values:
+        facts.append(f"PCIe in {_rate(values['rx'])}, out {_rate(values['tx'])}")
+    if "own" in values:
+        facts.append(f"cores: {values['own']:.1f} own, {values['tree']:.1f} workers, {values['others']:.1f} others")
+    if "cpu" in values:
+        facts.append(f"pressure: cpu {values['cpu']:.0%}, memory {values.get('memory', 0.0):.0%}")
+    return "; ".join(facts) or "nothing known"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.1f} GB/s"

@@ -1,0 +1,58 @@
+"""Puts the monitor together from the configuration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from tiers.config import Config, ConfigError
+from tiers.monitor.board import Board
+from tiers.monitor.calibration import Calibration, Curve, curves_of
+from tiers.monitor.sensors import Choice, Sensor, choose
+from tiers.monitor.sensors.copies import Copies
+from tiers.monitor.sensors.copy import TimedCopy
+from tiers.monitor.sensors.cores import Cores
+from tiers.monitor.sensors.pcie import Pcie
+from tiers.monitor.sensors.pressure import Pressure
+from tiers.monitor.sensors.resctrl import Resctrl
+from tiers.monitor.sensors.uncore import Uncore
+from tiers.monitor.thread import Monitor
+from tiers.monitor.verdict import Judge
+from tiers.monitor.watch import Watch
+
+
+def available_sensors(*, probe: bool) -> Choice:
+    """The best sensors of this machine; of those that tell the same, the one with the least to ask for."""
+    rows: list[list[Sensor]] = [[Resctrl(), Uncore()], [Pcie()], [Pressure()], [Cores()]]
+    return choose([*rows, [TimedCopy()]] if probe else rows)
+
+
+def build(config: Config, directory: Path | None) -> Monitor | None:
+    """Make the monitor, or return None if it is switched off.
+
+    Parameters
+    ----------
+    directory
+        Where its state is shown, if anywhere.
+
+    Raises
+    ------
+    ConfigError
+        If ``monitor.calibration`` is no report of ``tiers probe --contention --json``.
+    """
+    if not config.monitor.enabled:
+        return None
+    calibration = Calibration(asdict(config.links), _curves(config.monitor.calibration))
+    probe = config.monitor.probe
+    watch = Watch(lambda: available_sensors(probe=probe), Copies(calibration), Judge(calibration))
+    return Monitor(watch, Board(directory) if directory is not None else None)
+
+
+def _curves(path: Path | None) -> dict[str, Curve]:
+    if path is None:
+        return {}
+    try:
+        return curves_of(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"monitor.calibration: {path}: {error}") from None

@@ -1,0 +1,175 @@
+"""From readings to a verdict: what is left of lanes and bus, and who takes the rest. Pure.
+
+A lane's estimate is an exponential average over the median of three readings: a single reading that is off
+changes nothing, a step shows after three. Two thresholds, well apart, keep a level in between from
+flapping; one that stays there is no saturation: what a lane gives may have changed for good.
+
+A lane gives less than it should in two cases that call for different answers: while both of ours are busy
+(`alone` low, the fair part high) nobody is to be made room for; if it is slow beyond that, others load the bus.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+
+from migrator.backoff import Cause, State, Verdict
+from tiers.monitor.calibration import Calibration
+from tiers.monitor.sensors import Reading
+
+LANES = ("d2h", "h2d")  # those that cross the bus and the PCIe link
+ENTER = 0.85  # below this part of a lane the bus is saturated ...
+LEAVE = 0.93  # ... until there is more than this
+MIDDLING = 100  # readings in between after which that is taken for what the lane gives now
+CALM = 10  # readings in a row above `LEAVE` until the bus is called free
+SMOOTH = 0.5  # weight of the newest in the average
+STALE = 20  # readings without a copy after which a lane's estimate says nothing any more
+BLIND = 100  # readings without any lane after which a load is taken to have ended
+GAP = 60.0  # seconds without a reading, as after a suspend, after which a lane is judged afresh
+LIGHTER = 0.5  # of the load at the begin of the saturation: below it the load is taken to have ended
+OURS = 0.7  # of the traffic on the bus: if so much of it is ours, nobody else is to blame
+
+
+class Level:
+    """The estimate of one number between 0 and 1, and for how many readings it has not been renewed."""
+
+    def __init__(self) -> None:
+        self._begin()
+        self.age = STALE + 1
+
+    def _begin(self) -> None:
+        self._recent = deque((1.0, 1.0), maxlen=3)
+        self._average = 1.0
+
+    def add(self, value: float | None) -> None:
+        """Take in one reading; None is one that is missing."""
+        if value is None or not (math.isfinite(value) and value >= 0):
+            self.age += 1
+            return
+        if self.age > STALE:
+            self._begin()  # what was true that long ago says nothing of now
+        self.age = 0
+        self._recent.append(min(value, 1.0))
+        self._average += SMOOTH * (median(self._recent) - self._average)
+
+    @property
+    def value(self) -> float | None:
+        """The estimate; None before the first reading, and when it is stale."""
+        return self._average if self.age <= STALE else None
+
+
+class Judge:
+    """Takes readings in, one at a time, and holds the verdict.
+
+    Parameters
+    ----------
+    calibration
+        Tells what a lane gives at a host traffic, for times in which nothing of ours moves.
+    """
+
+    def __init__(self, calibration: Calibration | None = None) -> None:
+        self._calibration = calibration or Calibration()
+        self._last = float("-inf")
+        self._begin_afresh()
+        self._state: State = "free"
+        self._calm = 0
+        self._middling = 0
+        self._blind = 0
+        self._load_before: float | None = None  # when the bus became saturated
+        self.verdict = Verdict()
+
+    def _begin_afresh(self) -> None:
+        self._fair = {lane: Level() for lane in LANES}
+        self._alone = {lane: Level() for lane in LANES}
+        self._copy = Level()
+
+    def judge(self, reading: Reading) -> Verdict:
+        """The verdict with `reading` taken in; one that is older than the last counts for nothing."""
+        if reading.at <= self._last:
+            return self.verdict
+        if reading.at - self._last > GAP:
+            self._begin_afresh()
+        self._last = reading.at
+        values = reading.values
+        for lane in LANES:
+            self._fair[lane].add(values.get(lane))
+            self._alone[lane].add(values.get(f"{lane}.alone"))
+        self._copy.add(values.get("copy"))
+        load = _load(values)
+        left = {lane: level.value for lane, level in self._fair.items() if level.value is not None}
+        if any(lane in values for lane in LANES):
+            self._blind = 0
+            self._seen(min(left.values(), default=1.0), load)
+        else:
+            self._blind += 1
+            self._unseen(load, _others(values))
+        self.verdict = Verdict(*self._whose(values), left, self._bus(left, values))
+        return self.verdict
+
+    def _seen(self, left: float, load: float | None) -> None:
+        if left < ENTER:
+            if self._state == "free":
+                self._load_before = load
+            self._state, self._calm, self._middling = "saturated", 0, 0
+        elif left > LEAVE or self._middling >= MIDDLING:
+            self._recover()
+        else:
+            self._calm = 0
+            self._middling += 1
+
+    def _unseen(self, load: float | None, others: float | None) -> None:
+        """Nothing of ours was copied: keep the verdict until something tells that the load has ended."""
+        before = self._load_before
+        lighter = load is not None and before is not None and load < LIGHTER * before
+        free = others is not None and all(
+            (part := self._calibration.left_at(lane, others)) is not None and part > LEAVE for lane in LANES
+        )
+        copies = self._copy.value is not None and self._copy.value > LEAVE
+        if lighter or free or copies or self._blind >= BLIND:
+            self._recover()
+
+    def _recover(self) -> None:
+        if self._state == "free":
+            return
+        self._calm += 1
+        self._state = "free" if self._calm >= CALM else "recovering"
+
+    def _whose(self, values: Mapping[str, float]) -> tuple[State, Cause]:
+        if self._state != "free":
+            traffic, ours = values.get("traffic"), values.get("ours")
+            mostly_ours = traffic is not None and ours is not None and ours > OURS * traffic > 0
+            return self._state, "us" if mostly_ours else "others"
+        alone = [level.value for level in self._alone.values() if level.value is not None and level.age == 0]
+        return ("saturated", "us") if alone and min(alone) < ENTER else ("free", "nobody")
+
+    def _bus(self, left: Mapping[str, float], values: Mapping[str, float]) -> float:
+        """What is left of the bus: by the lanes that cross it, the timed copy, and the traffic of others."""
+        known = [*left.values()]
+        if self._copy.value is not None:
+            known.append(self._copy.value)
+        others = _others(values)
+        if others is not None:
+            parts = (self._calibration.left_at(lane, others) for lane in LANES)
+            known += [part for part in parts if part is not None]
+        return min(known, default=1.0)
+
+
+def verdicts(readings: Iterable[Reading], calibration: Calibration | None = None) -> Iterator[Verdict]:
+    """The verdict after each reading."""
+    judge = Judge(calibration)
+    return (judge.judge(reading) for reading in readings)
+
+
+def _load(values: Mapping[str, float]) -> float | None:
+    """Cores busy with anything but this process; what is beside it may be its own preprocessing."""
+    if "tree" in values and "others" in values:
+        return values["tree"] + values["others"]
+    return None
+
+
+def _others(values: Mapping[str, float]) -> float | None:
+    if "traffic" in values and "ours" in values:
+        return max(values["traffic"] - values["ours"], 0.0)
+    return None
