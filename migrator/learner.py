@@ -151,13 +151,14 @@ class Learner:
             If the target is too small for any plan.
         """
         self._periods += 1
+        planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
         changed = self._adopt()
         if not (whole or self._periods >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
             self._to_record -= 1
             return self._learn(trace, peak) or changed
-        if not drifted:
+        if not (drifted and planned):
             self._steady += 1
             if self._steady > self._pause:
                 self._pause = PERIODS_AFTER_DRIFT

@@ -454,3 +454,12 @@ def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
     before = room(learner)
     assert learner.relink(replace(PCIE_GEN5, h2d=20e9))
     assert room(learner) == before
+
+
+def test_while_the_first_plan_is_made_nothing_can_depart_from_it() -> None:
+    learner, later = large()
+    assert not learner.period_over(None, 0, whole=True, pressed=False, drifted=True)
+    assert not learner.records_next
+    later.work()
+    assert learner.period_over(None, 0, whole=True, pressed=False, drifted=True)
+    assert not learner.records_next
