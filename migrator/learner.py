@@ -93,6 +93,7 @@ class Learner:
         self._steady = 0  # periods as foreseen since the last drift
         self._pause = PERIODS_AFTER_DRIFT  # from one look at a drift to the next, longer each time
         self._look_again = 0
+        self._news = False  # whether what was recorded since the last drift was anything new
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._asked: tuple[Trace, ...] = ()  # what the pending job is for
@@ -165,6 +166,7 @@ class Learner:
         elif self._periods >= self._look_again:
             # A program that is new in every period (routing, shapes) must not be recorded in every period.
             self._steady = 0
+            self._news = False
             self._to_record = PERIODS_AFTER_DRIFT
             self._look_again = self._periods + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
@@ -174,7 +176,15 @@ class Learner:
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         kind = frozenset(site.key for site in trace.sites)
-        before = self._traces.pop(kind, None)
+        before = self._traces.get(kind)
+        if before is not None and self._made and before.sites == trace.sites:
+            if not self._to_record and not self._news:
+                # What departed from the plan is nothing that a trace tells of. To record costs time, and the memory
+                # of what is otherwise made again: this is looked at again, but rarely.
+                self._look_again = self._periods + LONGEST_PAUSE
+            return False
+        self._news = True
+        self._traces.pop(kind, None)
         if before is None:
             self._traces[kind] = trace
         elif before.saved_bytes == trace.saved_bytes:

@@ -476,3 +476,14 @@ def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
     assert measured(TARGET * 115 // 100)
     assert feedback.correction == 0
     assert not measured(TARGET * 85 // 100)
+
+
+def test_what_no_trace_tells_of_is_looked_for_but_rarely() -> None:
+    learner = learned(500 * MiB)
+    plans, recorded = learner.plans, 0
+    for _ in range(150):
+        trace = TRACE if learner.records_next else None
+        recorded += trace is not None
+        learner.period_over(trace, TARGET, whole=True, pressed=False, drifted=True)
+    assert recorded <= 2 * PERIODS_AFTER_DRIFT
+    assert learner.plans == plans
