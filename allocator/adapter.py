@@ -37,6 +37,18 @@ class NoAdapter(TiersError):
     """The adapter cannot be built or installed here; the text says what is missing."""
 
 
+def obstacle() -> str | None:
+    """What keeps the adapter from being built and installed here, without building it; None if nothing is known to."""
+    try:
+        native.library()
+        _compiler()
+        _cuda_runtime()
+        _cuda_headers()
+    except TiersError as missing:
+        return str(missing)
+    return None
+
+
 def build(cache_dir: Path) -> Path:
     """The adapter's library for this torch, from `cache_dir` if it has been built before.
 
@@ -45,9 +57,7 @@ def build(cache_dir: Path) -> Path:
     NoAdapter
         If there is no compiler, no CUDA headers, or it does not compile.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise NoAdapter("no C++ compiler found (g++ or clang++): install one, or set CXX")
+    compiler = _compiler()
     library = cache_dir / f"adapter-{_fingerprint(compiler)}.so"
     if library.exists():
         return library
@@ -103,6 +113,13 @@ def _load(library: Path) -> ctypes.CDLL:
     adapter.tiers_install.argtypes = [ctypes.c_uint64, ctypes.c_uint64, _More, ctypes.c_char_p, ctypes.c_uint64]
     adapter.tiers_core_of.restype = ctypes.c_void_p
     return adapter
+
+
+def _compiler() -> str:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise NoAdapter("no C++ compiler found (g++ or clang++): install one, or set CXX")
+    return compiler
 
 
 def _fingerprint(compiler: str) -> str:

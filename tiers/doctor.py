@@ -40,12 +40,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """PyTorch as installed: version, the CUDA it was built for, whether it sees a GPU and loads tiers."""
+    """PyTorch as installed: version, the CUDA it was built for, whether it sees a GPU and loads tiers.
+
+    `obstacle` says what keeps our allocator from being put under it; None if nothing does.
+    """
 
     version: str
     cuda: str | None
     sees_gpu: bool
     loads_tiers: bool
+    obstacle: str | None = None
 
 
 def examine(
@@ -65,6 +69,8 @@ def examine(
         Those that the monitor would use; None if it is switched off.
     """
     yield from _torch(topology, torch)
+    if topology.gpus and torch is not None:
+        yield _pages(config, torch)
     yield from _gpus(topology)
     yield _kvikio(topology)
     yield _gds(topology, config.nvme)
@@ -94,6 +100,14 @@ def _torch(topology: Topology, torch: TorchFacts | None) -> Iterator[Finding]:
             "PyTorch will not load tiers",
             "install torch-tiers with pip, and unset TORCH_DEVICE_BACKEND_AUTOLOAD",
         )
+
+
+def _pages(config: Config, torch: TorchFacts) -> Finding:
+    if torch.obstacle is None:
+        return Finding("allocator pages", "ok", "can be put under this torch")
+    if config.allocator != "pages":
+        return Finding("allocator pages", "ok", f"not asked for, and not available: {torch.obstacle}")
+    return Finding("allocator pages", "degraded", torch.obstacle, "PyTorch's own is used, with the migrator")
 
 
 def _gpus(topology: Topology) -> Iterator[Finding]:

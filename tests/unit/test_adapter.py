@@ -33,6 +33,12 @@ def test_a_torch_without_cuda_is_said(tmp_path: Path) -> None:
         adapter.build(tmp_path)
 
 
+def test_what_is_in_the_way_is_known_without_building(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "no C++ compiler found" in (adapter.obstacle() or "")
+
+
 def test_a_core_that_was_not_built_is_said(tmp_path: Path) -> None:
     with pytest.raises(native.CoreError, match=r"cannot be loaded.*C\+\+ compiler"):
         native.library(tmp_path / "absent.so")

@@ -205,6 +205,7 @@ def test_doctor_looks_at_everything_a_run_depends_on():
     assert list(findings()) == [
         "torch",
         "activation",
+        "allocator pages",
         "gpu",
         "driver",
         "kvikio",
@@ -215,6 +216,15 @@ def test_doctor_looks_at_everything_a_run_depends_on():
         "nvme",
         "monitor",
     ]
+
+
+def test_doctor_says_what_keeps_our_allocator_away():
+    lacking = replace(TORCH, obstacle="no C++ compiler found")
+    asked = replace(Config(), allocator="pages")
+    assert findings()["allocator pages"].status == "ok"
+    assert findings(torch=lacking)["allocator pages"].status == "ok"  # nobody asked for it
+    assert findings(config=asked, torch=lacking)["allocator pages"].status == "degraded"
+    assert "compiler" in findings(config=asked, torch=lacking)["allocator pages"].found
 
 
 def test_doctor_names_the_sensors_and_why_others_are_not_in_use():

@@ -65,9 +65,12 @@ def _torch_facts() -> TorchFacts | None:
         import torch
     except (ImportError, OSError):
         return None
+    from allocator.adapter import obstacle
+
     return TorchFacts(
         version=torch.__version__,
         cuda=torch.version.cuda,
         sees_gpu=torch.cuda.is_available(),
         loads_tiers=autoload and any(entry_points(group="torch.backends", name="tiers")),
+        obstacle=obstacle(),
     )
