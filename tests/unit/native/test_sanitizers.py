@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-CORE = [ROOT / "allocator" / "native" / f"{name}.cpp" for name in ("core", "cuda", "heap", "memfd", "pages")]
+CORE = [
+    ROOT / "allocator" / "native" / f"{name}.cpp" for name in ("core", "cuda", "heap", "interface", "memfd", "pages")
+]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 

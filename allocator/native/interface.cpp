@@ -1,0 +1,279 @@
+// The C interface: every entry takes the core's lock, and lets nothing out that C does not know.
+#include <algorithm>
+
+#include "state.h"
+
+using namespace tiers;
+
+namespace {
+
+// Exceptions of the standard library end here: there is only one, for want of memory.
+template <typename Body>
+int enter(tn_core *core, Body body) {
+  try {
+    std::lock_guard<std::mutex> guard(core->mutex);
+    return int(body());
+  } catch (const std::exception &error) {
+    return int(fail(Status::Driver, error.what()));
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int tn_open(const char *backend, int device, uint64_t hbm_limit, uint64_t dram_limit, tn_core **core) {
+  try {
+    std::unique_ptr<Primitives> primitives;
+    Status status = std::string(backend) == "cuda"    ? open_cuda(device, &primitives)
+                    : std::string(backend) == "memfd" ? open_memfd(&primitives)
+                                                      : fail(Status::Invalid, "no such backend");
+    if (status != Status::Ok) return int(status);
+    auto made = std::make_unique<tn_core>(std::move(primitives), hbm_limit, dram_limit);
+    status = made->primitives->reserve(kAliasPages * kPage, &made->alias);
+    if (status == Status::Ok) *core = made.release();
+    return int(status);
+  } catch (const std::exception &error) {
+    return int(fail(Status::Driver, error.what()));
+  }
+}
+
+int tn_close(tn_core *core) {
+  int result = enter(core, [&] {
+    Status worst = Status::Ok;
+    auto note = [&](Status status) { worst = worst == Status::Ok ? status : worst; };
+    for (auto &[base, entry] : core->heaps) {
+      note(core->primitives->synchronize(entry.first->stream()));
+      note(entry.first->close());
+    }
+    for (Pages &tier : core->pages) note(tier.trim());
+    note(core->primitives->unreserve(core->alias, kAliasPages * kPage));
+    return worst;
+  });
+  delete core;
+  return result;
+}
+
+const char *tn_last_error(void) { return last_error().c_str(); }
+
+int tn_allocate(tn_core *core, uint64_t bytes, uint64_t stream, uint64_t pool, uint64_t *address) {
+  return enter(core, [&] { return core->allocate(bytes, stream, pool, address); });
+}
+
+int tn_free(tn_core *core, uint64_t address) {
+  return enter(core, [&] { return core->free(address); });
+}
+
+int tn_used_on(tn_core *core, uint64_t address, uint64_t stream) {
+  return enter(core, [&] {
+    Heap *heap = core->heap_of(address);
+    Block *block = heap ? heap->find(address) : nullptr;
+    if (!block) return fail(Status::Invalid, "nothing in use begins at this address");
+    auto &streams = block->streams;
+    if (stream != heap->stream() && std::find(streams.begin(), streams.end(), stream) == streams.end())
+      streams.push_back(stream);
+    return Status::Ok;
+  });
+}
+
+int tn_block_of(tn_core *core, uint64_t address, uint64_t *begin, uint64_t *bytes) {
+  return enter(core, [&] {
+    Heap *heap = core->heap_of(address);
+    if (!heap) return fail(Status::Invalid, "not an address of this core");
+    const Block &block = std::prev(heap->blocks().upper_bound(address))->second;
+    if (block.kind != Kind::Used) return fail(Status::Invalid, "nothing in use holds this address");
+    *begin = block.address;
+    *bytes = block.bytes;
+    return Status::Ok;
+  });
+}
+
+int tn_owns(tn_core *core, uint64_t address) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  return core->heap_of(address) != nullptr;
+}
+
+int tn_pool_retire(tn_core *core, uint64_t pool) {
+  return enter(core, [&] { return core->pools[pool].retired = true, Status::Ok; });
+}
+
+uint64_t tn_pool_used(tn_core *core, uint64_t pool) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  auto found = core->pools.find(pool);
+  return found == core->pools.end() ? 0 : found->second.used;
+}
+
+int tn_pool_clear(tn_core *core, uint64_t pool) {
+  return enter(core, [&] {
+    for (auto &[base, entry] : core->heaps) {
+      if (entry.second != pool) continue;
+      std::vector<uint64_t> used;
+      for (auto &[address, block] : entry.first->blocks())
+        if (block.kind == Kind::Used) used.push_back(address);
+      for (uint64_t address : used) {
+        Status status = core->free(address);
+        if (status != Status::Ok) return status;
+      }
+    }
+    return Status::Ok;
+  });
+}
+
+int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint64_t requested) {
+  return enter(core, [&] {
+    Heap *heap = core->heap_of(address);
+    Block *block = heap ? heap->place(address, bytes) : nullptr;
+    if (!block) return fail(Status::Invalid, "the place is taken");
+    core->took(heap, block, requested, core->pool_of(heap));
+    return Status::Ok;
+  });
+}
+
+void tn_class(tn_core *core, int lifetime_class) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  core->lifetime_class = lifetime_class;
+}
+
+int tn_limit(tn_core *core, int tier, uint64_t bytes) {
+  return enter(core, [&] {
+    if (tier < 0 || tier >= kTiers) return fail(Status::Invalid, "no such tier");
+    core->pages[tier].set_limit(bytes / kPage);
+    return Status::Ok;
+  });
+}
+
+int tn_reader(tn_core *core, uint64_t stream) {
+  return enter(core, [&] {
+    auto &readers = core->readers;
+    if (std::find(readers.begin(), readers.end(), stream) == readers.end()) readers.push_back(stream);
+    return Status::Ok;
+  });
+}
+
+int tn_trim(tn_core *core) {
+  return enter(core, [&] {
+    core->settle();
+    Status status = core->surrender_all(nullptr);
+    for (Pages &tier : core->pages) {
+      Status trimmed = tier.trim();
+      status = status == Status::Ok ? trimmed : status;
+    }
+    return status;
+  });
+}
+
+void tn_mark(tn_core *core) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  std::swap(core->log[2], core->log[1]);
+  std::swap(core->log[1], core->log[0]);
+  core->log[0].requests.clear();
+  core->log[0].events = 0;
+  ++core->period;
+  core->plan.next = 0;
+  core->plan.back = kNone;
+  core->plan.lost = 0;
+}
+
+uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  if (ago < 0 || ago > 1) return 0;
+  const Log &log = core->log[1 + ago];
+  uint64_t count = std::min<uint64_t>(capacity, log.requests.size());
+  std::copy(log.requests.begin(), log.requests.begin() + count, out);
+  *events = log.events;
+  return log.requests.size();
+}
+
+int tn_plan(tn_core *core, uint64_t stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets,
+            uint64_t pages, const uint32_t *order) {
+  return enter(core, [&] { return core->set_plan(stream, count, bytes, offsets, pages, order); });
+}
+
+void tn_unplan(tn_core *core) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  core->plan = {};
+}
+
+int tn_move(tn_core *core, uint64_t address, int tier) {
+  return enter(core, [&] {
+    Heap *heap = core->heap_of(address);
+    Block *block = heap ? heap->find(address) : nullptr;
+    if (!block || tier < 0 || tier >= kTiers) return fail(Status::Invalid, "no such block, or no such tier");
+    // Pages at its ends hold parts of other blocks, of other streams only through `used_on`.
+    for (auto &[base, entry] : core->heaps) {
+      Status status = core->wait(entry.first.get());
+      if (status != Status::Ok) return status;
+    }
+    return heap->move(block->address, block->bytes, Tier(tier), core->alias, kAliasPages);
+  });
+}
+
+uint64_t tn_on(tn_core *core, uint64_t address, int tier) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  Heap *heap = core->heap_of(address);
+  Block *block = heap ? heap->find(address) : nullptr;
+  return block ? heap->on(Tier(tier), block->address, block->bytes) : 0;
+}
+
+void tn_get_stats(tn_core *core, tn_stats *out) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  tn_stats &stats = core->stats;
+  stats.hbm_bytes = core->pages[kHbm].made() * kPage;
+  stats.hbm_peak = core->pages[kHbm].most() * kPage;
+  stats.dram_bytes = core->pages[kDram].made() * kPage;
+  stats.dram_peak = core->pages[kDram].most() * kPage;
+  stats.hbm_limit = core->pages[kHbm].limit() * kPage;
+  stats.dram_limit = core->pages[kDram].limit() * kPage;
+  stats.maps = stats.unmaps = stats.idle_bytes = stats.largest_idle = 0;
+  for (auto &[base, entry] : core->heaps) {
+    stats.maps += entry.first->maps();
+    stats.unmaps += entry.first->unmaps();
+    for (auto &[address, block] : entry.first->blocks()) {
+      if (block.kind != Kind::Free) continue;
+      stats.idle_bytes += block.bytes;
+      stats.largest_idle = std::max<int64_t>(stats.largest_idle, block.bytes);
+    }
+  }
+  *out = stats;
+}
+
+void tn_reset_peaks(tn_core *core) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  tn_stats &stats = core->stats;
+  for (auto *group : {stats.allocations, stats.allocated, stats.requested, stats.active, stats.active_blocks})
+    for (int size = 0; size < TN_SIZES; ++size) group[size].peak = group[size].current;
+  for (Pages &tier : core->pages) tier.reset_most();
+}
+
+void tn_reset_totals(tn_core *core) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  tn_stats &stats = core->stats;
+  for (auto *group : {stats.allocations, stats.allocated, stats.requested, stats.active, stats.active_blocks})
+    for (int size = 0; size < TN_SIZES; ++size) group[size].gained = group[size].lost = 0;
+  stats.retries = stats.failures = 0;
+}
+
+uint64_t tn_blocks(tn_core *core, tn_block *out, uint64_t capacity) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  uint64_t count = 0;
+  for (auto &[base, entry] : core->heaps) {
+    uint64_t segment = 0;
+    const Heap &heap = *entry.first;
+    for (auto &[address, block] : heap.blocks()) {
+      if (block.kind == Kind::Void) {
+        segment = 0;
+        continue;
+      }
+      segment = segment ? segment : address;
+      if (count < capacity) {
+        bool foreign = heap.on(heap.tier(), address, block.bytes) < block.bytes;
+        out[count] = {address, block.bytes, block.requested, heap.stream(), entry.second, int32_t(block.kind),
+                      foreign ? int32_t(kDram) : int32_t(heap.tier()), segment, heap.state()};
+      }
+      ++count;
+    }
+  }
+  return count;
+}
+
+}  // extern "C"

@@ -1,0 +1,93 @@
+// What a core knows: its heaps by pool, stream, tier and class; blocks that wait for other streams; the log of the period
+// and its layout; counters. `core.cpp` decides, `interface.cpp` locks and is called.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core.h"
+#include "heap.h"
+
+namespace tiers {
+
+constexpr uint64_t kAliasPages = 32;  // through which pages are copied to another tier
+constexpr size_t kNone = SIZE_MAX;
+
+struct Log {
+  std::vector<tn_request> requests;
+  uint64_t events = 0;
+};
+
+struct Plan {
+  Heap *heap = nullptr;
+  uint64_t base = 0, total = 0;
+  std::vector<uint64_t> bytes, offsets;
+  size_t next = 0;
+  size_t back = kNone;  // where it went on before it last jumped ahead
+  size_t lost = 0;      // requests since the last that came as foreseen
+};
+
+struct Waiting {  // a block that was freed while other streams used it
+  Heap *heap;
+  Block *block;
+  std::vector<Event> events;
+  bool recorded;  // within a capture no event can be recorded: then it is done once the capture is over
+};
+
+struct Pool {
+  uint64_t used = 0;
+  bool retired = false;
+};
+
+}  // namespace tiers
+
+struct tn_core {
+  using Status = tiers::Status;
+  using Heap = tiers::Heap;
+  using Block = tiers::Block;
+  using Stream = tiers::Stream;
+  using Tier = tiers::Tier;
+  using Key = std::tuple<uint64_t, Stream, int, int>;  // pool, stream, tier, class
+
+  std::mutex mutex;
+  std::unique_ptr<tiers::Primitives> primitives;
+  tiers::Pages pages[tiers::kTiers];
+  std::map<Key, Heap *> by_key;
+  std::map<uint64_t, std::pair<std::unique_ptr<Heap>, uint64_t>> heaps;  // by base; with the pool
+  std::unordered_map<uint64_t, tiers::Pool> pools;
+  std::deque<tiers::Waiting> waiting;
+  std::vector<Stream> readers;
+  uint64_t alias = 0;
+  int lifetime_class = TN_ANY;
+  tiers::Log log[3];  // of the present period, the one before, and the one before that
+  uint32_t period = 0;
+  tiers::Plan plan;
+  tn_stats stats{};
+
+  tn_core(std::unique_ptr<tiers::Primitives> made, uint64_t hbm, uint64_t dram)
+      : primitives(std::move(made)),
+        pages{tiers::Pages(*primitives, tiers::kHbm, hbm / tiers::kPage),
+              tiers::Pages(*primitives, tiers::kDram, dram / tiers::kPage)} {}
+
+  Status heap(const Key &key, Heap **out);
+  Heap *heap_of(uint64_t address);
+  Block *planned(uint64_t bytes, Stream stream, Heap **out);
+  Status find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
+  Status reclaim(uint64_t goal, Tier tier, const Heap *but);
+  Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
+  void took(Heap *heap, Block *block, uint64_t requested, uint64_t pool);
+  Status free(uint64_t address);
+  void release(Heap *heap, Block *block);
+  void settle();
+  Status wait(Heap *heap);
+  Status surrender_all(const Heap *but);
+  Status set_plan(Stream stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets, uint64_t size,
+                  const uint32_t *order);
+  uint64_t pool_of(const Heap *heap) const;
+};
