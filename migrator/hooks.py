@@ -194,6 +194,8 @@ class Saver:
             node.period = self._period
             node.count = 0
             node.actions = self.actions.get(node.path, ())
+        if node.of_inputs and not tensor.numel():
+            return keep(tensor)
         number = node.count
         node.count = number + 1
         action = node.actions[number] if number < len(node.actions) else None

@@ -56,6 +56,7 @@ class Observer:
         """The forward of a module begins that others have called, with these tensors."""
         if mover.recorder is None or self._began == NO_FORWARD or not self._regions.know(path, module):
             return
+        tensors = [tensor for tensor in tensors if tensor.numel()]  # see `sites.Node.of_inputs`
         storages = [self._movable(tensor) for tensor in tensors]
         inputs = [
             None if storage is None else mover.storages.find(tensor, storage, tensor._version)

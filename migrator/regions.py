@@ -70,7 +70,7 @@ class _Checkpointed:
         update_wrapper(self, module.forward)
         self._forward = module.forward
         self._module = weakref.ref(module)
-        self._inputs: Node[Any] = Node(checkpoint_key(path, 0).rpartition(":")[0])
+        self._inputs: Node[Any] = Node(checkpoint_key(path, 0).rpartition(":")[0], of_inputs=True)
         self._modules = modules
         self._is_on = is_on
 

@@ -32,10 +32,14 @@ class Node(Generic[Action]):
         Tensors it has saved in that period.
     actions : sequence
         What the plan says of each, by number; shorter than the sites when some were not foreseen.
+    of_inputs : bool
+        Whether it stands for what a checkpoint saves of its own. Empty tensors are not counted there: some versions
+        of PyTorch's checkpoint save one before the inputs.
     """
 
     path: str
     kind: str = ""
+    of_inputs: bool = False
     period: int = -1
     count: int = 0
     actions: Sequence[Action | None] = ()

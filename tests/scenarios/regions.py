@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import migrator.regions
 from tests.scenarios import assert_same, batch, main, moved, moving, train
 from tiers.session import Session
 
@@ -61,6 +63,30 @@ def recomputes_and_moves_the_inputs(device: torch.device) -> None:
         keys = {key for mover in saver.armed_movers for plan in mover.learner.plans for key in plan.keep}
         groups = [group for mover in saver.armed_movers for plan in mover.learner.plans for group in plan.groups]
         assert {"Sequential.1.layers/in:0"} <= keys | {key for group in groups for key in group.sites}
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty(0)
+
+
+def foresees_the_inputs_where_the_checkpoint_saves_an_empty_tensor_first(device: torch.device) -> None:
+    def older(*args: Any, **kwargs: Any) -> Any:
+        _Saves.apply(torch.empty(0, requires_grad=True))
+        return plain(*args, **kwargs)
+
+    plain = migrator.regions.checkpoint
+    with mock.patch.object(migrator.regions, "checkpoint", older), moving(regions=True) as session:
+        model = _model(device)
+        train(model, device)
+        assert _recomputed(session)
+        loss = model(batch(device, 9)).sum()
+        saver = session.runtime.saver()
+        assert saver is not None and not saver.recording
+        assert not any(mover._unforeseen for mover in saver.armed_movers), "something was saved that no plan knows"
+        loss.backward()
 
 
 def counts_running_statistics_once(device: torch.device) -> None:
