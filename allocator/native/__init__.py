@@ -141,12 +141,10 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_allocate_at": [_U64, _U64, _U64],
         "tn_class": [ctypes.c_int],
         "tn_limit": [ctypes.c_int, _U64],
-        "tn_reader": [_U64],
         "tn_trim": [],
         "tn_mark": [],
         "tn_log": [ctypes.c_int, ctypes.c_void_p, _U64, _P64],
         "tn_plan": [_U64, _U64, ctypes.c_void_p, ctypes.c_void_p, _U64, ctypes.c_void_p],
-        "tn_unplan": [],
         "tn_move": [_U64, ctypes.c_int],
         "tn_on": [_U64, ctypes.c_int],
         "tn_get_stats": [ctypes.POINTER(_Stats)],
@@ -214,10 +212,6 @@ class Core:
         """The block is used on `stream` as well: it is handed out again when that is done with it."""
         self._check(self._library.tn_used_on(self._core, address, stream))
 
-    def reader(self, stream: int) -> None:
-        """Work on `stream` may read blocks after they were given back: their pages are not unmapped under it."""
-        self._check(self._library.tn_reader(self._core, stream))
-
     def trim(self) -> None:
         """Return idle memory to the system; waits for the streams that used it."""
         self._check(self._library.tn_trim(self._core))
@@ -258,10 +252,6 @@ class Core:
         order = np.argsort(-foreseen.visits, kind="stable").astype(np.uint32)
         pointers = (sizes.ctypes.data, places.ctypes.data, len(order), order.ctypes.data)
         self._check(self._library.tn_plan(self._core, foreseen.stream, len(sizes), *pointers))
-
-    def unplan(self) -> None:
-        """Forget the layout: everything goes where it fits best."""
-        self._library.tn_unplan(self._core)
 
     def move(self, address: int, tier: int) -> None:
         """Put the whole pages of a block on `tier`, under the same address; waits for all streams."""

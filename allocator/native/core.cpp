@@ -129,15 +129,11 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
   return pages[tier].available() >= goal ? Status::Ok : fail(Status::Full, "no idle pages");
 }
 
-// Wait for the work on a heap's stream, and that of readers, so that its idle pages may be unmapped. `Invalid` while it
-// is captured.
+// Wait for the work on a heap's stream, so that its idle pages may be unmapped. `Invalid` while it is captured.
 Status tn_core::wait(Heap *heap) {
   if (primitives->capturing(heap->stream())) return Status::Invalid;
   ++stats.waits;
-  Status status = primitives->synchronize(heap->stream());
-  for (Stream reader : readers)
-    if (status == Status::Ok) status = primitives->synchronize(reader);
-  return status;
+  return primitives->synchronize(heap->stream());
 }
 
 Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address) {
@@ -227,13 +223,15 @@ void tn_core::settle() {
     if (!entry->recorded) {
       bool captured = false;
       for (Stream stream : entry->block->streams) captured = captured || primitives->capturing(stream);
-      if (!captured) {
-        entry->recorded = true;
-        for (Stream stream : entry->block->streams) {
-          Event event = 0;
-          if (primitives->record(stream, &event) == Status::Ok) entry->events.push_back(event);
-        }
+      // One that could not be recorded is tried again: memory that may be in use is not handed out.
+      auto &left = entry->block->streams;
+      while (!captured && !left.empty()) {
+        Event event = 0;
+        if (primitives->record(left.back(), &event) != Status::Ok) break;
+        entry->events.push_back(event);
+        left.pop_back();
       }
+      entry->recorded = left.empty();
     }
     auto &events = entry->events;
     while (entry->recorded && !events.empty()) {

@@ -48,9 +48,6 @@ TN_API int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint6
 /* The class of the requests that follow. */
 TN_API void tn_class(tn_core *core, int lifetime_class);
 TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
-/* Work on `stream` may read blocks after they were given back, in the order that their own stream waits for: their pages
- * are not unmapped under it. */
-TN_API int tn_reader(tn_core *core, uint64_t stream);
 /* Return idle memory of all pools that are not private to the system; waits for their streams. */
 TN_API int tn_trim(tn_core *core);
 
@@ -75,7 +72,6 @@ TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacit
  * there is no layout any more. */
 TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets,
                    uint64_t pages, const uint32_t *order);
-TN_API void tn_unplan(tn_core *core);
 
 /* ---- Where memory lies ---- */
 

@@ -216,19 +216,6 @@ Status Heap::surrender_outside(uint64_t address, uint64_t bytes) {
   return Status::Ok;
 }
 
-Status Heap::surrender_foreign() {
-  std::vector<std::pair<uint64_t, uint64_t>> all(free_.begin(), free_.end());
-  for (auto &[bytes, address] : all) {
-    uint64_t end = down(address + bytes, kPage);
-    for (uint64_t page = up(address, kPage); page < end; page += kPage) {
-      if (table_[index(page)].tier == tier_) continue;
-      Status status = unmap(page, 1);
-      if (status != Status::Ok) return status;
-    }
-  }
-  return Status::Ok;
-}
-
 bool Heap::find_run(uint64_t bytes, uint64_t *address) const {
   bool found = false;
   uint64_t best = 0, begin = 0, length = 0, mapped = 0;

@@ -63,8 +63,6 @@ class Heap {
   Status surrender(uint64_t count, uint64_t *surrendered);
   // Unmap the whole free pages outside of `[address, address + bytes)`. The stream must have been synchronised.
   Status surrender_outside(uint64_t address, uint64_t bytes);
-  // Unmap whole free pages of a tier that is not this heap's. The stream must have been synchronised.
-  Status surrender_foreign();
 
   // A run of `bytes` without blocks in use, as much of it mapped as there is. False if the range is too small.
   bool find_run(uint64_t bytes, uint64_t *address) const;

@@ -142,14 +142,6 @@ int tn_limit(tn_core *core, int tier, uint64_t bytes) {
   });
 }
 
-int tn_reader(tn_core *core, uint64_t stream) {
-  return enter(core, [&] {
-    auto &readers = core->readers;
-    if (std::find(readers.begin(), readers.end(), stream) == readers.end()) readers.push_back(stream);
-    return Status::Ok;
-  });
-}
-
 int tn_trim(tn_core *core) {
   return enter(core, [&] {
     core->settle();
@@ -187,11 +179,6 @@ uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint
 int tn_plan(tn_core *core, uint64_t stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets,
             uint64_t pages, const uint32_t *order) {
   return enter(core, [&] { return core->set_plan(stream, count, bytes, offsets, pages, order); });
-}
-
-void tn_unplan(tn_core *core) {
-  std::lock_guard<std::mutex> guard(core->mutex);
-  core->plan = {};
 }
 
 int tn_move(tn_core *core, uint64_t address, int tier) {

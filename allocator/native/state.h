@@ -62,7 +62,6 @@ struct tn_core {
   std::map<uint64_t, std::pair<std::unique_ptr<Heap>, uint64_t>> heaps;  // by base; with the pool
   std::unordered_map<uint64_t, tiers::Pool> pools;
   std::deque<tiers::Waiting> waiting;
-  std::vector<Stream> readers;
   uint64_t alias = 0;
   int lifetime_class = TN_ANY;
   tiers::Log log[3];  // of the present period, the one before, and the one before that
