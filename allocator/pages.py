@@ -76,6 +76,15 @@ class PageAllocator:
         for _, core in self.cores():
             core.mark()
 
+    def expect_news(self) -> None:
+        """From now on other tensors stay and move: layouts are to be made as eagerly as in the beginning."""
+        for watch in self._watches.values():
+            watch.expect_news()
+
+    def spilled(self, device: torch.device) -> bool:
+        """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
+        return self._spilled.get(device.index, 0) > 0
+
     def period_over(self) -> None:
         """A period ends: where its sequence of requests is new, plan the next one's layout after it."""
         for device, core in self.cores():

@@ -123,6 +123,11 @@ class Watch:
         self._looks = 0  # one after the other without a period as foreseen
         self._until = 0
 
+    def expect_news(self) -> None:
+        """The program is about to change, and to settle again."""
+        self._looks = min(self._looks, 1)
+        self._until = 0
+
     def period_over(self, requests: int, departed: int, *, repeated: bool) -> bool:
         """Take note of a period in which `departed` of `requests` came otherwise than foreseen; whether to look anew.
 

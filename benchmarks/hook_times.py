@@ -98,6 +98,9 @@ def hook_times(step: Callable[[], torch.Tensor], arguments: dict[str, str], *, b
             step()
         of_steps: dict[str, list[float]] = {"stay": [], "move": []}
         for _ in range(STEPS):
+            if torch.cuda.is_available():
+                # Everything moves, so the link is far behind the host; a call that finds its queue full waits for it.
+                torch.cuda.synchronize()
             timer.seconds, timer.tensors = {"stay": 0.0, "move": 0.0}, {"stay": 0, "move": 0}
             step()
             for kind, count in timer.tensors.items():

@@ -20,6 +20,8 @@ from migrator.simulator import Simulated
 PRESSED = 0.03  # of the target: what the budget gives back when the allocator was pressed
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 LATE = 0.01  # of the ideal step: stalls that were not predicted and are shorter do not count
+SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
+PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
 RATINGS = 5  # times that lanes are taken to be slower
 GROWTHS = 1  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
 WORTH = 0.08  # of the target: what a growth must bring
@@ -45,11 +47,17 @@ class Feedback:
         self._ratings = 0
         self._growths = 0
         self._good: int | None = None  # the last correction whose plan kept to the target
+        self._under = 0  # periods under the plans there are
+        self._presses = 0  # of these, the last ones in a row in which the allocator flushed its cache
 
     @property
     def links(self) -> Links:
         """What the lanes are taken to give, corrected."""
         return replace(self.given, **{lane: getattr(self.given, lane) * part for lane, part in self._parts.items()})
+
+    def adopted(self) -> None:
+        """The plans changed: what the allocator caches will have to change, too."""
+        self._under = self._presses = 0
 
     def peak(self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool) -> bool:
         """Take in a period's peak; whether the correction changed.
@@ -65,6 +73,11 @@ class Feedback:
         may_grow : bool
             Whether the plan would make use of more.
         """
+        self._under += 1
+        self._presses = self._presses + 1 if pressed and self._under > SETTLING else 0
+        if predicted is not None:
+            # The peak tells already what lies in HBM; a flush tells of fragments alone, and of those that stay.
+            pressed = self._presses >= PRESSES
         slack = -int(PRESSED * self._target) if pressed else self._target - peak
         if slack >= -SETTLED * self._target:
             self._good = self.correction

@@ -61,6 +61,7 @@ class Saver:
         self.recording = False
         self.regions = Regions(self.modules, self._may_recompute)
         self._whole: tuple[str, ...] = ()  # paths of the regions that the plans recompute
+        self._afresh = False  # the period is recorded as if there were no plans
         self._ident = threading.get_ident()
         self._searching = False  # some formula of the plans needs to know which node made what was saved
         self.in_backward = False  # backward has asked for something in this period
@@ -90,7 +91,7 @@ class Saver:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         self.actions = {}
         self.movers = {}
-        self.recording = self._searching = False
+        self.recording = self._searching = self._afresh = False
         self.regions.apply(())
         self._period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
@@ -176,7 +177,8 @@ class Saver:
             self._period += 1
             self._period_over(self)
             self.recording = any(mover.recorder is not None for mover in self.armed_movers)
-            # A period is recorded with all that its modules save.
+            # A period is recorded with all that its modules save; where no plan has room for that, it all moves.
+            self._afresh = self.recording and bool(self._whole)
             self.regions.apply(() if self.recording else self._whole)
 
     # ------------------------------------------------------------------------------------- hooks
@@ -193,7 +195,7 @@ class Saver:
         if node.period != self._period:
             node.period = self._period
             node.count = 0
-            node.actions = self.actions.get(node.path, ())
+            node.actions = () if self._afresh else self.actions.get(node.path, ())
         if node.of_inputs and not tensor.numel():
             return keep(tensor)
         number = node.count

@@ -260,6 +260,7 @@ class Learner:
             return False
         pending, self._pending = self._pending, None
         self._made, self._planned = pending.result(), self._asked
+        self._feedback.adopted()
         for made in self._made:
             if made.refused is not None and not self._refusal_said:
                 self._refusal_said = True

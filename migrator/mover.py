@@ -235,10 +235,12 @@ class Mover:
             pressed = self.engine.compute.pressed()
             changed = self.learner.period_over(trace, peak, whole=whole, drifted=drifted, pressed=pressed)
             self.recorder = self._new_recorder() if self.learner.records_next else None
-            if self.recorder is not None:
-                self._allocated_before = self.engine.compute.allocated()
             if changed:
                 self._adopt(self.learner.plans)
+            if self.recorder is not None:
+                self._allocated_before = self.engine.compute.allocated()
+                if any(plan.regions for plan in self.learner.plans):  # what they recompute moves for once
+                    self.engine.limit = min(self._room, learning_room(self.budget))
         return changed
 
     def heed(self, ahead: int | None, links: Links) -> bool:

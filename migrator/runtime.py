@@ -308,6 +308,8 @@ class Runtime:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
         if changed:
+            if (pages := self.options.pages()) is not None:
+                pages.expect_news()
             movers = saver.armed_movers
             saver.adopt(
                 (action for mover in movers for action in mover.actions()),
@@ -317,6 +319,7 @@ class Runtime:
     def _advice(self, advisor: Advisor, saver: Saver) -> tuple[int | None, Links]:
         """Report the copies of this thread's devices; how many groups may be back early, and the links to plan with."""
         transfers: list[Transfer] = []
+        pages = self.options.pages()
         for mover in saver.armed_movers:
             compute = mover.engine.compute
             if compute.capturing():  # events must not be asked for then
@@ -325,7 +328,9 @@ class Runtime:
             if asked is not None:
                 if not asked.query():  # the program runs more than a period ahead of the device
                     continue
-                transfers += shared.out.over(asked) + shared.back.over(asked)
+                over = shared.out.over(asked) + shared.back.over(asked)
+                if pages is None or not pages.spilled(compute.device):  # else kernels take a part of the link
+                    transfers += over
             self._asked[compute.device] = compute.mark(compute.stream())
         response = advisor.period_over(transfers, dict(self._counters.moved))
         direct = self._backing is not None and self._backing.direct_disk

@@ -89,6 +89,28 @@ def foresees_the_inputs_where_the_checkpoint_saves_an_empty_tensor_first(device:
         loss.backward()
 
 
+def moves_what_it_would_have_recomputed_while_it_records_anew(device: torch.device) -> None:
+    model = _model(device)
+    with moving(**WHOLE) as session:
+        train(model, device)
+        saver = session.runtime.saver()
+        assert saver is not None and _recomputed(session)
+        before = moved(session)["d2h"]
+        model(batch(device, 9)).sum().backward()
+        assert moved(session)["d2h"] == before
+        model(batch(device, 9)).tanh().square().sum().backward()  # saves what no plan knows
+        for _ in range(2):
+            before = moved(session)["d2h"]
+            loss = model(batch(device, 9)).sum()
+            if saver.recording:
+                break
+            loss.backward()
+        assert saver.recording, "what is new is recorded"
+        inner = sum(block.layers(batch(device, 9)).nbytes for block in model)
+        assert moved(session)["d2h"] - before > inner, "no plan has room for what the regions save"
+        loss.backward()
+
+
 def counts_running_statistics_once(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         model = _model(device, nn.BatchNorm1d(256))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
 from migrator.background import in_background
-from migrator.feedback import PRESSED, SETTLED, Feedback
+from migrator.feedback import PRESSED, SETTLED, SETTLING, Feedback
 from migrator.intervals import occupancy
 from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner, Made
 from migrator.links import PCIE_GEN5, Links
@@ -463,6 +463,18 @@ def test_while_the_first_plan_is_made_nothing_can_depart_from_it() -> None:
     later.work()
     assert learner.period_over(None, 0, whole=True, pressed=False, drifted=True)
     assert not learner.records_next
+
+
+def test_a_cache_that_is_flushed_now_and_then_leaves_the_budget_as_it_is() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    flushes = [True] * SETTLING + [False, True, False, True, True]
+    assert [feedback.peak(TARGET, TARGET, TARGET, pressed=flush, may_grow=True) for flush in flushes] == [
+        *[False] * (len(flushes) - 1),
+        True,
+    ]
+    assert feedback.correction == -int(PRESSED * TARGET)
+    feedback.adopted()
+    assert not any(feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True) for _ in range(SETTLING))
 
 
 def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:

@@ -85,6 +85,14 @@ def test_a_program_that_is_new_in_every_period_is_looked_at_ever_more_rarely() -
     assert len(looks) < 40
 
 
+def test_a_program_that_is_about_to_change_is_looked_at_as_in_the_beginning() -> None:
+    watch = Watch()
+    for _ in range(500):
+        watch.period_over(1000, 900, repeated=False)
+    watch.expect_news()
+    assert all(watch.period_over(1000, 900, repeated=False) for _ in range(EAGER - 1))
+
+
 def test_pages_that_many_requests_visit_are_told_from_those_that_one_keeps() -> None:
     brief = [(PAGE, 0, 1 + 2 * k, 2 + 2 * k) for k in range(5)]
     foreseen = foresee(log(20, (PAGE, 0, 0, 19), *brief))
