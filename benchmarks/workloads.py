@@ -76,9 +76,7 @@ def small_gpt(device: torch.device | str, *, seed: int = 0) -> Workload:
     return _gpt("small GPT", device, seed, GPTShape(24, 256, 4, 1024, batch=2, length=256))
 
 
-def resnet152(
-    device: torch.device | str, *, tiny: bool = False, seed: int = 0, batch: int | None = None
-) -> Workload:
+def resnet152(device: torch.device | str, *, tiny: bool = False, seed: int = 0, batch: int | None = None) -> Workload:
     """Build ResNet-152: batch 256 x 224 x 224, autocast bf16, channels_last, SGD with momentum."""
     name, layers, width, samples, side = "ResNet-152", (3, 8, 36, 3), 64, 256, 224
     if tiny:

@@ -1,6 +1,6 @@
 """How close each method comes to the ideal at a budget: a benchmark that goes on where it stopped.
 
-``python -m benchmarks.fractions run --results FILE.json --budgets 75,60,45 --methods tiers:auto,checkpoint --seconds 600``
+``python -m benchmarks.fractions run --results FILE.json --budgets 75,60 --methods tiers:auto,checkpoint --seconds 600``
 ``python -m benchmarks.fractions show FILE.json --markdown``
 ``python -m benchmarks.fractions largest --results FILE.json --methods ideal,tiers:auto``
 

@@ -23,7 +23,10 @@ def main(words: list[str] | None = None) -> None:
         work(words[1:])
         return
     options = _parser().parse_args(words)
-    {"run": _run, "show": _show, "largest": _largest}[options.verb](options)
+    try:
+        {"run": _run, "show": _show, "merge": _merge, "largest": _largest}[options.verb](options)
+    except ValueError as error:  # of a name or a file
+        raise SystemExit(f"fractions: {error}") from None
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -46,6 +49,12 @@ def _show(options: argparse.Namespace) -> None:
     print(show(Results(options.file), markdown=options.markdown))
 
 
+def _merge(options: argparse.Namespace) -> None:
+    results = Results(options.file)
+    for path in options.others:
+        results.merge(Results(path))
+
+
 def _largest(options: argparse.Namespace) -> None:
     from benchmarks.fractions.largest import Largest
 
@@ -65,6 +74,8 @@ def _setting(options: argparse.Namespace, **lengths: Any) -> Setting:
     given = {"learning": options.learning, "settled": options.steps, "timed": options.steps}
     lengths |= {name: value for name, value in given.items() if value is not None}
     trl = options.trl.resolve() if options.trl else None
+    if trl is not None and not trl.is_file():
+        raise ValueError(f"{trl} is no file")
     return Setting(options.tiny, options.dram, trl, tuple(lengths.items()))
 
 
@@ -77,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True)
     run = verbs.add_parser("run", help="measure what is missing, the first named first")
     run.add_argument("--workloads", type=_words, default=list(WORKLOADS))
-    run.add_argument("--budgets", type=_numbers, default=[75, 60, 45], help="percent of what the plain program reserves")
+    run.add_argument(
+        "--budgets", type=_numbers, default=[75, 60, 45], help="percent of what the plain program reserves"
+    )
     run.add_argument("--methods", type=_words, default=["tiers:auto", "checkpoint-k", "checkpoint", "save_on_cpu"])
     run.add_argument("--beside", action="store_true", help="measure the best so far again beside auto")
     run.add_argument("--retry", action="store_true", help="measure again what failed")
@@ -95,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--steps", type=int, help="that are timed")
         verb.add_argument("--learning", type=_numbers, metavar="LEAST,MOST", help="steps before timing ours")
         verb.add_argument("--tiny", action="store_true", help="the small workloads: tells nothing about speed")
+    merge = verbs.add_parser("merge", help="take over what other files have that is newer")
+    merge.add_argument("file", type=Path)
+    merge.add_argument("others", type=Path, nargs="+")
     show = verbs.add_parser("show", help="print what was measured")
     show.add_argument("file", type=Path)
     show.add_argument("--markdown", action="store_true")

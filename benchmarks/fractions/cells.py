@@ -77,17 +77,19 @@ def parse(name: str) -> Method:
     head, _, rest = name.partition(":")
     if head in COMPILED and rest:
         return Method(name, "ideal", compiled=COMPILED[head], activation_budget=float(rest))
-    base, _, how = name.partition("+")
-    if how in COMPILED and base == "ideal":
+    how = next((how for how in COMPILED if name.endswith(f"+{how}")), "")
+    base = name.removesuffix(f"+{how}") if how else name
+    if how and base == "ideal":
         return Method(name, "ideal", compiled=COMPILED[how])
     head, _, policy = base.partition(":")
-    if policy in POLICIES and head == "tiers" and how in ("", *COMPILED):
+    if policy in POLICIES and head == "tiers":
         return Method(name, "tiers", policy, compiled=COMPILED.get(how, ""))
     if policy in POLICIES and head == "pages" and not how:
         return Method(name, "tiers", policy, "pages")
     raise ValueError(
-        f"there is no method {name}: ideal, checkpoint, checkpoint-k, save_on_cpu, trl, compile-budget, ideal+compile, "
-        f"compile:0.4, tiers:POLICY, tiers:POLICY+compile and pages:POLICY are methods, and {', '.join(POLICIES)} policies"
+        f"there is no method {name}. Methods: ideal, checkpoint, checkpoint-k, save_on_cpu, trl, compile-budget, "
+        "ideal+compile, compile:0.4, tiers:POLICY, tiers:POLICY+compile, pages:POLICY; with compile-whole for compile, "
+        f"forward and loss are compiled in one. Policies: {', '.join(POLICIES)}"
     )
 
 

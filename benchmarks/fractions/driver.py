@@ -15,7 +15,7 @@ from benchmarks.fractions.processes import Failed, Setting, TooLong, Worker
 from benchmarks.fractions.results import Record, Results, fits
 
 GUESS = 40.0  # seconds that a cell takes, before one is known
-LAST = 2.0  # seconds that stay for the end
+LAST = 6.0  # seconds that stay for the end of the worker
 
 
 class OutOfTime(Exception):
@@ -50,11 +50,11 @@ class Run:
     start: Callable[[str, Setting], Worker] = Worker
     clock: Callable[[], float] = time.monotonic
     say: Callable[[str], object] = lambda line: print(line, flush=True)
-    _worker: Worker | None = None
-    _of: str = ""
-    _plain: dict[str, Record] = field(default_factory=dict)  # the first ideal of each workload in this sitting
-    _measured: set[Cell] = field(default_factory=set)
-    _end: float = 0.0
+    _worker: Worker | None = field(default=None, init=False)
+    _of: str = field(default="", init=False)
+    _plain: dict[str, Record] = field(default_factory=dict, init=False)  # the first ideal of each workload
+    _measured: set[Cell] = field(default_factory=set, init=False)
+    _end: float = field(default=0.0, init=False)
 
     def all(self, wanted: Sequence[Cell]) -> None:
         """Measure what is missing of `wanted`."""
@@ -64,7 +64,7 @@ class Run:
         left = 0
         try:
             for number, cell in enumerate(missing):
-                if self.clock() + self.results.expected(cell, GUESS) > self._end:
+                if self.clock() + self.results.expected(self.machine, cell, GUESS) > self._end:
                     left += 1  # a shorter one may still be measured
                     continue
                 try:
@@ -189,6 +189,7 @@ def line(record: Record) -> str:
     over = "" if record["budget"] is None or fits(record, record["budget"]) else "  OVER BUDGET"
     settled = "" if record["settled"] else "  not settled"
     return (
-        f"{head}{record['fraction']:.3f} of ideal, {record['step'] * 1e3:.1f} ms (ideal {record['ideal_step'] * 1e3:.1f}), "
+        f"{head}{record['fraction']:.3f} of ideal, {record['step'] * 1e3:.1f} ms "
+        f"(ideal {record['ideal_step'] * 1e3:.1f}), "
         f"reserved {format_size(record['reserved'])}, SM {record['sm_clock']}  ({record['took']:.0f} s){settled}{over}"
     )

@@ -81,7 +81,8 @@ class Bench:
             assert hbm is not None
             blocks = fewest(partial(self._peak, method), self._count_blocks(), hbm)
         measured = self._train(method, hbm, blocks)
-        clean()  # another process may be next
+        if method.allocator == "torch":
+            clean()  # another process may be next
         return measured | ({} if blocks is None else {"blocks": blocks})
 
     def _train(self, method: Method, hbm: int | None, blocks: int | None) -> dict[str, Any]:
@@ -126,6 +127,7 @@ class Bench:
             "learning": learning,
             "settled": settled,
             "sm_clock": sm_clock(),
+            "torch": torch.__version__,
             **peaks(),
         }
         if session is not None and before is not None:
@@ -237,10 +239,7 @@ def _hbm_peak(method: Method, session: Session) -> dict[str, int]:
 def _stalls(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, float]:
     """Seconds per step, by cause."""
     earlier = {cause: stall["seconds"] for cause, stall in before["stalls"].items()}
-    return {
-        cause: (stall["seconds"] - earlier.get(cause, 0.0)) / steps
-        for cause, stall in after["stalls"].items()
-    }
+    return {cause: (stall["seconds"] - earlier.get(cause, 0.0)) / steps for cause, stall in after["stalls"].items()}
 
 
 def peaks() -> dict[str, int]:

@@ -55,7 +55,7 @@ class Worker:
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
         environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.fractions", "worker", *words],
             env=environment,
@@ -120,7 +120,7 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def close(self, timeout: float = 20.0) -> None:
+    def close(self, timeout: float = 5.0) -> None:
         """Let it end; idempotent."""
         self.usable = False
         assert self._process.stdin is not None

@@ -62,9 +62,13 @@ class Results:
         wanted = (machine, code, workload, method, batch)
         return next((record for record in self.tries if _key(record, TRY) == wanted), None)
 
-    def expected(self, cell: Cell, otherwise: float) -> float:
+    def expected(self, machine: str, cell: Cell, otherwise: float) -> float:
         """Seconds that a cell will take, by what it and others of its workload took."""
-        took = [(record["method"], record["took"]) for record in self.cells if record["workload"] == cell.workload]
+        took = [
+            (record["method"], record["took"])
+            for record in self.cells
+            if (record["machine"], record["workload"]) == (machine, cell.workload) and record["status"] != "skipped"
+        ]
         same = [seconds for method, seconds in took if method == cell.method.name]
         return max(same) if same else mean(seconds for _, seconds in took) if took else otherwise
 
@@ -80,6 +84,15 @@ class Results:
             and fits(record, budget)
         ]
         return max(fitting, key=lambda record: record["fraction"], default=None)
+
+    def merge(self, other: Results) -> None:
+        """Take over what another file has that this one lacks, or has from an earlier time."""
+        for mine, theirs, names in ((self.cells, other.cells, CELL), (self.tries, other.tries, TRY)):
+            known = {_key(record, names): record["when"] for record in mine}
+            for record in theirs:
+                if record["when"] > known.get(_key(record, names), ""):
+                    _replace(mine, record, names)
+        self._write()
 
     def _write(self) -> None:
         if self._path is None:
