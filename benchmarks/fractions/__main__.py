@@ -46,7 +46,7 @@ def _run(options: argparse.Namespace) -> None:
 def _show(options: argparse.Namespace) -> None:
     from benchmarks.fractions.table import show
 
-    print(show(Results(options.file), markdown=options.markdown))
+    print(show(Results(options.file), markdown=options.markdown, every=options.every))
 
 
 def _merge(options: argparse.Namespace) -> None:
@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     show = verbs.add_parser("show", help="print what was measured")
     show.add_argument("file", type=Path)
     show.add_argument("--markdown", action="store_true")
+    show.add_argument("--every", action="store_true", help="cell by cell, too")
     return parser
 
 

@@ -40,7 +40,15 @@ class Largest:
     _end: float = field(default=0.0, init=False)
 
     def all(self, workload: str, methods: Sequence[str]) -> None:
-        """Search for each method; first of all the ideal's best speed is found."""
+        """Search for each method; first of all the ideal's best speed is found.
+
+        Raises
+        ------
+        ValueError
+            For a method that cannot do without a budget.
+        """
+        if "checkpoint-k" in methods:
+            raise ValueError("checkpoint-k needs a budget, and the largest batch has all memory: name checkpoint")
         self._end = self.clock() + self.seconds - LAST
         try:
             ideal = parse("ideal")

@@ -59,7 +59,7 @@ def checkpoint_blocks(workload: Workload, first: int | None) -> None:
     The first: they are made again last, when the others have given their memory back.
     """
     for block in blocks_of(workload)[:first]:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _saved_on_cpu(forward: Step) -> Tensor:

@@ -107,7 +107,7 @@ class Results:
 
 def fits(record: Record, budget: int) -> bool:
     """Whether a measurement stayed within `budget` percent of what the plain program reserves."""
-    return record["status"] == "ok" and record["reserved"] <= record["plain_reserved"] * budget / 100
+    return record["status"] == "ok" and bool(record["reserved"] <= record["plain_reserved"] * budget / 100)
 
 
 def _key(record: Record, names: Sequence[str]) -> tuple[object, ...]:

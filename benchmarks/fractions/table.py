@@ -13,8 +13,8 @@ Table = list[list[str]]
 REASON = 60  # letters of a reason; the file has all
 
 
-def show(results: Results, *, markdown: bool = False) -> str:
-    """Everything that was measured with the code measured last, machine by machine."""
+def show(results: Results, *, markdown: bool = False, every: bool = False) -> str:
+    """Everything that was measured with the code measured last, machine by machine; cell by cell, too, with `every`."""
     parts = []
     for machine in dict.fromkeys(record["machine"] for record in results.cells + results.tries):
         records, older = newest([record for record in results.cells if record["machine"] == machine])
@@ -27,6 +27,7 @@ def show(results: Results, *, markdown: bool = False) -> str:
             of = [record for record in records if record["workload"] == workload]
             if of:
                 parts += [f"## {workload}", conditions(of), render(fractions(of), markdown=markdown)]
+                parts += [render(details(of), markdown=markdown)] if every else []
         if accuracy := simulator(records):
             parts += ["## Simulator against reality", render(accuracy, markdown=markdown)]
         if tries := [record for record in results.tries if record["machine"] == machine]:
@@ -74,9 +75,11 @@ def fractions(records: Sequence[Record]) -> Table:
     for name, row in rows.items():
         line = [name]
         for budget in budgets:
-            record = row.get(budget)
-            text = "" if record is None else entry(record, budget, base)
-            line.append(f"**{text}**" if record is not None and record is _best(rows, budget, record) else text)
+            if (found := row.get(budget)) is None:
+                line.append("")
+                continue
+            text = entry(found, budget, base)
+            line.append(f"**{text}**" if found is _best(rows, budget, found) else text)
         table.append([*line, _losses(row.values())])
     return table
 
@@ -96,6 +99,30 @@ def entry(record: Record, budget: int, base: dict[str, float]) -> str:
     if not record["settled"]:
         text += ", not settled"
     return text if record["method"] == "ideal" or fits(record, budget) else f"does not fit: {text}"
+
+
+def details(records: Sequence[Record]) -> Table:
+    """A row a cell, with what the table of fractions leaves out; times in ms, sizes in GiB, moved bytes a step."""
+    head = ["budget", "method", "step", "worst", "ideal", "worst", "reserved", "allocated", "out", "back", "stalled"]
+    table = [[*head, "first steps", "SM MHz", "ideal's", "losses differ"]]
+    for record in records:
+        if record["status"] == "ok":
+            moved, times = record.get("moved", {}), ("step", "worst", "ideal_step", "ideal_worst")
+            sizes = (record["reserved"], record["allocated"], moved.get("d2h", 0), moved.get("h2d", 0))
+            table.append(
+                [
+                    "any" if record["budget"] is None else f"{record['budget']}%",
+                    record["method"],
+                    *(f"{record[name] * 1e3:.1f}" for name in times),
+                    *(f"{nbytes / GiB:.2f}" for nbytes in sizes),
+                    f"{sum(record.get('stalls', {}).values()) * 1e3:.1f}",
+                    str(record["learning"]) + ("" if record["settled"] else ", not settled"),
+                    str(record["sm_clock"]),
+                    str(record["ideal_sm_clock"]),
+                    f"{record['loss_difference']:.1e}",
+                ]
+            )
+    return table
 
 
 def simulator(records: Sequence[Record]) -> Table:
@@ -148,7 +175,7 @@ def render(table: Table, *, markdown: bool) -> str:
 
 
 def _is_base(record: Record) -> bool:
-    return record["method"].startswith("ideal+")
+    return str(record["method"]).startswith("ideal+")
 
 
 def _row(record: Record) -> str:

@@ -275,6 +275,7 @@ def record(method: str, budget: int | None, fraction: float, reserved: int = 400
         "step": 0.1 / fraction,
         "worst": 0.2,
         "ideal_step": 0.1,
+        "ideal_worst": 0.11,
         "fraction": fraction,
         "reserved": reserved,
         "allocated": reserved,
@@ -346,6 +347,15 @@ def test_everything_is_shown_in_both_forms() -> None:
     assert len(show(results).splitlines()) < len(text.splitlines())
 
 
+def test_every_cell_can_be_shown_with_its_worst_step_and_what_it_moved() -> None:
+    results = Results()
+    moved = {"d2h": 2 << 30, "h2d": 1 << 30}
+    results.cells = [record("tiers:auto", 75, 0.5, moved=moved, stalls={"h2d": 0.003}, learning=12)]
+    text = show(results, markdown=True, every=True)
+    row = "| 75% | tiers:auto | 200.0 | 200.0 | 100.0 | 110.0 | 0.00 | 0.00 | 2.00 | 1.00 | 3.0 | 12 | 1980 | 1900 |"
+    assert row in text
+
+
 def tried(method: str, batch: int, speed: float | None) -> Record:
     return {**record(method, None, 1.0), "batch": batch, "speed": speed, "reason": "no room"}
 
@@ -364,6 +374,11 @@ def test_the_largest_batch_is_found_by_doubling_and_bisecting(limit: int) -> Non
     assert largest(good, 8, 72) == min(limit, 72)
     assert all(batch % 8 == 0 and batch <= 72 for batch in asked)
     assert len(asked) == len(set(asked)) <= 7
+
+
+def test_the_largest_batch_is_not_searched_for_with_what_needs_a_budget() -> None:
+    with pytest.raises(ValueError, match="needs a budget"):
+        Largest(Results(), GPU, Setting(), 100, 100).all(W, ["checkpoint-k"])
 
 
 def test_no_batch_at_all_may_be_good() -> None:
