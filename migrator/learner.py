@@ -104,6 +104,11 @@ class Learner:
         return self._to_record > 0
 
     @property
+    def planning(self) -> bool:
+        """Whether plans are being made in the background."""
+        return self._pending is not None and not self._pending.done()
+
+    @property
     def plans(self) -> tuple[Plan, ...]:
         """One plan for each of `traces`."""
         return tuple(made.plan for made in self._made)

@@ -283,8 +283,10 @@ def test_plans_that_take_long_are_adopted_at_the_end_of_the_period_in_which_they
     learner, later = large()
     assert not quiet(learner, 0)
     assert (learner.plans, learner.traces) == ((), ())
+    assert learner.planning
     later.work()
     assert learner.plans == ()
+    assert not learner.planning
     assert quiet(learner, 0)
     assert (len(learner.plans), learner.traces) == (1, (MODEL,))
 

@@ -1,0 +1,9 @@
+"""How close each method comes to the ideal at a budget: a benchmark that goes on where it stopped.
+
+``python -m benchmarks.fractions run --results FILE.json --budgets 75,60 --methods tiers:auto,checkpoint --seconds 600``
+``python -m benchmarks.fractions show FILE.json --markdown``
+``python -m benchmarks.fractions largest --results FILE.json --methods ideal,tiers:auto``
+
+A cell is a workload, a budget and a method, on one machine and for one state of the code. The ideal, which is the plain
+program with unlimited HBM, runs right before each method in the same sitting; the fraction is the ratio of the two.
+"""
