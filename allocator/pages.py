@@ -24,7 +24,7 @@ log = logging.getLogger("tiers")
 
 HBM, DRAM = 0, 1
 USED = 2  # of a block's kinds
-PATIENCE = 4  # periods with something in DRAM before state sinks: a migrator that learns may need less by then
+PATIENCE = 8  # periods with something in DRAM before state sinks: a migrator makes do with less by then, if it can
 STEP = 256 * MiB  # of DRAM to claim at a time
 
 
@@ -80,6 +80,7 @@ class PageAllocator:
         """From now on other tensors stay and move: layouts are to be made as eagerly as in the beginning."""
         for watch in self._watches.values():
             watch.expect_news()
+        self._spilled.clear()
 
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""

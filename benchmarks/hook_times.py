@@ -29,6 +29,7 @@ from migrator.counters import Counters
 from migrator.hooks import Saver
 from migrator.lanes import Event, Piece
 from migrator.lanes.host import HostEvent
+from migrator.transfers import Transfer
 
 LEARNING = 8
 STEPS = 20
@@ -75,6 +76,9 @@ class IdleLane:
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
         return self._done
+
+    def over(self, since: Event) -> list[Transfer]:
+        return []
 
     def close(self) -> None:
         pass

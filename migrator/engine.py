@@ -38,6 +38,7 @@ from allocator.sizes import round_up
 from migrator.actions import Pace
 from migrator.backing import Backing, Parcel
 from migrator.lanes import GATHER_BELOW, SLOT, Compute, Event, Lane, Piece, Stream, whole
+from migrator.timing import Lap
 
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
 
@@ -127,6 +128,7 @@ class Engine:
         self.position = -1  # in the plan's period, as far as the sites that came tell
         self.ahead = EVERY  # groups that may be back before backward asks for the first of them
         self._early: dict[Group, None] = {}  # those that are
+        self.lap: Lap | None = None  # what the last period took that the device is through with
         self.resident = 0
         self._peak = 0
         self.alive = 0  # saved tensors that move and are still part of a graph
@@ -416,7 +418,7 @@ class Engine:
         What is in HBM is counted afresh: bytes that stayed were only ever estimated, and are gone.
         """
         self.collect()
-        self.compute.settle()
+        self.lap = self.compute.settle()
         peak = self.compute.peak(self._peak)
         self._stayed = 0
         self.resident = self._peak = sum(group.counted for group in self._in_hbm)

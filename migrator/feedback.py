@@ -16,13 +16,16 @@ from dataclasses import replace
 
 from migrator.links import Links
 from migrator.simulator import Simulated
+from migrator.timing import Lap
 
 PRESSED = 0.03  # of the target: what the budget gives back when the allocator was pressed
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 LATE = 0.01  # of the ideal step: stalls that were not predicted and are shorter do not count
 SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
 PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
-RATINGS = 5  # times that lanes are taken to be slower
+LAPS = 2  # periods of which the shortest counts: others may disturb one, and the device is a period behind
+LOOKS = 2  # times that the program's times or its links are corrected: it is to be settled within ten periods
+OFF_PACE = 0.03  # of a period: closer than this, times are as predicted
 GROWTHS = 1  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
 WORTH = 0.08  # of the target: what a growth must bring
 
@@ -41,10 +44,12 @@ class Feedback:
     def __init__(self, target: int, given: Links) -> None:
         self.given = given
         self.correction = 0  # of the budget, in bytes
+        self.pace = 1.0  # what the program's own times are multiplied by
+        self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
         self._target = target
         self._ceiling: int | None = None  # the largest correction that no period so far has found too large
         self._parts: dict[str, float] = {}  # of what is given, by lane: what was found to be left of it
-        self._ratings = 0
+        self._looks = 0  # times that pace or links changed
         self._growths = 0
         self._good: int | None = None  # the last correction whose plan kept to the target
         self._under = 0  # periods under the plans there are
@@ -58,6 +63,7 @@ class Feedback:
     def adopted(self) -> None:
         """The plans changed: what the allocator caches will have to change, too."""
         self._under = self._presses = 0
+        self._laps.clear()
 
     def peak(self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool) -> bool:
         """Take in a period's peak; whether the correction changed.
@@ -97,6 +103,27 @@ class Feedback:
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
         return self.correction != before
 
+    def lap(self, lap: Lap, predicted: Simulated) -> bool:
+        """Take in what a period took; whether the pace or the links changed.
+
+        What compute took besides its waits is the program's own: with the plan the host keeps ahead of the device,
+        while it is late now and then in recorded periods, and always in a program of small kernels.
+        """
+        if self._under < SETTLING or self._looks >= LOOKS:
+            return False
+        self._laps.append(lap)
+        if len(self._laps) < LAPS:
+            return False
+        best = min(self._laps, key=lambda lap: lap.seconds)
+        self._laps.clear()
+        computed = best.seconds - sum(best.stalls.values())
+        foreseen = predicted.seconds - sum(predicted.stalls.values())
+        if foreseen > 0 and abs(computed / foreseen - 1) > OFF_PACE:
+            self._looks += 1
+            self.pace *= computed / foreseen
+            return True
+        return self.stalls(best.stalls, predicted)
+
     def stalls(self, measured: Mapping[str, float], predicted: Simulated) -> bool:
         """Take in for how long compute waited for each lane, in seconds; whether the links changed."""
         slower = {}
@@ -105,8 +132,8 @@ class Feedback:
             busy = predicted.busy.get(lane, 0.0)
             if busy and late > LATE * predicted.ideal:
                 slower[lane] = self._parts.get(lane, 1.0) * busy / (busy + late)
-        if not slower or self._ratings >= RATINGS:
+        if not slower:
             return False
-        self._ratings += 1
+        self._looks += 1
         self._parts |= slower
         return True

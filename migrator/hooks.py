@@ -11,7 +11,8 @@ The hooks belong to a thread (PyTorch hands them on to the threads of backward),
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,7 @@ class Saver:
     def __init__(
         self,
         make_mover: Callable[[torch.device], Mover | None],
-        root_begins: Callable[[nn.Module], None],
+        root_begins: Callable[[Saver, nn.Module], None],
         period_over: Callable[[Saver], None],
     ) -> None:
         self.modules: Modules[Action] = Modules()
@@ -120,7 +121,7 @@ class Saver:
             self._fixed = weights.storages(weights.of_module(module))
             if self.recording or self._searching:
                 self._observer.forward_begins(module)
-            self._root_begins(module)
+            self._root_begins(self, module)
         self.modules.enter(module)
         if self.recording and module._modules and self.modules.inside and self._may_recompute():
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -180,6 +181,15 @@ class Saver:
             # A period is recorded with all that its modules save; where no plan has room for that, it all moves.
             self._afresh = self.recording and bool(self._whole)
             self.regions.apply(() if self.recording else self._whole)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is not the program's, and not measured with it."""
+        with ExitStack() as stack:
+            for mover in self.armed_movers:
+                if mover.recorder is not None and not mover.engine.compute.capturing():
+                    stack.enter_context(mover.recorder.aside())
+            yield
 
     # ------------------------------------------------------------------------------------- hooks
 

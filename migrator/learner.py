@@ -10,11 +10,10 @@ been part of it. From then on both are corrected by `migrator.feedback`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 from migrator.background import at_once
 from migrator.feedback import Feedback
@@ -22,7 +21,7 @@ from migrator.links import PCIE_GEN5, Links
 from migrator.plan import NoPlanFits, Plan
 from migrator.policies import Policy
 from migrator.simulator import Simulated, simulate
-from migrator.timing import alike, together
+from migrator.timing import Lap, alike, at_pace, together
 from migrator.trace import Trace
 
 log = logging.getLogger("tiers")
@@ -32,7 +31,6 @@ LONGEST_PAUSE = 128  # periods
 KINDS = 8  # kinds of periods that are remembered
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
 AT_ONCE = 100  # sites with times, up to which planning takes but some milliseconds
-NO_STALLS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ class Learner:
         whole: bool,
         drifted: bool,
         pressed: bool,
-        stalls: Mapping[str, float] = NO_STALLS,
+        lap: Lap | None = None,
     ) -> bool:
         """Take in one period; whether `plans` changed.
 
@@ -148,8 +146,8 @@ class Learner:
             Whether the allocator had to flush its cache to stay within the budget.
         drifted : bool
             Whether a tensor was saved that no plan knows, or one was not that a plan relies on.
-        stalls : mapping of str to float
-            For how many seconds compute waited for each lane in the period, as far as that was measured.
+        lap : Lap, optional
+            What this period took, or the one before it, and for how long compute waited for each lane.
 
         Raises
         ------
@@ -177,7 +175,7 @@ class Learner:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         if changed or self._pending is not None or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        return self._correct(peak, pressed, stalls)
+        return self._correct(peak, pressed, lap)
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         kind = frozenset(site.key for site in trace.sites)
@@ -204,7 +202,7 @@ class Learner:
             return False  # the first plan is for what all recordings tell together
         return self._plan()
 
-    def _correct(self, peak: int, pressed: bool, stalls: Mapping[str, float]) -> bool:
+    def _correct(self, peak: int, pressed: bool, lap: Lap | None) -> bool:
         predictions = [predicted for predicted in self.predictions if predicted is not None]
         changed = self._feedback.peak(
             peak,
@@ -213,8 +211,8 @@ class Learner:
             pressed=pressed,
             may_grow=any(plan.groups or plan.recompute or plan.regions for plan in self.plans),
         )
-        if len(predictions) == 1:  # of several kinds of periods nobody says which one this was
-            changed |= self._feedback.stalls(stalls, predictions[0])
+        if lap is not None and len(predictions) == 1:  # of several kinds of periods nobody says which one this was
+            changed |= self._feedback.lap(lap, predictions[0])
         return changed and self._plan()
 
     def _before_correction(self, trace: Trace) -> int:
@@ -249,7 +247,7 @@ class Learner:
 
     def _plan(self) -> bool:
         """Ask for plans; whether they are there already. What was asked for before is of no use any more."""
-        traces = tuple(alike(trace) for trace in self._traces.values())
+        traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._traces.values())
         budgets = tuple(self._before_correction(trace) for trace in traces)
         policy, correction, links = self._policy, self._feedback.correction, self._feedback.links
 

@@ -211,13 +211,17 @@ class Mover:
 
     # ---------------------------------------------------------------------------------- periods
 
-    def end_period(self, *, whole: bool) -> bool:
+    def end_period(self, *, whole: bool, alone: bool = True, spilled: bool = False) -> bool:
         """The period is over; whether there are new plans.
 
         Parameters
         ----------
         whole : bool
             See `Learner.period_over`.
+        alone : bool
+            Whether no other thread trains on this device, so that periods do not overlap.
+        spilled : bool
+            Whether the allocator had no room in HBM for all that was in use.
 
         Raises
         ------
@@ -232,8 +236,10 @@ class Mover:
             peak = self.engine.end_period()
             drifted = self._unforeseen or self._incomplete()
             self._begin()
-            pressed = self.engine.compute.pressed()
-            changed = self.learner.period_over(trace, peak, whole=whole, drifted=drifted, pressed=pressed)
+            pressed = self.engine.compute.pressed() or spilled
+            # Groups that are held back on purpose are late on purpose.
+            lap = self.engine.lap if alone and self.engine.ahead == EVERY else None
+            changed = self.learner.period_over(trace, peak, whole=whole, drifted=drifted, pressed=pressed, lap=lap)
             self.recorder = self._new_recorder() if self.learner.records_next else None
             if changed:
                 self._adopt(self.learner.plans)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -102,6 +103,10 @@ class Recorder:
             self._meter.tick(self._resident())
         self._position += 1
         return self._position - 1
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is done inside is not the program's."""
+        return nullcontext() if self._meter is None else self._meter.aside()
 
     def save(self, key: str, known: Known | None, kind: str = "") -> Record | None:
         """The program saves a tensor."""

@@ -253,14 +253,15 @@ class Runtime:
         self._recount_static()
         return shared
 
-    def _root_begins(self, root: nn.Module) -> None:
+    def _root_begins(self, saver: Saver, root: nn.Module) -> None:
         if self._leader_stepped and torch.is_grad_enabled():
             # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
             # that does not live as long as the program.
             self._leader_stepped = False
             if (pages := self.options.pages()) is not None:
                 if self._steps.count:
-                    pages.period_over()
+                    with saver.aside():  # the device has nothing to do meanwhile
+                        pages.period_over()
                 else:
                     pages.begin()
         if root in self._roots:
@@ -298,17 +299,19 @@ class Runtime:
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
         advice = self._advice(self.options.advisor, saver) if self.options.advisor is not None else None
         changed = False
+        pages, alone = self.options.pages(), len(self._savers) == 1
         for mover in saver.armed_movers:
+            spilled = pages is not None and pages.spilled(mover.engine.compute.device)
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
             try:
-                changed |= mover.end_period(whole=whole)
+                changed |= mover.end_period(whole=whole, alone=alone, spilled=spilled)
                 if advice is not None:
                     changed |= mover.heed(*advice)
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
         if changed:
-            if (pages := self.options.pages()) is not None:
+            if pages is not None:
                 pages.expect_news()
             movers = saver.armed_movers
             saver.adopt(

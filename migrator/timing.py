@@ -1,4 +1,4 @@
-"""What several recordings of one period tell together: times without what disturbed a single one. Pure functions.
+"""What measurements of one period tell together: times without what disturbed a single one. Pure functions.
 
 While a period is recorded the host is late now and then (memory is pinned, kernels are loaded, groups are made), and
 the device idles. It never is early. So of each stretch between two positions the shortest is the truest, and of
@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from migrator.trace import Recipe, Region, Trace
 
 Timed = TypeVar("Timed", Recipe, Region)
+
+
+class Lap(NamedTuple):
+    """What a period took on the device, in seconds: all of it, and the waits for each lane."""
+
+    seconds: float
+    stalls: Mapping[str, float]
 
 
 def together(one: Trace, other: Trace) -> Trace:
@@ -49,6 +56,19 @@ def alike(trace: Trace) -> Trace:
         lambda path, region: (region.end - region.begin, region.input_bytes, saved[path]),
     )
     return replace(trace, recipes=recipes, regions=tuple(regions.values()))
+
+
+def at_pace(trace: Trace, pace: float) -> Trace:
+    """The same trace, in which everything that the device computes takes `pace` times as long."""
+    if pace == 1.0 or not trace.times:
+        return trace
+    return replace(
+        trace,
+        times=tuple(pace * at for at in trace.times),
+        seconds=pace * trace.seconds,
+        recipes={ident: replace(recipe, seconds=pace * recipe.seconds) for ident, recipe in trace.recipes.items()},
+        regions=tuple(replace(region, seconds=pace * region.seconds) for region in trace.regions),
+    )
 
 
 Name = TypeVar("Name")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from allocator.sizes import MiB
+from migrator.timing import Lap
 from migrator.transfers import Transfer
 
 if TYPE_CHECKING:
@@ -137,8 +138,8 @@ class Compute(Protocol):
     def capturing(self) -> bool:
         """Whether the program is being captured into a graph, which no lane may become a part of."""
 
-    def settle(self) -> None:
-        """Add up the waits that are over by now, without blocking."""
+    def settle(self) -> Lap | None:
+        """A period ends. What the last one took that the device is through with; None where nobody knows."""
 
     def allocated(self) -> int:
         """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 
@@ -14,6 +14,7 @@ from migrator import peaks
 from migrator.counters import Counters
 from migrator.lanes import GATHER_BELOW, SLOT, TIMED, Event, Piece, Stream, at_full_speed, flat
 from migrator.lanes.meter import CudaMeter
+from migrator.timing import Lap
 from migrator.transfers import Transfer
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
@@ -26,13 +27,19 @@ class TimedEvent(Event, Protocol):
         """Milliseconds from this one to another; both must have been passed."""
 
 
+_Wait: TypeAlias = tuple[str, TimedEvent, TimedEvent]
+"""Its cause, where the stream had got to, and what it waited for."""
+
+
 class CudaCompute:
     """The current stream of a CUDA device, asked for at each use: a program may change it at any time."""
 
     def __init__(self, device: torch.device, counters: Counters) -> None:
         self.device = device
         self._counters = counters
-        self._waits: list[tuple[str, TimedEvent, TimedEvent]] = []
+        self._waits: list[_Wait] = []  # of the period under way
+        self._ended: TimedEvent | None = None  # where the period before it ended
+        self._laps: deque[tuple[TimedEvent | None, TimedEvent, list[_Wait]]] = deque()
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._retries = peaks.retries(device)
         self.waited: list[tuple[TimedEvent, TimedEvent]] | None = None  # what a meter leaves out
@@ -83,13 +90,24 @@ class CudaCompute:
             self._streams[stream] = wrapped
         return wrapped
 
-    def settle(self) -> None:
+    def settle(self) -> Lap | None:
+        if self.capturing():
+            return None
+        begin, self._ended = self._ended, self.mark(self.stream())
         waits, self._waits = self._waits, []
+        self._laps.append((begin, self._ended, waits))
+        lap = None
+        while self._laps and _over(*self._laps[0][1:]):
+            lap = self._lap(*self._laps.popleft())
+        return lap
+
+    def _lap(self, begin: TimedEvent | None, end: TimedEvent, waits: list[_Wait]) -> Lap | None:
+        stalls: dict[str, float] = {}
         for cause, reached, passed in waits:
-            if not (reached.query() and passed.query()):
-                self._waits.append((cause, reached, passed))
-            elif (seconds := reached.elapsed_time(passed) / 1e3) > 0:
+            if (seconds := reached.elapsed_time(passed) / 1e3) > 0:
                 self._counters.stalled(cause, seconds)
+                stalls[cause] = stalls.get(cause, 0.0) + seconds
+        return None if begin is None else Lap(begin.elapsed_time(end) / 1e3, stalls)
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -108,6 +126,10 @@ class CudaCompute:
 
     def reserved(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
+
+
+def _over(end: TimedEvent, waits: Iterable[_Wait]) -> bool:
+    return end.query() and all(reached.query() and passed.query() for _, reached, passed in waits)
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -82,7 +82,7 @@ class HostCompute:
         return False
 
     def settle(self) -> None:
-        """Waits were counted when they happened."""
+        """Waits were counted when they happened; and recordings have the clock of all periods, the host's."""
 
     def allocated(self) -> int:
         return 0

@@ -6,6 +6,7 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -190,8 +191,10 @@ def _train_shards(rank: int, directory: str, with_tiers: bool) -> None:
 def fsdp2_over_gloo(device: torch.device) -> None:
     """On the CPU, whatever the device. Of sharded parameters nothing is made again: their memory comes and goes."""
     with tempfile.TemporaryDirectory() as directory:
-        for with_tiers in (False, True):
-            mp.spawn(_train_shards, (directory, with_tiers), nprocs=2)
+        # Where there is a GPU, tensors of the CPU do not move.
+        with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+            for with_tiers in (False, True):
+                mp.spawn(_train_shards, (directory, with_tiers), nprocs=2)
         for rank in range(2):
             plain, ours = (bits(torch.load(Path(directory) / f"{how}-{rank}")) for how in (False, True))
             print(f"  rank {rank}: {len(plain)} results")

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
 from migrator.background import in_background
-from migrator.feedback import PRESSED, SETTLED, SETTLING, Feedback
+from migrator.feedback import LAPS, OFF_PACE, PRESSED, SETTLED, SETTLING, Feedback
 from migrator.intervals import occupancy
 from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner, Made
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import NoPlanFits, Plan, look_ahead, make_plan
 from migrator.policies import POLICIES
-from migrator.simulator import simulate
+from migrator.simulator import Simulated, simulate
+from migrator.timing import Lap, at_pace
 from migrator.trace import Trace
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
@@ -365,7 +366,11 @@ def test_corrections_settle_within_ten_periods(share: float, error: float, slowe
     for _ in range(25):
         real = simulate(MODEL, links, learner.plans[0])
         peak = real.peak["hbm"] + int(error * target)
-        changed.append(learner.period_over(None, peak, whole=True, pressed=False, drifted=False, stalls=real.stalls))
+        changed.append(
+            learner.period_over(
+                None, peak, whole=True, pressed=False, drifted=False, lap=Lap(real.seconds, real.stalls)
+            )
+        )
     assert not any(changed[10:])
     assert peak <= target * (1 + SETTLED)
 
@@ -378,6 +383,32 @@ def test_a_lane_that_is_waited_for_longer_than_predicted_is_slower() -> None:
     late = {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}
     assert feedback.stalls(late, predicted)
     assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
+
+
+def settled(feedback: Feedback, predicted: Simulated, lap: Lap) -> bool:
+    for _ in range(SETTLING + 1):
+        feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
+    return any([feedback.lap(lap, predicted) for _ in range(LAPS)])
+
+
+def test_times_that_were_recorded_too_long_are_corrected_by_those_of_whole_periods() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
+    assert not settled(feedback, predicted, Lap(predicted.seconds * (1 + OFF_PACE / 2), {}))
+    assert settled(feedback, predicted, Lap(0.8 * predicted.seconds + 1.0, {"h2d": 1.0}))
+    assert feedback.pace == pytest.approx(0.8)
+    as_measured = simulate(at_pace(MODEL, feedback.pace), PCIE_GEN5, make_plan("test", MODEL, (), GiB))
+    assert as_measured.seconds == pytest.approx(0.8 * predicted.seconds)
+    assert not settled(feedback, as_measured, Lap(as_measured.seconds, {}))
+
+
+def test_periods_right_after_a_change_of_plans_tell_nothing_of_the_pace() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
+    for _ in range(SETTLING):
+        feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
+        assert not feedback.lap(Lap(2 * predicted.seconds, {}), predicted)
+    assert feedback.pace == 1.0
 
 
 def test_several_periods_are_recorded_before_the_first_plan_where_that_is_asked_for() -> None:
