@@ -179,15 +179,15 @@ class Recorder:
         )
 
     def _regions(self, meter: Meter) -> list[Region]:
+        # The others were entered twice, left by an exception or with another state, or nothing was saved in them.
+        visits = {path: visit for path, visit in self._visits.items() if visit is not None and visit.end > visit.begin}
+        spans = meter.spans([(visit.start, visit.over) for visit in visits.values()])
         regions = []
-        for path, visit in self._visits.items():
-            if visit is None or visit.end <= visit.begin:
-                continue  # entered twice, left by an exception or with another state, or nothing was saved in it
+        for (path, visit), seconds in zip(visits.items(), spans, strict=True):
             alone, idents = -len(self._entries), []
             for known in visit.inputs:  # one each, as the checkpoint will save them
                 alone -= known is None
                 idents.append(alone if known is None else known.ident)
             nbytes = {known.ident: known.high - known.low for known in visit.inputs if known is not None}
-            seconds = meter.seconds(visit.start, visit.over)
             regions.append(Region(path, visit.begin, visit.end, tuple(idents), sum(nbytes.values()), seconds))
         return regions

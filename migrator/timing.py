@@ -7,14 +7,19 @@ operations that are alike, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
+from allocator.sizes import MiB
 from migrator.trace import Recipe, Region, Trace
 
 Timed = TypeVar("Timed", Recipe, Region)
+
+LARGE = 64 * MiB  # of an operation's result: past what caches hold, and longer than a call takes
+CALL = 5e-6  # seconds between two kernels
 
 
 class Lap(NamedTuple):
@@ -44,18 +49,32 @@ def together(one: Trace, other: Trace) -> Trace:
 
 
 def alike(trace: Trace) -> Trace:
-    """The same trace, in which recipes and regions that do the same to as many bytes take the same time."""
+    """The same trace, in which recipes and regions that do the same to as many bytes take the same time.
+
+    And recipes of one operation no more time a byte than its quickest large one: all are bound by memory, while a short
+    one is measured with the host's time for a call.
+    """
     nbytes = {life.ident: life.nbytes for life in trace.lifetimes}
     saved: dict[str, int] = {}
     for region in trace.regions:
         inner = {site.storage for site in trace.sites if region.begin <= site.birth < region.end}
         saved[region.path] = sum(nbytes.get(ident, 0) for ident in inner)
-    recipes = _shortest(trace.recipes, lambda ident, recipe: (recipe.op, nbytes.get(ident, 0)))
+    recipes = _by_the_byte(_shortest(trace.recipes, lambda ident, recipe: (recipe.op, nbytes.get(ident, 0))), nbytes)
     regions = _shortest(
         {region.path: region for region in trace.regions},
         lambda path, region: (region.end - region.begin, region.input_bytes, saved[path]),
     )
     return replace(trace, recipes=recipes, regions=tuple(regions.values()))
+
+
+def _by_the_byte(recipes: Mapping[int, Recipe], nbytes: Mapping[int, int]) -> dict[int, Recipe]:
+    """The recipes, none slower a byte than the quickest of its operation that makes much."""
+    rates: dict[str, float] = {}
+    for ident, recipe in recipes.items():
+        if (size := nbytes.get(ident, 0)) >= LARGE:
+            rates[recipe.op] = min(recipe.seconds / size, rates.get(recipe.op, math.inf))
+    most = {ident: CALL + nbytes.get(ident, 0) * rates.get(recipe.op, math.inf) for ident, recipe in recipes.items()}
+    return {ident: replace(recipe, seconds=min(recipe.seconds, most[ident])) for ident, recipe in recipes.items()}
 
 
 def at_pace(trace: Trace, pace: float) -> Trace:

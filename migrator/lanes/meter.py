@@ -7,7 +7,7 @@ of the compute stream for a lane, and everything *aside*.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,6 +44,10 @@ class HostMeter:
         """Seconds from one point to another."""
         return end - start
 
+    def spans(self, pairs: Sequence[tuple[float, float]]) -> list[float]:
+        """Seconds of the program's own from one point to another, for each pair; after `finish`."""
+        return [end - start for start, end in pairs]
+
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
         self._times.append(self.mark() - self._begin)
@@ -72,6 +76,7 @@ class CudaMeter:
         self._ticks: list[TimedEvent] = []
         self._others: list[int] = []
         self._left_out: list[tuple[TimedEvent, TimedEvent]] = []
+        self._gaps: list[tuple[float, float]] = []  # the same in seconds, once the period is over
         self._highest = 0  # since the last tick
         compute.waited = self._left_out
         peaks.lap(compute.device)
@@ -83,6 +88,11 @@ class CudaMeter:
     def seconds(self, start: TimedEvent, end: TimedEvent) -> float:
         """Seconds from one point to another; both must have been passed."""
         return float(start.elapsed_time(end)) / 1e3
+
+    def spans(self, pairs: Sequence[tuple[TimedEvent, TimedEvent]]) -> list[float]:
+        """Seconds of the program's own from one point to another, for each pair; after `finish`."""
+        ends = without(self._gaps, [self.seconds(self._begin, point) for pair in pairs for point in pair])
+        return [end - start for start, end in zip(ends[::2], ends[1::2], strict=True)]
 
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
@@ -117,11 +127,10 @@ class CudaMeter:
         others = (*self._others, self._without(resident))
         end = self.mark()
         end.synchronize()
-        gaps = []
         for start, over in self._left_out:
             over.synchronize()  # a lane's event may lie behind the end
-            gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
-        *times, seconds = without(gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
+            self._gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
+        *times, seconds = without(self._gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
         return Measures(tuple(times), seconds, others)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from migrator.timing import alike, together
+import pytest
+
+from migrator.timing import CALL, LARGE, alike, at_pace, together
 from migrator.trace import Recipe, Region, Site, Trace
 
 SITES = (Site("a:0", 0, 100, 0, (3,)), Site("b:0", 1, 100, 1, (2,)))
@@ -49,3 +51,19 @@ def test_what_does_something_else_keeps_its_time() -> None:
     seen = alike(replace(TRACE, recipes=recipes, regions=regions))
     assert [recipe.seconds for recipe in seen.recipes.values()] == [0.5, 0.2]
     assert [region.seconds for region in seen.regions] == [3.0, 2.0]
+
+
+def test_a_short_recipe_takes_no_longer_a_byte_than_a_large_one() -> None:
+    sites = (Site("a:0", 0, 4 * LARGE, 0, (3,)), Site("b:0", 1, LARGE // 64, 1, (2,)))
+    late = {0: Recipe("Relu", (9,), 400e-6), 1: Recipe("Relu", (8,), 90e-6)}
+    seen = alike(replace(TRACE, sites=sites, recipes=late))
+    assert seen.recipes[0].seconds == 400e-6
+    assert seen.recipes[1].seconds == pytest.approx(CALL + 400e-6 / 256)
+
+
+def test_another_pace_is_that_of_everything_the_device_computes() -> None:
+    trace = replace(TRACE, recipes={0: Recipe("Gelu", (9,), 0.5)}, regions=(Region("a", 0, 1, (9,), 10, 3.0),))
+    half = at_pace(trace, 0.5)
+    assert (half.times, half.seconds) == ((0.5, 1.0, 1.5, 2.0), 2.5)
+    assert (half.recipes[0].seconds, half.regions[0].seconds) == (0.25, 1.5)
+    assert at_pace(trace, 1.0) == trace
