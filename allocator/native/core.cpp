@@ -12,7 +12,7 @@ constexpr uint64_t kRange = uint64_t{1} << 40;          // addresses of a heap; 
 constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the address space is short
 constexpr size_t kWindow = 64;  // requests to look ahead for the one that came: more and the sequence is another
 constexpr uint64_t kElsewhere = UINT64_MAX;
-constexpr size_t kLost = 32;  // requests in a row that nobody foresaw: this is another sequence
+constexpr size_t kLost = 4;   // requests that nobody foresaw beyond those that came as foreseen: another sequence
 
 enum Class : int { General = 0, Small = 1, State = 2 };
 
@@ -49,31 +49,49 @@ uint64_t tn_core::pool_of(const Heap *heap) const {
   return std::prev(heaps.upper_bound(heap->blocks().begin()->first))->second.second;
 }
 
-// The block that the plan has for this request; null where the sequence departs from it, or the place is taken.
-Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
-  if (!plan.heap || plan.heap->stream() != stream) return nullptr;
-  size_t found = plan.next, end = std::min(plan.bytes.size(), plan.next + kWindow);
-  if (found < plan.bytes.size() && plan.bytes[found] == bytes) {
-    plan.lost = 0;  // as foreseen
-  } else if (plan.back != kNone && plan.bytes[plan.back] == bytes) {
+// Which request of the present sequence this is; none where the program departs from it.
+size_t tn_core::follow(uint64_t bytes) {
+  const auto *all = &plan.sequences[plan.present].bytes;
+  auto comes = [&](size_t at) { return at < all->size() && (*all)[at] == bytes; };
+  size_t found = plan.next;
+  if (!comes(found) && plan.back != kNone && comes(plan.back)) {
     found = plan.back;  // what made it jump was one that the period before did not have
     plan.back = kNone;
-    plan.lost = 0;
-  } else {
-    ++stats.departed;
-    ++plan.lost;
-    while (found < end && plan.bytes[found] != bytes) ++found;
-    if (found >= end) return nullptr;
+  }
+  // Or this is another sequence, which has been the same so far.
+  for (size_t other = 0; !comes(found) && other < plan.sequences.size(); ++other) {
+    const auto &its = plan.sequences[other].bytes;
+    if (found >= its.size() || its[found] != bytes || !std::equal(its.begin(), its.begin() + found, all->begin())) continue;
+    plan.present = other;
+    all = &its;
+  }
+  if (comes(found)) {
+    plan.next = found + 1;
+    plan.lost -= plan.lost > 0;
+    return found;
+  }
+  ++stats.departed;
+  plan.lost = std::min(plan.lost + 1, 2 * kLost);
+  size_t end = std::min(all->size(), plan.next + kWindow);
+  while (found < end && !comes(found)) ++found;
+  if (found < end) {
     // Perhaps some did not come; perhaps this one is new. The next will show. Until then it gets no place of theirs:
     // one that is new and stays would be in the way of all that are to come there.
     plan.back = plan.next;
     plan.next = found + 1;
-    return nullptr;
   }
-  plan.next = found + 1;
-  if (plan.offsets[found] == kElsewhere) return nullptr;
+  return kNone;
+}
+
+// The block that the plan has for this request; null where the sequence departs from it, or the place is taken.
+Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
+  if (!plan.heap || plan.heap->stream() != stream) return nullptr;
+  size_t request = follow(bytes);
+  if (request == kNone) return nullptr;
+  uint64_t offset = plan.sequences[plan.present].offsets[request];
+  if (offset == kElsewhere) return nullptr;
   *out = plan.heap;
-  Block *block = plan.heap->place(plan.base + plan.offsets[found], bytes);
+  Block *block = plan.heap->place(plan.base + offset, bytes);
   ++(block ? stats.planned : stats.misplaced);
   return block;
 }
@@ -87,7 +105,7 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     Status status = heap({pool, stream, tier, kind}, heap_out);
     if (status != Status::Ok) return status;
     Heap *place = *heap_out;
-    // While the sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
+    // While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
     Range region = place == plan.heap && plan.lost < kLost ? Range{plan.base, plan.base + plan.total} : Range{};
     if ((*block = place->fit(bytes, region))) return Status::Ok;
     for (bool reclaimed : {false, true}) {
@@ -264,8 +282,7 @@ Status tn_core::surrender_all(const Heap *but) {
   return Status::Ok;
 }
 
-Status tn_core::set_plan(Stream stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets, uint64_t size,
-                         const uint32_t *order) {
+Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_t size, const uint32_t *order) {
   plan = {};
   Heap *heap = nullptr;
   Status status = this->heap({0, stream, kHbm, General}, &heap);
@@ -275,8 +292,7 @@ Status tn_core::set_plan(Stream stream, uint64_t count, const uint64_t *bytes, c
   Plan next;
   next.heap = heap;
   next.total = size * kPage;
-  next.bytes.assign(bytes, bytes + count);
-  next.offsets.assign(offsets, offsets + count);
+  next.sequences = std::move(sequences);
   next.next = log[0].requests.size();  // those that the period had before go on as they are
   if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the region");
   // What lies idle outside of the region is what the region is made of.
