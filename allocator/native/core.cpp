@@ -87,7 +87,7 @@ size_t tn_core::follow(uint64_t bytes) {
 Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
   if (!plan.heap || plan.heap->stream() != stream) return nullptr;
   size_t request = follow(bytes);
-  if (request == kNone) return nullptr;
+  if (request == kNone || plan.lost >= kLost) return nullptr;
   uint64_t offset = plan.sequences[plan.present].offsets[request];
   if (offset == kElsewhere) return nullptr;
   *out = plan.heap;
