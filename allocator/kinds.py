@@ -13,7 +13,7 @@ MOST = 8  # kinds to remember: the layout is made for all of them that come back
 REMEMBERED = 64  # periods without a kind until it is forgotten, and what it alone had memory for
 
 
-@dataclass
+@dataclass(eq=False)
 class _Kind:
     sizes: Ints
     foreseen: Foreseen
