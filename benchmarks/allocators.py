@@ -8,8 +8,8 @@ step by step, so that a clock that drifts hits all of them. The GPU must hold al
 they run one after the other, and their times do not compare.
 
 "Reserved / live" is, of each step from the third on, the most that was mapped in it by the most that was alive in any
-step so far: of what a long step needs, a short one after it leaves some idle. When the second step begins, what the first had
-mapped is still there: the allocator's second period begins within it.
+step so far: of what a long step needs, a short one after it leaves some idle. When the second step begins, what the
+first had mapped is still there: the allocator's second period begins within it.
 """
 
 from __future__ import annotations
