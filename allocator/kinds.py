@@ -65,6 +65,6 @@ class Kinds:
         for kind in self._known:
             if len(sizes) == len(kind.sizes):
                 different = np.count_nonzero(sizes != kind.sizes)
-                if different <= max(TOLERATED, TOLERATED_SHARE * len(sizes)):
+                if different <= min(max(TOLERATED, TOLERATED_SHARE * len(sizes)), len(sizes) // 8):
                     return kind
         return None

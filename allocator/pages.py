@@ -104,9 +104,11 @@ class PageAllocator:
                 core.plan(*layouts)
                 return
             except CoreFull as full:
-                if not self._more(device, GiB):  # the part of the region that does not fit into HBM
+                if self._more(device, GiB):  # the part of the region that does not fit into HBM
+                    continue
+                layouts = layouts[: len(layouts) > 1]  # the last kind alone may need less than all of them
+                if not layouts:
                     log.warning("no layout for the next steps (%s): blocks go where they fit best", full)
-                    return
 
     def _sink(self, device: int, core: Core, counts: Counts) -> bool:
         """Have state make room in HBM for what lies in DRAM, or take it back; whether anything moved."""

@@ -383,9 +383,9 @@ class Blocks(RuleBasedStateMachine):
         sizes=st.lists(st.integers(1, 64).map(lambda n: 512 * n * 64), min_size=1, max_size=8), seed=st.integers(0, 9)
     )
     def plan(self, sizes: list[int], seed: int) -> None:
-        offsets = np.random.default_rng(seed).integers(0, 64, len(sizes)) * 512 * 16
+        offsets = (np.random.default_rng(seed).integers(0, 64, len(sizes)) * 512 * 16).tolist()
         with contextlib.suppress(CoreFull):
-            plan(self.core, sizes, offsets.tolist())
+            self.core.plan(foreseen(sizes, offsets), foreseen(sizes[::-1], offsets))
 
     def check(self, address: int) -> None:
         nbytes, value = self.live[address]
