@@ -1,4 +1,4 @@
-// The core's decisions: where a request goes, what is given back when, what a period's layout is made of.
+// The core's decisions: where a request goes, and what is given back when.
 #include <algorithm>
 
 #include "state.h"
@@ -10,11 +10,6 @@ namespace {
 constexpr uint64_t kSmall = uint64_t{1} << 20;          // requests up to here share pages apart from larger ones
 constexpr uint64_t kRange = uint64_t{1} << 40;          // addresses of a heap; they cost nothing
 constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the address space is short
-constexpr size_t kWindow = 64;  // requests to look ahead for the one that came: more and the sequence is another
-constexpr uint64_t kElsewhere = UINT64_MAX;
-constexpr size_t kLost = 4;   // requests that nobody foresaw beyond those that came as foreseen: another sequence
-
-enum Class : int { General = 0, Small = 1, State = 2 };
 
 void add(tn_stat &stat, int64_t amount) {
   stat.current += amount;
@@ -49,53 +44,6 @@ uint64_t tn_core::pool_of(const Heap *heap) const {
   return std::prev(heaps.upper_bound(heap->blocks().begin()->first))->second.second;
 }
 
-// Which request of the present sequence this is; none where the program departs from it.
-size_t tn_core::follow(uint64_t bytes) {
-  const auto *all = &plan.sequences[plan.present].bytes;
-  auto comes = [&](size_t at) { return at < all->size() && (*all)[at] == bytes; };
-  size_t found = plan.next;
-  if (!comes(found) && plan.back != kNone && comes(plan.back)) {
-    found = plan.back;  // what made it jump was one that the period before did not have
-    plan.back = kNone;
-  }
-  // Or this is another sequence, which has been the same so far.
-  for (size_t other = 0; !comes(found) && other < plan.sequences.size(); ++other) {
-    const auto &its = plan.sequences[other].bytes;
-    if (found >= its.size() || its[found] != bytes || !std::equal(its.begin(), its.begin() + found, all->begin())) continue;
-    plan.present = other;
-    all = &its;
-  }
-  if (comes(found)) {
-    plan.next = found + 1;
-    plan.lost -= plan.lost > 0;
-    return found;
-  }
-  ++stats.departed;
-  plan.lost = std::min(plan.lost + 1, 2 * kLost);
-  size_t end = std::min(all->size(), plan.next + kWindow);
-  while (found < end && !comes(found)) ++found;
-  if (found < end) {
-    // Perhaps some did not come; perhaps this one is new. The next will show. Until then it gets no place of theirs:
-    // one that is new and stays would be in the way of all that are to come there.
-    plan.back = plan.next;
-    plan.next = found + 1;
-  }
-  return kNone;
-}
-
-// The block that the plan has for this request; null where the sequence departs from it, or the place is taken.
-Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
-  if (!plan.heap || plan.heap->stream() != stream) return nullptr;
-  size_t request = follow(bytes);
-  if (request == kNone || plan.lost >= kLost) return nullptr;
-  uint64_t offset = plan.sequences[plan.present].offsets[request];
-  if (offset == kElsewhere) return nullptr;
-  *out = plan.heap;
-  Block *block = plan.heap->place(plan.base + offset, bytes);
-  ++(block ? stats.planned : stats.misplaced);
-  return block;
-}
-
 Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
   int kind = bytes <= kSmall ? Small : General;
   if (lifetime_class == TN_STATE && pool == 0) kind = State;
@@ -106,7 +54,7 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     if (status != Status::Ok) return status;
     Heap *place = *heap_out;
     // While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
-    Range region = place == plan.heap && plan.lost < kLost ? Range{plan.base, plan.base + plan.total} : Range{};
+    Range region = place == plan.heap && plan.followed() ? Range{plan.base, plan.base + plan.total} : Range{};
     if ((*block = place->fit(bytes, region))) return Status::Ok;
     for (bool reclaimed : {false, true}) {
       Heap::Growth growth;
@@ -280,35 +228,4 @@ Status tn_core::surrender_all(const Heap *but) {
     if (status != Status::Ok) return status;
   }
   return Status::Ok;
-}
-
-Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_t size, const uint32_t *order) {
-  plan = {};
-  Heap *heap = nullptr;
-  Status status = this->heap({0, stream, kHbm, General}, &heap);
-  if (status == Status::Ok) status = wait(heap);
-  if (status != Status::Ok) return status;
-  settle();
-  Plan next;
-  next.heap = heap;
-  next.total = size * kPage;
-  next.sequences = std::move(sequences);
-  next.next = log[0].requests.size();  // those that the period had before go on as they are
-  if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the region");
-  // What lies idle outside of the region is what the region is made of.
-  status = surrender_all(heap);
-  if (status == Status::Ok) status = heap->surrender_outside(next.base, next.total);
-  if (status != Status::Ok) return status;
-  uint64_t in_hbm = std::min(size, pages[kHbm].available() + heap->on(kHbm, next.base, next.total) / kPage);
-  if (size - in_hbm > pages[kDram].available() + heap->on(kDram, next.base, next.total) / kPage)
-    return fail(Status::Full, "hbm and dram do not hold the region");
-  std::vector<bool> where(size);
-  for (uint64_t i = 0; i < in_hbm; ++i) where[order[i]] = true;
-  status = heap->lay_out(next.base, where);
-  for (Pages &tier : pages) {
-    Status trimmed = tier.trim();
-    if (status == Status::Ok) status = trimmed;
-  }
-  if (status == Status::Ok) plan = std::move(next);
-  return status;
 }

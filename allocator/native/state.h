@@ -1,5 +1,5 @@
 // What a core knows: its heaps by pool, stream, tier and class; blocks that wait for other streams; the log of the period
-// and its layout; counters. `core.cpp` decides, `interface.cpp` locks and is called.
+// and its layout; counters. `core.cpp` decides, `layout.cpp` foresees, `interface.cpp` locks and is called.
 #pragma once
 
 #include <deque>
@@ -18,6 +18,9 @@ namespace tiers {
 
 constexpr uint64_t kAliasPages = 32;  // through which pages are copied to another tier
 constexpr size_t kNone = SIZE_MAX;
+constexpr size_t kLost = 4;  // requests that nobody foresaw, beyond those that came as foreseen: another sequence
+
+enum Class : int { General = 0, Small = 1, State = 2 };  // of heaps
 
 struct Log {
   std::vector<tn_request> requests;
@@ -36,6 +39,8 @@ struct Plan {
   size_t next = 0;
   size_t back = kNone;  // where it went on before it last jumped ahead
   size_t lost = 0;      // grows with requests that nobody foresaw, shrinks with those that came as foreseen
+
+  bool followed() const { return lost < kLost; }
 };
 
 struct Waiting {  // a block that was freed while other streams used it
