@@ -1,6 +1,6 @@
 """Puts the native core under PyTorch: builds the adapter once for the torch that is installed, and installs it.
 
-The adapter (`native/adapter.cpp`) is C++ against PyTorch's own headers, which hold for one version of
+The adapter (`native/adapter*.cpp`) is C++ against PyTorch's own headers, which hold for one version of
 torch only. It is compiled at first use and cached under a name made of all that it depends on.
 """
 
@@ -30,7 +30,9 @@ log = logging.getLogger("tiers")
 _More = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int, ctypes.c_uint64)
 _called_for_good: list[object] = []
 
-SOURCES = (Path(__file__).with_name("native") / "adapter.cpp", Path(__file__).with_name("native") / "core.h")
+_NATIVE = Path(__file__).with_name("native")
+SOURCES = tuple(_NATIVE / name for name in ("adapter.cpp", "adapter_pools.cpp", "adapter_statistics.cpp"))
+HEADERS = tuple(_NATIVE / name for name in ("adapter.h", "core.h"))
 
 
 class NoAdapter(TiersError):
@@ -126,7 +128,7 @@ def _fingerprint(compiler: str) -> str:
     digest = hashlib.sha256()
     for part in (torch.__version__, str(torch.version.git_version), compiler, str(native.LIBRARY)):
         digest.update(part.encode() + b"\0")
-    for source in SOURCES:
+    for source in (*SOURCES, *HEADERS):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -140,7 +142,7 @@ def _compile(compiler: str, library: Path) -> None:
         *("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-isystem{path}" for path in (root / "include", *headers)),
-        *("-o", str(partial), str(SOURCES[0])),
+        *("-o", str(partial), *map(str, SOURCES)),
         *(str(root / "lib" / name) for name in ("libtorch_cuda.so", "libc10_cuda.so", "libc10.so", "libtorch_cpu.so")),
         *(str(path) for path in (runtime, native.LIBRARY)),
         *(f"-Wl,-rpath,{path}" for path in (root / "lib", runtime.parent, native.LIBRARY.parent)),

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from allocator import adapter
+from allocator.kinds import Kinds
 from allocator.ledger import Account
 from allocator.native import Core, CoreError, CoreFull, Counts
 from allocator.sequence import STATE, Foreseen, Log, Watch, foresee, repeats
@@ -51,6 +52,7 @@ class PageAllocator:
         self._granted = 0 if account else dram
         self._lock = threading.Lock()  # guards what was granted
         self._watches: dict[int, Watch] = {}
+        self._kinds: dict[int, Kinds] = {}
         self._departed: dict[int, int] = {}
         self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
 
@@ -96,20 +98,27 @@ class PageAllocator:
             last, before = Log(*core.log(0)), Log(*core.log(1))
             watch = self._watches.setdefault(device, Watch())
             look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
+            kinds = self._kinds.setdefault(device, Kinds())
+            forgot = kinds.period_over(last)
             if self._sink(device, core, counts) or look:
                 foreseen = foresee(last, before)
                 if foreseen is not None:
-                    self._plan(device, core, foreseen)
+                    kinds.learn(last, foreseen)
+                    self._plan(device, core, kinds.layouts())
+            elif forgot:
+                self._plan(device, core, kinds.layouts())
 
-    def _plan(self, device: int, core: Core, foreseen: Foreseen) -> None:
-        while True:
+    def _plan(self, device: int, core: Core, layouts: list[Foreseen]) -> None:
+        while layouts:
             try:
-                core.plan(foreseen)
+                core.plan(*layouts)
                 return
             except CoreFull as full:
-                if not self._more(device, GiB):  # the part of the region that does not fit into HBM
+                if self._more(device, GiB):  # the part of the region that does not fit into HBM
+                    continue
+                layouts = layouts[: len(layouts) > 1]  # the last kind alone may need less than all of them
+                if not layouts:
                     log.warning("no layout for the next steps (%s): blocks go where they fit best", full)
-                    return
 
     def _sink(self, device: int, core: Core, counts: Counts) -> bool:
         """Have state make room in HBM for what lies in DRAM, or take it back; whether anything moved."""

@@ -7,21 +7,24 @@ takes the place of the workload's own number of samples in a step.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from benchmarks.unet import UNet
 from examples.train_gpt import GPT
 from examples.train_resnet import ResNet
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model, its optimizer and a fixed batch.
+    """A model, its optimizer and a fixed batch, of which a workload may take a different part in each step.
 
     Attributes
     ----------
@@ -57,9 +60,9 @@ def reference_gpt(
     device: torch.device | str, *, tiny: bool = False, seed: int = 0, batch: int | None = None
 ) -> Workload:
     """Build the reference GPT: 1.344e9 parameters, batch 8 x 2048, everything bf16 but the loss."""
-    if tiny:
-        return _gpt("reference GPT, tiny", device, seed, GPTShape(2, 64, 4, 128, batch=batch or 2, length=32))
-    return _gpt("reference GPT", device, seed, GPTShape(24, 2048, 16, 32_000, batch=batch or 8, length=2048))
+    shape = TINY if tiny else REFERENCE
+    shape = replace(shape, batch=batch or shape.batch)
+    return _gpt("reference GPT, tiny" if tiny else "reference GPT", device, seed, shape)
 
 
 def long_context_gpt(
@@ -69,6 +72,24 @@ def long_context_gpt(
     if tiny:
         return _gpt("long-context GPT, tiny", device, seed, GPTShape(2, 64, 4, 64, batch=batch or 1, length=256))
     return _gpt("long-context GPT", device, seed, GPTShape(24, 2048, 16, 4096, batch=batch or 1, length=32_768))
+
+
+def checkpointed_gpt(device: torch.device | str, *, tiny: bool = False, seed: int = 0) -> Workload:
+    """Build the reference GPT with every block checkpointed, without reentrant autograd."""
+    workload = reference_gpt(device, tiny=tiny, seed=seed)
+    blocks = workload.model.get_submodule("blocks")
+    for name, block in list(blocks.named_children()):
+        blocks.register_module(name, _Checkpointed(block))
+    return replace(workload, name=f"checkpointed {workload.name}")
+
+
+def changing_gpt(device: torch.device | str, *, tiny: bool = False, seed: int = 0) -> Workload:
+    """Build the reference GPT on sequences of five lengths, 512 to 2048, in an order that follows from the seed."""
+    name, shape, lengths = "changing GPT", REFERENCE, (512, 896, 1280, 1664, 2048)
+    if tiny:
+        name, shape, lengths = "changing GPT, tiny", TINY, (8, 14, 20, 26, 32)
+    order = random.Random(seed)
+    return _gpt(name, device, seed, shape, length=lambda: order.choice(lengths))
 
 
 def small_gpt(device: torch.device | str, *, seed: int = 0) -> Workload:
@@ -97,6 +118,23 @@ def resnet152(device: torch.device | str, *, tiny: bool = False, seed: int = 0, 
     return Workload(name, model, optimizer, forward, samples)
 
 
+def unet(device: torch.device | str, *, tiny: bool = False, seed: int = 0) -> Workload:
+    """Build a UNet that denoises: batch 16 x 256 x 256, autocast bf16, channels_last, AdamW."""
+    name, width, batch, side = ("UNet, tiny", 8, 2, 16) if tiny else ("UNet", 64, 16, 256)
+    device = torch.device(device)
+    torch.manual_seed(seed)
+    with device:
+        model = UNet(width).to(memory_format=torch.channels_last)
+        noisy, noise = (torch.randn(batch, 3, side, side).to(memory_format=torch.channels_last) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def forward() -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return F.mse_loss(model(noisy).float(), noise)
+
+    return Workload(name, model, optimizer, forward, batch)
+
+
 @dataclass(frozen=True, slots=True)
 class GPTShape:
     """The sizes of a GPT and of its batch."""
@@ -109,7 +147,18 @@ class GPTShape:
     length: int
 
 
-def _gpt(name: str, device: torch.device | str, seed: int, shape: GPTShape) -> Workload:
+REFERENCE = GPTShape(24, 2048, 16, 32_000, batch=8, length=2048)
+TINY = GPTShape(2, 64, 4, 128, batch=2, length=32)
+
+
+def _gpt(
+    name: str,
+    device: torch.device | str,
+    seed: int,
+    shape: GPTShape,
+    *,
+    length: Callable[[], int] | None = None,
+) -> Workload:
     torch.manual_seed(seed)
     # Made in bf16 at once: casting later would leave PyTorch's cache with the holes of twice the weights.
     with torch.device(device), _default_dtype(torch.bfloat16):
@@ -119,9 +168,20 @@ def _gpt(name: str, device: torch.device | str, seed: int, shape: GPTShape) -> W
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def forward() -> Tensor:
-        return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+        now = length() if length else shape.length
+        logits = model(tokens[:, :now])
+        return F.cross_entropy(logits.float().flatten(0, 1), targets[:, :now].flatten())
 
     return Workload(name, model, optimizer, forward, shape.batch)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
 
 
 @contextmanager

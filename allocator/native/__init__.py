@@ -144,7 +144,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_trim": [],
         "tn_mark": [],
         "tn_log": [ctypes.c_int, ctypes.c_void_p, _U64, _P64],
-        "tn_plan": [_U64, _U64, ctypes.c_void_p, ctypes.c_void_p, _U64, ctypes.c_void_p],
+        "tn_plan": [_U64, _U64, *[ctypes.c_void_p] * 3, _U64, ctypes.c_void_p],
         "tn_move": [_U64, ctypes.c_int],
         "tn_on": [_U64, ctypes.c_int],
         "tn_get_stats": [ctypes.POINTER(_Stats)],
@@ -240,18 +240,28 @@ class Core:
         self._library.tn_log(self._core, ago, requests.ctypes.data, count, ctypes.byref(events))
         return requests, events.value
 
-    def plan(self, foreseen: Foreseen) -> None:
-        """Lay out the periods to come, the present one included.
+    def plan(self, *foreseen: Foreseen) -> None:
+        """Lay out the periods to come, the present one included; each is one of those foreseen.
+
+        Parameters
+        ----------
+        foreseen : Foreseen
+            On one stream. They share a region: there is no telling which comes next before its first requests.
 
         Raises
         ------
         CoreFull
             If the tiers have no room for the region; then there is no layout any more.
         """
-        sizes, places = foreseen.sizes.astype(np.uint64), foreseen.offsets
-        order = np.argsort(-foreseen.visits, kind="stable").astype(np.uint32)
-        pointers = (sizes.ctypes.data, places.ctypes.data, len(order), order.ctypes.data)
-        self._check(self._library.tn_plan(self._core, foreseen.stream, len(sizes), *pointers))
+        counts = np.array([len(one.sizes) for one in foreseen], np.uint64)
+        sizes = np.concatenate([one.sizes.astype(np.uint64) for one in foreseen])
+        places = np.concatenate([one.offsets for one in foreseen])
+        visits = np.zeros(max(len(one.visits) for one in foreseen), np.int64)
+        for one in foreseen:
+            visits[: len(one.visits)] += one.visits
+        order = np.argsort(-visits, kind="stable").astype(np.uint32)
+        pointers = (counts.ctypes.data, sizes.ctypes.data, places.ctypes.data, len(order), order.ctypes.data)
+        self._check(self._library.tn_plan(self._core, foreseen[0].stream, len(foreseen), *pointers))
 
     def move(self, address: int, tier: int) -> None:
         """Put the whole pages of a block on `tier`, under the same address; waits for all streams."""

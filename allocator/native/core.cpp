@@ -1,4 +1,4 @@
-// The core's decisions: where a request goes, what is given back when, what a period's layout is made of.
+// The core's decisions: where a request goes, and what is given back when.
 #include <algorithm>
 
 #include "state.h"
@@ -10,11 +10,6 @@ namespace {
 constexpr uint64_t kSmall = uint64_t{1} << 20;          // requests up to here share pages apart from larger ones
 constexpr uint64_t kRange = uint64_t{1} << 40;          // addresses of a heap; they cost nothing
 constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the address space is short
-constexpr size_t kWindow = 64;  // requests to look ahead for the one that came: more and the sequence is another
-constexpr uint64_t kElsewhere = UINT64_MAX;
-constexpr size_t kLost = 32;  // requests in a row that nobody foresaw: this is another sequence
-
-enum Class : int { General = 0, Small = 1, State = 2 };
 
 void add(tn_stat &stat, int64_t amount) {
   stat.current += amount;
@@ -49,35 +44,6 @@ uint64_t tn_core::pool_of(const Heap *heap) const {
   return std::prev(heaps.upper_bound(heap->blocks().begin()->first))->second.second;
 }
 
-// The block that the plan has for this request; null where the sequence departs from it, or the place is taken.
-Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
-  if (!plan.heap || plan.heap->stream() != stream) return nullptr;
-  size_t found = plan.next, end = std::min(plan.bytes.size(), plan.next + kWindow);
-  if (found < plan.bytes.size() && plan.bytes[found] == bytes) {
-    plan.lost = 0;  // as foreseen
-  } else if (plan.back != kNone && plan.bytes[plan.back] == bytes) {
-    found = plan.back;  // what made it jump was one that the period before did not have
-    plan.back = kNone;
-    plan.lost = 0;
-  } else {
-    ++stats.departed;
-    ++plan.lost;
-    while (found < end && plan.bytes[found] != bytes) ++found;
-    if (found >= end) return nullptr;
-    // Perhaps some did not come; perhaps this one is new. The next will show. Until then it gets no place of theirs:
-    // one that is new and stays would be in the way of all that are to come there.
-    plan.back = plan.next;
-    plan.next = found + 1;
-    return nullptr;
-  }
-  plan.next = found + 1;
-  if (plan.offsets[found] == kElsewhere) return nullptr;
-  *out = plan.heap;
-  Block *block = plan.heap->place(plan.base + plan.offsets[found], bytes);
-  ++(block ? stats.planned : stats.misplaced);
-  return block;
-}
-
 Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
   int kind = bytes <= kSmall ? Small : General;
   if (lifetime_class == TN_STATE && pool == 0) kind = State;
@@ -87,8 +53,8 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     Status status = heap({pool, stream, tier, kind}, heap_out);
     if (status != Status::Ok) return status;
     Heap *place = *heap_out;
-    // While the sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
-    Range region = place == plan.heap && plan.lost < kLost ? Range{plan.base, plan.base + plan.total} : Range{};
+    // While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
+    Range region = place == plan.heap && plan.followed() ? Range{plan.base, plan.base + plan.total} : Range{};
     if ((*block = place->fit(bytes, region))) return Status::Ok;
     for (bool reclaimed : {false, true}) {
       Heap::Growth growth;
@@ -262,37 +228,4 @@ Status tn_core::surrender_all(const Heap *but) {
     if (status != Status::Ok) return status;
   }
   return Status::Ok;
-}
-
-Status tn_core::set_plan(Stream stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets, uint64_t size,
-                         const uint32_t *order) {
-  plan = {};
-  Heap *heap = nullptr;
-  Status status = this->heap({0, stream, kHbm, General}, &heap);
-  if (status == Status::Ok) status = wait(heap);
-  if (status != Status::Ok) return status;
-  settle();
-  Plan next;
-  next.heap = heap;
-  next.total = size * kPage;
-  next.bytes.assign(bytes, bytes + count);
-  next.offsets.assign(offsets, offsets + count);
-  next.next = log[0].requests.size();  // those that the period had before go on as they are
-  if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the region");
-  // What lies idle outside of the region is what the region is made of.
-  status = surrender_all(heap);
-  if (status == Status::Ok) status = heap->surrender_outside(next.base, next.total);
-  if (status != Status::Ok) return status;
-  uint64_t in_hbm = std::min(size, pages[kHbm].available() + heap->on(kHbm, next.base, next.total) / kPage);
-  if (size - in_hbm > pages[kDram].available() + heap->on(kDram, next.base, next.total) / kPage)
-    return fail(Status::Full, "hbm and dram do not hold the region");
-  std::vector<bool> where(size);
-  for (uint64_t i = 0; i < in_hbm; ++i) where[order[i]] = true;
-  status = heap->lay_out(next.base, where);
-  for (Pages &tier : pages) {
-    Status trimmed = tier.trim();
-    if (status == Status::Ok) status = trimmed;
-  }
-  if (status == Status::Ok) plan = std::move(next);
-  return status;
 }

@@ -67,11 +67,12 @@ TN_API void tn_mark(tn_core *core);
  * it has; copies at most `capacity`. */
 TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events);
 /* From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at `offsets[k]` in
- * a region of `pages` pages; UINT64_MAX: elsewhere. Where HBM does not hold the region, the pages that come last in
- * `order`, a permutation of them, lie in DRAM. Waits for the stream. TN_FULL: the tiers have no room for the region, and
- * there is no layout any more. */
-TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets,
-                   uint64_t pages, const uint32_t *order);
+ * a region of `pages` pages; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts` requests each, one
+ * after the other in `bytes` and `offsets`; its first requests tell which. Where HBM does not hold the region, the pages
+ * that come last in `order`, a permutation of them, lie in DRAM. Waits for the stream. TN_FULL: the tiers have no room
+ * for the region, and there is no layout any more. */
+TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
+                   const uint64_t *offsets, uint64_t pages, const uint32_t *order);
 
 /* ---- Where memory lies ---- */
 

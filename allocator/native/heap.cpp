@@ -119,12 +119,18 @@ bool Heap::growth(uint64_t bytes, Range but, Growth *out) const {
       limit = next->first + next->second.bytes;
       if (end < but.end && but.begin < limit) limit = std::max(but.begin, end);
     }
-    if (address < but.end && but.begin < end) continue;  // a hole within it is its own
+    if (address <= but.end && but.begin < end) continue;  // a hole within it is its own, and behind it, it is to grow
     if (limit - begin < bytes) continue;
     if (address - begin >= bytes) begin = address;  // it would have fit there
     uint64_t need = std::min(up(begin + bytes - address, kPage), end - address);
     if (!found || need < out->pages * kPage) *out = {begin, address, need / kPage};
     found = true;
+  }
+  auto behind = blocks_.find(but.end);
+  if (!found && behind != blocks_.end() && behind->second.kind == Kind::Void) {
+    uint64_t half = down(behind->second.bytes / 2, kPage), begin = but.end + half;  // addresses cost nothing
+    found = behind->second.bytes - half >= bytes;
+    if (found) *out = {begin, begin, up(bytes, kPage) / kPage};
   }
   return found;
 }

@@ -162,8 +162,7 @@ void tn_mark(tn_core *core) {
   core->log[0].events = 0;
   ++core->period;
   core->plan.next = 0;
-  core->plan.back = kNone;
-  core->plan.lost = 0;
+  core->plan.back = kNone;  // `lost` stays: where one period was not foreseen, the next may not be either
 }
 
 uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events) {
@@ -176,9 +175,19 @@ uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint
   return log.requests.size();
 }
 
-int tn_plan(tn_core *core, uint64_t stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets,
-            uint64_t pages, const uint32_t *order) {
-  return enter(core, [&] { return core->set_plan(stream, count, bytes, offsets, pages, order); });
+int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
+            const uint64_t *offsets, uint64_t pages, const uint32_t *order) {
+  return enter(core, [&] {
+    if (!sequences) return fail(Status::Invalid, "a layout is made of one sequence or more");
+    std::vector<Sequence> all(sequences);
+    for (Sequence &one : all) {
+      one.bytes.assign(bytes, bytes + *counts);
+      one.offsets.assign(offsets, offsets + *counts);
+      bytes += *counts;
+      offsets += *counts++;
+    }
+    return core->set_plan(stream, std::move(all), pages, order);
+  });
 }
 
 int tn_move(tn_core *core, uint64_t address, int tier) {

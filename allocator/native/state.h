@@ -1,5 +1,5 @@
 // What a core knows: its heaps by pool, stream, tier and class; blocks that wait for other streams; the log of the period
-// and its layout; counters. `core.cpp` decides, `interface.cpp` locks and is called.
+// and its layout; counters. `core.cpp` decides, `layout.cpp` foresees, `interface.cpp` locks and is called.
 #pragma once
 
 #include <deque>
@@ -18,19 +18,29 @@ namespace tiers {
 
 constexpr uint64_t kAliasPages = 32;  // through which pages are copied to another tier
 constexpr size_t kNone = SIZE_MAX;
+constexpr size_t kLost = 4;  // requests that nobody foresaw, beyond those that came as foreseen: another sequence
+
+enum Class : int { General = 0, Small = 1, State = 2 };  // of heaps
 
 struct Log {
   std::vector<tn_request> requests;
   uint64_t events = 0;
 };
 
+struct Sequence {  // a kind of period: its requests, and where in the region they lie
+  std::vector<uint64_t> bytes, offsets;
+};
+
 struct Plan {
   Heap *heap = nullptr;
   uint64_t base = 0, total = 0;
-  std::vector<uint64_t> bytes, offsets;
+  std::vector<Sequence> sequences;  // of which each period is one
+  size_t present = 0;               // as far as its requests tell
   size_t next = 0;
   size_t back = kNone;  // where it went on before it last jumped ahead
-  size_t lost = 0;      // requests since the last that came as foreseen
+  size_t lost = 0;      // grows with requests that nobody foresaw, shrinks with those that came as foreseen
+
+  bool followed() const { return lost < kLost; }
 };
 
 struct Waiting {  // a block that was freed while other streams used it
@@ -76,6 +86,7 @@ struct tn_core {
 
   Status heap(const Key &key, Heap **out);
   Heap *heap_of(uint64_t address);
+  size_t follow(uint64_t bytes);
   Block *planned(uint64_t bytes, Stream stream, Heap **out);
   Status find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Status reclaim(uint64_t goal, Tier tier, const Heap *but);
@@ -86,7 +97,6 @@ struct tn_core {
   void settle();
   Status wait(Heap *heap);
   Status surrender_all(const Heap *but);
-  Status set_plan(Stream stream, uint64_t count, const uint64_t *bytes, const uint64_t *offsets, uint64_t size,
-                  const uint32_t *order);
+  Status set_plan(Stream stream, std::vector<tiers::Sequence> sequences, uint64_t size, const uint32_t *order);
   uint64_t pool_of(const Heap *heap) const;
 };

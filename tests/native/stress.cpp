@@ -60,9 +60,9 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
       if (dice % 7 == 0) tn_used_on(core, blocks[0].address, random() % 4);
       drop(random() % blocks.size());
     } else if (dice < 990) {
-      uint64_t sizes[2] = {kMiB, 2 * kMiB}, offsets[2] = {0, kMiB};
+      uint64_t counts[2] = {2, 1}, sizes[3] = {kMiB, 2 * kMiB, 3 * kMiB}, offsets[3] = {0, kMiB, 0};
       uint32_t order[2] = {1, 0};
-      int status = tn_plan(core, thread % 4, 2, sizes, offsets, 2, order);
+      int status = tn_plan(core, thread % 4, 2, counts, sizes, offsets, 2, order);
       expect(status == TN_OK || status == TN_FULL, "a layout is taken, or the tiers are full");
       tn_mark(core);
     } else if (dice < 995) {

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from allocator.sizes import GiB, MiB
+from tests.programs import deterministic_kernels
 from tests.scenarios import batch, main, perceptron
 
 
@@ -194,6 +199,52 @@ def threads_allocate_and_free_at_once(device: torch.device) -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures
+
+
+def _losses(device: torch.device, *, sharded: bool) -> list[float]:
+    """Two steps, and the loss after them."""
+    model = perceptron(device)
+    if sharded:
+        mesh = init_device_mesh(device.type, (1,))
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    losses = []
+    for i in range(2):
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(batch(device, i)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        losses.append(float(model(batch(device, 2)).square().mean()))
+    return losses
+
+
+def _lose_elsewhere(rank: int, path: str, device: str) -> None:
+    """In a process of its own, whose allocator is PyTorch's."""
+    with deterministic_kernels():
+        losses = _losses(torch.device(device), sharded=False)
+    assert torch.cuda.get_allocator_backend() != "tiers"
+    torch.save(losses, path)
+
+
+def fully_sharded_training_is_what_it_is_with_neither(device: torch.device) -> None:
+    """FSDP2 gathers and gives back parameters on streams of its own; a group of one process has all of that."""
+    backend = "nccl" if dist.is_nccl_available() else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "losses"
+        mp.spawn(_lose_elsewhere, (str(path), str(device)), nprocs=1)
+        dist.init_process_group(backend, init_method=f"file://{folder}/group", rank=0, world_size=1)
+        try:
+            with deterministic_kernels():
+                losses = _losses(device, sharded=True)
+        finally:
+            dist.destroy_process_group()
+        print(f"  over {backend}: {losses}")
+        assert losses == torch.load(path)
 
 
 if __name__ == "__main__":

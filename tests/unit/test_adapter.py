@@ -39,6 +39,13 @@ def test_what_is_in_the_way_is_known_without_building(monkeypatch: pytest.Monkey
     assert "no C++ compiler found" in (adapter.obstacle() or "")
 
 
+def test_the_adapter_is_built_anew_when_any_part_of_it_changes() -> None:
+    parts = (*adapter.SOURCES, *adapter.HEADERS)
+    assert set(parts) >= set(native.LIBRARY.parent.glob("adapter*.*"))
+    included = {line for part in parts for line in part.read_text().splitlines() if line.startswith('#include "')}
+    assert included == {f'#include "{header.name}"' for header in adapter.HEADERS}
+
+
 def test_a_core_that_was_not_built_is_said(tmp_path: Path) -> None:
     with pytest.raises(native.CoreError, match=r"cannot be loaded.*C\+\+ compiler"):
         native.library(tmp_path / "absent.so")

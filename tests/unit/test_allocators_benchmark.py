@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.allocators import compare, table
+import pytest
+
+from benchmarks.allocators import compare, reserved_to_live, table
 
 
 def test_two_processes_take_turns_and_are_compared() -> None:
@@ -11,3 +13,14 @@ def test_two_processes_take_turns_and_are_compared() -> None:
     assert rows[0].ratio.median == 1
     assert all(row.step > 0 and row.startup > row.step for row in rows)
     assert table(rows).count("\n") == 3
+
+
+def test_variants_can_run_one_after_the_other() -> None:
+    rows = compare("changing_gpt", ["plain", "expandable"], 2, device="cpu", tiny=True, apart=True)
+    assert [row.variant for row in rows] == ["plain", "expandable"]
+
+
+def test_what_is_reserved_is_held_against_the_most_that_was_alive_so_far() -> None:
+    steps = [(10.0, 20.0), (10.0, 20.0), (20.0, 21.0), (5.0, 21.0), (30.0, 33.0)]
+    shares = reserved_to_live([{"allocated": live, "reserved": reserved} for live, reserved in steps])
+    assert shares == pytest.approx([1.05, 1.05, 1.1])

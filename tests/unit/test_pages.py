@@ -74,6 +74,39 @@ def test_a_program_that_changes_is_laid_out_anew(pages: OnOneCore, core: Core) -
     assert core.counts().planned == 4
 
 
+def test_kinds_of_periods_that_come_back_are_laid_out_together(pages: OnOneCore, core: Core) -> None:
+    short, long = (4 * MiB, 8 * MiB), (6 * MiB, 12 * MiB)
+    pages.begin()
+    for sizes in (short, long, short, long):
+        step(core, *sizes)
+        pages.period_over()
+    before = core.counts()
+    for sizes in (short, long, long, short):
+        step(core, *sizes)
+        pages.period_over()
+    after = core.counts()
+    assert after.planned - before.planned == 8
+    assert (after.maps, after.unmaps, after.hbm) == (before.maps, before.unmaps, 18 * MiB)
+
+
+def test_where_not_all_kinds_fit_the_last_is_laid_out_alone(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pages, "_more", lambda device, nbytes: False)
+    short, long = (4 * MiB, 8 * MiB), (20 * MiB, 30 * MiB)
+    pages.begin()
+    for sizes in (short, long, short, long):
+        step(core, *sizes)
+        pages.period_over()
+    core.allocate(30 * MiB)  # and stays, so that the long step has no room any more
+    step(core, *short, MiB, MiB, MiB, MiB, MiB)
+    pages.period_over()
+    assert not caplog.records
+    before = core.counts().planned
+    step(core, *short, MiB, MiB, MiB, MiB, MiB)
+    assert core.counts().planned - before == 6  # the block that stayed is expected once more, before the first
+
+
 def test_dram_is_claimed_from_the_ledger_when_hbm_is_full(pages: OnOneCore, core: Core, tmp_path: Path) -> None:
     core.allocate(60 * MiB)
     assert pages._more(0, 16 * MiB)

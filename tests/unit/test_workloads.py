@@ -7,11 +7,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks.workloads import Workload, long_context_gpt, reference_gpt, resnet152
+from benchmarks.workloads import (
+    Workload,
+    changing_gpt,
+    checkpointed_gpt,
+    long_context_gpt,
+    reference_gpt,
+    resnet152,
+    unet,
+)
 from examples.train_gpt import GPT
 from examples.train_resnet import LAYERS, ResNet
 
-BUILDERS = (reference_gpt, long_context_gpt, resnet152)
+BUILDERS = (reference_gpt, long_context_gpt, checkpointed_gpt, changing_gpt, resnet152, unet)
 every_workload = pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
 
 

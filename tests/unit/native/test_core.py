@@ -39,10 +39,14 @@ def holds(address: int, nbytes: int, value: int) -> bool:
     return ctypes.string_at(address, nbytes) == bytes([value]) * nbytes
 
 
-def plan(core: Core, sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> None:
+def foreseen(sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> Foreseen:
     ends = [size + offset for size, offset in zip(sizes, offsets, strict=True) if offset != ELSEWHERE]
     pages = np.array(visits or [1] * -(-max(ends) // PAGE))
-    core.plan(Foreseen(0, np.array(sizes), np.array(offsets, np.uint64), pages))
+    return Foreseen(0, np.array(sizes), np.array(offsets, np.uint64), pages)
+
+
+def plan(core: Core, sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> None:
+    core.plan(foreseen(sizes, offsets, visits))
 
 
 def test_blocks_are_aligned_as_pytorch_aligns_them_and_can_be_written(core: Core) -> None:
@@ -209,6 +213,52 @@ def test_one_request_more_of_a_common_size_does_not_lose_the_place(core: Core) -
     assert (counts.departed, counts.planned, counts.misplaced) == (1, 4, 0)
 
 
+def test_of_several_sequences_the_first_requests_tell_which_it_is(core: Core) -> None:
+    short, long = [512, 2 * MiB, 3 * MiB], [512, 4 * MiB, 6 * MiB]  # the first is the same in both
+    core.plan(foreseen(short, [0, 2 * MiB, 4 * MiB]), foreseen(long, [0, 2 * MiB, 6 * MiB]))
+    assert core.counts().hbm == 12 * MiB  # they share a region
+    places = []
+    for sizes in (long, short, long, long):
+        core.mark()
+        places.append([core.allocate(size) for size in sizes])
+        for address in places[-1]:
+            core.free(address)
+    base = places[0][0]
+    assert [[address - base for address in period] for period in places] == [
+        [0, 2 * MiB, 6 * MiB],
+        [0, 2 * MiB, 4 * MiB],
+        [0, 2 * MiB, 6 * MiB],
+        [0, 2 * MiB, 6 * MiB],
+    ]
+    assert (core.counts().departed, core.counts().hbm_peak) == (0, 12 * MiB)
+
+
+def test_a_sequence_that_nobody_foresaw_may_have_the_region(core: Core) -> None:
+    plan(core, [40 * MiB], [0])
+    for _ in range(3):
+        core.mark()
+        for block in [core.allocate(6 * MiB) for _ in range(6)]:
+            core.free(block)
+    core.reset_peaks()
+    core.mark()
+    blocks = [core.allocate(6 * MiB) for _ in range(6)]
+    assert core.counts().hbm_peak < 70 * MiB  # not 40 of the region and 36 besides
+    assert core.counts().maps <= 20 + 12
+    for block in blocks:
+        core.free(block)
+
+
+def test_a_region_can_grow_where_it_lies_though_something_unforeseen_came(core: Core) -> None:
+    plan(core, [8 * MiB, 3 * MiB], [0, 8 * MiB])
+    region = core.allocate(8 * MiB)
+    core.free(region)
+    other = core.allocate(5 * MiB)  # and stays
+    assert not region <= other < region + 32 * MiB
+    plan(core, [32 * MiB], [0])
+    core.mark()
+    assert core.allocate(32 * MiB) == region
+
+
 def test_what_is_elsewhere_in_a_layout_goes_where_it_fits(core: Core) -> None:
     plan(core, [2 * MiB, 2 * MiB], [ELSEWHERE, 0])
     a, b = core.allocate(2 * MiB), core.allocate(2 * MiB)
@@ -333,9 +383,9 @@ class Blocks(RuleBasedStateMachine):
         sizes=st.lists(st.integers(1, 64).map(lambda n: 512 * n * 64), min_size=1, max_size=8), seed=st.integers(0, 9)
     )
     def plan(self, sizes: list[int], seed: int) -> None:
-        offsets = np.random.default_rng(seed).integers(0, 64, len(sizes)) * 512 * 16
+        offsets = (np.random.default_rng(seed).integers(0, 64, len(sizes)) * 512 * 16).tolist()
         with contextlib.suppress(CoreFull):
-            plan(self.core, sizes, offsets.tolist())
+            self.core.plan(foreseen(sizes, offsets), foreseen(sizes[::-1], offsets))
 
     def check(self, address: int) -> None:
         nbytes, value = self.live[address]

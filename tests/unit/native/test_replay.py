@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from allocator.native import Core, Counts
 from allocator.packing import pack
+from allocator.pages import PageAllocator
 from allocator.sequence import Log, foresee
 from allocator.sharing import shared_share
-from allocator.sizes import GiB
+from allocator.sizes import GiB, round_up
 
 SEQUENCES = Path(__file__).parents[2] / "data" / "sequences"
 PYTORCH = {"gpt-1.3b": 1.049, "gpt-1.3b-checkpointed": 1.177, "resnet152-b256": 1.063, "unet-b16-512": 1.090}
+
+
+LENGTHS = (512, 896, 1280, 1664, 2048)
 
 
 def replay(core: Core, events: list[list[int | str]]) -> None:
@@ -58,6 +65,50 @@ def test_reserved_is_what_is_alive_from_the_second_period_on(name: str) -> None:
     assert first.hbm_peak / first.allocated_peak < PYTORCH[name]  # best fit over pages, with nothing foreseen
     for counts in later:
         assert counts.hbm_peak / counts.allocated_peak < 1.001
+
+
+class OnOneCore(PageAllocator):
+    """Plans from period to period as it does under PyTorch."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(Path(), 0, 0, None)
+        self.core = core
+
+    def cores(self) -> Iterator[tuple[int, Core]]:
+        yield 0, self.core
+
+
+def of_length(data: dict[str, Any], length: int) -> list[list[int | str]]:
+    """The step with sequences of `length`: what has a parameter's size keeps it, the rest is in proportion."""
+    kept = {round_up(nbytes, 512) for _, nbytes in data["live_at_start"]}
+    return [
+        event
+        if event[0] == "f" or round_up(int(event[2]), 512) in kept
+        else [event[0], event[1], max(1, int(event[2]) * length // LENGTHS[-1])]
+        for event in data["events"]
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reserved_is_what_is_alive_where_the_length_changes_from_step_to_step(seed: int) -> None:
+    data = json.loads(gzip.decompress((SEQUENCES / "gpt-1.3b.json.gz").read_bytes()))
+    steps = {length: of_length(data, length) for length in LENGTHS}
+    core = Core("memfd", hbm=80 * GiB, dram=0)
+    for _, nbytes in data["live_at_start"]:
+        core.allocate(nbytes)
+    pages = OnOneCore(core)
+    pages.begin()
+    ratios, most = [], 0
+    for length in random.Random(seed).choices(LENGTHS, k=40):
+        core.reset_peaks()
+        replay(core, steps[length])
+        counts = core.counts()
+        most = max(most, counts.allocated_peak)  # of what is mapped for a long step, a short one leaves some idle
+        ratios.append(counts.hbm_peak / most)
+        pages.period_over()
+    assert max(ratios[1:]) < 1.03
+    assert float(np.median(ratios[1:])) < 1.001
+    assert max(ratios[-10:]) < 1.001  # once each length has come back
 
 
 @pytest.mark.parametrize("name", PYTORCH)

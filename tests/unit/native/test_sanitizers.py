@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CORE = [
-    ROOT / "allocator" / "native" / f"{name}.cpp" for name in ("core", "cuda", "heap", "interface", "memfd", "pages")
+    ROOT / "allocator" / "native" / f"{name}.cpp"
+    for name in ("core", "cuda", "heap", "interface", "layout", "memfd", "pages")
 ]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 

@@ -1,0 +1,70 @@
+"""The kinds of periods that a program goes through, and the layouts of those that come back. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from allocator.packing import Ints
+from allocator.sequence import TOLERATED, TOLERATED_SHARE, Foreseen, Log
+
+MOST = 8  # kinds to remember: the layout is made for all of them that come back
+REMEMBERED = 64  # periods without a kind until it is forgotten, and what it alone had memory for
+
+
+@dataclass(eq=False)
+class _Kind:
+    sizes: Ints
+    foreseen: Foreseen
+    seen: int  # the period in which it came last
+    returned: bool = False
+
+
+class Kinds:
+    """What a program's periods are like, where they are not all alike: lengths that change, an evaluation now and then.
+
+    A kind has returned when it came again after others had come between. Those that have are laid out together with the
+    last; one that came and went, as the first steps of a program do, takes no memory from what is laid out.
+    """
+
+    def __init__(self) -> None:
+        self._period = 0
+        self._known: list[_Kind] = []
+
+    def period_over(self, log: Log) -> bool:
+        """Take note of a period; whether a kind that was laid out is forgotten, so that its memory can go back."""
+        self._period += 1
+        kind = self._kind_of(log)
+        if kind is not None:
+            kind.seen = self._period
+        stale = [kind for kind in self._known if self._period - kind.seen > REMEMBERED]
+        self._known = [kind for kind in self._known if kind not in stale]
+        return any(kind.returned for kind in stale)
+
+    def learn(self, log: Log, foreseen: Foreseen) -> None:
+        """Remember what the period that has just ended foretells of its kind."""
+        kind = self._kind_of(log)
+        if kind is None:
+            kind = _Kind(log.requests["bytes"].astype(np.int64), foreseen, self._period)
+        else:
+            kind.foreseen = foreseen
+            kind.returned |= kind is not self._known[-1]
+        others = sorted((other for other in self._known if other is not kind), key=lambda other: other.seen)
+        self._known = [*others[1 - MOST :], kind]
+
+    def layouts(self) -> list[Foreseen]:
+        """What the periods to come may be: the kind that was learned last, and those that have returned."""
+        if not self._known:
+            return []
+        *others, last = (kind.foreseen for kind in self._known if kind.returned or kind is self._known[-1])
+        return [last, *(other for other in others if other.stream == last.stream)]
+
+    def _kind_of(self, log: Log) -> _Kind | None:
+        sizes = log.requests["bytes"]
+        for kind in self._known:
+            if len(sizes) == len(kind.sizes):
+                different = np.count_nonzero(sizes != kind.sizes)
+                if different <= min(max(TOLERATED, TOLERATED_SHARE * len(sizes)), len(sizes) // 8):
+                    return kind
+        return None

@@ -1,0 +1,92 @@
+// The layout of a period: which request of which sequence has come, where it lies, and the region for all of them.
+#include <algorithm>
+
+#include "state.h"
+
+using namespace tiers;
+
+namespace {
+
+constexpr size_t kWindow = 64;  // requests to look ahead for the one that came: more and the sequence is another
+constexpr uint64_t kElsewhere = UINT64_MAX;
+
+}  // namespace
+
+// Which request of the present sequence this is; none where the program departs from it.
+size_t tn_core::follow(uint64_t bytes) {
+  const auto *all = &plan.sequences[plan.present].bytes;
+  auto comes = [&](size_t at) { return at < all->size() && (*all)[at] == bytes; };
+  size_t found = plan.next;
+  if (!comes(found) && plan.back != kNone && comes(plan.back)) {
+    found = plan.back;  // what made it jump was one that the period before did not have
+    plan.back = kNone;
+  }
+  // Or this is another sequence, which has been the same so far.
+  for (size_t other = 0; !comes(found) && other < plan.sequences.size(); ++other) {
+    const auto &its = plan.sequences[other].bytes;
+    if (found >= its.size() || its[found] != bytes) continue;
+    if (!std::equal(its.begin(), its.begin() + found, all->begin())) continue;
+    plan.present = other;
+    all = &its;
+  }
+  if (comes(found)) {
+    plan.next = found + 1;
+    plan.lost -= plan.lost > 0;
+    return found;
+  }
+  ++stats.departed;
+  plan.lost = std::min(plan.lost + 1, 2 * kLost);
+  size_t end = std::min(all->size(), plan.next + kWindow);
+  while (found < end && !comes(found)) ++found;
+  if (found < end) {
+    // Perhaps some did not come; perhaps this one is new. The next will show. Until then it gets no place of theirs:
+    // one that is new and stays would be in the way of all that are to come there.
+    plan.back = plan.next;
+    plan.next = found + 1;
+  }
+  return kNone;
+}
+
+// The block that the plan has for this request; null where the sequence departs from it, or the place is taken.
+Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
+  if (!plan.heap || plan.heap->stream() != stream) return nullptr;
+  size_t request = follow(bytes);
+  if (request == kNone || !plan.followed()) return nullptr;
+  uint64_t offset = plan.sequences[plan.present].offsets[request];
+  if (offset == kElsewhere) return nullptr;
+  *out = plan.heap;
+  Block *block = plan.heap->place(plan.base + offset, bytes);
+  ++(block ? stats.planned : stats.misplaced);
+  return block;
+}
+
+Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_t size, const uint32_t *order) {
+  plan = {};
+  Heap *heap = nullptr;
+  Status status = this->heap({0, stream, kHbm, General}, &heap);
+  if (status == Status::Ok) status = wait(heap);
+  if (status != Status::Ok) return status;
+  settle();
+  Plan next;
+  next.heap = heap;
+  next.total = size * kPage;
+  next.sequences = std::move(sequences);
+  next.next = log[0].requests.size();  // those that the period had before go on as they are
+  if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the region");
+  // What lies idle outside of the region is what the region is made of.
+  status = surrender_all(heap);
+  if (status == Status::Ok) status = heap->surrender_outside(next.base, next.total);
+  if (status != Status::Ok) return status;
+  uint64_t in_hbm = std::min(size, pages[kHbm].available() + heap->on(kHbm, next.base, next.total) / kPage);
+  if (size - in_hbm > pages[kDram].available() + heap->on(kDram, next.base, next.total) / kPage)
+    return fail(Status::Full, "hbm and dram do not hold the region");
+  std::vector<bool> where(size);
+  for (uint64_t i = 0; i < in_hbm; ++i) where[order[i]] = true;
+  status = heap->lay_out(next.base, where);
+  for (Pages &tier : pages) {
+    Status trimmed = tier.trim();
+    if (status == Status::Ok) status = trimmed;
+  }
+  if (status == Status::Ok) plan = std::move(next);
+  return status;
+}
