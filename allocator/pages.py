@@ -54,6 +54,7 @@ class PageAllocator:
         self._watches: dict[int, Watch] = {}
         self._kinds: dict[int, Kinds] = {}
         self._departed: dict[int, int] = {}
+        self._overflow: dict[int, int] = {}
         self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
 
     def install(self) -> None:
@@ -87,6 +88,10 @@ class PageAllocator:
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
         return self._spilled.get(device.index, 0) > 0
+
+    def overflow(self, device: torch.device) -> int:
+        """Bytes for which HBM had no room when the last period ended; state that sank there has been dealt with."""
+        return self._overflow.get(device.index, 0)
 
     def period_over(self) -> None:
         """A period ends: where its sequence of requests is new, plan the next one's layout after it."""
@@ -123,12 +128,16 @@ class PageAllocator:
     def _sink(self, device: int, core: Core, counts: Counts) -> bool:
         """Have state make room in HBM for what lies in DRAM, or take it back; whether anything moved."""
         self._spilled[device] = self._spilled.get(device, 0) + 1 if counts.dram else 0
-        if self._spilled[device] < PATIENCE:
+        self._overflow[device] = 0
+        if not counts.dram:
             return False
         blocks = core.blocks()
         # A block without a whole page of its own cannot move.
         blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
-        state = [State(int(b["address"]), int(b["bytes"]), int(b["bytes"]) if b["tier"] == DRAM else 0) for b in blocks]
+        state = [State(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
+        self._overflow[device] = max(0, counts.dram - sum(block.sunk for block in state))
+        if self._spilled[device] < PATIENCE:
+            return False
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
         sink, rise = sink_or_rise(state, dram=counts.dram, spare=spare, budget=counts.hbm_limit)
         moved = 0

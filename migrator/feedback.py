@@ -65,7 +65,9 @@ class Feedback:
         self._under = self._presses = 0
         self._laps.clear()
 
-    def peak(self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool) -> bool:
+    def peak(
+        self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
+    ) -> bool:
         """Take in a period's peak; whether the correction changed.
 
         Parameters
@@ -78,6 +80,8 @@ class Feedback:
             Whether the allocator had to flush its cache to stay within the budget.
         may_grow : bool
             Whether the plan would make use of more.
+        overflow : int
+            Bytes that the allocator had to put elsewhere, as HBM was full.
         """
         self._under += 1
         self._presses = self._presses + 1 if pressed and self._under > SETTLING else 0
@@ -85,6 +89,8 @@ class Feedback:
             # The peak tells already what lies in HBM; a flush tells of fragments alone, and of those that stay.
             pressed = self._presses >= PRESSES
         slack = -int(PRESSED * self._target) if pressed else self._target - peak
+        if overflow and self._under >= SETTLING:
+            slack = min(slack, -overflow - int(SETTLED * self._target) - 1)
         if slack >= -SETTLED * self._target:
             self._good = self.correction
         if abs(slack) <= SETTLED * self._target:
@@ -107,7 +113,8 @@ class Feedback:
         """Take in what a period took; whether the pace or the links changed.
 
         What compute took besides its waits is the program's own: with the plan the host keeps ahead of the device,
-        while it is late now and then in recorded periods, and always in a program of small kernels.
+        while it is late now and then in recorded periods, and always in a program of small kernels. It is never early
+        there, so what takes longer than predicted has another cause.
         """
         if self._under < SETTLING or self._looks >= LOOKS:
             return False
@@ -118,7 +125,7 @@ class Feedback:
         self._laps.clear()
         computed = best.seconds - sum(best.stalls.values())
         foreseen = predicted.seconds - sum(predicted.stalls.values())
-        if foreseen > 0 and abs(computed / foreseen - 1) > OFF_PACE:
+        if computed < foreseen * (1 - OFF_PACE):
             self._looks += 1
             self.pace *= computed / foreseen
             return True

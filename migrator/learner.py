@@ -129,6 +129,7 @@ class Learner:
         whole: bool,
         drifted: bool,
         pressed: bool,
+        overflow: int = 0,
         lap: Lap | None = None,
     ) -> bool:
         """Take in one period; whether `plans` changed.
@@ -144,6 +145,8 @@ class Learner:
             optimizer makes its state in the first step, so peaks before that are too low.
         pressed : bool
             Whether the allocator had to flush its cache to stay within the budget.
+        overflow : int
+            Bytes for which HBM had no room, and which the allocator had to put elsewhere.
         drifted : bool
             Whether a tensor was saved that no plan knows, or one was not that a plan relies on.
         lap : Lap, optional
@@ -175,7 +178,7 @@ class Learner:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         if changed or self._pending is not None or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        return self._correct(peak, pressed, lap)
+        return self._correct(peak, pressed, overflow, lap)
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         kind = frozenset(site.key for site in trace.sites)
@@ -202,7 +205,7 @@ class Learner:
             return False  # the first plan is for what all recordings tell together
         return self._plan()
 
-    def _correct(self, peak: int, pressed: bool, lap: Lap | None) -> bool:
+    def _correct(self, peak: int, pressed: bool, overflow: int, lap: Lap | None) -> bool:
         predictions = [predicted for predicted in self.predictions if predicted is not None]
         changed = self._feedback.peak(
             peak,
@@ -210,8 +213,10 @@ class Learner:
             max(self._before_correction(trace) for trace in self._planned),
             pressed=pressed,
             may_grow=any(plan.groups or plan.recompute or plan.regions for plan in self.plans),
+            overflow=overflow,
         )
-        if lap is not None and len(predictions) == 1:  # of several kinds of periods nobody says which one this was
+        # Of several kinds of periods nobody says which one this was; and memory in DRAM is slow whatever the plan.
+        if lap is not None and len(predictions) == 1 and not (pressed or overflow):
             changed |= self._feedback.lap(lap, predictions[0])
         return changed and self._plan()
 

@@ -211,7 +211,7 @@ class Mover:
 
     # ---------------------------------------------------------------------------------- periods
 
-    def end_period(self, *, whole: bool, alone: bool = True, spilled: bool = False) -> bool:
+    def end_period(self, *, whole: bool, alone: bool = True, overflow: int = 0) -> bool:
         """The period is over; whether there are new plans.
 
         Parameters
@@ -220,8 +220,8 @@ class Mover:
             See `Learner.period_over`.
         alone : bool
             Whether no other thread trains on this device, so that periods do not overlap.
-        spilled : bool
-            Whether the allocator had no room in HBM for all that was in use.
+        overflow : int
+            Bytes for which the allocator had no room in HBM.
 
         Raises
         ------
@@ -236,10 +236,12 @@ class Mover:
             peak = self.engine.end_period()
             drifted = self._unforeseen or self._incomplete()
             self._begin()
-            pressed = self.engine.compute.pressed() or spilled
+            pressed = self.engine.compute.pressed()
             # Groups that are held back on purpose are late on purpose.
             lap = self.engine.lap if alone and self.engine.ahead == EVERY else None
-            changed = self.learner.period_over(trace, peak, whole=whole, drifted=drifted, pressed=pressed, lap=lap)
+            changed = self.learner.period_over(
+                trace, peak, whole=whole, drifted=drifted, pressed=pressed, overflow=overflow, lap=lap
+            )
             self.recorder = self._new_recorder() if self.learner.records_next else None
             if changed:
                 self._adopt(self.learner.plans)

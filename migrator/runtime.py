@@ -301,10 +301,10 @@ class Runtime:
         changed = False
         pages, alone = self.options.pages(), len(self._savers) == 1
         for mover in saver.armed_movers:
-            spilled = pages is not None and pages.spilled(mover.engine.compute.device)
+            overflow = 0 if pages is None else pages.overflow(mover.engine.compute.device)
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
             try:
-                changed |= mover.end_period(whole=whole, alone=alone, spilled=spilled)
+                changed |= mover.end_period(whole=whole, alone=alone, overflow=overflow)
                 if advice is not None:
                     changed |= mover.heed(*advice)
             except NoPlanFits as error:

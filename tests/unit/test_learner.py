@@ -395,6 +395,7 @@ def test_times_that_were_recorded_too_long_are_corrected_by_those_of_whole_perio
     feedback = Feedback(TARGET, PCIE_GEN5)
     predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
     assert not settled(feedback, predicted, Lap(predicted.seconds * (1 + OFF_PACE / 2), {}))
+    assert not settled(feedback, predicted, Lap(2 * predicted.seconds, {})), "the host is never early in a recording"
     assert settled(feedback, predicted, Lap(0.8 * predicted.seconds + 1.0, {"h2d": 1.0}))
     assert feedback.pace == pytest.approx(0.8)
     as_measured = simulate(at_pace(MODEL, feedback.pace), PCIE_GEN5, make_plan("test", MODEL, (), GiB))
@@ -508,6 +509,16 @@ def test_a_cache_that_is_flushed_now_and_then_leaves_the_budget_as_it_is() -> No
     assert feedback.correction == -int(PRESSED * TARGET)
     feedback.adopted()
     assert not any(feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True) for _ in range(SETTLING))
+
+
+def test_what_did_not_fit_into_hbm_comes_off_the_budget_once_the_layout_has_settled() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+
+    def measured() -> bool:
+        return feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True, overflow=10 * MiB)
+
+    assert [measured() for _ in range(SETTLING)] == [*[False] * (SETTLING - 1), True]
+    assert -40 * MiB < feedback.correction < -10 * MiB
 
 
 def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
