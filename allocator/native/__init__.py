@@ -6,13 +6,15 @@ import ctypes
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from allocator.errors import TiersError
-from allocator.sequence import Foreseen
+
+if TYPE_CHECKING:
+    from allocator.sequence import Foreseen
 
 LIBRARY = Path(__file__).with_name("libtiers_core.so")
 _FULL = 1
@@ -130,6 +132,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
     core.tn_log.restype = core.tn_blocks.restype = core.tn_on.restype = core.tn_pool_used.restype = _U64
     core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, _U64, _U64, ctypes.POINTER(ctypes.c_void_p)]
     core.tn_allocate.argtypes = [ctypes.c_void_p, _U64, _U64, _U64, _P64]
+    core.tn_pack.argtypes = [_U64, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p, _P64]
     others: dict[str, list[Any]] = {
         "tn_close": [],
         "tn_free": [_U64],
@@ -156,6 +159,19 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
     return core
 
 
+def checked(status: int) -> None:
+    """Raise what a call of the library did not do.
+
+    Raises
+    ------
+    CoreError
+        With the library's own text.
+    """
+    if status:
+        text = library().tn_last_error().decode()
+        raise (CoreFull if status == _FULL else CoreError)(text)
+
+
 class Core:
     """One device's pages and blocks; every method may be called from any thread.
 
@@ -177,7 +193,7 @@ class Core:
     def __init__(self, backend: str, hbm: int, dram: int, device: int = 0) -> None:
         self._library = library()
         self._core = ctypes.c_void_p()
-        self._check(self._library.tn_open(backend.encode(), device, hbm, dram, ctypes.byref(self._core)))
+        checked(self._library.tn_open(backend.encode(), device, hbm, dram, ctypes.byref(self._core)))
 
     @classmethod
     def at(cls, address: int) -> Core:
@@ -190,7 +206,7 @@ class Core:
         """Give everything back. Nothing may be in use. Idempotent."""
         if self._core.value is not None:
             core, self._core = self._core, ctypes.c_void_p()
-            self._check(self._library.tn_close(core))
+            checked(self._library.tn_close(core))
 
     def allocate(self, nbytes: int, stream: int = 0, pool: int = 0) -> int:
         """Address of `nbytes` of memory for work on `stream`, aligned to 512 bytes.
@@ -201,24 +217,24 @@ class Core:
             If every tier is full.
         """
         address = _U64()
-        self._check(self._library.tn_allocate(self._core, nbytes, stream, pool, ctypes.byref(address)))
+        checked(self._library.tn_allocate(self._core, nbytes, stream, pool, ctypes.byref(address)))
         return address.value
 
     def free(self, address: int) -> None:
         """Give a block back; work of its stream may still be using it."""
-        self._check(self._library.tn_free(self._core, address))
+        checked(self._library.tn_free(self._core, address))
 
     def used_on(self, address: int, stream: int) -> None:
         """The block is used on `stream` as well: it is handed out again when that is done with it."""
-        self._check(self._library.tn_used_on(self._core, address, stream))
+        checked(self._library.tn_used_on(self._core, address, stream))
 
     def trim(self) -> None:
         """Return idle memory to the system; waits for the streams that used it."""
-        self._check(self._library.tn_trim(self._core))
+        checked(self._library.tn_trim(self._core))
 
     def retire(self, pool: int) -> None:
         """A private pool's memory, once it is free, may serve others."""
-        self._check(self._library.tn_pool_retire(self._core, pool))
+        checked(self._library.tn_pool_retire(self._core, pool))
 
     def state(self, on: bool) -> None:
         """Whether the requests that follow live as long as the program (an optimizer makes its state)."""
@@ -226,7 +242,7 @@ class Core:
 
     def limit(self, tier: int, nbytes: int) -> None:
         """Change how much physical memory may be taken."""
-        self._check(self._library.tn_limit(self._core, tier, nbytes))
+        checked(self._library.tn_limit(self._core, tier, nbytes))
 
     def mark(self) -> None:
         """A period ends, and the next begins."""
@@ -261,11 +277,11 @@ class Core:
             visits[: len(one.visits)] += one.visits
         order = np.argsort(-visits, kind="stable").astype(np.uint32)
         pointers = (counts.ctypes.data, sizes.ctypes.data, places.ctypes.data, len(order), order.ctypes.data)
-        self._check(self._library.tn_plan(self._core, foreseen[0].stream, len(foreseen), *pointers))
+        checked(self._library.tn_plan(self._core, foreseen[0].stream, len(foreseen), *pointers))
 
     def move(self, address: int, tier: int) -> None:
         """Put the whole pages of a block on `tier`, under the same address; waits for all streams."""
-        self._check(self._library.tn_move(self._core, address, tier))
+        checked(self._library.tn_move(self._core, address, tier))
 
     def on(self, address: int, tier: int) -> int:
         """Bytes of a block that lie on `tier`."""
@@ -297,8 +313,3 @@ class Core:
         capacity = int(self._library.tn_blocks(self._core, None, 0)) + 64  # other threads may add some
         blocks = np.empty(capacity, BLOCK)
         return blocks[: min(capacity, int(self._library.tn_blocks(self._core, blocks.ctypes.data, capacity)))]
-
-    def _check(self, status: int) -> None:
-        if status:
-            text = self._library.tn_last_error().decode()
-            raise (CoreFull if status == _FULL else CoreError)(text)

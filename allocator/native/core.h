@@ -74,6 +74,12 @@ TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacit
 TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
                    const uint64_t *offsets, uint64_t pages, const uint32_t *order);
 
+/* Where requests of known lives lie, so that no two overlap in both time and space: an offset for each. Births and deaths
+ * are events of a period of `events`; a death past them lies in the next period. `most` gets the most bytes that are
+ * alive at once. TN_INVALID if one lives longer than a period: it would meet itself. Needs no core. */
+TN_API int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const int64_t *deaths, int64_t events,
+                   uint64_t *offsets, uint64_t *most);
+
 /* ---- Where memory lies ---- */
 
 /* Put the whole pages of a block on `tier`. Waits for all streams. */

@@ -1,6 +1,7 @@
 // The C interface: every entry takes the core's lock, and lets nothing out that C does not know.
 #include <algorithm>
 
+#include "packing.h"
 #include "state.h"
 
 using namespace tiers;
@@ -188,6 +189,24 @@ int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *
     }
     return core->set_plan(stream, std::move(all), pages, order);
   });
+}
+
+int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const int64_t *deaths, int64_t events,
+            uint64_t *offsets, uint64_t *most) {
+  try {
+    std::vector<Life> lives;
+    for (uint64_t k = 0; k < count; ++k) {
+      bool within = 0 <= births[k] && births[k] <= events && births[k] <= deaths[k] && deaths[k] - births[k] <= events;
+      if (!within) return int(fail(Status::Invalid, "a request that lives longer than a period has no place in it"));
+      lives.push_back({bytes[k], births[k], deaths[k]});
+    }
+    std::vector<uint64_t> found = pack(lives, events);
+    std::copy(found.begin(), found.end(), offsets);
+    *most = most_alive(lives, events);
+    return TN_OK;
+  } catch (const std::exception &error) {
+    return int(fail(Status::Driver, error.what()));
+  }
 }
 
 int tn_move(tn_core *core, uint64_t address, int tier) {

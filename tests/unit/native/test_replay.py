@@ -67,6 +67,13 @@ def test_reserved_is_what_is_alive_from_the_second_period_on(name: str) -> None:
         assert counts.hbm_peak / counts.allocated_peak < 1.001
 
 
+def test_tensors_that_leave_early_and_groups_that_come_back_leave_few_holes() -> None:
+    """Largest first, the same program needed 3.5% more than is alive; the core's best fit 2.2%."""
+    _, *later = periods("gpt-moving", 3)
+    for counts in later:
+        assert counts.hbm_peak / counts.allocated_peak < 1.01
+
+
 class OnOneCore(PageAllocator):
     """Plans from period to period as it does under PyTorch."""
 

@@ -1,0 +1,28 @@
+// Where in a region requests of known lives lie; see packing.cpp.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace tiers {
+
+// A request: its bytes, and the events of a period at which it is made and given back. A death past the period's events
+// lies in the next one.
+struct Life {
+  uint64_t bytes = 0;
+  int64_t birth = 0, death = 0;
+};
+
+using Span = std::pair<uint64_t, uint64_t>;  // begin and end
+
+// Begin of a gap between what is taken that holds `bytes`, the smallest or the lowest; the end if there is none.
+uint64_t gap(std::vector<Span> &taken, uint64_t bytes, bool tightest);
+
+// The most bytes that are alive at once: what no layout can do without.
+uint64_t most_alive(const std::vector<Life> &lives, int64_t events);
+
+// An offset for each, so that no two overlap in both time and space. None may live longer than a period.
+std::vector<uint64_t> pack(const std::vector<Life> &lives, int64_t events);
+
+}  // namespace tiers
