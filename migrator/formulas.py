@@ -145,17 +145,22 @@ def _sum(node: Any, operands: _Operands) -> Formula | None:
     return operands.join(lambda x, y: run(x, y, alpha=alpha), operands.input(0), operands.input(1))
 
 
-def _with_affine(operands: _Operands, x: Formula | None, run: Callable[..., Tensor], k: int | None) -> Formula | None:
-    """A normalisation of `x`, with weight and bias where there are any; a bias that is not kept is input `k`."""
+def _with_affine(
+    operands: _Operands, run: Callable[..., Tensor], k: int | None, *saved: Formula | None
+) -> Formula | None:
+    """A normalisation of what was saved, the input first, with weight and bias where there are any.
+
+    A bias that is not kept is input `k`. `run` takes input, weight, bias and the rest of `saved`.
+    """
     weight = operands.saved("weight")
     bias = operands.saved("bias") if k is None else operands.input(k)
     given = [f for f in (weight, bias) if f is not None]
 
-    def apply(x: Tensor, *affine: Tensor) -> Tensor:
-        rest = list(affine)
-        return run(x, rest.pop(0) if weight else None, rest.pop(0) if bias else None)
+    def apply(x: Tensor, *values: Tensor) -> Tensor:
+        rest, affine = values[: len(saved) - 1], list(values[len(saved) - 1 :])
+        return run(x, affine.pop(0) if weight else None, affine.pop(0) if bias else None, *rest)
 
-    return operands.join(apply, x, *given)
+    return operands.join(apply, *saved, *given)
 
 
 def _layer_norm(node: Any, operands: _Operands) -> Formula | None:
@@ -164,9 +169,9 @@ def _layer_norm(node: Any, operands: _Operands) -> Formula | None:
         return None
     return _with_affine(
         operands,
-        operands.saved("input"),
         lambda x, weight, bias: torch.native_layer_norm(x, shape, weight, bias, epsilon)[0],
         None,
+        operands.saved("input"),
     )
 
 
@@ -187,26 +192,38 @@ def _group_norm(node: Any, operands: _Operands) -> Formula | None:
     epsilon = node._saved_eps
     return _with_affine(
         operands,
-        operands.saved("input"),
         lambda x, weight, bias: torch.native_group_norm(x, weight, bias, *sizes, epsilon)[0],
         2,
+        operands.saved("input"),
     )
 
 
 def _batch_norm(node: Any, operands: _Operands) -> Formula | None:
-    # Without running statistics the kernel computes the batch's, as it did, and updates none.
     if not node._saved_training:
         return None
+    x = operands.saved("input")
     run: Callable[..., tuple[Tensor, ...]] = torch.native_batch_norm
     epsilon = getattr(node, "_saved_eps", None)
     if epsilon is None:
         epsilon, run = node._saved_epsilon, torch.cudnn_batch_norm
-    return _with_affine(
-        operands,
-        operands.saved("input"),
-        lambda x, weight, bias: run(x, weight, bias, None, None, True, 0.0, epsilon)[0],
-        2,
-    )
+    elif _on_gpu(node):
+        # The batch's statistics were saved: what is left is the elementwise kernel with which the forward ended.
+        mean, inverse = operands.saved("result1"), operands.saved("result2")
+        return _with_affine(
+            operands,
+            lambda x, weight, bias, mean, inverse: torch.batch_norm_elemt(x, weight, bias, mean, inverse, epsilon),
+            2,
+            x,
+            mean,
+            inverse,
+        )
+    # Without running statistics the kernel computes the batch's, as it did, and updates none.
+    return _with_affine(operands, lambda x, weight, bias: run(x, weight, bias, None, None, True, 0.0, epsilon)[0], 2, x)
+
+
+def _on_gpu(node: Any) -> bool:
+    device: torch.device = node._input_metadata[0].device
+    return device.type == "cuda"
 
 
 def _dropout(node: Any, operands: _Operands) -> Formula | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from migrator import formulas
 from migrator.remake import Origins, base_of, find, note, note_epsilon, run
 
 X = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -150,3 +151,20 @@ def test_nothing_is_kept_alive_by_a_note() -> None:
         made = torch.relu(x)
     note(x, (torch.zeros(1), 0))
     assert packer.again(made) is None
+
+
+def test_on_a_gpu_batch_norm_takes_the_statistics_that_were_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def elementwise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, epsilon: float) -> Tensor:
+        shape = (1, -1, 1, 1)
+        scale = (inverse * weight).view(shape)
+        return (x - mean.view(shape)) * scale + bias.view(shape)
+
+    monkeypatch.setattr(formulas, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(torch, "batch_norm_elemt", elementwise)  # which there is on GPUs only
+    packer = Packer()
+    with packer.on():
+        x = saved(X.clone().requires_grad_())
+        y = saved(F.batch_norm(x, torch.zeros(8), torch.ones(8), WEIGHT, BIAS, True))
+        again = packer.again(y)
+    assert again is not None
+    torch.testing.assert_close(again, y.detach())

@@ -55,6 +55,14 @@ def test_recipes_are_those_of_modules_and_functions() -> None:
     assert all(recipe.seconds > 0 for recipe in trace.recipes.values())
 
 
+def test_a_formula_that_fails_is_none_and_the_program_goes_on() -> None:
+    def fails(*_: object) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    with mock.patch.object(torch, "native_layer_norm", fails):
+        assert set(operations(recorded()).values()) == {"GeluBackward0"}
+
+
 def test_a_recipe_names_the_storages_that_it_needs() -> None:
     trace = recorded()
     storage = {site.key: site.storage for site in trace.sites}
