@@ -193,6 +193,7 @@ def make_plan(
     dropped: Collection[int] = (),
     regions: Collection[str] = (),
     tiers: Mapping[int, str] = _NOWHERE,
+    least_group: int = 0,
 ) -> Plan:
     """The plan in which the storages `moved` move, those `dropped` are made again, and all others stay.
 
@@ -215,13 +216,16 @@ def make_plan(
         Paths of regions that are recomputed as a whole.
     tiers : mapping of int to str
         Where storages go that move; those without an entry go where there is room.
+    least_group : int
+        Bytes that a group has at least, where so much moves.
 
     Raises
     ------
     Unobtainable
         If something is dropped that cannot be made again.
     """
-    return plan_of(policy, effect(trace, dropped, regions), moved, room, regions=regions, tiers=tiers)
+    outcome = effect(trace, dropped, regions)
+    return plan_of(policy, outcome, moved, room, regions=regions, tiers=tiers, least_group=least_group)
 
 
 def plan_of(
@@ -232,6 +236,7 @@ def plan_of(
     *,
     regions: Collection[str] = (),
     tiers: Mapping[int, str] = _NOWHERE,
+    least_group: int = 0,
 ) -> Plan:
     """`make_plan` for who knows already what its choice brings about."""
     moving: dict[str | None, list[Lifetime]] = {}
@@ -245,7 +250,8 @@ def plan_of(
             for holder in held.holders:
                 enters, leaves = holder is held.holders[0], holder is last and bool(holder.uses)
                 keep[holder.key] = Keep(held.nbytes if enters else 0, held.nbytes if leaves else 0)
-    groups = [(tier, group) for tier, lives in moving.items() for group in group_by_death(lives, group_bytes(room))]
+    nbytes = max(group_bytes(room), least_group)
+    groups = [(tier, group) for tier, lives in moving.items() for group in group_by_death(lives, nbytes)]
     groups.sort(key=lambda entry: (not entry[1][0].uses, entry[1][0].death))
     return Plan(
         policy,

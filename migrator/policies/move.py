@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from allocator.sizes import MiB
 from migrator.links import Links
 from migrator.plan import GROUPS_AHEAD, Plan, learning_room, least_room, make_plan
 from migrator.trace import Trace
+
+WORTH = 8 * MiB  # of a smaller group the copies' overheads show: a fifth of the link, and 200 us of the host's time
+GROUPS = 2 * GROUPS_AHEAD  # as many at least lie in HBM, on their way out and on their way back
 
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:
     """Move every storage, with no more HBM than it takes to keep the links busy, whatever the budget."""
     moved = {life.ident for life in trace.lifetimes}
     largest = max((life.nbytes for life in trace.lifetimes), default=0)
-    under_way = max(learning_room(trace.saved_bytes), GROUPS_AHEAD * largest)
-    return make_plan("move", trace, moved, min(least_room(trace, budget), under_way))
+    under_way = max(learning_room(trace.saved_bytes), GROUPS_AHEAD * largest, GROUPS * WORTH)
+    room = min(least_room(trace, budget), under_way)
+    return make_plan("move", trace, moved, room, least_group=min(WORTH, room // GROUPS))
