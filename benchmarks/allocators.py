@@ -15,6 +15,7 @@ first had mapped is still there: the allocator's second period begins within it.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -35,6 +36,7 @@ VARIANTS = {
     "pages": {"TIERS_ALLOCATOR": "pages", "TIERS_POLICY": "keep"},
 }
 WARMUP = 8
+STUCK = 300  # seconds without a step
 LIMITS = {"changing_gpt": 1.03}  # of reserved / live
 LIMIT = 1.01
 
@@ -99,6 +101,8 @@ def work(workload: str, device: str, *, tiny: bool, commands: IO[str], answers: 
     job = getattr(workloads, workload)(device, **arguments)
     cuda = device == "cuda"
     for _ in commands:
+        # One that hangs says where, and ends: else whoever waits for what it prints waits for ever.
+        faulthandler.dump_traceback_later(STUCK, exit=True)
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
