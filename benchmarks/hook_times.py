@@ -24,7 +24,7 @@ import torch
 import tiers
 from allocator.native import lane
 from benchmarks import workloads
-from migrator import runtime
+from migrator import devices
 from migrator.counters import Counters
 from migrator.hooks import Saver
 from migrator.lanes import Event, Piece
@@ -90,7 +90,7 @@ def without_copies() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    with mock.patch.object(runtime, "HostLane", IdleLane):
+    with mock.patch.object(devices, "HostLane", IdleLane):
         yield
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from allocator.errors import TiersError
-from allocator.native import lane as native
 from allocator.pages import PageAllocator
 from allocator.sizes import format_size
 from migrator import entry, weights
@@ -29,13 +28,12 @@ from migrator.background import in_background
 from migrator.backing import Backing
 from migrator.backoff import Response
 from migrator.counters import Counters
+from migrator.devices import Device, has_tiers, name_of, open_device
 from migrator.engine import Engine
 from migrator.feedback import SETTLED
 from migrator.hooks import Saver
-from migrator.lanes import Compute, Event, Lane
-from migrator.lanes.cuda import CudaCompute, CudaLane
-from migrator.lanes.host import HostCompute, HostLane
-from migrator.lanes.native import NativeCompute, NativeLane
+from migrator.lanes import Event
+from migrator.lanes.host import HostCompute
 from migrator.learner import Learner
 from migrator.links import PCIE_GEN5, Links
 from migrator.mover import Mover
@@ -103,16 +101,6 @@ class Options:
     advisor: Advisor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """What all threads share that train on one device."""
-
-    compute: Compute
-    out: Lane
-    back: Lane
-    budget: int
-
-
 class _Thread(threading.local):
     saver: Saver | None = None
 
@@ -131,7 +119,7 @@ class Runtime:
         self._unmanaged = 0
         self._asked: dict[torch.device, Event] = {}  # when the lanes were last asked what they copied
         self._backing: Backing | None = None
-        self._devices: dict[torch.device, _Device] = {}
+        self._devices: dict[torch.device, Device] = {}
         self._lock = threading.Lock()  # guards the making of backing and devices
         self._thread = _Thread()
         self._savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # a thread owns its own, and takes it along
@@ -220,7 +208,7 @@ class Runtime:
     # ------------------------------------------------------------------------------------ devices
 
     def _make_mover(self, device: torch.device) -> Mover | None:
-        if not _has_tiers(device):
+        if not has_tiers(device):
             return None
         with self._lock:
             if self._backing is None:
@@ -240,15 +228,12 @@ class Runtime:
         )
         return Mover(engine, learner, shared.budget)
 
-    def _make_device(self, device: torch.device) -> _Device:
-        budget, counters = self.options.hbm(device), self._counters
-        if device.type == "cuda":
-            shared = _on_gpu(device, counters, budget)
-            if self.options.enforce:
-                total = torch.cuda.get_device_properties(device).total_memory
-                torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-        else:
-            shared = _Device(HostCompute(counters), HostLane("d2h", counters), HostLane("h2d", counters), budget)
+    def _make_device(self, device: torch.device) -> Device:
+        budget = self.options.hbm(device)
+        shared = open_device(device, self._counters, budget)
+        if device.type == "cuda" and self.options.enforce:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
         self._devices[device] = shared
         self._recount_static()
         return shared
@@ -269,7 +254,7 @@ class Runtime:
         self._roots.add(root)
         self._recount_static()
         tensors = [tensor for known in self._roots for tensor in weights.of_module(known)]
-        for device in {tensor.device for tensor in tensors if _has_tiers(tensor.device)}:
+        for device in {tensor.device for tensor in tensors if has_tiers(tensor.device)}:
             needed, budget = weights.bytes_on(device, tensors), self.options.hbm(device)
             if needed > budget:
                 self._refuse(
@@ -370,7 +355,7 @@ class Runtime:
         """What happened so far, as `stats.json` has it; HBM's budget and peak as ``budget_hbm`` and ``peak_hbm``."""
         counters, devices = self._counters, self._devices.values()
         return {
-            "device": ", ".join(dict.fromkeys(_name(device) for device in self._devices)),
+            "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices)),
             "budget_hbm": max((shared.budget for shared in devices), default=0),
             "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
             "periods": self._periods,
@@ -381,21 +366,3 @@ class Runtime:
             "unmanaged_bytes": self._unmanaged,
             "step_s": self._steps.summary(),
         }
-
-
-def _on_gpu(device: torch.device, counters: Counters, budget: int) -> _Device:
-    library = native.load()
-    if library is None:
-        lanes = CudaLane(device, "d2h", counters), CudaLane(device, "h2d", counters)
-        return _Device(CudaCompute(device, counters), *lanes, budget)
-    lanes = NativeLane(device, "d2h", counters, library), NativeLane(device, "h2d", counters, library)
-    return _Device(NativeCompute(device, counters, library), *lanes, budget)
-
-
-def _has_tiers(device: torch.device) -> bool:
-    """Whether tensors on `device` move: those of GPUs, or of the host where there is no GPU."""
-    return device.type == "cuda" or (device.type == "cpu" and not torch.cuda.is_available())
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

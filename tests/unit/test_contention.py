@@ -15,7 +15,7 @@ import torch
 
 import tiers
 from allocator.sizes import MiB
-from migrator import mover, runtime
+from migrator import devices, mover, runtime
 from migrator.backoff import LEAST_GROUPS, Response
 from migrator.counters import Counters
 from migrator.engine import EVERY
@@ -156,7 +156,7 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
     with (
         mock.patch.object(mover, "learning_room", lambda budget: ROOM),
         mock.patch.object(runtime, "POLICIES", {**POLICIES, "move": thrifty}),
-        mock.patch.object(runtime, "HostLane", lambda name, counters: ScriptedLane(link, name, counters)),
+        mock.patch.object(devices, "HostLane", lambda name, counters: ScriptedLane(link, name, counters)),
         tiers.session(policy="move", dram="64MiB", monitor_enabled=False) as session,
     ):
         session.runtime.options = replace(session.runtime.options, advisor=advisor)

@@ -1,0 +1,46 @@
+"""What stands for a device: its compute stream, its two lanes and its budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from allocator.native import lane
+from migrator.counters import Counters
+from migrator.lanes import Compute, Lane
+from migrator.lanes.cuda import CudaCompute, CudaLane
+from migrator.lanes.host import HostCompute, HostLane
+from migrator.lanes.native import NativeCompute, NativeLane
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What all threads share that train on one device; the budget is in bytes."""
+
+    compute: Compute
+    out: Lane
+    back: Lane
+    budget: int
+
+
+def open_device(device: torch.device, counters: Counters, budget: int) -> Device:
+    """Make a device's streams and lanes; with the native library where it was built."""
+    if device.type != "cuda":
+        return Device(HostCompute(counters), HostLane("d2h", counters), HostLane("h2d", counters), budget)
+    library = lane.load()
+    if library is None:
+        out, back = (CudaLane(device, name, counters) for name in ("d2h", "h2d"))
+        return Device(CudaCompute(device, counters), out, back, budget)
+    out, back = (NativeLane(device, name, counters, library) for name in ("d2h", "h2d"))
+    return Device(NativeCompute(device, counters, library), out, back, budget)
+
+
+def has_tiers(device: torch.device) -> bool:
+    """Whether tensors on `device` move: those of GPUs, or of the host where there is no GPU."""
+    return device.type == "cuda" or (device.type == "cpu" and not torch.cuda.is_available())
+
+
+def name_of(device: torch.device) -> str:
+    """What reports call it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
