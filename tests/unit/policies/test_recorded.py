@@ -1,0 +1,48 @@
+"""Policies on periods that were recorded on an H100 while the program ran under a budget (tests/data/traces)."""
+
+from __future__ import annotations
+
+import gzip
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from allocator.sizes import GiB
+from migrator.links import PCIE_GEN5
+from migrator.policies import POLICIES
+from migrator.simulator import simulate
+from migrator.trace import Trace
+
+TRACES = Path(__file__).parents[2] / "data" / "traces"
+CELLS = {
+    ("resnet152", 16.4): 0.92,
+    ("resnet152", 11.0): 0.83,
+    ("long_context_gpt", 28.2): 0.97,
+    ("long_context_gpt", 17.0): 0.89,
+}
+"""The fraction of ideal that `auto` is to be predicted, at a budget in GiB."""
+OTHERS = sorted({*POLICIES} - {"auto", "autotm", "swapadvisor"})  # these two take their time, whatever the trace
+
+
+@cache
+def recorded(name: str) -> Trace:
+    return Trace.from_json(gzip.decompress((TRACES / f"{name}.json.gz").read_bytes()).decode())
+
+
+@pytest.mark.parametrize(("cell", "fraction"), CELLS.items(), ids=str)
+def test_auto_comes_close_to_the_ideal_within_the_budget(cell: tuple[str, float], fraction: float) -> None:
+    trace, budget = recorded(cell[0]), int(cell[1] * GiB)
+    result = simulate(trace, PCIE_GEN5, POLICIES["auto"](trace, budget, PCIE_GEN5))
+    assert result.peak["hbm"] <= budget
+    assert result.ideal / result.seconds > fraction
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_auto_is_as_fast_as_every_other_policy_that_fits(cell: tuple[str, float]) -> None:
+    trace, budget = recorded(cell[0]), int(cell[1] * GiB)
+    best = simulate(trace, PCIE_GEN5, POLICIES["auto"](trace, budget, PCIE_GEN5)).seconds
+    for name in OTHERS:
+        result = simulate(trace, PCIE_GEN5, POLICIES[name](trace, budget, PCIE_GEN5))
+        print(f"{name}: {result.seconds * 1e3:.1f} ms, {result.peak['hbm'] / GiB:.2f} GiB")
+        assert result.peak["hbm"] > budget or result.seconds >= best * 0.9999
