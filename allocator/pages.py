@@ -81,7 +81,7 @@ class PageAllocator:
 
     def expect_news(self) -> None:
         """From now on other tensors stay and move: layouts are to be made as eagerly as in the beginning."""
-        for watch in self._watches.values():
+        for watch in list(self._watches.values()):  # another thread may be at its first period
             watch.expect_news()
         self._spilled.clear()
 
@@ -90,7 +90,7 @@ class PageAllocator:
         return self._spilled.get(device.index, 0) > 0
 
     def overflow(self, device: torch.device) -> int:
-        """Bytes for which HBM had no room when the last period ended; state that sank there has been dealt with."""
+        """Bytes of DRAM that the last period left mapped, without the state that sank there."""
         return self._overflow.get(device.index, 0)
 
     def period_over(self) -> None:

@@ -6,7 +6,9 @@ the peak by one byte at most, so the room may always grow by what the peak lies 
 that at a time: memory that is reserved in fragments is not in the peak, and shows only when the allocator has to flush
 its cache; then the room has found its ceiling. A lane that compute waited for longer than was predicted is slower than
 was taken for granted. Measured against that, lanes only ever become slower, and the budget never exceeds a ceiling that
-was found: it settles.
+was found. What the allocator had no room for comes off the budget, as long as that makes it less. And what whole
+periods take, without their waits, says by how much the recorded times are too long. It settles: each of these is
+corrected a few times only.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ SETTLING = 3  # periods under new plans in which the allocator may flush: what i
 PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
 LAPS = 2  # periods of which the shortest counts: others may disturb one, and the device is a period behind
 LOOKS = 2  # times that the program's times or its links are corrected: it is to be settled within ten periods
+FASTEST = 0.5  # of the recorded times: a recording is not later than that
 OFF_PACE = 0.03  # of a period: closer than this, times are as predicted
 GROWTHS = 1  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
 WORTH = 0.08  # of the target: what a growth must bring
@@ -52,6 +55,7 @@ class Feedback:
         self._looks = 0  # times that pace or links changed
         self._growths = 0
         self._good: int | None = None  # the last correction whose plan kept to the target
+        self._overflow: int | None = None  # when the budget was last cut for it
         self._under = 0  # periods under the plans there are
         self._presses = 0  # of these, the last ones in a row in which the allocator flushed its cache
 
@@ -64,6 +68,11 @@ class Feedback:
         """The plans changed: what the allocator caches will have to change, too."""
         self._under = self._presses = 0
         self._laps.clear()
+
+    def news(self) -> None:
+        """What was recorded changed: whatever the pace was found to be, it was another recording's."""
+        self.pace = 1.0
+        self._looks = 0
 
     def peak(
         self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
@@ -89,7 +98,11 @@ class Feedback:
             # The peak tells already what lies in HBM; a flush tells of fragments alone, and of those that stay.
             pressed = self._presses >= PRESSES
         slack = -int(PRESSED * self._target) if pressed else self._target - peak
-        if overflow and self._under >= SETTLING:
+        if not overflow:
+            self._overflow = None
+        elif self._under >= SETTLING and (self._overflow is None or overflow < self._overflow):
+            # What did not become less when the budget did is not the plan's.
+            self._overflow = overflow
             slack = min(slack, -overflow - int(SETTLED * self._target) - 1)
         if slack >= -SETTLED * self._target:
             self._good = self.correction
@@ -121,13 +134,15 @@ class Feedback:
         self._laps.append(lap)
         if len(self._laps) < LAPS:
             return False
-        best = min(self._laps, key=lambda lap: lap.seconds)
+        best, other = sorted(self._laps, key=lambda lap: lap.seconds)
         self._laps.clear()
         computed = best.seconds - sum(best.stalls.values())
         foreseen = predicted.seconds - sum(predicted.stalls.values())
+        if other.seconds > best.seconds * (1 + OFF_PACE) or computed <= 0:
+            return False  # a period that was shorter than others is another: fewer samples, a step that was left out
         if computed < foreseen * (1 - OFF_PACE):
             self._looks += 1
-            self.pace *= computed / foreseen
+            self.pace = max(FASTEST, self.pace * computed / foreseen)
             return True
         return self.stalls(best.stalls, predicted)
 

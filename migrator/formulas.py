@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from migrator.timing import PRODUCT
+
 DEPTH = 6  # operations in one formula
 
 Run = Callable[[Sequence[Tensor]], Tensor]
@@ -39,6 +41,12 @@ class Formula:
     name: str
     inputs: tuple[Any, ...]
     run: Run
+
+
+def operation(name: str) -> str:
+    """What a formula is called in a trace: its last operation, and whether a matrix product comes before."""
+    last, _, before = name.partition("(")
+    return f"{last}({PRODUCT})" if PRODUCT in before else last
 
 
 class Source(Protocol):
@@ -226,6 +234,21 @@ def _on_gpu(node: Any) -> bool:
     return device.type == "cuda"
 
 
+def _linear(node: Any, operands: _Operands) -> Formula | None:
+    # The matrix product itself: dearer than the rest of the table by far, and still cheaper than all of a block.
+    alpha, beta = node._saved_alpha, node._saved_beta
+    return operands.join(
+        lambda bias, x, weight: torch.addmm(bias, x, weight, beta=beta, alpha=alpha),
+        operands.input(0),
+        operands.saved("mat1"),
+        operands.saved("mat2"),
+    )
+
+
+def _product(node: Any, operands: _Operands) -> Formula | None:
+    return operands.join(torch.mm, operands.saved("self"), operands.saved("mat2"))
+
+
 def _dropout(node: Any, operands: _Operands) -> Formula | None:
     scale = 1 / (1 - node._saved_p) if node._saved_p < 1 else 0.0
     return operands.join(lambda x, mask: x * mask * scale, operands.input(0), operands.saved("result1"))
@@ -259,6 +282,7 @@ _ops = torch.ops.aten
 
 _TABLE: Mapping[str, Build] = {
     "AddBackward0": _sum,
+    "AddmmBackward0": _linear,
     "CloneBackward0": _of_input(lambda x: x.clone(memory_format=torch.contiguous_format)),
     "CudnnBatchNormBackward0": _batch_norm,
     "DivBackward0": _of_two(torch.div),
@@ -266,6 +290,7 @@ _TABLE: Mapping[str, Build] = {
     "GeluBackward0": _of_saved(lambda x, approximate: _ops.gelu(x, approximate=approximate), "approximate"),
     "HardtanhBackward0": _of_saved(_ops.hardtanh, "min_val", "max_val"),
     "LeakyReluBackward0": _of_saved(_ops.leaky_relu, "negative_slope"),
+    "MmBackward0": _product,
     "MulBackward0": _of_two(torch.mul),
     "NativeBatchNormBackward0": _batch_norm,
     "NativeDropoutBackward0": _dropout,

@@ -179,7 +179,7 @@ class Saver:
             self._period_over(self)
             self.recording = any(mover.recorder is not None for mover in self.armed_movers)
             # A period is recorded with all that its modules save; where no plan has room for that, it all moves.
-            self._afresh = self.recording and bool(self._whole)
+            self._afresh = bool(self._whole) and all(mover.recorder is not None for mover in self.armed_movers)
             self.regions.apply(() if self.recording else self._whole)
 
     @contextmanager

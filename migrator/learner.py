@@ -178,7 +178,7 @@ class Learner:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         if changed or self._pending is not None or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        return self._correct(peak, pressed, overflow, lap)
+        return self._correct(peak, pressed, overflow, None if drifted else lap)
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         kind = frozenset(site.key for site in trace.sites)
@@ -190,6 +190,7 @@ class Learner:
                 self._look_again = self._periods + LONGEST_PAUSE
             return False
         self._news = True
+        self._feedback.news()
         self._traces.pop(kind, None)
         if before is None:
             self._traces[kind] = trace
@@ -216,7 +217,7 @@ class Learner:
             overflow=overflow,
         )
         # Of several kinds of periods nobody says which one this was; and memory in DRAM is slow whatever the plan.
-        if lap is not None and len(predictions) == 1 and not (pressed or overflow):
+        if lap is not None and len(self._made) == len(predictions) == 1 and not (pressed or overflow):
             changed |= self._feedback.lap(lap, predictions[0])
         return changed and self._plan()
 

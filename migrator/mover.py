@@ -247,8 +247,7 @@ class Mover:
                 self._adopt(self.learner.plans)
             if self.recorder is not None:
                 self._allocated_before = self.engine.compute.allocated()
-                if any(plan.regions for plan in self.learner.plans):  # what they recompute moves for once
-                    self.engine.limit = min(self._room, learning_room(self.budget))
+            self.engine.limit = self._limit()
         return changed
 
     def heed(self, ahead: int | None, links: Links) -> bool:
@@ -282,7 +281,13 @@ class Mover:
         self._taken = 0
         self.storages = Storages()
         self.engine.position = -1
-        self.engine.limit = self._room
+        self.engine.limit = self._limit()
+
+    def _limit(self) -> int:
+        """Bytes that may lie in HBM when a period begins: what regions recompute moves while it is recorded."""
+        if self.recorder is not None and any(plan.regions for plan in self.learner.plans):
+            return min(self._room, learning_room(self.budget))
+        return self._room
 
     def _incomplete(self) -> bool:
         """Whether sites that were foreseen did not come; of kinds of periods that alternate, one plan must fit."""
@@ -298,7 +303,8 @@ class Mover:
         except TierFull:
             self.learner.forget()  # whoever catches this may go on with something smaller
             raise
-        self._room = self.engine.limit = max(plan.room for plan in plans)
+        self._room = max(plan.room for plan in plans)
+        self.engine.limit = self._limit()
 
     def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""

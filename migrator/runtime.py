@@ -284,12 +284,12 @@ class Runtime:
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
         advice = self._advice(self.options.advisor, saver) if self.options.advisor is not None else None
         changed = False
-        pages, alone = self.options.pages(), len(self._savers) == 1
+        pages, threads = self.options.pages(), max(1, len(self._savers))
         for mover in saver.armed_movers:
-            overflow = 0 if pages is None else pages.overflow(mover.engine.compute.device)
+            overflow = 0 if pages is None else pages.overflow(mover.engine.compute.device) // threads
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
             try:
-                changed |= mover.end_period(whole=whole, alone=alone, overflow=overflow)
+                changed |= mover.end_period(whole=whole, alone=threads == 1, overflow=overflow)
                 if advice is not None:
                     changed |= mover.heed(*advice)
             except NoPlanFits as error:

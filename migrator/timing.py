@@ -20,6 +20,7 @@ Timed = TypeVar("Timed", Recipe, Region)
 
 LARGE = 64 * MiB  # of an operation's result: past what caches hold, and longer than a call takes
 CALL = 5e-6  # seconds between two kernels
+PRODUCT = "mmBackward0"  # what the names of matrix products end with
 
 
 class Lap(NamedTuple):
@@ -51,15 +52,20 @@ def together(one: Trace, other: Trace) -> Trace:
 def alike(trace: Trace) -> Trace:
     """The same trace, in which recipes and regions that do the same to as many bytes take the same time.
 
-    And recipes of one operation no more time a byte than its quickest large one: all are bound by memory, while a short
-    one is measured with the host's time for a call.
+    And recipes of one operation no more time a byte than its quickest large one: all but matrix products are bound by
+    memory, while a short one is measured with the host's time for a call.
     """
     nbytes = {life.ident: life.nbytes for life in trace.lifetimes}
     saved: dict[str, int] = {}
     for region in trace.regions:
         inner = {site.storage for site in trace.sites if region.begin <= site.birth < region.end}
         saved[region.path] = sum(nbytes.get(ident, 0) for ident in inner)
-    recipes = _by_the_byte(_shortest(trace.recipes, lambda ident, recipe: (recipe.op, nbytes.get(ident, 0))), nbytes)
+
+    def kind(ident: int, recipe: Recipe) -> Hashable:
+        # A matrix product takes as long as its inner dimension says, which only its input shows.
+        return recipe.op, nbytes.get(ident, 0), sum(nbytes.get(source, 0) for source in recipe.inputs)
+
+    recipes = _by_the_byte(_shortest(trace.recipes, kind), nbytes)
     regions = _shortest(
         {region.path: region for region in trace.regions},
         lambda path, region: (region.end - region.begin, region.input_bytes, saved[path]),
@@ -71,10 +77,13 @@ def _by_the_byte(recipes: Mapping[int, Recipe], nbytes: Mapping[int, int]) -> di
     """The recipes, none slower a byte than the quickest of its operation that makes much."""
     rates: dict[str, float] = {}
     for ident, recipe in recipes.items():
-        if (size := nbytes.get(ident, 0)) >= LARGE:
+        if (size := nbytes.get(ident, 0)) >= LARGE and PRODUCT not in recipe.op:
             rates[recipe.op] = min(recipe.seconds / size, rates.get(recipe.op, math.inf))
-    most = {ident: CALL + nbytes.get(ident, 0) * rates.get(recipe.op, math.inf) for ident, recipe in recipes.items()}
-    return {ident: replace(recipe, seconds=min(recipe.seconds, most[ident])) for ident, recipe in recipes.items()}
+    quick = {}
+    for ident, recipe in recipes.items():
+        most = CALL + nbytes.get(ident, 0) * rates[recipe.op] if recipe.op in rates else math.inf
+        quick[ident] = replace(recipe, seconds=min(recipe.seconds, most))
+    return quick
 
 
 def at_pace(trace: Trace, pace: float) -> Trace:

@@ -8,13 +8,14 @@ waited for: what it found is read when the period is over.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from migrator.formulas import Formula
+from migrator.formulas import Formula, operation
 from migrator.lanes import Meter, flat
 from migrator.remake import Peek, Verified, layout, run
 from migrator.trace import Recipe
@@ -92,21 +93,22 @@ class Trials:
 
     def attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
         """Make a storage by a formula and compare it with that of `tensor`, which backward has been given."""
-        with self._meter.aside():
-            try:
-                made = run(trial.what, peek)  # which may wait for an input that moved
-                start = self._meter.mark()
-                run(trial.what, peek)
-                end = self._meter.mark()
-            except RuntimeError:
-                return  # no memory for it, or no such kernel: the program did not ask for this, and is not to fail
-            storage = made.untyped_storage()
-            fits = (made.size(), made.stride(), made.storage_offset()) == (trial.size, trial.stride, 0)
-            if fits and layout(made) == trial.verified.layout and storage.nbytes() == trial.nbytes:
-                first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
-                same = _same_bits(storage, tensor.untyped_storage(), first)
-                # The trial's inputs need not outlive the node that saved them.
-                self._tried.append(_Tried(replace(trial, what=_NOTHING), same, start, end))
+        # There may be no memory for it, or no such kernel: the program did not ask for this, and is not to fail.
+        with self._meter.aside(), suppress(RuntimeError):
+            self._attempt(trial, tensor, peek)
+
+    def _attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
+        made = run(trial.what, peek)  # which may wait for an input that moved
+        start = self._meter.mark()
+        run(trial.what, peek)
+        end = self._meter.mark()
+        storage = made.untyped_storage()
+        fits = (made.size(), made.stride(), made.storage_offset()) == (trial.size, trial.stride, 0)
+        if fits and layout(made) == trial.verified.layout and storage.nbytes() == trial.nbytes:
+            first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
+            same = _same_bits(storage, tensor.untyped_storage(), first)
+            # The trial's inputs need not outlive the node that saved them.
+            self._tried.append(_Tried(replace(trial, what=_NOTHING), same, start, end))
 
     def results(self) -> dict[int, tuple[Recipe, Verified]]:
         """What held, by storage; blocks until the device has passed all trials."""
@@ -120,7 +122,7 @@ class Trials:
 
 
 def _recipe(verified: Verified, inputs: tuple[int, ...]) -> Recipe:
-    return Recipe(verified.name.split("(")[0], inputs, verified.seconds)
+    return Recipe(operation(verified.name), inputs, verified.seconds)
 
 
 def _same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage, first: int) -> Tensor:

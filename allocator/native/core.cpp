@@ -58,7 +58,11 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     if ((*block = place->fit(bytes, region))) return Status::Ok;
     for (bool reclaimed : {false, true}) {
       Heap::Growth growth;
-      if (!place->growth(bytes, region, &growth)) return fail(Status::Full, "no addresses left in a heap");
+      if (!place->growth(bytes, region, &growth)) {  // no addresses but those of the region
+        settle();
+        if ((*block = place->fit(bytes))) return Status::Ok;
+        break;
+      }
       if (growth.pages <= pages[tier].available()) {
         status = place->grow(growth, bytes, block);
         // What is said to be available may still be refused: other processes use the device, too.

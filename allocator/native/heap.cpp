@@ -126,13 +126,15 @@ bool Heap::growth(uint64_t bytes, Range but, Growth *out) const {
     if (!found || need < out->pages * kPage) *out = {begin, address, need / kPage};
     found = true;
   }
-  auto behind = blocks_.find(but.end);
-  if (!found && behind != blocks_.end() && behind->second.kind == Kind::Void) {
-    uint64_t half = down(behind->second.bytes / 2, kPage), begin = but.end + half;  // addresses cost nothing
-    found = behind->second.bytes - half >= bytes;
-    if (found) *out = {begin, begin, up(bytes, kPage) / kPage};
-  }
-  return found;
+  if (found || but.end <= base_ || but.end >= base_ + bytes_) return found;
+  // What lies behind `but` may be one hole with its end, where that was given back.
+  auto behind = std::prev(blocks_.upper_bound(but.end));
+  if (behind->second.kind != Kind::Void) return false;
+  uint64_t size = behind->first + behind->second.bytes - but.end;
+  uint64_t half = down(size / 2, kPage), begin = but.end + half;  // addresses cost nothing
+  if (size - half < bytes) return false;
+  *out = {begin, begin, up(bytes, kPage) / kPage};
+  return true;
 }
 
 Status Heap::grow(const Growth &growth, uint64_t bytes, Block **out) {

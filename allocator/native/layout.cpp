@@ -24,9 +24,10 @@ size_t tn_core::follow(uint64_t bytes) {
   // Or this is another sequence, which has been the same so far.
   for (size_t other = 0; !comes(found) && other < plan.sequences.size(); ++other) {
     const auto &its = plan.sequences[other].bytes;
-    if (found >= its.size() || its[found] != bytes) continue;
+    if (found >= its.size() || found > all->size() || its[found] != bytes) continue;
     if (!std::equal(its.begin(), its.begin() + found, all->begin())) continue;
     plan.present = other;
+    plan.back = kNone;  // a place of the sequence that this one was taken for
     all = &its;
   }
   if (comes(found)) {

@@ -16,7 +16,7 @@ namespace tiers {
 namespace {
 
 constexpr uint64_t kLarge = 4096;         // one in so many of the most that is alive
-constexpr uint64_t kWork = 20'000'000;    // neighbours looked at in one search: about a tenth of a second
+constexpr uint64_t kWork = 20'000'000;    // neighbours looked at in one search: some tenths of a second at most
 constexpr uint64_t kStep = 2'000;          // as much work is one step of the search besides
 constexpr uint64_t kWorse = 200;          // one in so many of the goal: how much worse an order may be, at first
 constexpr uint64_t kNear = 2048;          // one in so many of the most that is alive: near enough
@@ -80,7 +80,7 @@ class Order {
       place_from(to);
       work_ += kStep;
       // Worse orders are gone through, too, less and less of them (threshold accepting; Dueck and Scheuer, 1990).
-      uint64_t allowed = uint64_t(double(goal / kWorse) * (1.0 - double(work_) / kWork));
+      uint64_t left = work_ < kWork ? kWork - work_ : 0, allowed = goal / kWorse / 1024 * (left / (kWork / 1024));
       if (top_ <= std::max(best + allowed, top)) {
         if (top_ < best) best = top_, best_offsets = offsets_;
         continue;

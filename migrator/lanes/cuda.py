@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ class CudaCompute:
         self.device = device
         self._counters = counters
         self._waits: list[_Wait] = []  # of the period under way
+        self._settling = threading.Lock()
         self._ended: TimedEvent | None = None  # where the period before it ended
         self._laps: deque[tuple[TimedEvent | None, TimedEvent, list[_Wait]]] = deque()
         self._streams: dict[Stream, torch.cuda.Stream] = {}
@@ -93,12 +95,13 @@ class CudaCompute:
     def settle(self) -> Lap | None:
         if self.capturing():
             return None
-        begin, self._ended = self._ended, self.mark(self.stream())
-        waits, self._waits = self._waits, []
-        self._laps.append((begin, self._ended, waits))
-        lap = None
-        while self._laps and _over(*self._laps[0][1:]):
-            lap = self._lap(*self._laps.popleft())
+        with self._settling:  # a query lets other threads go on, and each ends periods of its own
+            begin, self._ended = self._ended, self.mark(self.stream())
+            waits, self._waits = self._waits, []
+            self._laps.append((begin, self._ended, waits))
+            lap = None
+            while self._laps and _over(*self._laps[0][1:]):
+                lap = self._lap(*self._laps.popleft())
         return lap
 
     def _lap(self, begin: TimedEvent | None, end: TimedEvent, waits: list[_Wait]) -> Lap | None:

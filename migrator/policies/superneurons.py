@@ -22,9 +22,10 @@ from migrator.draft import Draft
 from migrator.layers import layers
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.timing import PRODUCT
 from migrator.trace import Trace
 
-CHECKPOINTS = ("Add", "Cat", "Stack")  # operations with recipes that join or concatenate
+CHECKPOINTS = ("AddBackward", "Cat", "Stack")  # operations with recipes that join or concatenate
 
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:
@@ -46,7 +47,8 @@ def _recompute_segments(draft: Draft) -> None:
     most, nbytes = bottleneck(draft.trace), draft.trace.storage_bytes
     segment: dict[int, int] = {}  # storage -> bytes from the last checkpoint up to it
     for storage in draft.idle:
-        if not draft.remakable(storage) or draft.trace.recipes[storage].op.startswith(CHECKPOINTS):
+        op = draft.trace.recipes[storage].op if draft.remakable(storage) else PRODUCT
+        if op.startswith(CHECKPOINTS) or PRODUCT in op:  # matrix products are not cheap
             continue
         inputs = draft.trace.recipes[storage].inputs
         segment[storage] = nbytes[storage] + sum(segment.get(source, 0) for source in inputs)

@@ -16,6 +16,7 @@ from migrator.remake import Origins, base_of, find, note, note_epsilon, run
 
 X = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
 WEIGHT, BIAS = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+MATRIX = nn.Parameter(torch.rand(8, 6))
 
 
 class Packer:
@@ -93,6 +94,9 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "leaky relu": lambda x: F.leaky_relu(x, 0.2),
     "relu6": F.relu6,
     "softplus": F.softplus,
+    "linear layer": lambda x: F.linear(x[0, 0], MATRIX, BIAS),
+    "linear layer without a bias": lambda x: F.linear(x[0, 0], MATRIX),
+    "tanh of a linear layer": lambda x: torch.tanh(F.linear(x[0], MATRIX, BIAS)),
 }
 
 

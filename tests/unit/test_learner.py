@@ -403,6 +403,17 @@ def test_times_that_were_recorded_too_long_are_corrected_by_those_of_whole_perio
     assert not settled(feedback, as_measured, Lap(as_measured.seconds, {}))
 
 
+def test_periods_that_differ_among_themselves_tell_nothing_of_the_pace() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
+    for _ in range(SETTLING + 1):
+        feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
+    for part in (1.0, 0.25, 0.9, 0.3):  # batches of several sizes
+        assert not feedback.lap(Lap(part * predicted.seconds, {}), predicted)
+    assert not any(feedback.lap(Lap(0.5, {"d2h": 0.4, "h2d": 0.4}), predicted) for _ in range(LAPS))  # on two streams
+    assert feedback.pace == 1.0
+
+
 def test_periods_right_after_a_change_of_plans_tell_nothing_of_the_pace() -> None:
     feedback = Feedback(TARGET, PCIE_GEN5)
     predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
@@ -519,6 +530,19 @@ def test_what_did_not_fit_into_hbm_comes_off_the_budget_once_the_layout_has_sett
 
     assert [measured() for _ in range(SETTLING)] == [*[False] * (SETTLING - 1), True]
     assert -40 * MiB < feedback.correction < -10 * MiB
+
+
+def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+
+    def measured(overflow: int) -> bool:
+        return feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=overflow)
+
+    changed = 0
+    for _ in range(20):
+        feedback.adopted()
+        changed += any([measured(4 * MiB) for _ in range(SETTLING)])
+    assert changed == 1
 
 
 def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:

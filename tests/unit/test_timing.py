@@ -67,3 +67,10 @@ def test_another_pace_is_that_of_everything_the_device_computes() -> None:
     assert (half.times, half.seconds) == ((0.5, 1.0, 1.5, 2.0), 2.5)
     assert (half.recipes[0].seconds, half.regions[0].seconds) == (0.25, 1.5)
     assert at_pace(trace, 1.0) == trace
+
+
+def test_a_matrix_product_takes_the_time_that_its_own_inputs_cost() -> None:
+    sites = (Site("a:0", 0, LARGE, 0, (3,)), Site("b:0", 1, LARGE, 1, (2,)), Site("c:0", 2, 4 * LARGE, 1, (2,)))
+    products = {0: Recipe("AddmmBackward0", (2,), 900e-6), 1: Recipe("AddmmBackward0", (9,), 300e-6)}
+    seen = alike(replace(TRACE, sites=sites, recipes=products))
+    assert [recipe.seconds for recipe in seen.recipes.values()] == [900e-6, 300e-6]

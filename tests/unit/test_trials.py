@@ -51,6 +51,8 @@ def test_recipes_are_those_of_modules_and_functions() -> None:
         "Model.block.1:0": "NativeLayerNormBackward0",  # with its module's epsilon
         "Model:0": "GeluBackward0",
         "Model.last:0": "NativeLayerNormBackward0",  # of no module
+        ":0": "AddmmBackward0",  # but not the first layer's: backward does not need its weight
+        "Model.block.2:0": "AddmmBackward0",
     }
     assert all(recipe.seconds > 0 for recipe in trace.recipes.values())
 
@@ -60,7 +62,7 @@ def test_a_formula_that_fails_is_none_and_the_program_goes_on() -> None:
         raise RuntimeError("no such kernel")
 
     with mock.patch.object(torch, "native_layer_norm", fails):
-        assert set(operations(recorded()).values()) == {"GeluBackward0"}
+        assert set(operations(recorded()).values()) == {"GeluBackward0", "AddmmBackward0"}
 
 
 def test_a_recipe_names_the_storages_that_it_needs() -> None:

@@ -49,6 +49,25 @@ def plan(core: Core, sizes: list[int], offsets: list[int], visits: list[int] | N
     core.plan(foreseen(sizes, offsets, visits))
 
 
+def test_a_layout_made_late_in_a_period_of_many_requests_is_not_read_past_its_end(core: Core) -> None:
+    for _ in range(40):
+        core.free(core.allocate(MiB, stream=7))  # of another stream, and in no sequence
+    core.plan(foreseen([MiB, 2 * MiB], [0, 2 * MiB]), foreseen([MiB, 4 * MiB], [0, 2 * MiB]))
+    core.free(core.allocate(4 * MiB))
+    core.mark()
+    core.free(core.allocate(MiB))
+    assert core.counts().planned == 1
+
+
+def test_a_request_that_no_layout_knows_finds_room_when_the_end_of_the_region_was_given_back(core: Core) -> None:
+    plan(core, [32 * MiB], [0])
+    core.free(core.allocate(48 * MiB, stream=7))  # takes what the region left, and a part of the region
+    core.mark()
+    address = core.allocate(8 * MiB)
+    assert core.on(address, HBM) == 8 * MiB
+    core.free(address)
+
+
 def test_blocks_are_aligned_as_pytorch_aligns_them_and_can_be_written(core: Core) -> None:
     addresses = [core.allocate(n) for n in (1, 511, 512, 513, MiB, MiB + 1, 3 * MiB)]
     assert all(address % 512 == 0 for address in addresses)
