@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from allocator.errors import TiersError
+from allocator.errors import TierFull, TiersError
 from allocator.pages import PageAllocator
 from allocator.sizes import format_size
 from migrator import entry, weights
@@ -158,6 +158,7 @@ class Runtime:
         for device, shared in self._devices.items():
             shared.out.close()
             shared.back.close()
+            shared.compute.close()
             if self.options.enforce and device.type == "cuda":
                 torch.cuda.set_per_process_memory_fraction(1.0, device)
         if self._backing is not None:
@@ -284,9 +285,11 @@ class Runtime:
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
         advice = self._advice(self.options.advisor, saver) if self.options.advisor is not None else None
         changed = False
-        pages, threads = self.options.pages(), max(1, len(self._savers))
+        pages = self.options.pages()
         for mover in saver.armed_movers:
-            overflow = 0 if pages is None else pages.overflow(mover.engine.compute.device) // threads
+            device = mover.engine.compute.device
+            threads = max(1, sum(device in other.movers for other in list(self._savers)))
+            overflow = 0 if pages is None else pages.overflow(device) // threads
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
             try:
                 changed |= mover.end_period(whole=whole, alone=threads == 1, overflow=overflow)
@@ -295,6 +298,9 @@ class Runtime:
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
+            except TierFull:
+                if not self.closed:  # else it is of no use any more, and the rest is to be closed
+                    raise
         if changed:
             if pages is not None:
                 pages.expect_news()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from allocator.errors import TiersError
 from migrator.formulas import Formula, operation
 from migrator.lanes import Meter, flat
 from migrator.remake import Peek, Verified, layout, run
@@ -93,8 +94,9 @@ class Trials:
 
     def attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
         """Make a storage by a formula and compare it with that of `tensor`, which backward has been given."""
-        # There may be no memory for it, or no such kernel: the program did not ask for this, and is not to fail.
-        with self._meter.aside(), suppress(RuntimeError):
+        # There may be no memory for it, no room to bring an input back, or no such kernel: the program did not ask for
+        # this, and is not to fail.
+        with self._meter.aside(), suppress(RuntimeError, TiersError):
             self._attempt(trial, tensor, peek)
 
     def _attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:

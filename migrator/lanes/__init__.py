@@ -144,6 +144,9 @@ class Compute(Protocol):
     def settle(self) -> Lap | None:
         """A period ends. What the last one took that the device is through with; None where nobody knows."""
 
+    def close(self) -> None:
+        """No more periods: add up the waits of those that are over by now."""
+
     def allocated(self) -> int:
         """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""
 

@@ -104,6 +104,11 @@ class CudaCompute:
                 lap = self._lap(*self._laps.popleft())
         return lap
 
+    def close(self) -> None:
+        with self._settling:
+            while self._laps and not self.capturing() and _over(*self._laps[0][1:]):
+                self._lap(*self._laps.popleft())
+
     def _lap(self, begin: TimedEvent | None, end: TimedEvent, waits: list[_Wait]) -> Lap | None:
         stalls: dict[str, float] = {}
         for cause, reached, passed in waits:

@@ -84,6 +84,9 @@ class HostCompute:
     def settle(self) -> None:
         """Waits were counted when they happened; and recordings have the clock of all periods, the host's."""
 
+    def close(self) -> None:
+        """Nothing is left to add up."""
+
     def allocated(self) -> int:
         return 0
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tiers
+from allocator.errors import TiersError
 from migrator import formulas
 from migrator.trace import Trace
 
@@ -57,9 +58,10 @@ def test_recipes_are_those_of_modules_and_functions() -> None:
     assert all(recipe.seconds > 0 for recipe in trace.recipes.values())
 
 
-def test_a_formula_that_fails_is_none_and_the_program_goes_on() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("no such kernel"), TiersError("no room to bring an input back")])
+def test_a_formula_that_fails_is_none_and_the_program_goes_on(error: Exception) -> None:
     def fails(*_: object) -> Tensor:
-        raise RuntimeError("no such kernel")
+        raise error
 
     with mock.patch.object(torch, "native_layer_norm", fails):
         assert set(operations(recorded()).values()) == {"GeluBackward0", "AddmmBackward0"}
