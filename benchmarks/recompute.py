@@ -22,16 +22,20 @@ from allocator.sizes import GiB
 from benchmarks import workloads
 from benchmarks.activation_path import Sitting, run_variant, table
 from migrator import hooks, runtime
+from migrator.effects import obtainable
 from migrator.links import Links
 from migrator.plan import Plan, make_plan
 from migrator.policies import POLICIES
 from migrator.remake import base_of
+from migrator.timing import PRODUCT
 from migrator.trace import Trace
 
 
 def light(trace: Trace, budget: int, links: Links) -> Plan:
     """Make again what can be made again cheaply, and keep the rest, whatever the budget."""
-    return make_plan("light", trace, (), max(budget, trace.saved_bytes), dropped=set(trace.recipes))
+    cheap = {ident for ident, recipe in trace.recipes.items() if PRODUCT not in recipe.op}
+    dropped = obtainable(trace, cheap)
+    return make_plan("light", trace, (), max(budget, trace.saved_bytes), dropped=dropped)
 
 
 @contextmanager
