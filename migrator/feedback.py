@@ -25,7 +25,7 @@ SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 LATE = 0.01  # of the ideal step: stalls that were not predicted and are shorter do not count
 SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
 PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
-LAPS = 2  # periods of which the shortest counts: others may disturb one, and the device is a period behind
+LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
 LOOKS = 2  # times that the program's times or its links are corrected: it is to be settled within ten periods
 FASTEST = 0.5  # of the recorded times: a recording is not later than that
 OFF_PACE = 0.03  # of a period: closer than this, times are as predicted
@@ -131,11 +131,10 @@ class Feedback:
         """
         if self._under < SETTLING or self._looks >= LOOKS:
             return False
-        self._laps.append(lap)
+        self._laps = [*self._laps[1 - LAPS :], lap]
         if len(self._laps) < LAPS:
             return False
-        best, other = sorted(self._laps, key=lambda lap: lap.seconds)
-        self._laps.clear()
+        best, *_, other = sorted(self._laps, key=lambda lap: lap.seconds)
         computed = best.seconds - sum(best.stalls.values())
         foreseen = predicted.seconds - sum(predicted.stalls.values())
         if other.seconds > best.seconds * (1 + OFF_PACE) or computed <= 0:
