@@ -437,7 +437,8 @@ def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_pat
     lanes = [HostLane(name, counters) for name in ("d2h", "h2d")]
     rig.engine = Engine(HostCompute(counters), lanes[0], lanes[1], rig.backing)
     budget = rng.choice([4, 12, 64]) * MiB
-    rig.mover = Mover(rig.engine, Learner(POLICIES[policy], budget), budget)
+    # Some of these budgets no plan meets: then the one that comes closest is carried out.
+    rig.mover = Mover(rig.engine, Learner(POLICIES[policy], budget, must_fit=False), budget)
     rig.give_back = rig.mover.give_back  # type: ignore[method-assign]
     rig.settle = lambda: None  # type: ignore[method-assign]
     kinds = [
