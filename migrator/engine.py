@@ -311,11 +311,12 @@ class Engine:
     def _bring(self, group: Group) -> None:
         assert group.parcel is not None
         group.stream = self.compute.stream()
-        buffer = group.buffer = self.compute.empty(group.parcel.nbytes)
+        buffer = self.compute.empty(group.parcel.nbytes)
         after: list[Event] = [self.compute.mark(group.stream)]
         if group.parcel.filled is not None:
             after.append(group.parcel.filled)
         self.backing.lend(group.parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after))
+        group.buffer = buffer  # only now: a trial may go on after a lower tier had no room, and HBM is to be free again
         group.ready_on = []
         group.state = State.HOME
         if group.unused:

@@ -241,6 +241,22 @@ def test_what_was_handed_back_stays_whole_when_its_group_is_let_go(rig: Rig) -> 
     assert torch.equal(given, held.expected)
 
 
+def test_a_group_that_cannot_come_back_holds_no_hbm_and_can_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise TierFull("dram", None, NBYTES, 0, 0)
+
+    (held,) = rig.sent()
+    rig.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.backing, "lend", full)
+        with pytest.raises(TierFull):
+            rig.engine.source(held.saved)
+    assert held.saved.group.buffer is None
+    given = held.use()
+    rig.run()
+    assert torch.equal(given, held.expected)
+
+
 def test_a_group_comes_back_bit_for_bit_in_one_copy(rig: Rig) -> None:
     members = rig.sent(count=3)
     rig.out.run()
