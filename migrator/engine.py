@@ -130,6 +130,7 @@ class Engine:
         self._early: dict[Group, None] = {}  # those that are
         self.lap: Lap | None = None  # what the last period took that the device is through with
         self.resident = 0
+        self.used_up = 0  # bytes that left `resident` at their last use, when somebody begins to work with them
         self._peak = 0
         self.alive = 0  # saved tensors that move and are still part of a graph
         self._stayed = 0
@@ -304,6 +305,7 @@ class Engine:
         if group.unused == 0:
             # Whoever asked holds the buffer, or the program's memory, until it is done with it. Should
             # it be asked for again (retain_graph), an AWAY group comes back a second time.
+            self.used_up += group.counted
             self._count(group, 0)
             if group.state is State.HOME:
                 self._leave_home(group)
@@ -409,6 +411,7 @@ class Engine:
         nbytes = min(nbytes, self._stayed)
         self._stayed -= nbytes
         self.resident -= nbytes
+        self.used_up += nbytes
         if self._order:
             with self.lock:
                 self.prefetch()

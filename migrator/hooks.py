@@ -234,6 +234,9 @@ class Saver:
         if self.recording:
             self._observer.prepare(tensor, key, packed)
         note(tensor, packed)
+        record = packed[3] if isinstance(packed, tuple) else packed.record
+        if record is not None:
+            record.recorder.resume()
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:

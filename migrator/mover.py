@@ -76,12 +76,15 @@ class Mover:
         engine.limit = self._room
 
     def _new_recorder(self) -> Recorder:
+        self.engine.used_up = 0
         return Recorder(self._outlived, self.engine.compute.meter(), self._resident, self.verified)
 
     def _resident(self) -> int:
-        with self.engine.lock:
-            self.engine.collect()
-            return self.engine.resident
+        engine = self.engine
+        with engine.lock:
+            engine.collect()
+            nbytes, engine.used_up = engine.resident + engine.used_up, 0
+            return nbytes
 
     # -------------------------------------------------------------------------------------- out
 

@@ -50,6 +50,7 @@ class Record:
         for trial in trials:
             if self.recorder.trials is not None:
                 self.recorder.trials.attempt(trial, tensor, peek)
+        self.recorder.resume()
         return tensor
 
 
@@ -76,7 +77,7 @@ class Recorder:
     meter : Meter, optional
         Measures the period; without one only the order of events is recorded.
     resident : callable
-        Bytes of saved storages in HBM.
+        Bytes of saved storages that the engine has had in HBM since it was last called.
     verified : mapping of str to Verified
         Formulas that held in earlier periods, by site.
     """
@@ -93,6 +94,8 @@ class Recorder:
         self._outlived = outlived
         self._meter = meter
         self._resident = resident
+        self._watched: dict[Known, str] = {}  # storages saved so far that may still be in HBM, and where first
+        self._held: list[tuple[str, int, int]] = []  # site, stretch, bytes: away, and yet in HBM
         self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
         self.trials = None if meter is None else Trials(meter, verified)
         self.verified: dict[str, Verified] = {}  # by site, the formulas that held; known with the trace
@@ -101,8 +104,22 @@ class Recorder:
         """The next position."""
         if self._meter is not None:
             self._meter.tick(self._resident())
+            self._see_what_is_held()
         self._position += 1
         return self._position - 1
+
+    def resume(self) -> None:
+        """The program goes on from the position that it has reached."""
+        if self._meter is not None:
+            self._meter.resume()
+
+    def _see_what_is_held(self) -> None:
+        """What the engine let go of is in HBM as long as the program holds it: logits until their loss is known."""
+        for known, key in list(self._watched.items()):
+            if known.freed():
+                del self._watched[known]
+            elif known.saved is not None and known.saved.group.state is State.AWAY:
+                self._held.append((key, self._position, known.high - known.low))
 
     def aside(self) -> AbstractContextManager[None]:
         """What is done inside is not the program's."""
@@ -114,6 +131,8 @@ class Recorder:
             return None
         entry = _Entry(key, self.advance(), known, kind)
         self._entries.append(entry)
+        if known is not None and self._meter is not None:
+            self._watched.setdefault(known, key)
         return Record(self, known, entry.uses)
 
     def enter(self, path: str, inputs: Sequence[Known | None], state: object) -> None:
@@ -134,6 +153,7 @@ class Recorder:
 
     def turn(self) -> None:
         """Backward begins. What we let go of and is still alive, somebody else holds."""
+        self._watched.clear()
         known_storages = [entry.known for entry in self._entries if entry.known is not None]
         # Of a storage that we hold ourselves, by another part of it, nothing can be said.
         ours = {k.cdata for k in known_storages if k.saved is None or k.saved.group.state is not State.AWAY}
@@ -162,19 +182,23 @@ class Recorder:
             sites.append(Site(entry.key, ident, nbytes, entry.birth, tuple(entry.uses), entry.kind))
         if self._meter is None or self.trials is None:
             return Trace(tuple(sites), self._position)
-        measures = self._meter.finish(self._resident())
+        held = [0] * (self._position + 1)
+        for key, stretch, nbytes in self._held:
+            if key not in self._outlived:  # that counts as the program's own
+                held[stretch] += nbytes
+        measures = self._meter.finish(self._resident(), held)
         measured = measures.seconds > 0
-        held = self.trials.results() if measured else {}
+        recipes = self.trials.results() if measured else {}
         regions = self._regions(self._meter) if measured else []
         self._meter = self.trials = None  # graphs that live on have nothing more to tell
-        self.verified = {site.key: held[site.storage][1] for site in sites if site.storage in held}
+        self.verified = {site.key: recipes[site.storage][1] for site in sites if site.storage in recipes}
         return Trace(
             tuple(sites),
             self._position,
             times=measures.times,
             seconds=measures.seconds,
             others=measures.others,
-            recipes={ident: recipe for ident, (recipe, _) in held.items()},
+            recipes={ident: recipe for ident, (recipe, _) in recipes.items()},
             regions=tuple(regions),
         )
 

@@ -108,11 +108,17 @@ class Meter(Protocol):
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
 
+    def resume(self) -> None:
+        """Our own work at a position is over: what it did to memory belongs to neither stretch beside it."""
+
     def aside(self) -> AbstractContextManager[None]:
         """What is done inside is not the program's."""
 
-    def finish(self, resident: int) -> Measures:
-        """The period is over; waits until the device has passed its end."""
+    def finish(self, resident: int, held: Sequence[int]) -> Measures:
+        """The period is over; waits until the device has passed its end.
+
+        `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
+        """
 
 
 class Compute(Protocol):

@@ -53,6 +53,9 @@ class HostMeter:
         self._times.append(self.mark() - self._begin)
         self._others.append(self._compute.static)
 
+    def resume(self) -> None:
+        """Nothing here measures memory."""
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is done inside is not the program's."""
@@ -62,7 +65,7 @@ class HostMeter:
         finally:
             self._aside += self.mark() - start
 
-    def finish(self, resident: int) -> Measures:
+    def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The period is over. To be called once."""
         return Measures(tuple(self._times), self.mark() - self._begin, (*self._others, self._compute.static))
 
@@ -101,6 +104,11 @@ class CudaMeter:
         self._ticks.append(self._ticks[-1] if capturing and self._ticks else self.mark())
         self._others.append(self._without(resident))
 
+    def resume(self) -> None:
+        """Our own work at a position is over: what it did to memory belongs to neither stretch beside it."""
+        self._highest = 0
+        peaks.lap(self._compute.device)
+
     def _without(self, resident: int) -> int:
         highest, self._highest = max(self._highest, peaks.lap(self._compute.device)), 0
         return max(0, highest - resident)
@@ -116,15 +124,17 @@ class CudaMeter:
             self._left_out.append((start, self.mark()))
             peaks.lap(self._compute.device)
 
-    def finish(self, resident: int) -> Measures:
+    def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The period is over; waits until the device has passed its end. To be called once.
 
+        `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
         Within the capture of a graph nothing is known: 0 seconds.
         """
         self._compute.waited = None
         if self._compute.capturing():
             return Measures((), 0.0, ())  # nobody may wait for the device now
-        others = (*self._others, self._without(resident))
+        peaks_without = (*self._others, self._without(resident))
+        others = tuple(max(0, peak - nbytes) for peak, nbytes in zip(peaks_without, held, strict=True))
         end = self.mark()
         end.synchronize()
         for start, over in self._left_out:

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from migrator.counters import Counters
+from migrator.lanes import meter as module
 from migrator.lanes.host import HostCompute
-from migrator.lanes.meter import without
+from migrator.lanes.meter import CudaMeter, without
 
 
 def test_a_clock_stands_still_in_gaps() -> None:
@@ -44,7 +45,61 @@ def test_what_is_done_aside_and_waits_for_lanes_take_no_time() -> None:
     meter.tick(0)
     time.sleep(0.02)
     compute.static = 7
-    measures = meter.finish(0)
+    measures = meter.finish(0, [0, 0, 0])
     assert measures.times[1] - measures.times[0] < 0.02
     assert measures.seconds == pytest.approx(0.02, abs=0.015)
     assert measures.others == (0, 0, 7)
+
+
+class FakeCompute:
+    """A device that is always through with everything, and whose memory a test sets."""
+
+    device = None
+    waited: object = None
+
+    class Point:
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: object) -> float:
+            return 1.0
+
+    def mark(self, stream: object) -> Point:
+        return self.Point()
+
+    def stream(self) -> None:
+        return None
+
+    def capturing(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def highest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The most bytes allocated since the last look, which empties it."""
+    highest = [0]
+
+    def lap(device: object) -> int:
+        peak, highest[0] = highest[0], 0
+        return peak
+
+    monkeypatch.setattr(module.peaks, "lap", lap)
+    return highest
+
+
+def test_what_our_own_work_does_to_memory_is_no_stretch_s(highest: list[int]) -> None:
+    meter = CudaMeter(FakeCompute())  # type: ignore[arg-type]
+    highest[0] = 100
+    meter.tick(30)
+    highest[0] = 500  # the hook lets go of one group, and brings another
+    meter.resume()
+    highest[0] = 80
+    assert meter.finish(0, [0, 0]).others == (70, 80)
+
+
+def test_what_the_program_holds_of_its_saved_tensors_is_theirs(highest: list[int]) -> None:
+    meter = CudaMeter(FakeCompute())  # type: ignore[arg-type]
+    highest[0] = 100
+    meter.tick(0)
+    highest[0] = 100
+    assert meter.finish(0, [0, 60]).others == (100, 40)

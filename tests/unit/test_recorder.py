@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from migrator import recorder as module
 from migrator.engine import Group, Saved, State
+from migrator.lanes.meter import Measures
 from migrator.recorder import Recorder
 from migrator.storages import Known, Storages
 from migrator.trace import Site
@@ -98,3 +101,39 @@ def test_a_period_that_never_ends_is_not_recorded_for_ever(monkeypatch: pytest.M
     recorder = Recorder(set())
     assert [recorder.save(f"a:{k}", None) is None for k in range(5)] == [False, False, False, True, True]
     assert len(recorder.trace().sites) == 3
+
+
+class FakeMeter:
+    """Remembers what it is told about memory."""
+
+    def __init__(self) -> None:
+        self.held: Sequence[int] = ()
+
+    def tick(self, resident: int) -> None:
+        pass
+
+    def finish(self, resident: int, held: Sequence[int]) -> Measures:
+        self.held = held
+        return Measures((), 0.0, ())
+
+
+def test_what_left_and_is_still_held_by_the_program_counts_as_saved_until_that_is_over() -> None:
+    meter = FakeMeter()
+    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
+    recorder.save("loss:1", None)
+    del logits
+    recorder.save("loss:2", None)
+    recorder.turn()
+    recorder.trace()
+    assert meter.held == [0, NBYTES, 0, 0]
+
+
+def test_what_the_program_keeps_into_backward_is_its_own() -> None:
+    meter = FakeMeter()
+    recorder, storages, images = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("stem:0", moved(known(storages, images), State.AWAY))
+    recorder.save("stem:1", None)
+    recorder.turn()
+    recorder.trace()
+    assert meter.held == [0, 0, 0]
