@@ -130,6 +130,24 @@ class Search(Levers):
                 pulled = True
         return pulled
 
+    def exchange(self, state: State, extra: Bytes | int, how: How) -> bool:
+        """Move what is dear to make again instead, as long as the lane out has time for it; whether anything changed.
+
+        The search weighs levers one by one, and a move that frees HBM only once it is over seems to relieve less.
+        """
+        deadline, changed = how.lane * float(self.times[self.turn]), False
+        gain = np.where((state.action == DROP) & self.before_turn, self.drop_cost - self.move_cost, 0.0)
+        for number in np.argsort(-gain / np.maximum(self.lane_seconds, 1e-9), kind="stable").tolist():
+            if gain[number] <= 0:
+                break
+            state.action[number] = MOVE
+            moved = self.in_order[state.action[self.in_order] == MOVE]
+            if self._left(moved)[-1] > deadline or not self.fits(state, extra):
+                state.action[number] = DROP
+            else:
+                changed = True
+        return changed
+
     def trim(self, state: State, extra: Bytes | int, most: int) -> None:
         """Let go of levers that turned out not to be needed, the dearest first; look at `most` of them."""
         for region in sorted(state.regions, key=lambda r: -self.region_cost[r])[:most]:

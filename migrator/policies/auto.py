@@ -102,6 +102,9 @@ class _Planner:
                 if self.left > 0:
                     how = replace(self.best.how, share=share, region_price=price)
                     self._solve(how, self.levers.start(), 0)
+        for lane in LANES:
+            if self.left > 0 and self.best.state is not None:
+                self._exchange(self.best, replace(self.best.how, lane=lane))
         tried: set[int] = set()
         while self.left > 0 and self.best.state is not None:
             best = self.best
@@ -140,6 +143,15 @@ class _Planner:
             if not solved or not over.any() or self.left <= 0:
                 return
             held = held + over
+
+    def _exchange(self, best: _Tried, how: How) -> None:
+        """Move some of what a plan makes again."""
+        assert best.state is not None
+        state = best.state.copy()
+        if self.levers.exchange(state, best.held, how):
+            tried = self._try(self.levers.choice(state))
+            tried.state, tried.held, tried.how = state, best.held, how
+            self._consider(tried)
 
     def _try(self, choice: Choice) -> _Tried:
         self.left -= 1
