@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from migrator.formulas import Formula, formula
+from migrator.operations import TABLE
 
 if TYPE_CHECKING:
     from migrator.actions import Make
@@ -159,7 +160,7 @@ def find(base: Tensor, source: Origins) -> Formula | None:
         return None
     if base.numel() * base.itemsize != base.untyped_storage().nbytes():
         return None
-    return formula(node, source)
+    return formula(node, source, TABLE)
 
 
 class Origins:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from migrator import formulas
+from migrator import fused, operations
 from migrator.remake import Origins, base_of, find, note, note_epsilon, run
 
 X = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -157,18 +157,66 @@ def test_nothing_is_kept_alive_by_a_note() -> None:
     assert packer.again(made) is None
 
 
-def test_on_a_gpu_batch_norm_takes_the_statistics_that_were_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def elementwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The half of batch normalisation that follows the statistics; PyTorch has it on GPUs only."""
+
     def elementwise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, epsilon: float) -> Tensor:
         shape = (1, -1, 1, 1)
         scale = (inverse * weight).view(shape)
         return (x - mean.view(shape)) * scale + bias.view(shape)
 
-    monkeypatch.setattr(formulas, "_on_gpu", lambda node: True)
-    monkeypatch.setattr(torch, "batch_norm_elemt", elementwise)  # which there is on GPUs only
+    monkeypatch.setattr(operations, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(fused, "_elemt", elementwise)
+
+
+def normalised(x: Tensor) -> Tensor:
+    return F.batch_norm(x, torch.zeros(8), torch.ones(8), WEIGHT, BIAS, True)
+
+
+@pytest.mark.usefixtures("elementwise")
+def test_on_a_gpu_batch_norm_takes_the_statistics_that_were_saved() -> None:
     packer = Packer()
     with packer.on():
         x = saved(X.clone().requires_grad_())
-        y = saved(F.batch_norm(x, torch.zeros(8), torch.ones(8), WEIGHT, BIAS, True))
+        y = saved(normalised(x))
         again = packer.again(y)
     assert again is not None
     torch.testing.assert_close(again, y.detach())
+
+
+AFTER_IT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda x, y: F.relu_(normalised(x)),
+    "sum": lambda x, y: saved(normalised(x) + y),
+    "sum and relu": lambda x, y: F.relu_(normalised(x) + y),
+    "sum in place and relu": lambda x, y: F.relu_(normalised(x).add_(y)),
+    "sum of two and relu": lambda x, y: F.relu_(normalised(x) + normalised(y)),
+    "weighted sum": lambda x, y: saved(torch.add(normalised(x), y, alpha=2)),
+    "difference": lambda x, y: saved(normalised(x) - y),
+}
+
+
+@pytest.mark.usefixtures("elementwise")
+@pytest.mark.parametrize("name", AFTER_IT)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_follows_batch_norm_is_made_with_it(name: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[bool, bool]] = []
+
+    def kernel(x: Tensor, affine: fused.Affine, addend: Tensor | None, clamp: bool) -> Tensor:
+        calls.append((addend is not None, clamp))
+        return fused._one_by_one(x, affine, 0.0, addend, clamp)
+
+    monkeypatch.setattr(fused, "_exact", lambda *_: at_once)
+    monkeypatch.setattr(fused, "_at_once", kernel)
+    packer, x = Packer(), X.to(memory_format=torch.channels_last).requires_grad_()
+    with packer.on():
+        made = AFTER_IT[name](saved(x * 1), saved(x * 2))
+        again = packer.again(made)
+    assert again is not None
+    torch.testing.assert_close(again, made.detach())
+    combined = {"relu": [(False, True)], "sum": [(True, False)]}.get(name, [(True, True)] if "relu" in name else [])
+    assert calls == (combined if at_once else [])
+
+
+def test_without_a_gpu_nothing_is_made_at_once() -> None:
+    assert not fused._exact(torch.device("cpu"), torch.float32, torch.float32, True, True)

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import tiers
 from allocator.errors import TiersError
-from migrator import formulas
+from migrator import operations as table
+from migrator import remake
 from migrator.trace import Trace
 
 
@@ -75,8 +76,8 @@ def test_a_recipe_names_the_storages_that_it_needs() -> None:
 
 
 def test_what_is_not_the_same_bit_for_bit_is_no_recipe() -> None:
-    almost = {**formulas._TABLE, "GeluBackward0": formulas._of_saved(lambda x: F.gelu(x) * (1 + 1e-7))}
-    with mock.patch.object(formulas, "_TABLE", almost):
+    almost = {**table.TABLE, "GeluBackward0": table._of_saved(lambda x: F.gelu(x) * (1 + 1e-7))}
+    with mock.patch.object(remake, "TABLE", almost):
         trace = recorded()
     assert "GeluBackward0" not in operations(trace).values()
     assert "NativeLayerNormBackward0" in operations(trace).values()

@@ -1,0 +1,38 @@
+"""The kernel for what follows a convolution, against PyTorch's own kernels: the same bits, in all it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from migrator import fused
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+
+SHAPES = [(2, 64, 17, 13), (1, 2048, 7, 7), (3, 24, 9, 1), (2, 100, 5, 3, 4)]
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    layout = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    x = torch.randn(shape, device="cuda", generator=generator).to(dtype)
+    return x.to(memory_format=layout) if len(shape) > 1 else x
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize(("add", "clamp"), [(True, True), (True, False), (False, True)])
+def test_gives_the_bits_of_the_kernels_that_it_replaces(dtype: torch.dtype, add: bool, clamp: bool) -> None:
+    assert fused._exact(torch.device("cuda", 0), dtype, torch.float32, add, clamp)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for shape in SHAPES:
+        x, addend = (_random(shape, dtype, generator) for _ in range(2))
+        weight, bias, mean, spread = (_random(shape[1:2], torch.float32, generator) for _ in range(4))
+        x[0, 0] = torch.nan
+        affine = (weight, bias, mean, spread.abs())
+        made = fused._at_once(x, affine, addend if add else None, clamp)
+        expected = fused._one_by_one(x, affine, 0.0, addend if add else None, clamp)
+        assert made.stride() == expected.stride()
+        assert torch.equal(made.isnan(), expected.isnan())
+        assert torch.equal(made.nan_to_num().view(BITS[dtype]), expected.nan_to_num().view(BITS[dtype]))
