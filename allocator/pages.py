@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -73,6 +73,17 @@ class PageAllocator:
             core = adapter.core_of(self._library, device)
             if core is not None:
                 yield device, core
+
+    def lap(self, device: torch.device) -> Callable[[], int]:
+        """What tells the most bytes that a GPU's program had in use since it was last called; 0 before the first."""
+        library, index, cores = self._library, device.index, list[Core]()
+
+        def lap() -> int:
+            if not cores and (core := adapter.core_of(library, index)) is not None:
+                cores.append(core)
+            return cores[0].lap() if cores else 0
+
+        return lap
 
     def begin(self) -> None:
         """The first period begins: what was asked for so far was of no period."""

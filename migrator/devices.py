@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +25,19 @@ class Device:
     budget: int
 
 
-def open_device(device: torch.device, counters: Counters, budget: int) -> Device:
-    """Make a device's streams and lanes; with the native library where it was built."""
+def open_device(device: torch.device, counters: Counters, budget: int, lap: Callable[[], int] | None = None) -> Device:
+    """Make a device's streams and lanes; with the native library where it was built.
+
+    `lap` tells a GPU's peak since it was last called, where PyTorch's allocator is not the one to ask.
+    """
     if device.type != "cuda":
         return Device(HostCompute(counters), HostLane("d2h", counters), HostLane("h2d", counters), budget)
     library = lane.load()
     if library is None:
         out, back = (CudaLane(device, name, counters) for name in ("d2h", "h2d"))
-        return Device(CudaCompute(device, counters), out, back, budget)
+        return Device(CudaCompute(device, counters, lap), out, back, budget)
     out, back = (NativeLane(device, name, counters, library) for name in ("d2h", "h2d"))
-    return Device(NativeCompute(device, counters, library), out, back, budget)
+    return Device(NativeCompute(device, counters, library, lap), out, back, budget)
 
 
 def has_tiers(device: torch.device) -> bool:

@@ -231,7 +231,8 @@ class Runtime:
 
     def _make_device(self, device: torch.device) -> Device:
         budget = self.options.hbm(device)
-        shared = open_device(device, self._counters, budget)
+        pages = self.options.pages() if device.type == "cuda" else None
+        shared = open_device(device, self._counters, budget, None if pages is None else pages.lap(device))
         if device.type == "cuda" and self.options.enforce:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)

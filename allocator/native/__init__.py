@@ -129,7 +129,9 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
             f"the native core cannot be loaded ({error}): install the package again where a C++ compiler is"
         ) from error
     core.tn_last_error.restype = ctypes.c_char_p
-    core.tn_log.restype = core.tn_blocks.restype = core.tn_on.restype = core.tn_pool_used.restype = _U64
+    core.tn_log.restype = core.tn_blocks.restype = core.tn_on.restype = core.tn_pool_used.restype = (
+        core.tn_lap.restype
+    ) = _U64
     core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, _U64, _U64, ctypes.POINTER(ctypes.c_void_p)]
     core.tn_allocate.argtypes = [ctypes.c_void_p, _U64, _U64, _U64, _P64]
     core.tn_pack.argtypes = [_U64, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p, _P64]
@@ -152,6 +154,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_on": [_U64, ctypes.c_int],
         "tn_get_stats": [ctypes.POINTER(_Stats)],
         "tn_reset_peaks": [],
+        "tn_lap": [],
         "tn_blocks": [ctypes.c_void_p, _U64],
     }
     for name, types in others.items():
@@ -307,6 +310,10 @@ class Core:
     def reset_peaks(self) -> None:
         """Peaks begin anew at what is in use now."""
         self._library.tn_reset_peaks(self._core)
+
+    def lap(self) -> int:
+        """The most bytes in use since this was last called; no other peak begins anew."""
+        return int(self._library.tn_lap(self._core))
 
     def blocks(self) -> npt.NDArray[Any]:
         """All mapped blocks, as `BLOCK`, by heap and address."""

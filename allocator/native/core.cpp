@@ -141,6 +141,7 @@ void tn_core::took(Heap *heap, Block *block, uint64_t requested, uint64_t pool) 
     add(stats.active[size], block->bytes);
     add(stats.active_blocks[size], 1);
   }
+  lap = std::max(lap, stats.allocated[TN_ALL].current);
 }
 
 Status tn_core::free(uint64_t address) {

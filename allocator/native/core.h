@@ -104,6 +104,8 @@ typedef struct {
 } tn_stats;
 TN_API void tn_get_stats(tn_core *core, tn_stats *out);
 TN_API void tn_reset_peaks(tn_core *core);
+/* The most bytes in use since the last lap; no other peak begins anew. */
+TN_API uint64_t tn_lap(tn_core *core);
 TN_API void tn_reset_totals(tn_core *core);
 
 typedef struct {

@@ -260,6 +260,11 @@ void tn_reset_peaks(tn_core *core) {
   for (Pages &tier : core->pages) tier.reset_most();
 }
 
+uint64_t tn_lap(tn_core *core) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  return uint64_t(std::exchange(core->lap, core->stats.allocated[TN_ALL].current));
+}
+
 void tn_reset_totals(tn_core *core) {
   std::lock_guard<std::mutex> guard(core->mutex);
   tn_stats &stats = core->stats;

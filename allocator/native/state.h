@@ -78,6 +78,7 @@ struct tn_core {
   uint32_t period = 0;
   tiers::Plan plan;
   tn_stats stats{};
+  int64_t lap = 0;  // the most bytes in use since it was last asked for
 
   tn_core(std::unique_ptr<tiers::Primitives> made, uint64_t hbm, uint64_t dram)
       : primitives(std::move(made)),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -35,8 +36,9 @@ _Wait: TypeAlias = tuple[str, TimedEvent, TimedEvent]
 class CudaCompute:
     """The current stream of a CUDA device, asked for at each use: a program may change it at any time."""
 
-    def __init__(self, device: torch.device, counters: Counters) -> None:
+    def __init__(self, device: torch.device, counters: Counters, lap: Callable[[], int] | None = None) -> None:
         self.device = device
+        self.lap = partial(peaks.lap, device) if lap is None else lap
         self._counters = counters
         self._waits: list[_Wait] = []  # of the period under way
         self._settling = threading.Lock()

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from migrator import peaks
-
 if TYPE_CHECKING:
     from migrator.lanes.cuda import CudaCompute, TimedEvent
     from migrator.lanes.host import HostCompute
@@ -71,7 +69,7 @@ class HostMeter:
 
 
 class CudaMeter:
-    """Events on the compute stream, and the peaks of PyTorch's allocator."""
+    """Events on the compute stream, and the peaks of the allocator."""
 
     def __init__(self, compute: CudaCompute) -> None:
         self._compute = compute
@@ -82,7 +80,7 @@ class CudaMeter:
         self._gaps: list[tuple[float, float]] = []  # the same in seconds, once the period is over
         self._highest = 0  # since the last tick
         compute.waited = self._left_out
-        peaks.lap(compute.device)
+        compute.lap()
 
     def mark(self) -> TimedEvent:
         """A point of the present stream."""
@@ -107,22 +105,22 @@ class CudaMeter:
     def resume(self) -> None:
         """Our own work at a position is over: what it did to memory belongs to neither stretch beside it."""
         self._highest = 0
-        peaks.lap(self._compute.device)
+        self._compute.lap()
 
     def _without(self, resident: int) -> int:
-        highest, self._highest = max(self._highest, peaks.lap(self._compute.device)), 0
+        highest, self._highest = max(self._highest, self._compute.lap()), 0
         return max(0, highest - resident)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is done inside is not the program's."""
-        self._highest = max(self._highest, peaks.lap(self._compute.device))
+        self._highest = max(self._highest, self._compute.lap())
         start = self.mark()
         try:
             yield
         finally:
             self._left_out.append((start, self.mark()))
-            peaks.lap(self._compute.device)
+            self._compute.lap()
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The period is over; waits until the device has passed its end. To be called once.

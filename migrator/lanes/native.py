@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,8 +18,14 @@ GATHER_BELOW = 256 * KiB  # with so little time per copy, gathering pays only fo
 class NativeCompute(CudaCompute):
     """The current stream, waited for and marked through the driver."""
 
-    def __init__(self, device: torch.device, counters: Counters, library: lane.Library) -> None:
-        super().__init__(device, counters)
+    def __init__(
+        self,
+        device: torch.device,
+        counters: Counters,
+        library: lane.Library,
+        lap: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__(device, counters, lap)
         self._library = library
 
     def mark(self, stream: Stream) -> lane.Event:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from migrator.counters import Counters
-from migrator.lanes import meter as module
 from migrator.lanes.host import HostCompute
 from migrator.lanes.meter import CudaMeter, without
 
@@ -54,8 +53,14 @@ def test_what_is_done_aside_and_waits_for_lanes_take_no_time() -> None:
 class FakeCompute:
     """A device that is always through with everything, and whose memory a test sets."""
 
-    device = None
     waited: object = None
+
+    def __init__(self) -> None:
+        self.highest = 0  # bytes since the last look
+
+    def lap(self) -> int:
+        peak, self.highest = self.highest, 0
+        return peak
 
     class Point:
         def synchronize(self) -> None:
@@ -74,32 +79,19 @@ class FakeCompute:
         return False
 
 
-@pytest.fixture
-def highest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The most bytes allocated since the last look, which empties it."""
-    highest = [0]
-
-    def lap(device: object) -> int:
-        peak, highest[0] = highest[0], 0
-        return peak
-
-    monkeypatch.setattr(module.peaks, "lap", lap)
-    return highest
-
-
-def test_what_our_own_work_does_to_memory_is_no_stretch_s(highest: list[int]) -> None:
-    meter = CudaMeter(FakeCompute())  # type: ignore[arg-type]
-    highest[0] = 100
+def test_what_our_own_work_does_to_memory_is_no_stretch_s() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 100
     meter.tick(30)
-    highest[0] = 500  # the hook lets go of one group, and brings another
+    compute.highest = 500  # the hook lets go of one group, and brings another
     meter.resume()
-    highest[0] = 80
+    compute.highest = 80
     assert meter.finish(0, [0, 0]).others == (70, 80)
 
 
-def test_what_the_program_holds_of_its_saved_tensors_is_theirs(highest: list[int]) -> None:
-    meter = CudaMeter(FakeCompute())  # type: ignore[arg-type]
-    highest[0] = 100
+def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 100
     meter.tick(0)
-    highest[0] = 100
+    compute.highest = 100
     assert meter.finish(0, [0, 60]).others == (100, 40)

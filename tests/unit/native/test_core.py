@@ -252,6 +252,16 @@ def test_of_several_sequences_the_first_requests_tell_which_it_is(core: Core) ->
     assert (core.counts().departed, core.counts().hbm_peak) == (0, 12 * MiB)
 
 
+def test_a_lap_has_a_peak_of_its_own(core: Core) -> None:
+    core.free(core.allocate(6 * MiB))
+    kept = core.allocate(2 * MiB)
+    assert [core.lap(), core.lap()] == [6 * MiB, 2 * MiB]
+    core.free(core.allocate(MiB))
+    assert core.lap() == 3 * MiB
+    assert core.counts().allocated_peak == 6 * MiB
+    core.free(kept)
+
+
 def test_a_sequence_that_nobody_foresaw_may_have_the_region(core: Core) -> None:
     plan(core, [40 * MiB], [0])
     for _ in range(3):
