@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -94,7 +95,8 @@ class Recorder:
         self._outlived = outlived
         self._meter = meter
         self._resident = resident
-        self._watched: dict[Known, str] = {}  # storages saved so far that may still be in HBM, and where first
+        self._coming: deque[tuple[Known, str]] = deque()  # what the engine has not let go of yet, and by which site
+        self._let_go: dict[Known, str] = {}  # and what it has, as long as the program holds it
         self._held: list[tuple[str, int, int]] = []  # site, stretch, bytes: away, and yet in HBM
         self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
         self.trials = None if meter is None else Trials(meter, verified)
@@ -115,10 +117,17 @@ class Recorder:
 
     def _see_what_is_held(self) -> None:
         """What the engine let go of is in HBM as long as the program holds it: logits until their loss is known."""
-        for known, key in list(self._watched.items()):
+        while self._coming:
+            known, key = self._coming[0]
+            if known.saved is not None and known.saved.group.state in (State.FILLING, State.LEAVING):
+                break  # it lets go in the order of saves
+            self._coming.popleft()
+            if known.saved is not None and known.saved.group.state is State.AWAY:
+                self._let_go[known] = key
+        for known, key in list(self._let_go.items()):
             if known.freed():
-                del self._watched[known]
-            elif known.saved is not None and known.saved.group.state is State.AWAY:
+                del self._let_go[known]
+            else:
                 self._held.append((key, self._position, known.high - known.low))
 
     def aside(self) -> AbstractContextManager[None]:
@@ -132,7 +141,7 @@ class Recorder:
         entry = _Entry(key, self.advance(), known, kind)
         self._entries.append(entry)
         if known is not None and self._meter is not None:
-            self._watched.setdefault(known, key)
+            self._coming.append((known, key))
         return Record(self, known, entry.uses)
 
     def enter(self, path: str, inputs: Sequence[Known | None], state: object) -> None:
@@ -153,7 +162,8 @@ class Recorder:
 
     def turn(self) -> None:
         """Backward begins. What we let go of and is still alive, somebody else holds."""
-        self._watched.clear()
+        self._coming.clear()
+        self._let_go.clear()
         known_storages = [entry.known for entry in self._entries if entry.known is not None]
         # Of a storage that we hold ourselves, by another part of it, nothing can be said.
         ours = {k.cdata for k in known_storages if k.saved is None or k.saved.group.state is not State.AWAY}
