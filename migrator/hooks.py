@@ -11,6 +11,7 @@ The hooks belong to a thread (PyTorch hands them on to the threads of backward),
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,8 @@ class Saver:
         self._make_mover = make_mover
         self._root_begins = root_begins
         self._period_over = period_over
-        self._fixed: set[int] = set()
+        self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
+        self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
         self._observer = Observer(self.regions, self._movable, lambda hook: getattr(hook, "__self__", None) is self)
 
     # ----------------------------------------------------------------------------------- on, off
@@ -117,8 +119,9 @@ class Saver:
         """A forward begins."""
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
             self._forget_dead_forward()
-            # Afresh for every outermost forward: `.data` swaps and sharding replace storages.
-            self._fixed = weights.storages(weights.of_module(module))
+            # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
+            # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
+            self._root, self._fixed = weakref.ref(module), None
             if self.recording or self._searching:
                 self._observer.forward_begins(module)
             self._root_begins(self, module)
@@ -296,7 +299,7 @@ class Saver:
         mover = go.mover if go is not None else self._mover(tensor.device)
         if mover is None or mover.engine.compute.capturing():
             return keep(tensor)  # a CUDA graph replays addresses: nothing of it may move
-        storage = self._movable(tensor)
+        storage = self._movable(tensor, planned=go is not None)
         if storage is None:
             return keep(tensor, None, self._record(mover, key, tensor))
         kind = self.modules.here.kind
@@ -310,14 +313,24 @@ class Saver:
             self.recording |= mover is not None and mover.recorder is not None
         return self.movers[device]
 
-    def _movable(self, tensor: Tensor) -> torch.UntypedStorage | None:
-        """The tensor's storage if it may move: memory of its own that is no parameter's and no buffer's."""
+    def _movable(self, tensor: Tensor, *, planned: bool = False) -> torch.UntypedStorage | None:
+        """The tensor's storage if it may move: memory of its own that is no parameter's and no buffer's.
+
+        At a site that is planned to move that was seen when it was recorded.
+        """
         if type(tensor) is not Tensor or not is_plain(tensor):
             return None
         if not tensor.numel():
             return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or storage._cdata in self._fixed:
+        if storage.nbytes() < MIN_BYTES or (not planned and storage._cdata in self._parameters()):
             return None
         base = tensor._base
         return None if base is not None and isinstance(base, nn.Parameter) else storage
+
+    def _parameters(self) -> set[int]:
+        """Storages that belong to the module whose forward is the outermost."""
+        if self._fixed is None:
+            root = self._root() if self._root is not None else None
+            self._fixed = set() if root is None else weights.storages(weights.of_module(root))
+        return self._fixed
