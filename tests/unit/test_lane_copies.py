@@ -121,11 +121,8 @@ def test_a_sitting_prints_the_table_and_the_demands_and_keeps_the_numbers(
 
     monkeypatch.setattr(lane_copies, "SIZES", (4 * MiB, 16 * MiB))
     monkeypatch.setattr(lane_copies, "seconds", copied)
-    monkeypatch.setattr(
-        lane_copies,
-        "ways_on",
-        lambda device: ("HostLane", dict.fromkeys(lane_copies.DIRECTIONS, {PLAIN: way, ONE: way})),
-    )
+    ways = {direction: {PLAIN: way, ONE: way} for direction in lane_copies.DIRECTIONS}
+    monkeypatch.setattr(lane_copies, "ways_on", lambda device: ("HostLane", ways))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
