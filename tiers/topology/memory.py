@@ -144,6 +144,7 @@ def _levels(mount: Path, path: str) -> Iterator[CgroupMemory]:
     for folder in (here, *here.parents):
         for limit, usage, cache in (
             ("memory.max", "memory.current", "inactive_file"),
+            ("memory.high", "memory.current", "inactive_file"),  # past it, everybody is slowed down to a crawl
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             if (folder / limit).exists() and (value := (folder / limit).read_text().strip()) != "max":
