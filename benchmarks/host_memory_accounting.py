@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from allocator.errors import TiersError
 from allocator.native import Core
 from allocator.pinning import Pages, map_pages, pin, touch
 from allocator.sizes import PAGE, GiB, KiB, format_size
@@ -111,7 +112,7 @@ def take(kind: str, nbytes: int, cgroup: str) -> None:
     before = counted()
     try:
         kept = KINDS[kind](nbytes)
-    except (RuntimeError, OSError) as refusal:
+    except (TiersError, RuntimeError, OSError) as refusal:
         print(json.dumps([{}, f"refused: {str(refusal).splitlines()[0]}"]), flush=True)
     else:
         after = counted()

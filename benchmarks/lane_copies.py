@@ -236,7 +236,7 @@ def ways_on(device: torch.device) -> tuple[str, dict[str, dict[str, Way]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=51)
+    parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
