@@ -32,6 +32,8 @@ log = logging.getLogger("tiers")
 
 
 LOOK_EVERY = 0.5  # seconds between two looks of the keeper
+LOOK_CLOSELY = 0.05  # the same while little is left
+LITTLE = 2 * GiB  # others might take so much within `LOOK_EVERY`
 
 
 @dataclass(slots=True, eq=False)
@@ -114,10 +116,10 @@ class DramArena:
         self._peak = 0
         self._grown = 0
         self._closed = False
-        self._largest = 0  # request that it had to grow for
+        self._largest = 0  # request
         self._goal = 0
         self._resting = False  # gave memory back: it grows on demand until it is asked for more than it has
-        self._keeper = Keeper(self._tend, LOOK_EVERY)
+        self._keeper = Keeper(self._tend)
 
     @property
     def capacity(self) -> int:
@@ -145,16 +147,22 @@ class DramArena:
         """Whether blocks are pinned; False after the driver refused."""
         return self._device is not None
 
-    def allocate(self, nbytes: int) -> DramBlock | None:
-        """Take a block of `nbytes`, growing if need be, or return None if the capacity is reached."""
-        block = self._take(nbytes)
+    def allocate(self, nbytes: int, *, in_need: bool = False) -> DramBlock | None:
+        """Take a block of `nbytes`, growing if need be, or return None if the capacity is reached.
+
+        Parameters
+        ----------
+        in_need
+            There is no other way: take it of what the arena has even if others need that more.
+        """
+        self._largest = max(self._largest, nbytes)
+        block = self._take(nbytes, in_need)
         if block is not None:
             return block
-        self._largest = max(self._largest, nbytes)
         with self._growing:
             least = round_up(nbytes, PAGE)
             # Asked again first: another thread may have grown while this one waited.
-            while (block := self._take(nbytes)) is None:
+            while (block := self._take(nbytes, in_need)) is None:
                 if not (self._grow(least) or self._drop_scattered(least)):
                     return None
         self._resting = False
@@ -204,8 +212,12 @@ class DramArena:
             self._release(self._grown)
             self._grown = 0
 
-    def _take(self, nbytes: int) -> DramBlock | None:
+    def _take(self, nbytes: int, in_need: bool) -> DramBlock | None:
         with self._lock:
+            # What others need is not used again, or its step would never lie idle and go back to them.
+            used = self._used + round_up(nbytes, PAGE)
+            if not in_need and self._room.seen < 0 and used > max(self.capacity, 2 * self._largest):
+                return None
             for mapping in self._mappings:
                 extent = mapping.extents.allocate(nbytes)
                 if extent is not None:
@@ -215,8 +227,8 @@ class DramArena:
                     return DramBlock(nbytes, padded[:nbytes], padded, mapping, extent)
         return None
 
-    def _tend(self) -> bool:
-        """What the keeper does; whether it goes on."""
+    def _tend(self) -> float | None:
+        """What the keeper does; the seconds until it looks again."""
         # An interpreter that is about to exit must not be kept pinning.
         while not (self._closed or self._resting) and threading.main_thread().is_alive():
             with self._growing:
@@ -226,7 +238,9 @@ class DramArena:
             surplus = self._surplus()
             self._resting |= self._drop(surplus) > 0
         del surplus  # and with it the memory, but not under the locks: to unpin it takes a while
-        return not self._closed
+        if self._closed:
+            return None
+        return LOOK_CLOSELY if self._grown and self._room.seen < LITTLE else LOOK_EVERY
 
     def _surplus(self) -> list[_Mapping]:
         """Mappings that lie idle for too long, and idle ones that others need more."""

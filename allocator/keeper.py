@@ -8,19 +8,16 @@ from collections.abc import Callable
 
 
 class Keeper:
-    """Calls `tend` when woken and every so often after that. It starts with the first `wake`.
+    """Calls `tend` when woken, and again after as many seconds as it says. It starts with the first `wake`.
 
     Parameters
     ----------
     tend
-        A bound method; False ends the keeper. It is referred to weakly: the keeper ends with its owner.
-    every
-        Seconds between two calls.
+        A bound method; None ends the keeper. It is referred to weakly: the keeper ends with its owner.
     """
 
-    def __init__(self, tend: Callable[[], bool], every: float) -> None:
+    def __init__(self, tend: Callable[[], float | None]) -> None:
         self._tend = weakref.WeakMethod(tend)
-        self._every = every
         self._woken = threading.Event()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -31,22 +28,22 @@ class Keeper:
         with self._starting:
             if self._thread is None:
                 # A daemon: a program that ends without closing its arena must not wait for it.
-                run = (self._tend, self._woken, self._every)
+                run = (self._tend, self._woken)
                 self._thread = threading.Thread(target=_run, args=run, name="tiers-keeper", daemon=True)
                 self._thread.start()
 
     def join(self) -> None:
-        """Wait until it has ended; `tend` returns False from now on."""
+        """Wait until it has ended; `tend` returns None from now on."""
         self._woken.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
 
-def _run(tend: weakref.WeakMethod[Callable[[], bool]], woken: threading.Event, every: float) -> None:
-    goes_on = True
-    while goes_on:
-        woken.wait(every)
+def _run(tend: weakref.WeakMethod[Callable[[], float | None]], woken: threading.Event) -> None:
+    wait: float | None = 0.0  # it was started to be woken
+    while wait is not None:
+        woken.wait(wait)
         woken.clear()
         method = tend()
-        goes_on = method is not None and method()
+        wait = None if method is None else method()
         del method  # or its owner would live as long as this thread sleeps

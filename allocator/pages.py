@@ -17,6 +17,7 @@ from allocator import adapter
 from allocator.kinds import Kinds
 from allocator.ledger import Account
 from allocator.native import Core, CoreError, CoreFull, Counts
+from allocator.room import Room, RoomWatch
 from allocator.sequence import STATE, Foreseen, Log, Watch, foresee, repeats
 from allocator.sinking import State, sink_or_rise
 from allocator.sizes import PAGE, GiB, MiB, format_size, round_up
@@ -42,15 +43,20 @@ class PageAllocator:
         Most DRAM to map, in bytes.
     account : Account, optional
         Where DRAM is claimed before it is taken; without one, `dram` is this process's alone.
+    room : callable, optional
+        Tells what the system leaves now; no more DRAM is claimed than that.
     """
 
-    def __init__(self, library: Path, hbm: int, dram: int, account: Account | None) -> None:
+    def __init__(
+        self, library: Path, hbm: int, dram: int, account: Account | None, room: Callable[[], Room] | None = None
+    ) -> None:
         self._library = library
         self._hbm = hbm
         self._dram = dram
         self._account = account
-        self._granted = 0 if account else dram
-        self._lock = threading.Lock()  # guards what was granted
+        self._room = RoomWatch(room)
+        self._granted = 0 if account or room else dram
+        self._lock = threading.Lock()  # guards what was granted, and the room
         self._watches: dict[int, Watch] = {}
         self._kinds: dict[int, Kinds] = {}
         self._departed: dict[int, int] = {}
@@ -177,13 +183,21 @@ class PageAllocator:
         Called by the adapter, from any thread, without any lock of the core's.
         """
         core = adapter.core_of(self._library, device)
-        if core is None or self._account is None:
+        if core is None:
             return False
         with self._lock:
             wanted = min(max(STEP, round_up(nbytes, PAGE)), self._dram - self._granted)
-            claimed = self._account.claim(wanted, least=PAGE) if wanted > 0 else 0
+            if wanted <= 0:
+                return False
+            left = self._room.left()
+            wanted = min(wanted, left - left % PAGE)
+            if wanted <= 0:
+                self._room.say_once("dram", self._granted, self._dram)
+                return False
+            claimed = wanted if self._account is None else self._account.claim(wanted, least=PAGE)
             if not claimed:
                 return False
+            self._room.taken(claimed)
             self._granted += claimed
             try:
                 core.limit(DRAM, self._granted)

@@ -8,19 +8,31 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from allocator.sizes import PAGE, format_size
+from allocator.sizes import format_size
 
 log = logging.getLogger("tiers")
 
-FRESH = 0.1  # seconds for which a look is good
-_SHARE = 8  # a step takes one part in so many of what is left: others may be taking a step at the same time
+FRESH = 0.02  # seconds for which a look is good
+_SHARE = 32  # a step takes one part in so many of what is left: others take theirs, and only whole steps go back
 
 
 class Room(NamedTuple):
-    """Bytes that the system leaves, and what limits them, for a message. Negative: so much should be given back."""
+    """What the system leaves.
+
+    Attributes
+    ----------
+    nbytes
+        Bytes; negative: so much is in use already of what is kept for others.
+    reason
+        What limits them, for a message.
+    slack
+        Bytes of what is kept that may come into use before anything should be given back: what the program takes
+        and gives back all the time is no reason to.
+    """
 
     nbytes: int
     reason: str
+    slack: int = 0
 
 
 class RoomWatch:
@@ -41,8 +53,9 @@ class RoomWatch:
 
     @property
     def seen(self) -> int:
-        """Bytes that were left at the last look, less what was taken since."""
-        return self._seen.nbytes
+        """Bytes that were left at the last look, less what was taken since. Negative: to be given back."""
+        nbytes = self._seen.nbytes
+        return nbytes if nbytes >= 0 else min(nbytes + self._seen.slack, 0)
 
     @property
     def watches(self) -> bool:
@@ -57,14 +70,14 @@ class RoomWatch:
         return self.seen
 
     def share(self, least: int) -> int:
-        """Bytes that one step may take, whole pages; 0 if that is below `least`."""
+        """Bytes that one step may take, a multiple of `least`; 0 if not even that is left."""
         left = self.left()
         part = left // _SHARE
-        return 0 if left < least else max(part - part % PAGE, least)
+        return 0 if left < least else max(part - part % least, least)
 
     def taken(self, nbytes: int) -> None:
         """Take note of what the owner took since the last look, or gave back."""
-        self._seen = self._seen._replace(nbytes=self.seen - nbytes)
+        self._seen = self._seen._replace(nbytes=self._seen.nbytes - nbytes)
 
     def say_once(self, tier: str, has: int, limit: int) -> None:
         """Say why `tier` stays at what it has."""

@@ -69,16 +69,13 @@ def alternate(
     """
     if not variants or rounds < 1:
         raise ValueError(f"alternate needs a variant and a round, not {len(variants)} and {rounds}")
-    names = list(variants)
     for _ in range(warmup):
         for run in variants.values():
             run()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     sm_clocks: list[int | None] = []
     for k in range(rounds):
-        # Whoever runs first in a round finds the card cooler: the order turns, so that each is first in turn.
-        turn = k % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in _turned(list(variants), k):
             synchronize()
             started = clock()
             variants[name]()
@@ -86,6 +83,23 @@ def alternate(
             seconds[name].append(clock() - started)
         sm_clocks.append(sm_clock())
     return Comparison(seconds, sm_clocks)
+
+
+def self_timed(variants: Mapping[str, Callable[[], float]], rounds: int, *, warmup: int = 1) -> dict[str, list[float]]:
+    """Run each variant once a round, in an order that turns, and return the seconds that each said it took."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for k in range(-warmup, rounds):
+        for name in _turned(list(variants), k):
+            took = variants[name]()
+            if k >= 0:
+                seconds[name].append(took)
+    return seconds
+
+
+def _turned(names: list[str], k: int) -> list[str]:
+    # Whoever runs first in a round finds the card cooler: the order turns, so that each is first in turn.
+    turn = k % len(names)
+    return names[turn:] + names[:turn]
 
 
 def median_ratio(times: list[float], base: list[float], *, seed: int = 0) -> Ratio:

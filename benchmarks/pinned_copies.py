@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ import torch
 
 from allocator.pinning import Pages, map_pages, pin, touch
 from allocator.sizes import MiB, format_size
-from benchmarks.alternate import median_ratio, sm_clock
+from benchmarks.alternate import median_ratio, self_timed, sm_clock
 
 SIZES = (4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB)
 WINDOW = 64 * MiB  # bytes that are queued together
@@ -129,17 +130,12 @@ def main() -> None:
     for name, host in hosts.items():
         print(f"{name:26}{huge_share(host.data_ptr()):6.0%} on huge pages")
     copiers = {name: Copier(host, device, stream) for name, host in hosts.items()}
-    names = list(copiers)
     print(f"SM clock {sm_clock()} MHz")
     for state, size in itertools.product(STATES, SIZES):
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(-1, options.rounds):  # the first round is not counted
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
-                seconds = copiers[name].seconds(state, size)
-                if number >= 0:
-                    times[name].append(seconds)
-        for name in names:
+        times = self_timed(
+            {name: partial(copier.seconds, state, size) for name, copier in copiers.items()}, options.rounds
+        )
+        for name in copiers:
             speed = max(size, WINDOW) / float(np.median(times[name])) / 1e9
             ratio = median_ratio(times[BASE], times[name])
             print(

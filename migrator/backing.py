@@ -130,7 +130,10 @@ class Backing:
     def _find_block(self, nbytes: int) -> DramBlock:
         while (block := self._dram.allocate(nbytes)) is None:
             if not (self._reap() or self._forget_copy() or self._wait_for_disk() or self._demote()):
-                raise self._full(nbytes)
+                block = self._dram.allocate(nbytes, in_need=True)
+                if block is None:
+                    raise self._full(nbytes)
+                return block
         return block
 
     def _put(self, parcel: Parcel, block: DramBlock) -> tuple[Event, ...]:

@@ -112,7 +112,7 @@ class Session:
             step=_step(self._dram_capacity),
             account=self._account("dram", self._dram_capacity),
             node=_node_of_gpu() if on_gpu else None,
-            room=lambda: Room(*memory_left(read_memory())),
+            room=_room,
             idle_after=IDLE_SECONDS,
         )
         if self._nvme_capacity:
@@ -146,7 +146,8 @@ class Session:
         account = self._account("dram", self._dram_capacity)
         dram = self._dram_capacity if account else self._dram_capacity // 2
         try:
-            pages = PageAllocator(adapter.build(cache_directory()), self._config.hbm.capacity or 0, dram, account)
+            library = adapter.build(cache_directory())
+            pages = PageAllocator(library, self._config.hbm.capacity or 0, dram, account, _room)
             pages.install()
         except TiersError as error:
             log.warning("%s; PyTorch's own allocator is used, with the migrator", error)
@@ -236,6 +237,11 @@ def _node_of_gpu() -> int | None:
         return numa_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
     except AttributeError:  # an older PyTorch
         return None
+
+
+def _room() -> Room:
+    """What the machine and the cgroup leave now."""
+    return Room(*memory_left(read_memory()))
 
 
 def _step(capacity: int) -> int:

@@ -19,13 +19,15 @@ UNIFIED = Path("/sys/fs/cgroup")  # version 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended, what it computed, what tiers said, bytes that went to disk, and the peaks it counted."""
+    """How a program ended, what it computed, what tiers said, bytes that went to disk, the peaks it counted, and
+    whether the kernel left the other process alive."""
 
     returncode: int
     losses: list[float]
     said: list[str]
     on_disk: int
     peak_dram: int
+    other_alive: bool
 
 
 class Cgroup:
@@ -78,8 +80,10 @@ import torch
 from contextlib import nullcontext
 import tiers
 
-OTHER = "import sys, time\\nheld = []\\n"
-OTHER += "for _ in range(int(sys.argv[1]) >> 23): held.append(b'x' * (1 << 23)); time.sleep(0.4)\\n"
+OTHER = "import sys, time\\nheld, count, start = [], int(sys.argv[1]) >> 23, time.monotonic()\\n"
+OTHER += "for k in range(count):\\n"
+OTHER += "    held.append(b'x' * (1 << 23))\\n"
+OTHER += "    time.sleep(max(0, start + float(sys.argv[2]) * (k + 1) / count - time.monotonic()))\\n"
 OTHER += "time.sleep(600)"
 SILENT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 PART = 4 << 20  # floats: 16 MiB
@@ -97,33 +101,44 @@ class Program(torch.nn.Module):
 
     def forward(self, x):
         x = self.linear(x)
-        for _ in range(options["saved"] // (4 * PART)):
+        layers = options["saved"] // (4 * PART)
+        for layer in range(layers):
+            if layer == layers * 3 // 4:  # the tiers are full
+                self.begins()
             x = x.tanh()
         return x
+
+    def begins(self):
+        global other
+        if step == options["steps"] // 2 and options["others"]:
+            arguments = [str(options["others"]), str(options["within"])]
+            other = subprocess.Popen([sys.executable, "-c", OTHER, *arguments], **SILENT)
 
 program, losses, other = Program(), [], None
 context = tiers.session(**options["session"]) if options["session"] else nullcontext()
 with context as session:
     for step in range(options["steps"]):
-        if step == options["steps"] // 2 and options["others"]:
-            other = subprocess.Popen([sys.executable, "-c", OTHER, str(options["others"])], **SILENT)
         loss = program(torch.ones(PART // 1024, 1024)).square().mean()
         loss.backward()
         losses.append(loss.item())
         losses.append(model.weight.grad.double().sum().item())
+    alive = other is None or other.poll() is None
     stats = session.stats() if session else {"moved": {"disk_write": 0}, "peak": {"dram": 0}}
 if other:
     other.kill()
-print(json.dumps([losses, said, stats["moved"]["disk_write"], stats["peak"]["dram"]]))
+print(json.dumps([losses, said, stats["moved"]["disk_write"], stats["peak"]["dram"], alive]))
 """
 
 
-def run_under(cgroup: Cgroup | None, *, saved: int, steps: int = 4, others: int = 0, **session: str) -> Outcome:
-    """Run a program that saves `saved` bytes a step; half-way another in its cgroup begins to take `others` bytes:
-    20 MiB a second.
+def run_under(
+    cgroup: Cgroup | None, *, saved: int, steps: int = 4, others: int = 0, within: float | None = None, **session: str
+) -> Outcome:
+    """Run a program that saves `saved` bytes a step; half-way another in its cgroup begins to take `others` bytes.
 
     Parameters
     ----------
+    within
+        Seconds that the other takes for it; by default 20 MiB a second.
     session
         Arguments of a session; without any the program runs without tiers.
     """
@@ -131,6 +146,7 @@ def run_under(cgroup: Cgroup | None, *, saved: int, steps: int = 4, others: int 
         if session:
             session = {"nvme_path": directory, "nvme_gds": "off", **session}
         options = {"saved": saved, "steps": steps, "others": others, "session": session}
+        options["within"] = others / (20 << 20) if within is None else within
         options["cgroup"] = str(cgroup.path) if cgroup else ""
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps(options)],
@@ -142,5 +158,5 @@ def run_under(cgroup: Cgroup | None, *, saved: int, steps: int = 4, others: int 
         )
         assert os.listdir(directory) == []
     if done.returncode:
-        return Outcome(done.returncode, [], [done.stderr], 0, 0)
+        return Outcome(done.returncode, [], [done.stderr], 0, 0, False)
     return Outcome(0, *json.loads(done.stdout))

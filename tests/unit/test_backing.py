@@ -13,6 +13,7 @@ from allocator.dram import DramArena, DramBlock
 from allocator.errors import StoreError, TierFull
 from allocator.nvme.posix import PosixFile
 from allocator.nvme.store import NvmeStore
+from allocator.room import Room
 from allocator.sizes import PAGE, KiB, MiB
 from migrator.backing import Backing, Parcel
 from migrator.counters import Counters
@@ -65,6 +66,23 @@ def test_dram_grows_ahead_to_what_all_owners_need(tmp_path: Path) -> None:
     assert eventually(lambda: arena.grown == 17 * PAGE)  # and one part in sixteen for the ends
     backing.reserve(owner, 20 * PAGE)
     assert eventually(lambda: arena.grown == 34 * PAGE)
+    backing.close()
+    arena.close()
+
+
+def test_without_a_disk_what_others_need_is_used_on() -> None:
+    """It cannot be given back, and a run that could go on must not fail for it."""
+    left = 128 * PAGE
+    arena = DramArena(4 * PAGE, pinned=False, step=4 * PAGE, room=lambda: Room(left, ""))
+    backing = Backing(arena, None, Counters())
+    parcels = [backing.new(PAGE, k) for k in range(4)]
+    left = -4 * PAGE
+    assert eventually(lambda: arena.capacity == 0)
+    backing.drop(parcels.pop())
+    assert arena.allocate(PAGE) is None
+    assert backing.new(PAGE, 4).block is not None
+    with pytest.raises(TierFull):
+        backing.new(PAGE, 5)
     backing.close()
     arena.close()
 

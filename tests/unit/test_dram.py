@@ -214,12 +214,56 @@ def test_it_grows_again_when_the_system_leaves_more(shared: tuple[DramArena, Sys
 
 
 def test_a_step_takes_a_part_of_what_is_left_as_others_may_be_taking_theirs() -> None:
-    arena = DramArena(1000 * PAGE, pinned=False, step=100 * PAGE, room=lambda: Room(80 * PAGE, ""))
+    arena = DramArena(1000 * PAGE, pinned=False, step=100 * PAGE, room=lambda: Room(320 * PAGE, ""))
     take(arena, 1)
     assert arena.grown == 10 * PAGE
     take(arena, 30 * PAGE)
     assert arena.grown == 40 * PAGE
     arena.close()
+
+
+def test_a_step_is_made_of_whole_requests() -> None:
+    arena = DramArena(1000 * PAGE, pinned=False, step=100 * PAGE, room=lambda: Room(320 * PAGE, ""))
+    take(arena, 4 * PAGE)
+    assert arena.grown == 8 * PAGE
+    arena.close()
+
+
+def test_what_others_need_is_not_used_again_unless_there_is_no_other_way(shared: tuple[DramArena, System]) -> None:
+    arena, system = shared
+    blocks = [take(arena, PAGE) for _ in range(12)]
+    system.nbytes = 8 * PAGE
+    assert eventually(lambda: arena.capacity == 8 * PAGE)
+    arena.free(blocks.pop())
+    assert arena.allocate(PAGE) is None
+    assert arena.allocate(PAGE, in_need=True) is not None
+
+
+def test_what_the_program_takes_and_gives_back_all_the_time_is_no_reason_to_give_back() -> None:
+    left = 16 * PAGE
+    arena: DramArena | None = None
+    arena = DramArena(
+        100 * PAGE, pinned=False, step=PAGE, room=lambda: Room(left - (arena.grown if arena else 0), "", 2 * PAGE)
+    )
+    blocks = [take(arena, PAGE) for _ in range(16)]
+    arena.free(blocks.pop())
+    left = 14 * PAGE
+    settle()
+    time.sleep(2 * dram.LOOK_CLOSELY)
+    assert (arena.grown, arena.capacity) == (16 * PAGE, 16 * PAGE)
+    left = 13 * PAGE
+    assert eventually(lambda: (arena.grown, arena.capacity) == (15 * PAGE, 15 * PAGE))
+    arena.close()
+
+
+def test_others_need_not_wait_long_for_what_is_idle(shared: tuple[DramArena, System]) -> None:
+    arena, system = shared
+    for block in [take(arena, PAGE) for _ in range(12)]:
+        arena.free(block)
+    settle()
+    system.nbytes, began = 4 * PAGE, time.monotonic()
+    assert eventually(lambda: arena.grown == 4 * PAGE)
+    assert time.monotonic() - began < dram.LOOK_EVERY / 2
 
 
 def test_what_is_idle_goes_back_when_others_need_it(shared: tuple[DramArena, System]) -> None:

@@ -36,3 +36,12 @@ def test_a_run_under_a_cgroup_limit_goes_to_disk_and_says_why(cgroup: Cgroup) ->
     assert f"the cgroup {cgroup.path} leaves" in done.said[0]
     assert done.on_disk > 0
     assert done.losses == plain.losses
+
+
+def test_a_quarter_of_the_limit_may_be_taken_at_once_while_the_tiers_are_full(cgroup: Cgroup) -> None:
+    """As workers of a DataLoader do that begin to decode: within a quarter of a second, faster than disks make room."""
+    done = run_under(
+        cgroup, saved=SAVED, steps=3, others=LIMIT // 4, within=0.25, hbm="64MiB", dram="64GiB", nvme="4GiB"
+    )
+    print(done, cgroup.highest())
+    assert (done.returncode, done.other_alive, len(done.said)) == (0, True, 1)

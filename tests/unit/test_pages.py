@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,15 @@ from allocator import adapter
 from allocator.ledger import Ledger
 from allocator.native import Core
 from allocator.pages import DRAM, HBM, PATIENCE, PageAllocator
+from allocator.room import FRESH, Room
 from allocator.sizes import MiB
 
 
 class OnOneCore(PageAllocator):
     """On a core of anonymous files in place of PyTorch's GPUs."""
 
-    def __init__(self, core: Core, dram: int, ledger: Ledger | None) -> None:
-        super().__init__(Path(), core.counts().hbm_limit, dram, ledger and ledger.open_account("dram", dram))
+    def __init__(self, core: Core, dram: int, ledger: Ledger | None, room: Callable[[], Room] | None = None) -> None:
+        super().__init__(Path(), core.counts().hbm_limit, dram, ledger and ledger.open_account("dram", dram), room)
         self.core = core
 
     def cores(self) -> Iterator[tuple[int, Core]]:
@@ -113,6 +115,20 @@ def test_dram_is_claimed_from_the_ledger_when_hbm_is_full(pages: OnOneCore, core
     assert core.on(core.allocate(16 * MiB), DRAM) == 16 * MiB
     assert Ledger(tmp_path / "ledger").used("dram") == 64 * MiB
     assert not pages._more(0, 16 * MiB)  # all that it may have
+
+
+def test_no_more_dram_is_claimed_than_the_system_leaves(core: Core, caplog: pytest.LogCaptureFixture) -> None:
+    left = 4 * MiB
+    pages = OnOneCore(core, 64 * MiB, None, lambda: Room(left, "the others are many"))
+    core.allocate(64 * MiB)
+    assert pages._more(0, 16 * MiB)
+    assert core.on(core.allocate(4 * MiB), DRAM) == 4 * MiB
+    left = 0
+    time.sleep(2 * FRESH)
+    assert not pages._more(0, 16 * MiB) and not pages._more(0, 16 * MiB)
+    assert [record.getMessage() for record in caplog.records] == [
+        "dram stays at 4.0 MiB of 64.0 MiB for now: the others are many"
+    ]
 
 
 def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) -> None:

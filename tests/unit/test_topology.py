@@ -68,6 +68,19 @@ def test_a_level_without_a_limit_is_passed_over(tmp_path):
     assert cgroup_memory(root) == CgroupMemory(root / "sys/fs/cgroup", 2 * GiB, 0)
 
 
+def test_where_the_kernel_slows_everybody_down_is_a_limit_as_well(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": 4 * GiB,
+            "sys/fs/cgroup/memory.high": 3 * GiB,
+            "sys/fs/cgroup/memory.current": GiB,
+        },
+    )
+    assert cgroup_memory(root) == CgroupMemory(root / "sys/fs/cgroup", 3 * GiB, GiB)
+
+
 def test_file_cache_that_can_be_dropped_is_not_usage(tmp_path):
     root = tree(
         tmp_path,
@@ -145,25 +158,23 @@ def memory(available: int, cgroup: CgroupMemory | None = None) -> Memory:
 
 
 def test_a_part_of_every_limit_is_kept_for_the_program():
-    left, why = memory_left(memory(40 * GiB))
-    assert left == 36 * GiB
+    left, why, slack = memory_left(memory(40 * GiB))
+    assert (left, slack) == (36 * GiB, GiB)
     assert why == "the machine leaves 40.0 GiB of 64.0 GiB, of which 4.0 GiB are kept for the program"
 
 
 def test_the_limit_that_leaves_least_counts():
     cgroup = CgroupMemory(Path("/sys/fs/cgroup/job"), 4 * GiB, 3 * GiB)
-    left, why = memory_left(memory(40 * GiB, cgroup))
-    assert left == GiB // 2
-    assert why == (
-        "the cgroup /sys/fs/cgroup/job leaves 1.0 GiB of 4.0 GiB, of which 512.0 MiB are kept for the program"
-    )
-    left, _ = memory_left(memory(GiB, cgroup))
+    left, why, slack = memory_left(memory(40 * GiB, cgroup))
+    assert (left, slack) == (0, GiB // 4)
+    assert why == ("the cgroup /sys/fs/cgroup/job leaves 1.0 GiB of 4.0 GiB, of which 1.0 GiB are kept for the program")
+    left, *_ = memory_left(memory(GiB, cgroup))
     assert left == -3 * GiB
 
 
 def test_a_cgroup_that_is_full_leaves_less_than_nothing():
-    left, _ = memory_left(memory(40 * GiB, CgroupMemory(Path("/"), 4 * GiB, 4 * GiB)))
-    assert left == -GiB // 2
+    left, *_ = memory_left(memory(40 * GiB, CgroupMemory(Path("/"), 4 * GiB, 4 * GiB)))
+    assert left == -GiB
 
 
 @pytest.mark.parametrize(

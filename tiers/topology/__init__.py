@@ -28,8 +28,11 @@ __all__ = [
     "read_memory",
 ]
 
-_KEPT_PART = 8  # one part in so many of a limit stays with the program, which grows between two looks
+_KEPT_PART = (
+    4  # one part in so many of a limit stays with the program and its neighbours: disks need seconds to make room
+)
 _KEPT_AT_MOST = 4 * GiB
+_SLACK_PART = 4  # of what is kept, one part in so many may be in use before the arena gives anything back
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,8 @@ def default_dram_capacity(memory: Memory) -> int:
     return memory.room // 2 // PAGE * PAGE
 
 
-def memory_left(memory: Memory) -> tuple[int, str]:
-    """Bytes that an arena may still take, and why no more, for a message.
+def memory_left(memory: Memory) -> tuple[int, str, int]:
+    """Bytes that an arena may still take, why no more, for a message, and by how many they may fall below zero.
 
     A part of every limit is kept for the rest of the program: a cgroup that reaches its limit has a process
     killed. Negative: so much of that part is in use already.
@@ -90,7 +93,7 @@ def memory_left(memory: Memory) -> tuple[int, str]:
         ((left - kept, kept, limit, who) for left, limit, who in limits for kept in [_kept(limit)]),
     )
     leaves = f"{who} leaves {format_size(left + kept)} of {format_size(limit)}"
-    return left, f"{leaves}, of which {format_size(kept)} are kept for the program"
+    return left, f"{leaves}, of which {format_size(kept)} are kept for the program", kept // _SLACK_PART
 
 
 def _kept(limit: int) -> int:

@@ -82,7 +82,7 @@ def read_memory(root: Path = Path("/")) -> Memory:
 
 def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
     """Find the limit that binds this process, of either cgroup version; None where no level has one."""
-    levels = [level for mount, path in _hierarchies(root) for level in _levels(mount, path)]
+    levels = [level for mount, path in hierarchies(root) for level in _levels(mount, path)]
     return min(levels, key=lambda level: level.room, default=None)
 
 
@@ -119,7 +119,7 @@ def _meminfo(path: Path) -> dict[str, int]:
     return {name: int(rest.split()[0]) * 1024 for name, rest in pairs if rest.split()[-1] == "kB"}
 
 
-def _hierarchies(root: Path) -> Iterator[tuple[Path, str]]:
+def hierarchies(root: Path) -> Iterator[tuple[Path, str]]:
     """Mount point and path within it of each hierarchy that accounts for memory."""
     listing = root / "proc/self/cgroup"
     if not listing.exists():
@@ -144,6 +144,7 @@ def _levels(mount: Path, path: str) -> Iterator[CgroupMemory]:
     for folder in (here, *here.parents):
         for limit, usage, cache in (
             ("memory.max", "memory.current", "inactive_file"),
+            ("memory.high", "memory.current", "inactive_file"),  # past it, everybody is slowed down to a crawl
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             if (folder / limit).exists() and (value := (folder / limit).read_text().strip()) != "max":

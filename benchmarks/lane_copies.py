@@ -1,0 +1,269 @@
+"""Page groups on our lanes beside PyTorch's plain pinned copies, in turn: one direction, and both at once.
+
+``python -m benchmarks.lane_copies --json FILE`` takes about half a minute on an H100.
+
+Ours: groups between HBM and blocks of the arena, through the lanes that the engine uses. A group leaves as one piece,
+or as up to eight, each a storage of its own in HBM; it comes back in one copy, as the engine brings it. Plain: memory
+of ``torch.empty(pin_memory=True)`` and ``copy_(non_blocking=True)`` on a stream per direction, in whole groups; both
+ways at once also in chunks, and the fastest of those is the base. All are queued behind a kernel and timed by events
+on the device, from the end of that kernel to the end of the last copy. The GPU wrote what it gets back.
+
+Prints speeds per direction (medians), the median ratio of speeds to plain with its 95% bootstrap interval, and last a
+line for each demand. Exits with 1 if one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from allocator.dram import DramArena
+from allocator.sizes import MiB, format_size
+from benchmarks.alternate import Ratio, median_ratio, self_timed, sm_clock
+from migrator.counters import Counters
+from migrator.devices import Device, open_device
+from migrator.lanes import Event, Lane, Piece
+
+SIZES = (4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB)
+PIECES, SMALLEST = 8, MiB  # a group leaves in so many pieces, of at least that
+CHUNKS = (4 * MiB, 16 * MiB)  # of plain copies both ways at once, besides whole groups
+HOLD = 20_000_000  # cycles: 10 ms or more, in which the host asks for all copies of a window
+DIRECTIONS = {"d2h": ("d2h",), "h2d": ("h2d",), "both": ("d2h", "h2d")}
+WINDOW = {"d2h": 64 * MiB, "h2d": 64 * MiB, "both": 128 * MiB}  # bytes queued together per lane, or one group if larger
+LEAST = {"d2h": 0.98, "h2d": 0.98, "both": 0.95}  # of the plain speed
+SPEED, FROM = 55, 16 * MiB  # GB/s one way, of groups of that size and more
+ONE, SEVERAL, PLAIN = "ours, one piece", "ours, several pieces", "plain"
+
+
+class Memory:
+    """For each lane its bytes on the host, and as many in HBM."""
+
+    def __init__(self, host: dict[str, torch.Tensor], device: torch.device) -> None:
+        self.host = host
+        self.device = {lane: torch.empty_like(of_host, device=device) for lane, of_host in host.items()}
+        self.device["d2h"].random_()
+        self.host["h2d"].copy_(self.device["d2h"])
+
+    def arrived(self, lane: str) -> bool:
+        """Whether both sides are the same; what was written is spoiled for the next time."""
+        same = torch.equal(self.host[lane].to(self.device[lane].device), self.device[lane])
+        (self.host if lane == "d2h" else self.device)[lane].zero_()
+        return same
+
+
+def piece_of(size: int) -> int:
+    """Bytes of each piece of a group of `size` that leaves in several."""
+    return max(size // PIECES, SMALLEST)
+
+
+class Way(Protocol):
+    """One way to copy groups between the two sides of `memory`."""
+
+    memory: Memory
+
+    def begin(self) -> Any:
+        """The end of what the current stream was given so far."""
+
+    def copy(self, lane: str, nbytes: int, size: int, start: Any) -> Any:
+        """Ask for the first `nbytes` in groups of `size`, after `start`; the event says when all are there."""
+
+    def settle(self, start: Any) -> None:
+        """All that was asked for is over."""
+
+
+class Ours:
+    """The engine's lanes, to and from the arena's memory."""
+
+    def __init__(self, device: Device, memory: Memory, *, several: bool) -> None:
+        self.memory = memory
+        self._compute = device.compute
+        self._lanes: dict[str, Lane] = {"d2h": device.out, "h2d": device.back}
+        sizes = {piece_of(size) for size in SIZES} if several else set()
+        self._pieces = {size: [part.clone() for part in memory.device["d2h"].split(size)] for size in sizes}
+
+    def begin(self) -> Event:
+        return self._compute.mark(self._compute.stream())
+
+    def copy(self, lane: str, nbytes: int, size: int, start: Event) -> Event:
+        group = partial(self._leaving if lane == "d2h" else self._coming, size)
+        return [self._lanes[lane].copy(list(group(at)), (start,)) for at in range(0, nbytes, size)][-1]
+
+    def settle(self, start: Event) -> None:
+        for lane in self._lanes.values():
+            lane.over(start)  # as every period: it times so many copies between two questions
+
+    def _leaving(self, size: int, at: int) -> Iterator[Piece]:
+        host, device = self.memory.host["d2h"], self.memory.device["d2h"]
+        first, part = int(host.storage_offset()), piece_of(size)
+        if not self._pieces:
+            yield Piece(host.untyped_storage(), first + at, device.untyped_storage(), at, size)
+            return
+        for begin in range(at, at + size, part):
+            source = self._pieces[part][begin // part].untyped_storage()
+            yield Piece(host.untyped_storage(), first + begin, source, 0, part)
+
+    def _coming(self, size: int, at: int) -> Iterator[Piece]:
+        host, device = self.memory.host["h2d"], self.memory.device["h2d"]
+        yield Piece(device.untyped_storage(), at, host.untyped_storage(), int(host.storage_offset()) + at, size)
+
+
+class Plain:
+    """PyTorch's copies on a stream per direction, in groups or in `chunk` bytes if that is less."""
+
+    def __init__(self, memory: Memory, streams: dict[str, torch.cuda.Stream], chunk: int | None = None) -> None:
+        self.memory = memory
+        self._streams = streams
+        self._chunk = chunk
+
+    def begin(self) -> torch.cuda.Event:
+        return _record(torch.cuda.current_stream())
+
+    def copy(self, lane: str, nbytes: int, size: int, start: torch.cuda.Event) -> torch.cuda.Event:
+        part = min(size, self._chunk or size)
+        sides = (self.memory.host[lane][:nbytes].split(part), self.memory.device[lane][:nbytes].split(part))
+        stream = self._streams[lane]
+        stream.wait_event(start)
+        with torch.cuda.stream(stream):
+            for host, device in zip(*sides, strict=True):
+                if lane == "d2h":
+                    host.copy_(device, non_blocking=True)
+                else:
+                    device.copy_(host, non_blocking=True)
+        return _record(stream)
+
+    def settle(self, start: torch.cuda.Event) -> None:
+        pass
+
+
+def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def seconds(way: Way, direction: str, size: int) -> float:
+    """One window on the device, from the end of the kernel before it to the end of the last copy."""
+    for patience in (1, 4, 16):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(patience * HOLD)
+        start = way.begin()
+        nbytes = max(size, WINDOW[direction])
+        ends = [way.copy(lane, nbytes, size, start) for lane in DIRECTIONS[direction]]
+        in_time = not start.query()
+        torch.cuda.synchronize()
+        way.settle(start)
+        if in_time:
+            return max(float(start.elapsed_time(end)) for end in ends) / 1e3
+    raise SystemExit("the kernel was over before the host had asked for all copies, three times: raise HOLD")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one way reached; `of_plain` is the ratio of speeds, above 1 is faster than plain."""
+
+    direction: str
+    size: int
+    way: str
+    gigabytes_per_second: float
+    of_plain: Ratio
+
+
+def rows(direction: str, size: int, times: dict[str, list[float]]) -> list[Row]:
+    """The rows of one size: the fastest of the plain ways, which all begin alike, is the base of all."""
+    medians = {name: float(np.median(of_way)) for name, of_way in times.items()}
+    base = min((name for name in times if name.startswith(PLAIN)), key=medians.__getitem__)
+    nbytes = max(size, WINDOW[direction]) * len(DIRECTIONS[direction])
+    return [
+        Row(direction, size, name, nbytes / medians[name] / 1e9, median_ratio(times[base], of_way))
+        for name, of_way in times.items()
+    ]
+
+
+def demands(measured: Sequence[Row]) -> Iterator[tuple[bool, str]]:
+    """Each demand: whether it holds, and the row that is nearest to missing it."""
+    ours = [row for row in measured if not row.way.startswith(PLAIN)]
+    for direction, least in LEAST.items():
+        for way in (ONE, SEVERAL):
+            of_way = [row for row in ours if (row.direction, row.way) == (direction, way)]
+            if of_way:
+                worst = min(of_way, key=lambda row: row.of_plain.median)
+                text = f"{direction}, {way}: {worst.of_plain.median:.3f} of plain at {format_size(worst.size)}"
+                yield worst.of_plain.median >= least, f"{text}, at least {least}"
+    fast = [row for row in ours if row.direction != "both" and row.size >= FROM and row.way == ONE]
+    slowest = min(fast, key=lambda row: row.gigabytes_per_second)
+    text = f"{slowest.direction}, {slowest.gigabytes_per_second:.1f} GB/s at {format_size(slowest.size)}"
+    yield round(slowest.gigabytes_per_second) >= SPEED, f"{text}, at least {SPEED} from {format_size(FROM)} on"
+
+
+def table(measured: Sequence[Row]) -> str:
+    return "\n".join(
+        f"{row.direction:5}{format_size(row.size):>10}  {row.way:22}{row.gigabytes_per_second:6.1f} GB/s"
+        f"  of plain: {row.of_plain.median:.3f} ({row.of_plain.low:.3f} to {row.of_plain.high:.3f})"
+        for row in measured
+    )
+
+
+def ways_on(device: torch.device) -> tuple[str, dict[str, dict[str, Way]]]:
+    """The kind of our lanes, and for each direction the ways by name."""
+    largest = max(SIZES)
+    arena = DramArena(2 * largest, pinned=True, step=2 * largest)
+    blocks = {lane: arena.allocate(largest) for lane in DIRECTIONS["both"]}
+    if not arena.pinned:
+        raise SystemExit("the arena's memory could not be pinned: nothing to compare")
+    ours = Memory({lane: block.tensor for lane, block in blocks.items() if block is not None}, device)
+    pinned = {lane: torch.empty(largest, dtype=torch.uint8, pin_memory=True) for lane in blocks}
+    streams = {lane: torch.cuda.Stream(device) for lane in blocks}
+    plain = Memory(pinned, device)
+    lanes = open_device(device, Counters(), 0)
+    one, several = Ours(lanes, ours, several=False), Ours(lanes, ours, several=True)
+    whole = Plain(plain, streams)
+    chunked = {f"{PLAIN}, {format_size(chunk)} chunks": Plain(plain, streams, chunk) for chunk in CHUNKS}
+    return type(lanes.out).__name__, {
+        "d2h": {PLAIN: whole, ONE: one, SEVERAL: several},
+        "h2d": {PLAIN: whole, ONE: one},
+        "both": {PLAIN: whole, **chunked, ONE: one, SEVERAL: several},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU that torch can use: nothing to copy to")
+    device = torch.device("cuda", torch.cuda.current_device())
+    lanes, ways = ways_on(device)
+    clocks, measured = [sm_clock()], []
+    for direction, by_name in ways.items():
+        for size in SIZES:
+            timed = {name: partial(seconds, way, direction, size) for name, way in by_name.items()}
+            measured += rows(direction, size, self_timed(timed, options.rounds))
+        for way in by_name.values():
+            seconds(way, direction, max(SIZES))
+            if not all(way.memory.arrived(lane) for lane in DIRECTIONS[direction]):
+                raise SystemExit(f"{direction}: what arrived is not what was sent")
+        clocks.append(sm_clock())
+    if options.json:
+        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "lanes": lanes, "sm_clocks": clocks}
+        kept = {**facts, "rounds": options.rounds, "rows": [asdict(row) for row in measured]}
+        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+    print(f"lanes: {lanes}; SM clock, MHz: {clocks}; {options.rounds} rounds")
+    print(table(measured))
+    judged = list(demands(measured))
+    for holds, text in judged:
+        print("PASS" if holds else "FAIL", text)
+    sys.exit(not all(holds for holds, _ in judged))
+
+
+if __name__ == "__main__":
+    main()
