@@ -155,8 +155,6 @@ def _set_stream(stream: tuple[int, int, int]) -> None:
 class CudaLane:
     """A CUDA stream made once. Small pieces that leave are gathered on the GPU and go as one DMA."""
 
-    gather_below = GATHER_BELOW
-
     def __init__(self, device: torch.device, name: str, counters: Counters) -> None:
         self._stream = torch.cuda.Stream(device)
         self._device = device
@@ -169,7 +167,7 @@ class CudaLane:
         small: list[Piece] = []
         large: list[Piece] = []
         for piece in pieces:
-            (small if piece.nbytes < self.gather_below and piece.source.is_cuda else large).append(piece)
+            (small if piece.nbytes < GATHER_BELOW and piece.source.is_cuda else large).append(piece)
         nbytes = sum(piece.nbytes for piece in pieces)
         if len(self._timed) < TIMED and at_full_speed(pieces):
             begin = self._reach(after)
@@ -229,11 +227,7 @@ class CudaLane:
             return
         first = run[0].at
         nbytes = run[-1].at + run[-1].nbytes - first
-        if self._staging is None or self._staging.numel() < nbytes:
-            # Allocated on this lane's stream and used only there, one run after the other: the
-            # stream's order is all the protection it needs.
-            self._staging = torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self._device)
-        staging = self._staging.untyped_storage()
+        staging = self._staging_for(nbytes).untyped_storage()
         slots, sources = [], []
         for _, at, source, start, size in run:
             # As words of eight, where they divide: the gathering kernel copies element by element.
@@ -245,6 +239,14 @@ class CudaLane:
         if slots:
             torch._foreach_copy_(slots, sources)
         _copy(Piece(run[0].target, first, staging, 0, nbytes))
+
+    def _staging_for(self, nbytes: int) -> torch.Tensor:
+        """HBM to gather in. To be called on the lane's stream."""
+        if self._staging is None or self._staging.numel() < nbytes:
+            # Used only on this lane's stream, one run after the other: the stream's order is all the
+            # protection it needs.
+            self._staging = torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self._device)
+        return self._staging
 
     def close(self) -> None:
         self._stream.synchronize()
