@@ -142,6 +142,7 @@ class Engine:
         self._leaving: dict[Group, None] = {}  # in the order in which their copies end
         self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
         self._order: deque[Group] = deque()
+        self.unsettled = True  # a look at what may come back next could find something new
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
 
     # -------------------------------------------------------------------------------------- out
@@ -246,29 +247,37 @@ class Engine:
             self.prefetch()
 
     def prefetch(self) -> None:
-        """Bring groups back, in order, while the limit allows; read ahead from disk those after them."""
-        if self._order and self.compute.capturing():
-            return
+        """Bring groups back, in order, while the limit allows; read ahead from disk those after them.
+
+        What the engine does not see happen may make room, too: disks, and the program's own memory. It is looked for
+        whenever a group is first or last asked for, and where there are disks at every tensor.
+        """
+        self.unsettled = self.backing.has_disk
+        if self.dead:
+            self.collect()
         while self._order:
             group = self._order[0]
-            if group.state is State.AWAY and group.unused:
-                assert group.parcel is not None
-                if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
-                    break
-                if not self.backing.at_hand(group.parcel):
-                    break
-                if len(self._early) >= self.ahead:
-                    break
-                try:
-                    self._bring(group)
-                except torch.OutOfMemoryError:
-                    break  # nobody needs it yet; by then there may be room
-                self._early[group] = None
+            if group.state is State.AWAY and group.unused and not self._bring_early(group):
+                break
             self._order.popleft()
-        if self.backing.has_disk:
+        if self.backing.has_disk and self._order and not self.compute.capturing():
             for group in islice(self._order, min(READ_AHEAD, self.ahead)):
                 if group.parcel is not None and group.state is State.AWAY and not self.backing.read_ahead(group.parcel):
                     break
+
+    def _bring_early(self, group: Group) -> bool:
+        """Bring a group back before it is asked for, if there is room for it; whether it comes."""
+        assert group.parcel is not None
+        if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
+            return False
+        if len(self._early) >= self.ahead or self.compute.capturing() or not self.backing.at_hand(group.parcel):
+            return False
+        try:
+            self._bring(group)
+        except torch.OutOfMemoryError:
+            return False  # nobody needs it yet; by then there may be room
+        self._early[group] = None
+        return True
 
     def source(self, saved: Saved) -> torch.Tensor | None:
         """The buffer on which `saved` lies, ready for the compute stream; None if it never left.
@@ -289,7 +298,9 @@ class Engine:
                 self._again = group
             self._bring(group)
         assert group.buffer is not None and group.parcel is not None and group.parcel.lent is not None
-        self._early.pop(group, None)
+        if group in self._early:
+            del self._early[group]
+            self.unsettled = True
         stream = self.compute.stream()
         if stream not in group.ready_on:
             self.compute.wait(group.parcel.lent, "h2d", stream)
@@ -305,6 +316,7 @@ class Engine:
             # Whoever asked holds the buffer, or the program's memory, until it is done with it. Should
             # it be asked for again (retain_graph), an AWAY group comes back a second time.
             self._count(group, 0)
+            self.unsettled = True
             if group.state is State.HOME:
                 self._leave_home(group)
 
