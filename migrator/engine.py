@@ -20,7 +20,8 @@ before: that memory may have been in use until there.
 
 References point upwards only. What autograd holds (`hooks.Moved`) refers to a `Saved`, that to its
 group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
-reference count. `Moved.__del__` may run anywhere, also while the engine holds its lock; therefore it
+reference count. All that a graph holds of one group shares a `Claim`, so that the engine hears of a
+group's death once. `Claim.__del__` may run anywhere, also while the engine holds its lock; therefore it
 only appends to `Engine.dead`, and the engine looks there when it is next called.
 """
 
@@ -28,7 +29,9 @@ from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -79,6 +82,24 @@ class Saved:
     offset: int = -1
 
 
+class Claim:
+    """What all saved tensors of a group hold on it; the last of them that dies takes it along."""
+
+    __slots__ = ("__weakref__", "_dead", "_group")
+
+    def __init__(self, group: Group, dead: deque[Group]) -> None:
+        self._group = group
+        self._dead = dead
+
+    def __del__(self) -> None:
+        # May run anywhere, in any thread that holds the interpreter: append is all it does.
+        self._dead.append(self._group)
+
+
+def _nobody() -> None:
+    """A reference to a claim that nobody makes."""
+
+
 @dataclass(eq=False, slots=True)
 class Group:
     """Storages that travel together.
@@ -87,10 +108,12 @@ class Group:
     ----------
     next_use : int
         Groups are brought back in ascending order of it.
-    holders : int
-        Saved tensors of the graph that still refer to the group.
+    claim : weak reference
+        To the claim of the saved tensors that refer to the group, if there are any.
+    claims : int
+        Claims whose death the engine has not heard of. Two, should one be made just after the last died.
     unused : int
-        Of those, how many backward has not asked for yet.
+        Saved tensors that backward has not asked for yet.
     members : list of Saved
         What holds the program's memory on our behalf; empty once it was let go.
     """
@@ -99,7 +122,8 @@ class Group:
     stream: Stream  # of all its members; lets go of their memory, and owns the buffer's
     state: State = State.FILLING
     nbytes: int = 0
-    holders: int = 0
+    claim: Callable[[], Claim | None] = _nobody
+    claims: int = 0
     unused: int = 0
     members: list[Saved] = field(default_factory=list)
     counted: int = 0  # its bytes in Engine.resident
@@ -131,11 +155,11 @@ class Engine:
         self.lap: Lap | None = None  # what the last period took that the device is through with
         self.resident = 0
         self._peak = 0
-        self.alive = 0  # saved tensors that move and are still part of a graph
+        self.alive = 0  # claims: groups that are still part of a graph
         self._stayed = 0
         self._again: Group | None = None  # the last one that came back a second time
         self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
-        self.dead: deque[tuple[Group, bool]] = deque()
+        self.dead: deque[Group] = deque()
         self._out = out
         self._back = back
         self.backing = backing
@@ -160,12 +184,17 @@ class Engine:
         self._in_hbm[group] = None
         return saved
 
-    def hold(self, saved: Saved) -> None:
-        """Take note that the graph holds one more tensor on `saved`."""
+    def hold(self, saved: Saved) -> Claim:
+        """Take note that the graph holds one more tensor on `saved`, and what it is to hold with it."""
         group = saved.group
-        self.alive += 1
-        group.holders += 1
         group.unused += 1
+        claim = group.claim()
+        if claim is None:
+            claim = Claim(group, self.dead)
+            group.claim = weakref.ref(claim)
+            group.claims += 1
+            self.alive += 1
+        return claim
 
     def send(self, group: Group) -> None:
         """Start the group's copy to DRAM.
@@ -346,12 +375,10 @@ class Engine:
     def collect(self) -> None:
         """Forget groups that nobody refers to any more."""
         while self.dead:
-            group, was_used = self.dead.popleft()
+            group = self.dead.popleft()
             self.alive -= 1
-            group.holders -= 1
-            if not was_used:
-                group.unused -= 1
-            if group.holders == 0:
+            group.claims -= 1
+            if group.claims == 0:
                 self._forget(group)
 
     def _forget(self, group: Group) -> None:

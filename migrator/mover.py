@@ -115,8 +115,7 @@ class Mover:
                 group = self._loose_group(stream) if filling is None or engine.over_limit() else filling.group
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
-            engine.hold(saved)
-            moved = Moved(tensor, self, saved, go, record)
+            moved = Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
                 filling.missing -= 1
                 if not filling.missing:

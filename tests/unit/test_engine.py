@@ -26,6 +26,10 @@ from tests.unit.by_hand import HandLane, HandStore, StreamCompute
 NBYTES = 64 * KiB
 
 
+graph: list[Held] = []
+"""All that the graph holds: a test need not."""
+
+
 class Held:
     """A saved tensor, as the graph holds it."""
 
@@ -36,7 +40,8 @@ class Held:
         self.memory = StorageWeakRef(tensor.untyped_storage())
         self.saved = saved or engine.add(group, tensor, 0, tensor.numel())
         self.was_used = False
-        engine.hold(self.saved)
+        self.claim = engine.hold(self.saved)
+        graph.append(self)
 
     def use(self) -> torch.Tensor:
         """Backward asks for it."""
@@ -54,8 +59,8 @@ class Held:
 
     def die(self) -> None:
         """The graph lets go of it; the engine learns of it when it looks."""
-        self.engine.dead.append((self.group, self.was_used))
-        del self.saved
+        graph.remove(self)
+        del self.claim, self.saved
 
 
 class Rig:
@@ -106,6 +111,7 @@ def by_reference_count_alone() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+    graph.clear()
 
 
 @pytest.fixture
