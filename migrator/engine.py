@@ -37,7 +37,6 @@ from itertools import islice
 
 import torch
 
-from allocator.sizes import round_up
 from migrator.actions import Pace
 from migrator.backing import Backing, Parcel
 from migrator.lanes import GATHER_BELOW, SLOT, Compute, Event, Lane, Piece, Stream, whole
@@ -208,11 +207,13 @@ class Engine:
         if group.state is not State.FILLING or not group.members:
             return
         # Large members first, then the small ones side by side, so that the lane can gather those.
-        group.members.sort(key=lambda saved: saved.nbytes < GATHER_BELOW)
+        large = [saved for saved in group.members if saved.nbytes >= GATHER_BELOW]
+        if large:
+            group.members = [*large, *(saved for saved in group.members if saved.nbytes < GATHER_BELOW)]
         offset = 0
         for saved in group.members:
             saved.offset = offset
-            offset = round_up(offset + saved.nbytes, SLOT)
+            offset = -(-(offset + saved.nbytes) // SLOT) * SLOT  # `round_up`, and a third of its time
         parcel = self.backing.new(offset, group.next_use, group.tier)
         assert parcel.block is not None
         block = parcel.block.tensor
@@ -251,7 +252,8 @@ class Engine:
         for saved in group.members:
             # The alias lives on without memory: it still shares the tensor's version counter, and so still
             # tells whether somebody modified in place what was saved.
-            saved.alias.data = self.empty(saved.alias.dtype)
+            alias = saved.alias
+            alias.data = self.empty(alias.dtype)
         group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)
