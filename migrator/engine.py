@@ -39,7 +39,7 @@ import torch
 
 from migrator.actions import Pace
 from migrator.backing import Backing, Parcel
-from migrator.lanes import GATHER_BELOW, SLOT, Compute, Event, Lane, Piece, Stream, whole
+from migrator.lanes import GATHER_BELOW, SLOT, Compute, Lane, Piece, Stream, whole
 from migrator.timing import Lap
 
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
@@ -223,7 +223,7 @@ class Engine:
             for saved in group.members
         ]
         try:
-            parcel.filled = self._out.copy(pieces, (self.compute.mark(group.stream), *parcel.after))
+            parcel.filled = self._out.copy(pieces, parcel.after, group.stream)
         except BaseException:
             self.backing.drop(parcel)
             raise
@@ -355,10 +355,10 @@ class Engine:
         assert group.parcel is not None
         group.stream = self.compute.stream()
         buffer = self.compute.empty(group.parcel.nbytes)
-        after: list[Event] = [self.compute.mark(group.stream)]
-        if group.parcel.filled is not None:
-            after.append(group.parcel.filled)
-        self.backing.lend(group.parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after))
+        after = () if group.parcel.filled is None else (group.parcel.filled,)
+        self.backing.lend(
+            group.parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after, group.stream)
+        )
         group.buffer = buffer  # only now: a trial may go on after a lower tier had no room, and HBM is to be free again
         group.ready_on = []
         group.state = State.HOME

@@ -25,6 +25,7 @@ using Handle = void*;
 
 constexpr unsigned kTimed = 0;  // stalls are told from the times of events
 constexpr Result kNoDriver = 100;
+constexpr Result kNotReady = 600;
 constexpr uint64_t kGap = 512;   // below this between two spans, they follow one another: what alignment costs
 constexpr uint64_t kWord = 16;  // what the gathering kernel reads and writes at a time
 
@@ -149,6 +150,11 @@ Result record(int device, Handle stream, Handle* event) {
     return driver().event_record(*event, stream);
 }
 
+void release(int device, Handle event) {
+    std::lock_guard<std::mutex> guard(lock);
+    devices()[device].events.push_back(event);
+}
+
 Result wait(Handle stream, int count, const Handle* events) {
     for (int k = 0; k < count; ++k) {
         if (Result error = driver().stream_wait(stream, events[k], 0)) return error;
@@ -231,10 +237,7 @@ Result tiers_event_record(int device, Handle stream, Handle* event) {
 }
 
 // Give an event back. Who waits for it already goes on waiting for what it was recorded for.
-void tiers_event_release(int device, Handle event) {
-    std::lock_guard<std::mutex> guard(lock);
-    devices()[device].events.push_back(event);
-}
+void tiers_event_release(int device, Handle event) { release(device, event); }
 
 // 0 if passed, 600 if not yet.
 Result tiers_event_query(int device, Handle event) {
@@ -254,10 +257,15 @@ Result tiers_event_elapsed(int device, Handle start, Handle end, float* millisec
     return within.error ? within.error : driver().event_elapsed(milliseconds, start, end);
 }
 
-// Have `stream` wait for an event.
-Result tiers_stream_wait(int device, Handle stream, Handle event) {
+// Have `stream` wait for an event, and record in `reached` where it had got to; null if the event was passed already.
+Result tiers_stream_follow(int device, Handle stream, Handle event, Handle* reached) {
+    *reached = nullptr;
     Within within(device);
-    return within.error ? within.error : wait(stream, 1, &event);
+    if (within.error) return within.error;
+    const Result passed = driver().event_query(event);
+    if (passed != kNotReady) return passed;
+    if (Result error = record(device, stream, reached)) return error;
+    return wait(stream, 1, &event);
 }
 
 // Have the driver compile the gathering kernel for a device, whose copies use it from then on.
@@ -276,13 +284,20 @@ Result tiers_lane_prepare(int device) {
     return 0;
 }
 
-// Have `lane` wait for `events`, record `begin` (unless it is null), copy every span, and record `done`. Spans smaller
-// than `below` lie in HBM, and are gathered in the `room` bytes at `staging`.
+// Have `lane` wait for `events`, and for all that the stream at `behind` (unless that is null) was given so far, record
+// `begin` (unless it is null), copy every span, and record `done`. Spans smaller than `below` lie in HBM, and are
+// gathered in the `room` bytes at `staging`.
 Result tiers_copy(int device, Handle lane, int count, const Span* spans, uint64_t below, uint64_t staging, uint64_t room,
-                  int waits, const Handle* events, Handle* begin, Handle* done) {
+                  int waits, const Handle* events, const Handle* behind, Handle* begin, Handle* done) {
     Within within(device);
     if (within.error) return within.error;
     if (Result error = wait(lane, waits, events)) return error;
+    if (behind != nullptr) {
+        Handle reached = nullptr;
+        if (Result error = record(device, *behind, &reached)) return error;
+        if (Result error = wait(lane, 1, &reached)) return error;
+        release(device, reached);
+    }
     if (begin != nullptr) {
         if (Result error = record(device, lane, begin)) return error;
     }

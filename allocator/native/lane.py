@@ -82,8 +82,8 @@ class Library:
         self.release.restype = None
         self._record = library.tiers_event_record
         self._record.argtypes = (c_int, c_void_p, POINTER(c_void_p))
-        self._wait = library.tiers_stream_wait
-        self._wait.argtypes = (c_int, c_void_p, c_void_p)
+        self._follow = library.tiers_stream_follow
+        self._follow.argtypes = (c_int, c_void_p, c_void_p, POINTER(c_void_p))
         self._prepare = library.tiers_lane_prepare
         self._prepare.argtypes = (c_int,)
         self._copy = library.tiers_copy
@@ -99,6 +99,7 @@ class Library:
             POINTER(c_void_p),
             POINTER(c_void_p),
             POINTER(c_void_p),
+            POINTER(c_void_p),
         )
 
     def prepare(self, device: int) -> bool:
@@ -111,24 +112,41 @@ class Library:
         _check(self._record(device, stream, byref(handle)))
         return Event(self, device, handle.value or 0)
 
-    def wait(self, device: int, stream: int, event: Event) -> None:
-        """Let `stream` go on only after `event`."""
-        _check(self._wait(device, stream, event.handle))
+    def follow(self, device: int, stream: int, event: Event) -> Event | None:
+        """Let `stream` go on only after `event`; where it had got to, or None if that was passed already."""
+        reached = c_void_p()
+        _check(self._follow(device, stream, event.handle, byref(reached)))
+        return None if reached.value is None else Event(self, device, reached.value)
 
     def copy(
-        self, device: int, lane: int, spans: Spans, after: Sequence[Event], staging: Staging = NO_STAGING
+        self,
+        device: int,
+        lane: int,
+        spans: Spans,
+        after: Sequence[Event],
+        behind: int | None = None,
+        staging: Staging = NO_STAGING,
     ) -> Event:
-        """Copy every span on the stream `lane` once all of `after` have been passed; the event says when it is done."""
+        """Copy every span on the stream `lane`; the event says when it is done.
+
+        Once all of `after` have been passed, and all that the stream `behind` was given so far.
+        """
         done = c_void_p()
-        self._submit(device, lane, spans, after, staging, None, byref(done))
+        self._submit(device, lane, spans, after, behind, staging, None, byref(done))
         return Event(self, device, done.value or 0)
 
     def timed_copy(
-        self, device: int, lane: int, spans: Spans, after: Sequence[Event], staging: Staging = NO_STAGING
+        self,
+        device: int,
+        lane: int,
+        spans: Spans,
+        after: Sequence[Event],
+        behind: int | None = None,
+        staging: Staging = NO_STAGING,
     ) -> tuple[Event, Event]:
         """`copy`, and when it began: an event between the waits and the copies."""
         begin, done = c_void_p(), c_void_p()
-        self._submit(device, lane, spans, after, staging, byref(begin), byref(done))
+        self._submit(device, lane, spans, after, behind, staging, byref(begin), byref(done))
         return Event(self, device, begin.value or 0), Event(self, device, done.value or 0)
 
     def _submit(
@@ -137,13 +155,15 @@ class Library:
         lane: int,
         spans: Spans,
         after: Sequence[Event],
+        behind: int | None,
         staging: Staging,
         begin: Any,
         done: Any,
     ) -> None:
         address, length = spans.buffer_info()
         events = (c_void_p * len(after))(*[event.handle for event in after])
-        _check(self._copy(device, lane, length // 3, address, *staging, len(after), events, begin, done))
+        stream = None if behind is None else byref(c_void_p(behind))
+        _check(self._copy(device, lane, length // 3, address, *staging, len(after), events, stream, begin, done))
 
 
 def load(path: Path = LIBRARY) -> Library | None:

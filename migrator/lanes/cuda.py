@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +43,6 @@ class CudaCompute:
         self._settling = threading.Lock()
         self._ended: TimedEvent | None = None  # where the period before it ended
         self._laps: deque[tuple[TimedEvent | None, TimedEvent, list[_Wait]]] = deque()
-        self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._retries = peaks.retries(device)
         self.waited: list[tuple[TimedEvent, TimedEvent]] | None = None  # what a meter leaves out
         peaks.restart(device)
@@ -57,21 +57,25 @@ class CudaCompute:
         return handle
 
     def mark(self, stream: Stream) -> TimedEvent:
-        return _mark(self._wrapped(stream))
+        return _mark(wrapped(stream))
 
-    def order(self, stream: Stream, event: Event) -> None:
-        """Let `stream` go on only after `event`."""
+    def follow(self, stream: Stream, event: Event) -> TimedEvent | None:
+        """Let `stream` go on only after `event`; where it had got to, or None if that was passed already."""
         assert isinstance(event, torch.cuda.Event)
-        self._wrapped(stream).wait_event(event)
+        if event.query():
+            return None
+        reached = self.mark(stream)
+        wrapped(stream).wait_event(event)
+        return reached
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
-        if event.query():
+        reached = self.follow(stream, event)
+        if reached is None:
             return
-        reached, passed = self.mark(stream), cast("TimedEvent", event)
+        passed = cast("TimedEvent", event)
         self._waits.append((cause, reached, passed))
         if self.waited is not None:
             self.waited.append((reached, passed))
-        self.order(stream, event)
 
     def outlast(self, event: Event, stream: Stream) -> None:
         # What the lane reads from now on is nobody's any more, so it might be overwritten; but not unmapped, as the
@@ -83,14 +87,6 @@ class CudaCompute:
 
     def capturing(self) -> bool:
         return bool(torch._C._cuda_isCurrentStreamCapturing())
-
-    def _wrapped(self, stream: Stream) -> torch.cuda.Stream:
-        wrapped = self._streams.get(stream)
-        if wrapped is None:
-            number, device, kind = cast("tuple[int, int, int]", stream)
-            wrapped = torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind)
-            self._streams[stream] = wrapped
-        return wrapped
 
     def settle(self) -> Lap | None:
         if self.capturing():
@@ -136,6 +132,13 @@ class CudaCompute:
         return torch.cuda.max_memory_reserved(self.device)
 
 
+@functools.cache
+def wrapped(stream: Stream) -> torch.cuda.Stream:
+    """PyTorch's object for a stream."""
+    number, device, kind = cast("tuple[int, int, int]", stream)
+    return torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind)
+
+
 def _over(end: TimedEvent, waits: Iterable[_Wait]) -> bool:
     return end.query() and all(reached.query() and passed.query() for _, reached, passed in waits)
 
@@ -163,7 +166,9 @@ class CudaLane:
         self._staging: torch.Tensor | None = None
         self._timed: deque[tuple[int, TimedEvent, TimedEvent]] = deque()
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> TimedEvent:
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> TimedEvent:
+        if behind is not None:
+            after = (*after, _mark(wrapped(behind)))
         small: list[Piece] = []
         large: list[Piece] = []
         for piece in pieces:

@@ -74,6 +74,22 @@ assert target.raw == b"efghabcd" and done.query() and before.elapsed_time(done) 
     ]
 
 
+def test_a_copy_can_follow_a_stream_without_an_event_of_its_own(built: Path) -> None:
+    program = "library.copy(0, 9, array('Q'), [], 7)"
+    assert asked(built, program)[1:] == ["create 1", "record 1 on 7", "9 waits for 1", "record 1 on 9"]
+
+
+def test_a_stream_that_waits_tells_where_it_had_got_to(built: Path) -> None:
+    program = """
+before = library.record(0, 9)
+assert library.follow(0, 7, before) is None
+unrecorded = lane.Event(library, 0, 63)
+reached = library.follow(0, 7, unrecorded)
+assert reached is not None and reached.query()
+"""
+    assert asked(built, program)[3:] == ["create 2", "record 2 on 7", "7 waits for 63"]
+
+
 def test_a_copy_of_nothing_tells_when_the_waits_are_over(built: Path) -> None:
     program = "before = library.record(0, 7); library.copy(0, 9, array('Q'), [before])"
     assert asked(built, program)[3:] == ["9 waits for 1", "create 2", "record 2 on 9"]
@@ -103,7 +119,7 @@ for nbytes in sizes:
     offsets.append(offset)
     offset = -(-(offset + nbytes) // 512) * 512 + {gap}
 prepared = library.prepare({device})
-library.copy({device}, 9, spans, [], staging)
+library.copy({device}, 9, spans, [], staging=staging)
 for offset, nbytes in zip(offsets, sizes):
     assert ctypes.string_at(at + offset, nbytes) == ctypes.string_at(start + offset + {skew}, nbytes)
 assert prepared is ({device} == 0)
