@@ -174,13 +174,14 @@ class Engine:
         """Put `nbytes` bytes of a tensor's storage, from byte `low` on, into a group that is filling."""
         alias = tensor.detach()
         saved = Saved(group, alias, alias._version, low, nbytes)
+        if not group.counted:
+            self._in_hbm[group] = None
         group.members.append(saved)
         group.nbytes += nbytes
         group.counted += nbytes
         self.resident += nbytes
         if self.resident > self._peak:
             self._peak = self.resident
-        self._in_hbm[group] = None
         return saved
 
     def hold(self, saved: Saved) -> Claim:

@@ -112,7 +112,8 @@ class Mover:
             if saved is None or saved.group.state is State.GONE:
                 # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
                 # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
-                group = self._loose_group(stream) if filling is None or engine.over_limit() else filling.group
+                holds = engine.resident <= engine.limit or not engine.over_limit()
+                group = filling.group if filling is not None and holds else self._loose_group(stream)
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
             moved = Moved(tensor, self, saved, engine.hold(saved), go, record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -38,6 +38,12 @@ class CudaCompute:
 
     def __init__(self, device: torch.device, counters: Counters) -> None:
         self.device = device
+        # PyTorch's own, without a frame of ours around them: both are asked for with every tensor that moves. What
+        # `torch.cuda.current_stream` does with the first takes seven microseconds.
+        self.stream: Callable[[], tuple[int, int, int]] = functools.partial(
+            torch._C._cuda_getCurrentStream, device.index
+        )
+        self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self._counters = counters
         self._waits: list[_Wait] = []  # of the period under way
         self._settling = threading.Lock()
@@ -49,12 +55,6 @@ class CudaCompute:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def stream(self) -> tuple[int, int, int]:
-        # PyTorch's own triple; `torch.cuda.current_stream` takes seven microseconds to wrap it, and this is asked
-        # for with every tensor that moves.
-        handle: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self.device.index)
-        return handle
 
     def mark(self, stream: Stream) -> TimedEvent:
         return _mark(wrapped(stream))
@@ -84,9 +84,6 @@ class CudaCompute:
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         buffer.record_stream(torch.cuda.current_stream(self.device))
-
-    def capturing(self) -> bool:
-        return bool(torch._C._cuda_isCurrentStreamCapturing())
 
     def settle(self) -> Lap | None:
         if self.capturing():
