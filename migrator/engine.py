@@ -282,11 +282,9 @@ class Engine:
         """Bring groups back, in order, while the limit allows; read ahead from disk those after them.
 
         What the engine does not see happen may make room, too: disks, and the program's own memory. It is looked for
-        whenever a group is first or last asked for, and where there are disks at every tensor.
+        whenever a group is first or last asked for, or dies, and where there are disks at every tensor.
         """
         self.unsettled = self.backing.has_disk
-        if self.dead:
-            self.collect()
         while self._order:
             group = self._order[0]
             if group.state is State.AWAY and group.unused and not self._bring_early(group):
@@ -329,6 +327,7 @@ class Engine:
                     self._leave_home(self._again)
                 self._again = group
             self._bring(group)
+            self.unsettled = True
         assert group.buffer is not None and group.parcel is not None and group.parcel.lent is not None
         if group in self._early:
             del self._early[group]
@@ -383,6 +382,7 @@ class Engine:
             group.claims -= 1
             if group.claims == 0:
                 self._forget(group)
+                self.unsettled = True
 
     def _forget(self, group: Group) -> None:
         self._count(group, 0)

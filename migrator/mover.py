@@ -202,6 +202,8 @@ class Mover:
         saved, engine = moved.saved, self.engine
         alias, first = saved.alias, moved.first
         with engine.lock:
+            if engine.dead:
+                engine.collect()
             buffer = engine.source(saved)
             if buffer is None:
                 storage = alias.untyped_storage()

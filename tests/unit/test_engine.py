@@ -52,7 +52,8 @@ class Held:
             if not self.was_used:
                 self.was_used = True
                 engine.used(self.group)
-            engine.prefetch()
+            if engine.unsettled:
+                engine.prefetch()
         if buffer is None:
             return self.saved.alias.detach()
         return buffer[self.saved.offset : self.saved.offset + self.saved.nbytes]
