@@ -53,15 +53,27 @@ class DramBlock:
         As requested.
     tensor
         Flat uint8 CPU tensor of exactly `nbytes`.
-    padded
-        The same memory up to the end of its last page, so that O_DIRECT can transfer a tail rounded to 4 KiB.
     """
 
     nbytes: int
     tensor: torch.Tensor = field(repr=False)  # its text would be its contents
-    padded: torch.Tensor = field(repr=False)
     _mapping: _Mapping = field(repr=False)
     _extent: Extent
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        return self.tensor.data_ptr()
+
+    @property
+    def room(self) -> int:
+        """Bytes to the end of its last page."""
+        return self._extent.nbytes
+
+    @property
+    def padded(self) -> torch.Tensor:
+        """The same memory up to the end of its last page, so that O_DIRECT can transfer a tail rounded to 4 KiB."""
+        return self._mapping.memory[self._extent.offset : self._extent.end]
 
 
 class DramArena:
@@ -223,8 +235,8 @@ class DramArena:
                 if extent is not None:
                     self._used += extent.nbytes
                     self._peak = max(self._peak, self._used)
-                    padded = mapping.memory[extent.offset : extent.end]
-                    return DramBlock(nbytes, padded[:nbytes], padded, mapping, extent)
+                    tensor = mapping.memory.narrow(0, extent.offset, nbytes)
+                    return DramBlock(nbytes, tensor, mapping, extent)
         return None
 
     def _tend(self) -> float | None:

@@ -27,7 +27,7 @@ from benchmarks import workloads
 from migrator import devices
 from migrator.counters import Counters
 from migrator.hooks import Saver
-from migrator.lanes import Event, Piece
+from migrator.lanes import Event, Piece, Stream
 from migrator.lanes.host import HostEvent
 from migrator.transfers import Transfer
 
@@ -74,7 +74,7 @@ class IdleLane:
         self._done = HostEvent()
         self._done.set()
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
         return self._done
 
     def over(self, since: Event) -> list[Transfer]:

@@ -26,6 +26,7 @@ from migrator.counters import Counters
 from migrator.lanes import Event
 
 ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
+GUARDS = 64  # guards to keep before those are looked for that may go: each look asks the device
 DISK_THREADS = 2  # per direction: while one waits for a copy or a result, the other keeps the store busy
 
 
@@ -140,19 +141,21 @@ class Backing:
         """Place `parcel` in `block`; the copies that must be over before the block is written to."""
         parcel.block = block
         self._in_dram[parcel] = None
-        self._guards = [guard for guard in self._guards if not guard[2].query()]
-        start = block.padded.data_ptr()
-        end = start + block.padded.numel()
-        return tuple(event for low, high, event in self._guards if low < end and start < high)
+        if len(self._guards) >= GUARDS:
+            self._guards = [guard for guard in self._guards if not guard[2].query()]
+        if not self._guards:
+            return ()
+        start = block.address
+        end = start + block.room
+        return tuple(event for low, high, event in self._guards if low < end and start < high and not event.query())
 
     def _free_block(self, parcel: Parcel) -> bool:
         block = parcel.block
         if block is None:
             return False
-        start = block.padded.data_ptr()
-        for event in (parcel.filled, parcel.lent):
-            if event is not None and not event.query():
-                self._guards.append((start, start + block.padded.numel(), event))
+        last = parcel.lent or parcel.filled  # what is copied out was waited for until it had been copied in
+        if last is not None and not last.query():
+            self._guards.append((block.address, block.address + block.room, last))
         self._in_dram.pop(parcel, None)
         parcel.block = None
         self._dram.free(block)
@@ -218,8 +221,9 @@ class Backing:
     def _reap(self) -> bool:
         """Give back blocks that no disk request uses any more; whether there was one."""
         reaped = False
-        for parcel in [p for p in self._in_dram if p.writing and p.writing.done()]:
-            reaped |= self._written(parcel)
+        if self.has_disk:
+            for parcel in [p for p in self._in_dram if p.writing and p.writing.done()]:
+                reaped |= self._written(parcel)
         for parcel in [p for p in self._dropped if not p.on_disk_lane()]:
             self._dropped.remove(parcel)
             reaped |= self._free_block(parcel)

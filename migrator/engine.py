@@ -20,7 +20,8 @@ before: that memory may have been in use until there.
 
 References point upwards only. What autograd holds (`hooks.Moved`) refers to a `Saved`, that to its
 group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
-reference count. `Moved.__del__` may run anywhere, also while the engine holds its lock; therefore it
+reference count. All that a graph holds of one group shares a `Claim`, so that the engine hears of a
+group's death once. `Claim.__del__` may run anywhere, also while the engine holds its lock; therefore it
 only appends to `Engine.dead`, and the engine looks there when it is next called.
 """
 
@@ -28,16 +29,17 @@ from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
 
-from allocator.sizes import round_up
 from migrator.actions import Pace
 from migrator.backing import Backing, Parcel
-from migrator.lanes import GATHER_BELOW, SLOT, Compute, Event, Lane, Piece, Stream, whole
+from migrator.lanes import GATHER_BELOW, SLOT, Compute, Lane, Piece, Stream, whole
 from migrator.timing import Lap
 
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
@@ -79,6 +81,24 @@ class Saved:
     offset: int = -1
 
 
+class Claim:
+    """What all saved tensors of a group hold on it; the last of them that dies takes it along."""
+
+    __slots__ = ("__weakref__", "_dead", "_group")
+
+    def __init__(self, group: Group, dead: deque[Group]) -> None:
+        self._group = group
+        self._dead = dead
+
+    def __del__(self) -> None:
+        # May run anywhere, in any thread that holds the interpreter: append is all it does.
+        self._dead.append(self._group)
+
+
+def _nobody() -> None:
+    """A reference to a claim that nobody makes."""
+
+
 @dataclass(eq=False, slots=True)
 class Group:
     """Storages that travel together.
@@ -87,10 +107,12 @@ class Group:
     ----------
     next_use : int
         Groups are brought back in ascending order of it.
-    holders : int
-        Saved tensors of the graph that still refer to the group.
+    claim : weak reference
+        To the claim of the saved tensors that refer to the group, if there are any.
+    claims : int
+        Claims whose death the engine has not heard of. Two, should one be made just after the last died.
     unused : int
-        Of those, how many backward has not asked for yet.
+        Saved tensors that backward has not asked for yet.
     members : list of Saved
         What holds the program's memory on our behalf; empty once it was let go.
     """
@@ -99,7 +121,8 @@ class Group:
     stream: Stream  # of all its members; lets go of their memory, and owns the buffer's
     state: State = State.FILLING
     nbytes: int = 0
-    holders: int = 0
+    claim: Callable[[], Claim | None] = _nobody
+    claims: int = 0
     unused: int = 0
     members: list[Saved] = field(default_factory=list)
     counted: int = 0  # its bytes in Engine.resident
@@ -132,17 +155,18 @@ class Engine:
         self.resident = 0
         self.used_up = 0  # bytes that left `resident` at their last use, when somebody begins to work with them
         self._peak = 0
-        self.alive = 0  # saved tensors that move and are still part of a graph
+        self.alive = 0  # claims: groups that are still part of a graph
         self._stayed = 0
         self._again: Group | None = None  # the last one that came back a second time
         self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
-        self.dead: deque[tuple[Group, bool]] = deque()
+        self.dead: deque[Group] = deque()
         self._out = out
         self._back = back
         self.backing = backing
         self._leaving: dict[Group, None] = {}  # in the order in which their copies end
         self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
         self._order: deque[Group] = deque()
+        self.unsettled = True  # a look at what may come back next could find something new
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
 
     # -------------------------------------------------------------------------------------- out
@@ -151,21 +175,27 @@ class Engine:
         """Put `nbytes` bytes of a tensor's storage, from byte `low` on, into a group that is filling."""
         alias = tensor.detach()
         saved = Saved(group, alias, alias._version, low, nbytes)
+        if not group.counted:
+            self._in_hbm[group] = None
         group.members.append(saved)
         group.nbytes += nbytes
         group.counted += nbytes
         self.resident += nbytes
         if self.resident > self._peak:
             self._peak = self.resident
-        self._in_hbm[group] = None
         return saved
 
-    def hold(self, saved: Saved) -> None:
-        """Take note that the graph holds one more tensor on `saved`."""
+    def hold(self, saved: Saved) -> Claim:
+        """Take note that the graph holds one more tensor on `saved`, and what it is to hold with it."""
         group = saved.group
-        self.alive += 1
-        group.holders += 1
         group.unused += 1
+        claim = group.claim()
+        if claim is None:
+            claim = Claim(group, self.dead)
+            group.claim = weakref.ref(claim)
+            group.claims += 1
+            self.alive += 1
+        return claim
 
     def send(self, group: Group) -> None:
         """Start the group's copy to DRAM.
@@ -179,11 +209,13 @@ class Engine:
         if group.state is not State.FILLING or not group.members:
             return
         # Large members first, then the small ones side by side, so that the lane can gather those.
-        group.members.sort(key=lambda saved: saved.nbytes < GATHER_BELOW)
+        large = [saved for saved in group.members if saved.nbytes >= GATHER_BELOW]
+        if large:
+            group.members = [*large, *(saved for saved in group.members if saved.nbytes < GATHER_BELOW)]
         offset = 0
         for saved in group.members:
             saved.offset = offset
-            offset = round_up(offset + saved.nbytes, SLOT)
+            offset = -(-(offset + saved.nbytes) // SLOT) * SLOT  # `round_up`, and a third of its time
         parcel = self.backing.new(offset, group.next_use, group.tier)
         assert parcel.block is not None
         block = parcel.block.tensor
@@ -193,7 +225,7 @@ class Engine:
             for saved in group.members
         ]
         try:
-            parcel.filled = self._out.copy(pieces, (self.compute.mark(group.stream), *parcel.after))
+            parcel.filled = self._out.copy(pieces, parcel.after, group.stream)
         except BaseException:
             self.backing.drop(parcel)
             raise
@@ -222,7 +254,8 @@ class Engine:
         for saved in group.members:
             # The alias lives on without memory: it still shares the tensor's version counter, and so still
             # tells whether somebody modified in place what was saved.
-            saved.alias.data = self.empty(saved.alias.dtype)
+            alias = saved.alias
+            alias.data = self.empty(alias.dtype)
         group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)
@@ -247,29 +280,35 @@ class Engine:
             self.prefetch()
 
     def prefetch(self) -> None:
-        """Bring groups back, in order, while the limit allows; read ahead from disk those after them."""
-        if self._order and self.compute.capturing():
-            return
+        """Bring groups back, in order, while the limit allows; read ahead from disk those after them.
+
+        What the engine does not see happen may make room, too: disks, and the program's own memory. It is looked for
+        whenever a group is first or last asked for, or dies, and where there are disks at every tensor.
+        """
+        self.unsettled = self.backing.has_disk
         while self._order:
             group = self._order[0]
-            if group.state is State.AWAY and group.unused:
-                assert group.parcel is not None
-                if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
-                    break
-                if not self.backing.at_hand(group.parcel):
-                    break
-                if len(self._early) >= self.ahead:
-                    break
-                try:
-                    self._bring(group)
-                except torch.OutOfMemoryError:
-                    break  # nobody needs it yet; by then there may be room
-                self._early[group] = None
+            if group.state is State.AWAY and group.unused and not self._bring_early(group):
+                break
             self._order.popleft()
-        if self.backing.has_disk:
+        if self.backing.has_disk and self._order and not self.compute.capturing():
             for group in islice(self._order, min(READ_AHEAD, self.ahead)):
                 if group.parcel is not None and group.state is State.AWAY and not self.backing.read_ahead(group.parcel):
                     break
+
+    def _bring_early(self, group: Group) -> bool:
+        """Bring a group back before it is asked for, if there is room for it; whether it comes."""
+        assert group.parcel is not None
+        if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
+            return False
+        if len(self._early) >= self.ahead or self.compute.capturing() or not self.backing.at_hand(group.parcel):
+            return False
+        try:
+            self._bring(group)
+        except torch.OutOfMemoryError:
+            return False  # nobody needs it yet; by then there may be room
+        self._early[group] = None
+        return True
 
     def source(self, saved: Saved) -> torch.Tensor | None:
         """The buffer on which `saved` lies, ready for the compute stream; None if it never left.
@@ -289,8 +328,11 @@ class Engine:
                     self._leave_home(self._again)
                 self._again = group
             self._bring(group)
+            self.unsettled = True
         assert group.buffer is not None and group.parcel is not None and group.parcel.lent is not None
-        self._early.pop(group, None)
+        if group in self._early:
+            del self._early[group]
+            self.unsettled = True
         stream = self.compute.stream()
         if stream not in group.ready_on:
             self.compute.wait(group.parcel.lent, "h2d", stream)
@@ -307,6 +349,7 @@ class Engine:
             # it be asked for again (retain_graph), an AWAY group comes back a second time.
             self.used_up += group.counted
             self._count(group, 0)
+            self.unsettled = True
             if group.state is State.HOME:
                 self._leave_home(group)
 
@@ -314,10 +357,10 @@ class Engine:
         assert group.parcel is not None
         group.stream = self.compute.stream()
         buffer = self.compute.empty(group.parcel.nbytes)
-        after: list[Event] = [self.compute.mark(group.stream)]
-        if group.parcel.filled is not None:
-            after.append(group.parcel.filled)
-        self.backing.lend(group.parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after))
+        after = () if group.parcel.filled is None else (group.parcel.filled,)
+        self.backing.lend(
+            group.parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after, group.stream)
+        )
         group.buffer = buffer  # only now: a trial may go on after a lower tier had no room, and HBM is to be free again
         group.ready_on = []
         group.state = State.HOME
@@ -336,13 +379,12 @@ class Engine:
     def collect(self) -> None:
         """Forget groups that nobody refers to any more."""
         while self.dead:
-            group, was_used = self.dead.popleft()
+            group = self.dead.popleft()
             self.alive -= 1
-            group.holders -= 1
-            if not was_used:
-                group.unused -= 1
-            if group.holders == 0:
+            group.claims -= 1
+            if group.claims == 0:
                 self._forget(group)
+                self.unsettled = True
 
     def _forget(self, group: Group) -> None:
         self._count(group, 0)

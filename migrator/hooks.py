@@ -26,7 +26,7 @@ from migrator.packed import Moved, Packed, check, keep, modified
 from migrator.recorder import Record
 from migrator.regions import Regions
 from migrator.remake import note
-from migrator.sites import Modules
+from migrator.sites import Modules, Node
 from migrator.storages import is_plain
 
 if TYPE_CHECKING:
@@ -217,23 +217,24 @@ class Saver:
         if action is not None and action.pace is not None:
             action.mover.engine.born(action.pace)
         if self.recording or self._searching:
-            return self._pack_noting(tensor, f"{node.path}:{number}", action)
+            return self._pack_noting(tensor, node, number, action)
         if action is not None and action.stays:
             if action.enter:
                 action.mover.engine.entered(action.enter)
             alias = tensor.detach()
             return (alias, alias._version, action, None)
-        return self._move(tensor, f"{node.path}:{number}", action)
+        return self._move(tensor, node, number, action)
 
-    def _pack_noting(self, tensor: Tensor, key: str, action: Action | None) -> Packed:
+    def _pack_noting(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
         """Pack as ever, and remember with the node that made the tensor what became of it; try its formula."""
         packed: Packed
+        key = f"{node.path}:{number}"
         if isinstance(action, Stay):
             if action.enter:
                 action.mover.engine.entered(action.enter)
             packed = keep(tensor, action, self._record(action.mover, key, tensor))
         else:
-            packed = self._move(tensor, key, action)
+            packed = self._move(tensor, node, number, action)
         if self.recording:
             self._observer.prepare(tensor, key, packed)
         note(tensor, packed)
@@ -258,7 +259,9 @@ class Saver:
                 if stay.leave:
                     stay.mover.engine.left(stay.leave)
             return alias if record is None else record.compare(alias, self._peek)
-        check(packed)
+        source = packed.saved if isinstance(packed, Moved) else packed.made
+        if source.alias._version != source.version:
+            raise modified(source.alias, packed.dtype, packed.size, source.version)
         if not self.in_backward:
             self._turn()
         if packed.record is not None:
@@ -295,17 +298,19 @@ class Saver:
         known = None if storage is None else mover.storages.find(tensor, storage, tensor._version)
         return mover.recorder.save(key, known, self.modules.here.kind)
 
-    def _move(self, tensor: Tensor, key: str, go: Action | None) -> Packed:
+    def _move(self, tensor: Tensor, node: Node[Action], number: int, go: Action | None) -> Packed:
         mover = go.mover if go is not None else self._mover(tensor.device)
         if mover is None or mover.engine.compute.capturing():
             return keep(tensor)  # a CUDA graph replays addresses: nothing of it may move
         storage = self._movable(tensor, planned=go is not None)
+        if type(go) is Go and storage is not None and mover.recorder is None:
+            return mover.take(tensor, storage, "", go)
+        key = f"{node.path}:{number}"
         if storage is None:
             return keep(tensor, None, self._record(mover, key, tensor))
-        kind = self.modules.here.kind
         if type(go) is Make:
-            return mover.drop(tensor, storage, key, go, self._observer.origins(go.verified.epsilon), kind)
-        return mover.take(tensor, storage, key, go if type(go) is Go else None, kind)
+            return mover.drop(tensor, storage, key, go, self._observer.origins(go.verified.epsilon), node.kind)
+        return mover.take(tensor, storage, key, go if type(go) is Go else None, node.kind)
 
     def _mover(self, device: torch.device) -> Mover | None:
         if device not in self.movers:

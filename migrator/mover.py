@@ -99,22 +99,27 @@ class Mover:
         engine = self.engine
         with engine.lock:
             known = self.storages.find(tensor, storage, tensor._version)
-            record = None if self.recorder is None else self.recorder.save(key, known, kind)
+            recorder = self.recorder
+            record = None if recorder is None else recorder.save(key, known, kind)
             # A group takes members of one stream only: its copy waits for that one, and that one lets go of
             # their memory.
             stream = engine.compute.stream()
-            filling = self._filling(go.group, stream) if go is not None else None
-            if filling is None and self.recorder is None:
+            filling = None
+            if go is not None:
+                filling = self._open.get((go.group, stream))
+                if filling is None or filling.group.state is State.GONE:
+                    filling = self._filling(go.group, stream)
+            elif recorder is None:
                 self._unforeseen = True
             saved = known.saved
             if saved is None or saved.group.state is State.GONE:
                 # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
                 # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
-                group = self._loose_group(stream) if filling is None or engine.over_limit() else filling.group
+                holds = engine.resident <= engine.limit or not engine.over_limit()
+                group = filling.group if filling is not None and holds else self._loose_group(stream)
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
-            engine.hold(saved)
-            moved = Moved(tensor, self, saved, go, record)
+            moved = Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
                 filling.missing -= 1
                 if not filling.missing:
@@ -132,12 +137,13 @@ class Mover:
         return group
 
     def _filling(self, planned: PageGroup, stream: Stream) -> _Open:
+        """What is open for a planned group; opened if it is not, or if all that was in it died too early."""
         filling = self._open.get((planned, stream))
         if filling is None:
             self._opened.add(planned)
             filling = _Open(planned, _planned_group(planned, stream), len(planned.sites))
             self._open[planned, stream] = filling
-        elif filling.group.state is State.GONE:  # all that was in it died before it was complete
+        else:
             filling.group = _planned_group(planned, stream)
         return filling
 
@@ -197,20 +203,22 @@ class Mover:
             If the disk does not give back what was written.
         """
         saved, engine = moved.saved, self.engine
+        alias, first = saved.alias, moved.first
         with engine.lock:
             if engine.dead:
                 engine.collect()
-            buffer, first = engine.source(saved), moved.first
+            buffer = engine.source(saved)
             if buffer is None:
-                storage = saved.alias.untyped_storage()
+                storage = alias.untyped_storage()
             else:
                 storage = buffer.untyped_storage()
                 first += (saved.offset - saved.low) // moved.dtype.itemsize
             if count and not moved.was_used:
                 moved.was_used = True
                 engine.used(saved.group)
-            engine.prefetch()
-        return view(saved.alias, storage, moved.dtype, first, moved.size, moved.stride)
+            if engine.unsettled:
+                engine.prefetch()
+        return view(alias, storage, moved.dtype, first, moved.size, moved.stride)
 
     # ---------------------------------------------------------------------------------- periods
 

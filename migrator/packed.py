@@ -1,19 +1,18 @@
 """What the graph holds in place of a saved tensor, and the check that its version is still the one that was saved.
 
-What stays is packed as a tuple, which costs least; what moves as a `Moved`, whose death is noticed; what is made again
-as a `Dropped`. Each holds an alias that shares the tensor's version counter.
+What stays is packed as a tuple, which costs least; what moves as a `Moved`, which lays claim to its group; what is made
+again as a `Dropped`. Each holds an alias that shares the tensor's version counter.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from migrator.actions import Go, Stay
-from migrator.engine import Group, Saved
+from migrator.engine import Claim, Saved
 from migrator.remake import Dropped
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ class Moved:
 
     __slots__ = (
         "__weakref__",
-        "dead",
+        "_claim",
         "dtype",
         "first",
         "go",
@@ -38,7 +37,10 @@ class Moved:
         "was_used",
     )
 
-    def __init__(self, tensor: Tensor, mover: Mover, saved: Saved, go: Go | None, record: Record | None):
+    def __init__(
+        self, tensor: Tensor, mover: Mover, saved: Saved, claim: Claim, go: Go | None, record: Record | None
+    ) -> None:
+        self._claim = claim
         self.mover = mover
         self.go = go
         self.saved = saved
@@ -48,11 +50,6 @@ class Moved:
         self.stride = tensor.stride()
         self.first = int(tensor.storage_offset())  # in elements
         self.was_used = False
-        self.dead: deque[tuple[Group, bool]] = mover.engine.dead
-
-    def __del__(self) -> None:
-        # May run anywhere, in any thread that holds the interpreter: append is all it does.
-        self.dead.append((self.saved.group, self.was_used))
 
 
 Kept: TypeAlias = "tuple[Tensor, int, Stay | None, Record | None]"

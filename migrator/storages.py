@@ -35,12 +35,21 @@ class Known:
         Where it moves, if it does.
     made : weak reference or None
         How it is made again, if it is dropped.
+    before : Known or None
+        The one of the same storage that was found before it.
     """
 
-    __slots__ = ("base", "cdata", "high", "ident", "low", "made", "saved", "version")
+    __slots__ = ("base", "before", "cdata", "high", "ident", "low", "made", "saved", "version")
 
     def __init__(
-        self, ident: int, low: int, high: int, base: torch.Tensor, version: int, storage: torch.UntypedStorage
+        self,
+        ident: int,
+        low: int,
+        high: int,
+        base: torch.Tensor,
+        version: int,
+        storage: torch.UntypedStorage,
+        before: Known | None,
     ) -> None:
         self.ident = ident
         self.low = low
@@ -50,6 +59,7 @@ class Known:
         self.cdata: int = storage._weak_ref()  # type: ignore[assignment]
         self.saved: Saved | None = None
         self.made: weakref.ref[Made] | None = None
+        self.before = before
 
     def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
         free(self.cdata)
@@ -66,7 +76,7 @@ class Storages:
     """The storages that a period has saved so far."""
 
     def __init__(self) -> None:
-        self._known: dict[int, list[Known]] = {}
+        self._known: dict[int, Known] = {}  # by address, the last that was found there
         self._count = 0
         self._sweep_at = SWEEP
 
@@ -79,36 +89,33 @@ class Storages:
         base = tensor._base
         if base is None:
             base = tensor
-        low, high = _reach(tensor, storage.nbytes())
+        nbytes = storage.nbytes()
+        low, high = (0, nbytes) if tensor.nbytes == nbytes else _reach(tensor, nbytes)
         key = storage._cdata
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = []
-        for entry in known:
+        entry = last = self._known.get(key)
+        while entry is not None:
             # Another version is other content: a storage saved before and after an in-place operation
             # (ReLU(inplace=True) on a normalisation's output) is two.
             if entry.version == version and entry.low <= low and high <= entry.high and entry.base() is base:
                 return entry
-        entry = Known(self._count, low, high, base, version, storage)
+            entry = entry.before
+        entry = self._known[key] = Known(self._count, low, high, base, version, storage, last)
         self._count += 1
-        known.append(entry)
         return entry
 
     def _sweep(self) -> None:
         """Forget storages that are freed: nobody can save them again."""
-        alive = {key: known for key, known in self._known.items() if not known[0].freed()}
+        alive = {key: known for key, known in self._known.items() if not known.freed()}
         self._known = alive
         self._sweep_at = max(SWEEP, 2 * len(alive))
 
 
 def _reach(tensor: torch.Tensor, nbytes: int) -> tuple[int, int]:
-    """The bytes of a storage of `nbytes` to move for a tensor: its span, or all if that is half of them or more.
+    """The bytes of a storage of `nbytes` to move for a part of it: its span, or all if that is half of them or more.
 
     Views of one storage often interleave (the parts of a fused projection): all of it moves once, then.
     """
     size = tensor.itemsize
-    if tensor.numel() * size == nbytes:
-        return 0, nbytes
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     low = int(tensor.storage_offset()) * size
     high = low + elements * size

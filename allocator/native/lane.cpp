@@ -1,16 +1,22 @@
 // Copies of one page group on one lane, in one call: what PyTorch would take tens of calls from Python for.
 //
+// Small spans of HBM are gathered by one kernel and leave as one copy. A copy of its own costs each of them more of the
+// host's time, and more of the link's, than its bytes do.
+//
 // Streams and events are the driver's own handles, as integers; devices are PyTorch's indices. The driver is opened when
 // it is first asked for, so that the library builds and loads where there is none. Events belong to a pool here: to make
 // one costs more than to record it. Every function returns 0 or the driver's error code, and may be called in any thread.
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <vector>
+
+#include "gather.h"
 
 namespace {
 
@@ -19,6 +25,9 @@ using Handle = void*;
 
 constexpr unsigned kTimed = 0;  // stalls are told from the times of events
 constexpr Result kNoDriver = 100;
+constexpr Result kNotReady = 600;
+constexpr uint64_t kGap = 512;   // below this between two spans, they follow one another: what alignment costs
+constexpr uint64_t kWord = 16;  // what the gathering kernel reads and writes at a time
 
 struct Driver {
     Result (*device_get)(int*, int);
@@ -32,6 +41,9 @@ struct Driver {
     Result (*event_elapsed)(float*, Handle, Handle);
     Result (*stream_wait)(Handle, Handle, unsigned);
     Result (*copy)(uint64_t, uint64_t, size_t, Handle);
+    Result (*load_module)(Handle*, const void*);
+    Result (*get_function)(Handle*, Handle, const char*);
+    Result (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**, void**);
     bool found = false;
 };
 
@@ -55,7 +67,10 @@ Driver open_driver() {
               look_up(library, "cuEventSynchronize", d.event_synchronize) &&
               look_up(library, "cuEventElapsedTime", d.event_elapsed) &&
               look_up(library, "cuStreamWaitEvent", d.stream_wait) &&
-              look_up(library, "cuMemcpyAsync", d.copy);
+              look_up(library, "cuMemcpyAsync", d.copy) &&
+              look_up(library, "cuModuleLoadData", d.load_module) &&
+              look_up(library, "cuModuleGetFunction", d.get_function) &&
+              look_up(library, "cuLaunchKernel", d.launch);
     return d;
 }
 
@@ -69,6 +84,7 @@ std::mutex lock;
 // What is kept per device, from its first use to the end of the process: nobody could say when to give it back.
 struct Device {
     Handle context = nullptr;
+    Handle gather = nullptr;     // the kernel
     std::vector<Handle> events;  // recorded by nobody
 };
 
@@ -134,9 +150,74 @@ Result record(int device, Handle stream, Handle* event) {
     return driver().event_record(*event, stream);
 }
 
+void release(int device, Handle event) {
+    std::lock_guard<std::mutex> guard(lock);
+    devices()[device].events.push_back(event);
+}
+
 Result wait(Handle stream, int count, const Handle* events) {
     for (int k = 0; k < count; ++k) {
         if (Result error = driver().stream_wait(stream, events[k], 0)) return error;
+    }
+    return 0;
+}
+
+struct Span {
+    uint64_t target, source, nbytes;
+};
+
+// Where small spans are gathered: HBM that only this lane touches, so the order of its stream is all the protection
+// it needs.
+struct Staging {
+    Handle kernel;
+    uint64_t address, nbytes;
+    uint64_t below;  // spans smaller than this are small
+};
+
+// How many spans from the first on, `count` of them at most, are small and follow one another, and fit.
+int run_length(const Span* spans, int count, const Staging& staging) {
+    const Span& first = spans[0];
+    uint64_t end = first.target;
+    int length = 0;
+    for (; length < std::min(count, kBatch); ++length) {
+        const Span& span = spans[length];
+        if (span.nbytes >= staging.below || span.source % kWord || (span.target - first.target) % kWord) break;
+        if (span.target < end || span.target - end >= kGap) break;
+        end = span.target + span.nbytes;
+        if (end - first.target > staging.nbytes) break;
+    }
+    return length;
+}
+
+Result gather(Handle lane, const Span* spans, int count, const Staging& staging) {
+    GatherBatch batch;
+    batch.target = staging.address;
+    const Span& first = spans[0];
+    uint64_t largest = 0;
+    for (int k = 0; k < count; ++k) {
+        const Span& span = spans[k];
+        batch.spans[k] = {span.source, static_cast<uint32_t>(span.target - first.target),
+                          static_cast<uint32_t>(span.nbytes)};
+        largest = std::max(largest, span.nbytes);
+    }
+    const uint64_t turns = (largest + kThreads * kWord - 1) / (kThreads * kWord);
+    const unsigned blocks = static_cast<unsigned>(std::min<uint64_t>(kBlocks, turns));
+    void* parameters[] = {&batch};
+    if (Result error = driver().launch(staging.kernel, blocks, static_cast<unsigned>(count), 1, kThreads, 1, 1, 0, lane,
+                                       parameters, nullptr)) {
+        return error;
+    }
+    const Span& last = spans[count - 1];
+    return driver().copy(first.target, staging.address, last.target + last.nbytes - first.target, lane);
+}
+
+Result copy_all(Handle lane, const Span* spans, int count, const Staging& staging) {
+    for (int k = 0; k < count;) {
+        const int length = staging.kernel == nullptr ? 0 : run_length(spans + k, count - k, staging);
+        const Result error = length > 1 ? gather(lane, spans + k, length, staging)
+                                        : driver().copy(spans[k].target, spans[k].source, spans[k].nbytes, lane);
+        if (error) return error;
+        k += std::max(length, 1);
     }
     return 0;
 }
@@ -156,10 +237,7 @@ Result tiers_event_record(int device, Handle stream, Handle* event) {
 }
 
 // Give an event back. Who waits for it already goes on waiting for what it was recorded for.
-void tiers_event_release(int device, Handle event) {
-    std::lock_guard<std::mutex> guard(lock);
-    devices()[device].events.push_back(event);
-}
+void tiers_event_release(int device, Handle event) { release(device, event); }
 
 // 0 if passed, 600 if not yet.
 Result tiers_event_query(int device, Handle event) {
@@ -179,21 +257,56 @@ Result tiers_event_elapsed(int device, Handle start, Handle end, float* millisec
     return within.error ? within.error : driver().event_elapsed(milliseconds, start, end);
 }
 
-// Have `stream` wait for an event.
-Result tiers_stream_wait(int device, Handle stream, Handle event) {
+// Have `stream` wait for an event, and record in `reached` where it had got to; null if the event was passed already.
+Result tiers_stream_follow(int device, Handle stream, Handle event, Handle* reached) {
+    *reached = nullptr;
     Within within(device);
-    return within.error ? within.error : wait(stream, 1, &event);
+    if (within.error) return within.error;
+    const Result passed = driver().event_query(event);
+    if (passed != kNotReady) return passed;
+    if (Result error = record(device, stream, reached)) return error;
+    return wait(stream, 1, &event);
 }
 
-// Have `lane` wait for `events`, copy every piece, and record `done`.
-Result tiers_copy(int device, Handle lane, int pieces, const uint64_t* target, const uint64_t* source,
-                  const uint64_t* nbytes, int waits, const Handle* events, Handle* done) {
+// Have the driver compile the gathering kernel for a device, whose copies use it from then on.
+Result tiers_lane_prepare(int device) {
+    Within within(device);
+    if (within.error) return within.error;
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        if (devices()[device].gather != nullptr) return 0;
+    }
+    Handle module = nullptr, kernel = nullptr;
+    if (Result error = driver().load_module(&module, kGather)) return error;
+    if (Result error = driver().get_function(&kernel, module, "tiers_gather")) return error;
+    std::lock_guard<std::mutex> guard(lock);
+    devices()[device].gather = kernel;
+    return 0;
+}
+
+// Have `lane` wait for `events`, and for all that the stream at `behind` (unless that is null) was given so far, record
+// `begin` (unless it is null), copy every span, and record `done`. Spans smaller than `below` lie in HBM, and are
+// gathered in the `room` bytes at `staging`.
+Result tiers_copy(int device, Handle lane, int count, const Span* spans, uint64_t below, uint64_t staging, uint64_t room,
+                  int waits, const Handle* events, const Handle* behind, Handle* begin, Handle* done) {
     Within within(device);
     if (within.error) return within.error;
     if (Result error = wait(lane, waits, events)) return error;
-    for (int k = 0; k < pieces; ++k) {
-        if (Result error = driver().copy(target[k], source[k], nbytes[k], lane)) return error;
+    if (behind != nullptr) {
+        Handle reached = nullptr;
+        if (Result error = record(device, *behind, &reached)) return error;
+        if (Result error = wait(lane, 1, &reached)) return error;
+        release(device, reached);
     }
+    if (begin != nullptr) {
+        if (Result error = record(device, lane, begin)) return error;
+    }
+    Handle kernel = nullptr;
+    if (below) {
+        std::lock_guard<std::mutex> guard(lock);
+        kernel = devices()[device].gather;
+    }
+    if (Result error = copy_all(lane, spans, count, {kernel, staging, room, below})) return error;
     return record(device, lane, done);
 }
 

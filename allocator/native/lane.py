@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_float, c_int, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 LIBRARY = Path(__file__).with_name("libtiers_lane.so")
 """Where the build puts it. By hand: ``g++ -std=c++17 -O2 -shared -fPIC lane.cpp -o libtiers_lane.so -ldl``."""
 
 NOT_READY = 600
 
-Span = tuple[int, int, int]
-"""Address to copy to, address to copy from, bytes."""
+Spans: TypeAlias = "array[int]"
+"""An ``array("Q")`` of three numbers a span: address to copy to, address to copy from, bytes."""
+
+
+class Staging(NamedTuple):
+    """Where spans of HBM smaller than `below` bytes are gathered that follow one another in their target."""
+
+    below: int
+    address: int
+    nbytes: int
+
+
+NO_STAGING = Staging(0, 0, 0)
 
 
 class DriverError(RuntimeError):
@@ -69,20 +82,29 @@ class Library:
         self.release.restype = None
         self._record = library.tiers_event_record
         self._record.argtypes = (c_int, c_void_p, POINTER(c_void_p))
-        self._wait = library.tiers_stream_wait
-        self._wait.argtypes = (c_int, c_void_p, c_void_p)
+        self._follow = library.tiers_stream_follow
+        self._follow.argtypes = (c_int, c_void_p, c_void_p, POINTER(c_void_p))
+        self._prepare = library.tiers_lane_prepare
+        self._prepare.argtypes = (c_int,)
         self._copy = library.tiers_copy
         self._copy.argtypes = (
             c_int,
             c_void_p,
             c_int,
-            POINTER(c_uint64),
-            POINTER(c_uint64),
-            POINTER(c_uint64),
+            c_void_p,
+            c_uint64,
+            c_uint64,
+            c_uint64,
             c_int,
             POINTER(c_void_p),
             POINTER(c_void_p),
+            POINTER(c_void_p),
+            POINTER(c_void_p),
         )
+
+    def prepare(self, device: int) -> bool:
+        """Make the gathering kernel ready; False where the driver cannot compile it, and nothing is gathered."""
+        return not self._prepare(device)
 
     def record(self, device: int, stream: int) -> Event:
         """The end of everything that `stream` was given so far."""
@@ -90,30 +112,58 @@ class Library:
         _check(self._record(device, stream, byref(handle)))
         return Event(self, device, handle.value or 0)
 
-    def wait(self, device: int, stream: int, event: Event) -> None:
-        """Let `stream` go on only after `event`."""
-        _check(self._wait(device, stream, event.handle))
+    def follow(self, device: int, stream: int, event: Event) -> Event | None:
+        """Let `stream` go on only after `event`; where it had got to, or None if that was passed already."""
+        reached = c_void_p()
+        _check(self._follow(device, stream, event.handle, byref(reached)))
+        return None if reached.value is None else Event(self, device, reached.value)
 
-    def copy(self, device: int, lane: int, spans: Sequence[Span], after: Sequence[Event]) -> Event:
-        """Copy every span on the stream `lane` once all of `after` have been passed; the event says when it is done."""
-        numbers = c_uint64 * len(spans)
-        targets, sources, sizes = zip(*spans, strict=True) if spans else ((), (), ())
-        events = (c_void_p * len(after))(*[event.handle for event in after])
+    def copy(
+        self,
+        device: int,
+        lane: int,
+        spans: Spans,
+        after: Sequence[Event],
+        behind: int | None = None,
+        staging: Staging = NO_STAGING,
+    ) -> Event:
+        """Copy every span on the stream `lane`; the event says when it is done.
+
+        Once all of `after` have been passed, and all that the stream `behind` was given so far.
+        """
         done = c_void_p()
-        _check(
-            self._copy(
-                device,
-                lane,
-                len(spans),
-                numbers(*targets),
-                numbers(*sources),
-                numbers(*sizes),
-                len(after),
-                events,
-                byref(done),
-            )
-        )
+        self._submit(device, lane, spans, after, behind, staging, None, byref(done))
         return Event(self, device, done.value or 0)
+
+    def timed_copy(
+        self,
+        device: int,
+        lane: int,
+        spans: Spans,
+        after: Sequence[Event],
+        behind: int | None = None,
+        staging: Staging = NO_STAGING,
+    ) -> tuple[Event, Event]:
+        """`copy`, and when it began: an event between the waits and the copies."""
+        begin, done = c_void_p(), c_void_p()
+        self._submit(device, lane, spans, after, behind, staging, byref(begin), byref(done))
+        return Event(self, device, begin.value or 0), Event(self, device, done.value or 0)
+
+    def _submit(
+        self,
+        device: int,
+        lane: int,
+        spans: Spans,
+        after: Sequence[Event],
+        behind: int | None,
+        staging: Staging,
+        begin: Any,
+        done: Any,
+    ) -> None:
+        address, length = spans.buffer_info()
+        events = (c_void_p * len(after))(*[event.handle for event in after])
+        stream = None if behind is None else byref(c_void_p(behind))
+        _check(self._copy(device, lane, length // 3, address, *staging, len(after), events, stream, begin, done))
 
 
 def load(path: Path = LIBRARY) -> Library | None:

@@ -31,6 +31,10 @@ GATHER_BELOW = 1 * MiB  # a plain copy of this size reaches 90% of the link; bel
 TIMED = 32  # copies between two calls of `Lane.over`: enough to tell, and few enough to cost nothing
 
 
+Stream = Hashable
+"""One of the program's streams."""
+
+
 class Piece(NamedTuple):
     """Bytes to copy: `nbytes` of them from byte `start` of `source` to byte `at` of `target`.
 
@@ -75,8 +79,11 @@ class Event(Protocol):
 class Lane(Protocol):
     """One direction of one link."""
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> Event:
-        """Copy every piece once all events of `after` have been passed; the event says when it is done."""
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> Event:
+        """Copy every piece once all events of `after` have been passed; the event says when it is done.
+
+        And once the program's stream `behind`, if there is one, is through with all that it was given so far.
+        """
 
     def over(self, since: Event) -> list[Transfer]:
         """Copies that ended since this was last called, as far as they were timed; times count from `since`.
@@ -87,10 +94,6 @@ class Lane(Protocol):
 
     def close(self) -> None:
         """Wait for what was submitted and end."""
-
-
-Stream = Hashable
-"""One of the program's streams."""
 
 
 class Meter(Protocol):

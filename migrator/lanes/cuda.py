@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -38,13 +38,18 @@ class CudaCompute:
 
     def __init__(self, device: torch.device, counters: Counters, lap: Callable[[], int] | None = None) -> None:
         self.device = device
-        self.lap = partial(peaks.lap, device) if lap is None else lap
+        self.lap = functools.partial(peaks.lap, device) if lap is None else lap
+        # PyTorch's own, without a frame of ours around them: both are asked for with every tensor that moves. What
+        # `torch.cuda.current_stream` does with the first takes seven microseconds.
+        self.stream: Callable[[], tuple[int, int, int]] = functools.partial(
+            torch._C._cuda_getCurrentStream, device.index
+        )
+        self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self._counters = counters
         self._waits: list[_Wait] = []  # of the period under way
         self._settling = threading.Lock()
         self._ended: TimedEvent | None = None  # where the period before it ended
         self._laps: deque[tuple[TimedEvent | None, TimedEvent, list[_Wait]]] = deque()
-        self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._retries = peaks.retries(device)
         self.waited: list[tuple[TimedEvent, TimedEvent]] | None = None  # what a meter leaves out
         peaks.restart(device)
@@ -52,28 +57,26 @@ class CudaCompute:
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def stream(self) -> tuple[int, int, int]:
-        # PyTorch's own triple; `torch.cuda.current_stream` takes seven microseconds to wrap it, and this is asked
-        # for with every tensor that moves.
-        handle: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self.device.index)
-        return handle
-
     def mark(self, stream: Stream) -> TimedEvent:
-        return _mark(self._wrapped(stream))
+        return _mark(wrapped(stream))
 
-    def order(self, stream: Stream, event: Event) -> None:
-        """Let `stream` go on only after `event`."""
+    def follow(self, stream: Stream, event: Event) -> TimedEvent | None:
+        """Let `stream` go on only after `event`; where it had got to, or None if that was passed already."""
         assert isinstance(event, torch.cuda.Event)
-        self._wrapped(stream).wait_event(event)
+        if event.query():
+            return None
+        reached = self.mark(stream)
+        wrapped(stream).wait_event(event)
+        return reached
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
-        if event.query():
+        reached = self.follow(stream, event)
+        if reached is None:
             return
-        reached, passed = self.mark(stream), cast("TimedEvent", event)
+        passed = cast("TimedEvent", event)
         self._waits.append((cause, reached, passed))
         if self.waited is not None:
             self.waited.append((reached, passed))
-        self.order(stream, event)
 
     def outlast(self, event: Event, stream: Stream) -> None:
         # What the lane reads from now on is nobody's any more, so it might be overwritten; but not unmapped, as the
@@ -82,17 +85,6 @@ class CudaCompute:
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         buffer.record_stream(torch.cuda.current_stream(self.device))
-
-    def capturing(self) -> bool:
-        return bool(torch._C._cuda_isCurrentStreamCapturing())
-
-    def _wrapped(self, stream: Stream) -> torch.cuda.Stream:
-        wrapped = self._streams.get(stream)
-        if wrapped is None:
-            number, device, kind = cast("tuple[int, int, int]", stream)
-            wrapped = torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind)
-            self._streams[stream] = wrapped
-        return wrapped
 
     def settle(self) -> Lap | None:
         if self.capturing():
@@ -138,6 +130,13 @@ class CudaCompute:
         return torch.cuda.max_memory_reserved(self.device)
 
 
+@functools.cache
+def wrapped(stream: Stream) -> torch.cuda.Stream:
+    """PyTorch's object for a stream."""
+    number, device, kind = cast("tuple[int, int, int]", stream)
+    return torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind)
+
+
 def _over(end: TimedEvent, waits: Iterable[_Wait]) -> bool:
     return end.query() and all(reached.query() and passed.query() for _, reached, passed in waits)
 
@@ -157,8 +156,6 @@ def _set_stream(stream: tuple[int, int, int]) -> None:
 class CudaLane:
     """A CUDA stream made once. Small pieces that leave are gathered on the GPU and go as one DMA."""
 
-    gather_below = GATHER_BELOW
-
     def __init__(self, device: torch.device, name: str, counters: Counters) -> None:
         self._stream = torch.cuda.Stream(device)
         self._device = device
@@ -167,11 +164,13 @@ class CudaLane:
         self._staging: torch.Tensor | None = None
         self._timed: deque[tuple[int, TimedEvent, TimedEvent]] = deque()
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> TimedEvent:
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> TimedEvent:
+        if behind is not None:
+            after = (*after, _mark(wrapped(behind)))
         small: list[Piece] = []
         large: list[Piece] = []
         for piece in pieces:
-            (small if piece.nbytes < self.gather_below and piece.source.is_cuda else large).append(piece)
+            (small if piece.nbytes < GATHER_BELOW and piece.source.is_cuda else large).append(piece)
         nbytes = sum(piece.nbytes for piece in pieces)
         if len(self._timed) < TIMED and at_full_speed(pieces):
             begin = self._reach(after)
@@ -231,11 +230,7 @@ class CudaLane:
             return
         first = run[0].at
         nbytes = run[-1].at + run[-1].nbytes - first
-        if self._staging is None or self._staging.numel() < nbytes:
-            # Allocated on this lane's stream and used only there, one run after the other: the
-            # stream's order is all the protection it needs.
-            self._staging = torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self._device)
-        staging = self._staging.untyped_storage()
+        staging = self._staging_for(nbytes).untyped_storage()
         slots, sources = [], []
         for _, at, source, start, size in run:
             # As words of eight, where they divide: the gathering kernel copies element by element.
@@ -247,6 +242,14 @@ class CudaLane:
         if slots:
             torch._foreach_copy_(slots, sources)
         _copy(Piece(run[0].target, first, staging, 0, nbytes))
+
+    def _staging_for(self, nbytes: int) -> torch.Tensor:
+        """HBM to gather in. To be called on the lane's stream."""
+        if self._staging is None or self._staging.numel() < nbytes:
+            # Used only on this lane's stream, one run after the other: the stream's order is all the
+            # protection it needs.
+            self._staging = torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self._device)
+        return self._staging
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -122,7 +122,7 @@ class HostLane:
         self._thread = threading.Thread(target=self._run, name=f"tiers-{name}", daemon=True)
         self._thread.start()
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
         done = HostEvent()
         self._counters.moved[self._name] += sum(piece.nbytes for piece in pieces)
         with self._closing:

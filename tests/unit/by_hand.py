@@ -30,11 +30,13 @@ class HandLane:
     def __init__(self) -> None:
         self.jobs: deque[tuple[Sequence[Piece], Sequence[Event], HostEvent]] = deque()
         self.copies = 0
+        self.followed: list[Stream] = []
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
         done = HostEvent()
         self.jobs.append((pieces, after, done))
         self.copies += 1
+        self.followed.append(behind)
         return done
 
     def run(self) -> None:

@@ -32,6 +32,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 START = """
 import ctypes, sys
+from array import array
 from pathlib import Path
 from allocator.native import lane
 library = lane.load(Path(sys.argv[1]) / "liblane.so")
@@ -58,7 +59,7 @@ def test_a_copy_waits_then_copies_then_records(built: Path) -> None:
 source, target = ctypes.create_string_buffer(b"abcdefgh", 8), ctypes.create_string_buffer(8)
 before = library.record(0, 7)
 at, start = ctypes.addressof(target), ctypes.addressof(source)
-done = library.copy(0, 9, [(at, start + 4, 4), (at + 4, start, 4)], [before])
+done = library.copy(0, 9, array("Q", [at, start + 4, 4, at + 4, start, 4]), [before])
 assert target.raw == b"efghabcd" and done.query() and before.elapsed_time(done) == 1
 """
     assert asked(built, program) == [
@@ -73,9 +74,102 @@ assert target.raw == b"efghabcd" and done.query() and before.elapsed_time(done) 
     ]
 
 
+def test_a_copy_can_follow_a_stream_without_an_event_of_its_own(built: Path) -> None:
+    program = "library.copy(0, 9, array('Q'), [], 7)"
+    assert asked(built, program)[1:] == ["create 1", "record 1 on 7", "9 waits for 1", "record 1 on 9"]
+
+
+def test_a_stream_that_waits_tells_where_it_had_got_to(built: Path) -> None:
+    program = """
+before = library.record(0, 9)
+assert library.follow(0, 7, before) is None
+unrecorded = lane.Event(library, 0, 63)
+reached = library.follow(0, 7, unrecorded)
+assert reached is not None and reached.query()
+"""
+    assert asked(built, program)[3:] == ["create 2", "record 2 on 7", "7 waits for 63"]
+
+
 def test_a_copy_of_nothing_tells_when_the_waits_are_over(built: Path) -> None:
-    program = "before = library.record(0, 7); library.copy(0, 9, [], [before])"
+    program = "before = library.record(0, 7); library.copy(0, 9, array('Q'), [before])"
     assert asked(built, program)[3:] == ["9 waits for 1", "create 2", "record 2 on 9"]
+
+
+def test_a_copy_that_is_timed_begins_when_the_waits_are_over(built: Path) -> None:
+    program = "before = library.record(0, 7); library.timed_copy(0, 9, array('Q', [0, 0, 0]), [before])"
+    assert asked(built, program)[3:] == [
+        "9 waits for 1",
+        "create 2",
+        "record 2 on 9",
+        "copy 0 on 9",
+        "create 3",
+        "record 3 on 9",
+    ]
+
+
+GATHER = """
+sizes = {sizes}
+source, target = ctypes.create_string_buffer(1 << 20), ctypes.create_string_buffer(1 << 20)
+start, at = (-(-ctypes.addressof(buffer) // 512) * 512 for buffer in (source, target))
+ctypes.memmove(start, bytes(k * k % 251 for k in range(1 << 19)), 1 << 19)
+staging = lane.Staging(4096, (-(-start // 512) + 1024) * 512, {room})
+spans, offsets, offset = array("Q"), [], 0
+for nbytes in sizes:
+    spans.extend((at + offset, start + offset + {skew}, nbytes))
+    offsets.append(offset)
+    offset = -(-(offset + nbytes) // 512) * 512 + {gap}
+prepared = library.prepare({device})
+library.copy({device}, 9, spans, [], staging=staging)
+for offset, nbytes in zip(offsets, sizes):
+    assert ctypes.string_at(at + offset, nbytes) == ctypes.string_at(start + offset + {skew}, nbytes)
+assert prepared is ({device} == 0)
+"""
+
+
+def gathered(
+    built: Path, sizes: list[int], *, room: int = 1 << 19, skew: int = 0, gap: int = 0, device: int = 0
+) -> list[str]:
+    """What the driver is asked to copy for spans of these sizes, side by side in their target."""
+    program = GATHER.format(sizes=sizes, room=room, skew=skew, gap=gap, device=device)
+    return [line for line in asked(built, program) if line.startswith(("gather", "copy"))]
+
+
+def test_small_spans_side_by_side_are_gathered_and_leave_as_one(built: Path) -> None:
+    assert gathered(built, [8192, 100, 1000, 17]) == [
+        "copy 8192 on 9",
+        "gather 3 on 9, 1 blocks of 256 each",
+        "copy 1553 on 9",
+    ]
+
+
+def test_one_small_span_alone_is_not_gathered(built: Path) -> None:
+    assert gathered(built, [8192, 100]) == ["copy 8192 on 9", "copy 100 on 9"]
+
+
+def test_what_does_not_lie_side_by_side_is_not_gathered(built: Path) -> None:
+    assert gathered(built, [100, 200], gap=512) == ["copy 100 on 9", "copy 200 on 9"]
+
+
+def test_what_is_not_aligned_to_the_kernels_words_is_not_gathered(built: Path) -> None:
+    assert gathered(built, [100, 200], skew=8) == ["copy 100 on 9", "copy 200 on 9"]
+
+
+def test_what_exceeds_the_staging_leaves_in_several_runs(built: Path) -> None:
+    copied = gathered(built, [512, 512, 512, 512], room=1024)
+    assert copied == ["gather 2 on 9, 1 blocks of 256 each", "copy 1024 on 9"] * 2
+
+
+def test_what_exceeds_a_launch_leaves_in_several_runs(built: Path) -> None:
+    assert [line.split(",")[0] for line in gathered(built, [16] * 130)] == [
+        "gather 128 on 9",
+        f"copy {127 * 512 + 16} on 9",
+        "gather 2 on 9",
+        "copy 528 on 9",
+    ]
+
+
+def test_where_the_driver_cannot_compile_the_kernel_each_span_is_a_copy(built: Path) -> None:
+    assert gathered(built, [100, 200], device=1) == ["copy 100 on 9", "copy 200 on 9"]
 
 
 def test_events_come_from_a_pool_of_their_device(built: Path) -> None:
@@ -105,7 +199,7 @@ def test_another_device_is_visited_and_left(built: Path) -> None:
 
 def test_what_the_driver_refuses_is_an_exception_that_names_its_error(built: Path) -> None:
     program = """
-for refused in (lambda: library.copy(0, 9, [(1, 1, 13)], []), lambda: library.record(5, 7)):
+for refused in (lambda: library.copy(0, 9, array("Q", [1, 1, 13]), []), lambda: library.record(5, 7)):
     try:
         refused()
     except lane.DriverError as error:
@@ -127,3 +221,12 @@ def test_without_the_library_or_the_driver_there_is_none(built: Path, tmp_path: 
     )
     if not Path("/dev/nvidiactl").exists():
         assert done.stdout == "None\n"
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="no assembler for GPUs")
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_100"])
+def test_the_gathering_kernel_assembles(tmp_path: Path, architecture: str) -> None:
+    header = (ROOT / "allocator" / "native" / "gather.h").read_text()
+    kernel = tmp_path / "gather.ptx"
+    kernel.write_text(header.split('R"ptx(\n')[1].split(')ptx"')[0])
+    subprocess.run(["ptxas", f"-arch={architecture}", str(kernel), "-o", str(kernel.with_suffix(".cubin"))], check=True)
