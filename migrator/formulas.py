@@ -11,8 +11,7 @@ Whether a formula gives the same bits is not decided here: see `migrator.trials`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,8 +23,7 @@ Run = Callable[[Sequence[Tensor]], Tensor]
 AddAndClamp = Callable[[Sequence[Tensor], Tensor, bool], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Formula:
+class Formula(NamedTuple):
     """An operation, or several, over packed tensors.
 
     Attributes

@@ -66,6 +66,7 @@ class Saver:
         self._afresh = False  # the period is recorded as if there were no plans
         self._ident = threading.get_ident()
         self._searching = False  # some formula of the plans needs to know which node made what was saved
+        self._noted: dict[str, set[int]] = {}  # numbers of the sites that such formulas find, by module
         self.in_backward = False  # backward has asked for something in this period
         self.steps_before = 0  # optimizer steps made before the period began
         self._period = 0
@@ -161,7 +162,12 @@ class Saver:
         self.actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
         planned = [action for of in self.actions.values() for action in of]
         self._whole = tuple(regions)
-        self._searching = any(isinstance(action, Make) and action.verified.searched for action in planned)
+        verified = [action.verified for action in planned if isinstance(action, Make)]
+        self._searching = any(one.searched for one in verified)
+        self._noted = {}
+        for key in frozenset[str]().union(*(one.found for one in verified)):
+            path, _, number = key.rpartition(":")
+            self._noted.setdefault(path, set()).add(int(number))
 
     def _forget_dead_forward(self) -> None:
         """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
@@ -209,6 +215,7 @@ class Saver:
             node.period = self._period
             node.count = 0
             node.actions = () if self._afresh else self.actions.get(node.path, ())
+            node.noted = self._noted.get(node.path, ())
         if node.of_inputs and not tensor.numel():
             return keep(tensor)
         number = node.count
@@ -216,16 +223,21 @@ class Saver:
         action = node.actions[number] if number < len(node.actions) else None
         if action is not None and action.pace is not None:
             action.mover.engine.born(action.pace)
-        if self.recording or self._searching:
-            return self._pack_noting(tensor, node, number, action)
+        if self.recording:
+            return self._pack_recorded(tensor, node, number, action)
+        packed: Packed
         if action is not None and action.stays:
             if action.enter:
                 action.mover.engine.entered(action.enter)
             alias = tensor.detach()
-            return (alias, alias._version, action, None)
-        return self._move(tensor, node, number, action)
+            packed = (alias, alias._version, action, None)
+        else:
+            packed = self._move(tensor, node, number, action)
+        if number in node.noted:
+            note(tensor, packed)
+        return packed
 
-    def _pack_noting(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
+    def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
         """Pack as ever, and remember with the node that made the tensor what became of it; try its formula."""
         packed: Packed
         key = f"{node.path}:{number}"
@@ -235,9 +247,8 @@ class Saver:
             packed = keep(tensor, action, self._record(action.mover, key, tensor))
         else:
             packed = self._move(tensor, node, number, action)
-        if self.recording:
-            self._observer.prepare(tensor, key, packed)
-        note(tensor, packed)
+        self._observer.prepare(tensor, key, packed)
+        note(tensor, packed, key)
         record = packed[3] if isinstance(packed, tuple) else packed.record
         if record is not None:
             record.recorder.resume()

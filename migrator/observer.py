@@ -90,7 +90,7 @@ class Observer:
             if what is not None and inputs is not None:
                 if trials.knows(ident, key, base, what, inputs):
                     return
-                verified = Verified(what.name, source.told, layout(base), source.searched, 0.0)
+                verified = Verified(what.name, source.told, layout(base), source.searched, frozenset(source.found), 0.0)
                 first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
                 record.trials.append(Trial(ident, what, verified, inputs, base.size(), base.stride(), first, nbytes))
             if epsilon is None and (what is not None or not source.asked):

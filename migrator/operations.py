@@ -6,7 +6,6 @@ Whether that gives the same bits is not decided here: see `migrator.trials`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ def _of_two(run: Callable[[Tensor, Tensor], Tensor]) -> Build:
 def _relu(node: Any, operands: Operands) -> Formula | None:
     x = operands.input(0)
     made = operands.join(torch.relu, x)
-    return replace(made, run=x.clamped) if made and x and x.clamped else made
+    return made._replace(run=x.clamped) if made and x and x.clamped else made
 
 
 def _sum(node: Any, operands: Operands) -> Formula | None:
@@ -53,7 +52,7 @@ def _sum(node: Any, operands: Operands) -> Formula | None:
     def at_once(values: Sequence[Tensor], clamp: bool) -> Tensor:
         return added(values[:cut], other(values[cut:]), clamp)
 
-    return replace(made, run=lambda values: at_once(values, False), clamped=lambda values: at_once(values, True))
+    return made._replace(run=lambda values: at_once(values, False), clamped=lambda values: at_once(values, True))
 
 
 def _with_affine(operands: Operands, run: Callable[..., Any], k: int | None, *saved: Formula | None) -> Formula | None:
@@ -133,7 +132,7 @@ def _elementwise(given: Formula, epsilon: float) -> Formula:
         x, *affine = arguments(values)
         return fused.normalise(x, affine, epsilon, addend=addend, clamp=clamp)
 
-    return replace(given, run=run, clamped=lambda values: run(values, None, True), added=run)
+    return given._replace(run=run, clamped=lambda values: run(values, None, True), added=run)
 
 
 def _on_gpu(node: Any) -> bool:

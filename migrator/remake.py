@@ -43,6 +43,8 @@ class Verified(NamedTuple):
         Of what it made.
     searched : bool
         Whether it needs to know which saved tensor came from which node, or the versions of parameters.
+    found : frozenset of str
+        Sites of the saved tensors that it takes because of the node that made them.
     seconds : float
         What it took on the device.
     """
@@ -51,6 +53,7 @@ class Verified(NamedTuple):
     epsilon: float | None
     layout: tuple[Any, ...]
     searched: bool
+    found: frozenset[str]
     seconds: float
 
 
@@ -194,6 +197,7 @@ class Origins:
         self._began = began
         self._epsilon = epsilon
         self.searched = False  # for what a node made
+        self.found: set[str] = set()  # and the sites at which that was saved
         self.asked = False  # for an epsilon
         self.told: float | None = None  # what the answer was
 
@@ -220,9 +224,12 @@ class Origins:
         entry = node.metadata.get(_ORIGIN)
         if entry is None or entry[0] != output:
             return None
-        _, ref, rest = entry
+        _, ref, rest, key = entry
         found = ref()
-        return found if rest is None or found is None else (found, *rest)
+        if found is None:
+            return None
+        self.found.add(key)
+        return found if rest is None else (found, *rest)
 
     def leaf(self, tensor: Tensor) -> Any:
         """Pack a parameter that is as it was when the forward began."""
@@ -236,13 +243,13 @@ class Origins:
         return self.told
 
 
-def note(tensor: Tensor, packed: Any) -> None:
-    """Remember with the node that made `tensor` what was packed of it, without keeping that alive."""
+def note(tensor: Tensor, packed: Any, key: str = "") -> None:
+    """Remember with the node that made `tensor` what was packed of it and at which site, without keeping it alive."""
     node: Any = tensor.grad_fn
     if node is not None:
         kept = type(packed) is tuple
         ref = weakref.ref(packed[0] if kept else packed)
-        node.metadata[_ORIGIN] = (tensor.output_nr, ref, packed[1:] if kept else None)
+        node.metadata[_ORIGIN] = (tensor.output_nr, ref, packed[1:] if kept else None, key)
 
 
 def note_epsilon(module: Any, output: Any) -> None:

@@ -7,7 +7,7 @@ called by no other module) by themselves, so no program has to name its model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -32,6 +32,8 @@ class Node(Generic[Action]):
         Tensors it has saved in that period.
     actions : sequence
         What the plan says of each, by number; shorter than the sites when some were not foreseen.
+    noted : collection of int
+        Numbers of those that formulas find by the node that made them.
     of_inputs : bool
         Whether it stands for what a checkpoint saves of its own. Empty tensors are not counted there: some versions
         of PyTorch's checkpoint save one before the inputs.
@@ -43,6 +45,7 @@ class Node(Generic[Action]):
     period: int = -1
     count: int = 0
     actions: Sequence[Action | None] = ()
+    noted: Collection[int] = ()
     unnamed: dict[str, Node[Action]] = field(default_factory=dict)
 
 

@@ -28,6 +28,8 @@ constexpr Result kNoDriver = 100;
 constexpr Result kNotReady = 600;
 constexpr uint64_t kGap = 512;   // below this between two spans, they follow one another: what alignment costs
 constexpr uint64_t kWord = 16;  // what the gathering kernel reads and writes at a time
+// Bytes a copy: with both directions busy, 16 MiB at a time gave 100 GB/s on an H100 where 256 MiB in one gave 95.
+constexpr uint64_t kChunk = uint64_t{16} << 20;
 
 struct Driver {
     Result (*device_get)(int*, int);
@@ -211,11 +213,18 @@ Result gather(Handle lane, const Span* spans, int count, const Staging& staging)
     return driver().copy(first.target, staging.address, last.target + last.nbytes - first.target, lane);
 }
 
+Result copy(Handle lane, const Span& span) {
+    for (uint64_t at = 0; at < span.nbytes; at += kChunk) {
+        const uint64_t nbytes = std::min(kChunk, span.nbytes - at);
+        if (Result error = driver().copy(span.target + at, span.source + at, nbytes, lane)) return error;
+    }
+    return 0;
+}
+
 Result copy_all(Handle lane, const Span* spans, int count, const Staging& staging) {
     for (int k = 0; k < count;) {
         const int length = staging.kernel == nullptr ? 0 : run_length(spans + k, count - k, staging);
-        const Result error = length > 1 ? gather(lane, spans + k, length, staging)
-                                        : driver().copy(spans[k].target, spans[k].source, spans[k].nbytes, lane);
+        const Result error = length > 1 ? gather(lane, spans + k, length, staging) : copy(lane, spans[k]);
         if (error) return error;
         k += std::max(length, 1);
     }

@@ -7,6 +7,7 @@ the CPU is faster than they are.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,7 +26,12 @@ from allocator.nvme.stripe import Stripe
 from allocator.nvme.volume import Volume
 from allocator.sizes import GiB, MiB, round_up
 
-_SUMMING_THREADS = 4  # each sums up more than 10 GB/s
+_SUMMING_THREADS = 8  # or half of the cores: with four, sums held reads of 26 GB/s up by a quarter; with eight, by 9%
+
+
+def _summing_threads() -> int:
+    return max(1, min(_SUMMING_THREADS, len(os.sched_getaffinity(0)) // 2))
+
 
 Arrived = Callable[[int, int], None]
 """Told the first byte and the bytes of each part of a block that has come back and was checked."""
@@ -112,7 +118,7 @@ class NvmeStore:
             raise
         self._takes_device_memory = all(volume.backend.device_memory for volume in self._volumes)
         self._drives = RequestPool(depth, "nvme")
-        self._sums = RequestPool(_SUMMING_THREADS, "checksum") if checksum else None
+        self._sums = RequestPool(_summing_threads(), "checksum") if checksum else None
 
     @property
     def capacity(self) -> int:

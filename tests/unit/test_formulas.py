@@ -137,6 +137,18 @@ def test_a_parameter_that_has_changed_is_no_input() -> None:
     assert find(made, source) is None
 
 
+def test_a_search_tells_the_sites_that_it_found() -> None:
+    packer = Packer()
+    with packer.on():
+        x = X.clone().requires_grad_() * 1
+        other = x * 2
+        graphs.append(other.square())
+        note(other, (other.detach(), 0), "Model.block:3")
+        source = packer.source()
+        assert find(torch.relu(other), source) is not None
+    assert source.found == {"Model.block:3"}
+
+
 def test_a_formula_outlives_the_nodes_it_was_found_by() -> None:
     packer = Packer()
     with packer.on():

@@ -142,6 +142,17 @@ def test_small_spans_side_by_side_are_gathered_and_leave_as_one(built: Path) -> 
     ]
 
 
+def test_a_large_span_leaves_in_parts(built: Path) -> None:
+    program = """
+source, target = (ctypes.create_string_buffer(40 << 20) for _ in range(2))
+ctypes.memset(source, 7, 40 << 20)
+library.copy(0, 9, array("Q", [ctypes.addressof(target), ctypes.addressof(source), 40 << 20]), [])
+assert target.raw == source.raw
+"""
+    copied = [line for line in asked(built, program) if line.startswith("copy")]
+    assert copied == ["copy 16777216 on 9", "copy 16777216 on 9", "copy 8388608 on 9"]
+
+
 def test_one_small_span_alone_is_not_gathered(built: Path) -> None:
     assert gathered(built, [8192, 100]) == ["copy 8192 on 9", "copy 100 on 9"]
 
