@@ -143,10 +143,11 @@ def test_a_search_tells_the_sites_that_it_found() -> None:
         x = X.clone().requires_grad_() * 1
         other = x * 2
         graphs.append(other.square())
-        note(other, (other.detach(), 0), "Model.block:3")
+        note(other, packed := (other.detach(), 0), "Model.block:3")
         source = packer.source()
         assert find(torch.relu(other), source) is not None
     assert source.found == {"Model.block:3"}
+    assert packed[1] == 0  # held until here, as by the graph
 
 
 def test_a_formula_outlives_the_nodes_it_was_found_by() -> None:

@@ -96,12 +96,16 @@ def test_a_copy_of_nothing_tells_when_the_waits_are_over(built: Path) -> None:
 
 
 def test_a_copy_that_is_timed_begins_when_the_waits_are_over(built: Path) -> None:
-    program = "before = library.record(0, 7); library.timed_copy(0, 9, array('Q', [0, 0, 0]), [before])"
+    program = """
+before, bytes_ = library.record(0, 7), ctypes.create_string_buffer(16)
+at = ctypes.addressof(bytes_)
+library.timed_copy(0, 9, array("Q", [at + 8, at, 8]), [before])
+"""
     assert asked(built, program)[3:] == [
         "9 waits for 1",
         "create 2",
         "record 2 on 9",
-        "copy 0 on 9",
+        "copy 8 on 9",
         "create 3",
         "record 3 on 9",
     ]
