@@ -19,7 +19,7 @@ from migrator import devices, mover, runtime
 from migrator.backoff import LEAST_GROUPS, Response
 from migrator.counters import Counters
 from migrator.engine import EVERY
-from migrator.lanes import Event, Piece, at_full_speed, flat
+from migrator.lanes import Event, Piece, Stream, at_full_speed, flat
 from migrator.lanes.host import HostEvent
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import Plan, make_plan
@@ -70,7 +70,7 @@ class ScriptedLane:
         self._free = 0.0
         self._over: list[Transfer] = []
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> HostEvent:
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
         for event in after:
             event.synchronize()
         for target, at, source, start, size in pieces:
