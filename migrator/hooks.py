@@ -124,7 +124,7 @@ class Saver:
             # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
             self._root, self._fixed = weakref.ref(module), None
             if self.recording or self._searching:
-                self._observer.forward_begins(module)
+                self._observer.forward_begins(module, recording=self.recording)
             self._root_begins(self, module)
         self.modules.enter(module)
         if self.recording and module._modules and self.modules.inside and self._may_recompute():

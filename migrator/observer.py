@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -44,13 +45,20 @@ class Observer:
         self._is_ours = is_ours
         self._began = NO_FORWARD  # PyTorch's number of the first node of the forward under way
         self._versions: dict[int, int] = {}  # of parameters, when it began
+        self._parameters: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]] | None] = (
+            weakref.WeakKeyDictionary()
+        )  # of each root, as they were when it was recorded last; None where some are sharded
 
-    def forward_begins(self, root: nn.Module) -> None:
+    def forward_begins(self, root: nn.Module, *, recording: bool) -> None:
         """An outermost module's forward begins."""
-        # Sharded parameters lose their memory between the forward and the backward of their module.
-        sharded = any(weights.is_sharded(child) for child in root.modules())
-        self._began = NO_FORWARD if sharded else torch._C._autograd._get_sequence_nr()
-        self._versions = {id(parameter): parameter._version for parameter in root.parameters()}
+        if recording or root not in self._parameters:
+            # To visit all modules takes milliseconds, in which the device has nothing to do. A parameter that comes
+            # later is one that no formula takes.
+            self._parameters[root] = _parameters(root)
+        known = self._parameters[root]
+        self._began = NO_FORWARD if known is None else torch._C._autograd._get_sequence_nr()
+        found = [parameter for ref in known or () if (parameter := ref()) is not None]
+        self._versions = {id(parameter): parameter._version for parameter in found}
 
     def enter(self, mover: Mover, path: str, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         """The forward of a module begins that others have called, with these tensors."""
@@ -95,6 +103,13 @@ class Observer:
                 record.trials.append(Trial(ident, what, verified, inputs, base.size(), base.stride(), first, nbytes))
             if epsilon is None and (what is not None or not source.asked):
                 return  # it is not for want of an epsilon
+
+
+def _parameters(root: nn.Module) -> list[weakref.ref[nn.Parameter]] | None:
+    """A model's parameters; None if they lose their memory between the forward and the backward of their module."""
+    if weights.is_sharded(root):
+        return None
+    return [weakref.ref(parameter) for parameter in root.parameters()]
 
 
 def _inputs(what: Formula, recorder: Recorder) -> tuple[int, ...] | None:

@@ -44,5 +44,6 @@ def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP gathers and frees the module's parameters."""
-    return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__)
+    """Whether FSDP gathers and frees the parameters of some module within."""
+    kinds = {type(child) for child in module.modules()}
+    return any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in kinds for base in kind.__mro__)
