@@ -143,7 +143,10 @@ class PageAllocator:
                     log.warning("no layout for the next steps (%s): blocks go where they fit best", full)
 
     def _sink(self, device: int, core: Core, counts: Counts) -> bool:
-        """Have state make room in HBM for what lies in DRAM, or take it back; whether anything moved."""
+        """Have state make room in HBM for what lies in DRAM, or take it back; whether it made room.
+
+        What rises goes where nothing lies, so that the layout stays as it is: another one costs a step of a second.
+        """
         self._spilled[device] = self._spilled.get(device, 0) + 1 if counts.dram else 0
         self._overflow[device] = 0
         if not counts.dram:
@@ -170,7 +173,7 @@ class PageAllocator:
         if moved:
             text = "%d blocks of optimizer state now lie in %s, to keep in hbm what is used more"
             log.info(text, moved, "dram" if sink else "hbm")
-        return moved > 0
+        return bool(moved and sink)
 
     def state(self, on: bool) -> None:
         """Whether what is asked for from now on lives as long as the program, as an optimizer's state does."""

@@ -7,8 +7,8 @@ that at a time: memory that is reserved in fragments is not in the peak, and sho
 its cache; then the room has found its ceiling. A lane that compute waited for longer than was predicted is slower than
 was taken for granted. Measured against that, lanes only ever become slower, and the budget never exceeds a ceiling that
 was found. What the allocator had no room for comes off the budget, as long as that makes it less. And what whole
-periods take, without their waits, says by how much the recorded times are too long. It settles: each of these is
-corrected a few times only.
+periods take, without their waits, says by how much the recorded times are too long, or a little too short. It settles:
+each of these is corrected a few times only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ PRESSES = 2  # periods in a row with a flush, after which there is too little ro
 LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
 LOOKS = 2  # times that the program's times or its links are corrected: it is to be settled within ten periods
 FASTEST = 0.5  # of the recorded times: a recording is not later than that
+SLOWEST = 1.2  # and not earlier than that: what takes longer has another cause
 OFF_PACE = 0.03  # of a period: closer than this, times are as predicted
+LATE_PACE = 0.06  # and this, where the period took longer: new plans are to be worth it
 GROWTHS = 1  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
 WORTH = 0.08  # of the target: what a growth must bring
 
@@ -127,7 +129,8 @@ class Feedback:
 
         What compute took besides its waits is the program's own: with the plan the host keeps ahead of the device,
         while it is late now and then in recorded periods, and always in a program of small kernels. It is never early
-        there, so what takes longer than predicted has another cause.
+        there. But while a period is recorded the device waits for lanes half of the time: at its power limit it is up
+        to a tenth slower when it does not. What takes longer than that has another cause.
         """
         if self._under < SETTLING or self._looks >= LOOKS:
             return False
@@ -139,7 +142,7 @@ class Feedback:
         foreseen = predicted.seconds - sum(predicted.stalls.values())
         if other.seconds > best.seconds * (1 + OFF_PACE) or computed <= 0:
             return False  # a period that was shorter than others is another: fewer samples, a step that was left out
-        if computed < foreseen * (1 - OFF_PACE):
+        if computed < foreseen * (1 - OFF_PACE) or foreseen * (1 + LATE_PACE) < computed < foreseen * SLOWEST:
             self._looks += 1
             self.pace = max(FASTEST, self.pace * computed / foreseen)
             return True

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
 from migrator.background import in_background
-from migrator.feedback import LAPS, OFF_PACE, PRESSED, SETTLED, SETTLING, Feedback
+from migrator.feedback import LAPS, LATE_PACE, OFF_PACE, PRESSED, SETTLED, SETTLING, Feedback
 from migrator.intervals import occupancy
 from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner, Made
 from migrator.links import PCIE_GEN5, Links
@@ -395,12 +395,20 @@ def test_times_that_were_recorded_too_long_are_corrected_by_those_of_whole_perio
     feedback = Feedback(TARGET, PCIE_GEN5)
     predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
     assert not settled(feedback, predicted, Lap(predicted.seconds * (1 + OFF_PACE / 2), {}))
+    assert not settled(feedback, predicted, Lap((1 + LATE_PACE / 2) * predicted.seconds, {}))
     assert not settled(feedback, predicted, Lap(2 * predicted.seconds, {})), "the host is never early in a recording"
     assert settled(feedback, predicted, Lap(0.8 * predicted.seconds + 1.0, {"h2d": 1.0}))
     assert feedback.pace == pytest.approx(0.8)
     as_measured = simulate(at_pace(MODEL, feedback.pace), PCIE_GEN5, make_plan("test", MODEL, (), GiB))
     assert as_measured.seconds == pytest.approx(0.8 * predicted.seconds)
     assert not settled(feedback, as_measured, Lap(as_measured.seconds, {}))
+
+
+def test_a_device_at_its_power_limit_is_slower_than_in_a_recording_in_which_it_waited() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
+    assert settled(feedback, predicted, Lap(1.1 * predicted.seconds, {}))
+    assert feedback.pace == pytest.approx(1.1)
 
 
 def test_periods_that_differ_among_themselves_tell_nothing_of_the_pace() -> None:

@@ -13,7 +13,7 @@ from allocator.ledger import Ledger
 from allocator.native import Core
 from allocator.pages import DRAM, HBM, PATIENCE, PageAllocator
 from allocator.room import FRESH, Room
-from allocator.sizes import MiB
+from allocator.sizes import PAGE, MiB
 
 
 class OnOneCore(PageAllocator):
@@ -154,6 +154,9 @@ def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> N
     core.move(state, DRAM)
     pages.begin()
     for _ in range(PATIENCE):
+        assert core.on(state, HBM) == 0
         step(core, 4 * MiB)
+        unmapped = core.counts().unmaps
         pages.period_over()
     assert core.on(state, HBM) == 16 * MiB
+    assert core.counts().unmaps - unmapped <= 16 * MiB // PAGE  # its own pages: nothing else was laid out anew
