@@ -330,7 +330,8 @@ def test_older_code_is_left_out_of_the_tables_and_counted() -> None:
 def test_the_simulator_s_errors_are_relative_to_what_was_measured() -> None:
     told = [
         record("tiers:auto", 75, 0.5, 100, predicted_step=0.22, predicted_peak=95),
-        record("pages:auto", 75, 0.5, 100, predicted_step=0.21, predicted_peak=1),
+        # Of its 200 bytes half lay in DRAM: that is no peak of HBM.
+        {**record("pages:auto", 75, 0.5, 100, predicted_step=0.21, predicted_peak=1), "allocated": 200},
     ]
     _, row, _ = simulator([*told, record("checkpoint", None, 0.8)])
     assert row[:2] == [W, "2"]
