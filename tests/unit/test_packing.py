@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +14,7 @@ from allocator.native import CoreError
 from allocator.packing import pack
 
 EVENTS = 20
+SEQUENCES = Path(__file__).parents[1] / "data" / "sequences"
 
 
 @st.composite
@@ -60,3 +65,11 @@ def test_a_request_that_would_meet_itself_is_refused() -> None:
 
 def test_nothing_takes_no_room() -> None:
     assert pack([], [], [], 0).total == 0
+
+
+def test_a_period_that_is_full_all_the_time_is_packed_in_some_other_order_than_by_size() -> None:
+    """Requests of the long-context GPT at half of its memory, from an H100; by size alone they took 10.3% too much."""
+    recorded = json.loads(gzip.decompress((SEQUENCES / "long-context-moving.json.gz").read_bytes()))
+    sizes, births, deaths = zip(*recorded["requests"], strict=True)
+    layout = pack(sizes, births, deaths, recorded["events"])
+    assert layout.total < 1.065 * layout.least
