@@ -16,6 +16,9 @@ from migrator.trace import Trace
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 CELLS = {
+    ("reference_gpt", 28.5): 0.96,
+    ("reference_gpt", 22.8): 0.925,
+    ("reference_gpt", 17.15): 0.87,
     ("resnet152", 16.4): 0.92,
     ("resnet152", 11.0): 0.83,
     ("long_context_gpt", 28.2): 0.97,
