@@ -17,12 +17,21 @@ from migrator.lanes.native import NativeCompute, NativeLane
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What all threads share that train on one device; the budget is in bytes."""
+    """What all threads share that train on one device.
+
+    Attributes
+    ----------
+    budget : int
+        HBM that the process may take, in bytes.
+    holes : int
+        Bytes of it in segments of PyTorch's allocator that were there before, in use in part: no larger request fits.
+    """
 
     compute: Compute
     out: Lane
     back: Lane
     budget: int
+    holes: int = 0
 
 
 def open_device(device: torch.device, counters: Counters, budget: int, lap: Callable[[], int] | None = None) -> Device:
@@ -38,6 +47,17 @@ def open_device(device: torch.device, counters: Counters, budget: int, lap: Call
         return Device(CudaCompute(device, counters, lap), out, back, budget)
     out, back = (NativeLane(device, name, counters, library) for name in ("d2h", "h2d"))
     return Device(NativeCompute(device, counters, library, lap), out, back, budget)
+
+
+def holes(device: torch.device) -> int:
+    """What PyTorch's allocator reserves on a GPU and cannot give back, for blocks that are in use here and there.
+
+    Next to nothing, but where segments of fixed size are there already: a session that opens in the middle of a run.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return 0  # nothing may be given back now
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def has_tiers(device: torch.device) -> bool:

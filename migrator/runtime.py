@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,7 @@ from migrator.background import in_background
 from migrator.backing import Backing
 from migrator.backoff import Response
 from migrator.counters import Counters
-from migrator.devices import Device, has_tiers, name_of, open_device
+from migrator.devices import Device, has_tiers, holes, name_of, open_device
 from migrator.engine import Engine
 from migrator.feedback import SETTLED
 from migrator.hooks import Saver
@@ -220,7 +220,7 @@ class Runtime:
         margin = FRAGMENTS if device.type == "cuda" and self.options.pages() is None else SETTLED
         learner = Learner(
             POLICIES[self.options.policy],
-            int(shared.budget * (1 - margin)),
+            max(0, int(shared.budget * (1 - margin)) - shared.holes),
             self.options.links,
             in_background,
             RECORDINGS if device.type == "cuda" else 1,
@@ -233,6 +233,8 @@ class Runtime:
         budget = self.options.hbm(device)
         pages = self.options.pages() if device.type == "cuda" else None
         shared = open_device(device, self._counters, budget, None if pages is None else pages.lap(device))
+        if device.type == "cuda" and pages is None:
+            shared = replace(shared, holes=holes(device))
         if device.type == "cuda" and self.options.enforce:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
