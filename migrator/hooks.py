@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from migrator import weights
 from migrator.actions import Action, Go, Make, Stay
+from migrator.garbage import KEPT, MADE, MOVED, Allowance
 from migrator.observer import Observer
 from migrator.packed import Moved, Packed, check, keep, modified
 from migrator.recorder import Record
@@ -49,6 +50,8 @@ class Saver:
         Called when an outermost module's forward begins.
     period_over : callable
         Called when a period is over, before the next one begins.
+    allowance : Allowance
+        Told how many objects the hooks will hold.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Saver:
         make_mover: Callable[[torch.device], Mover | None],
         root_begins: Callable[[Saver, nn.Module], None],
         period_over: Callable[[Saver], None],
+        allowance: Allowance,
     ) -> None:
         self.modules: Modules[Action] = Modules()
         self.movers: dict[torch.device, Mover | None] = {}
@@ -74,6 +78,7 @@ class Saver:
         self._make_mover = make_mover
         self._root_begins = root_begins
         self._period_over = period_over
+        self._allowance = allowance
         self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
         self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
         self._observer = Observer(self.regions, self._movable, lambda hook: getattr(hook, "__self__", None) is self)
@@ -162,6 +167,8 @@ class Saver:
         self.actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
         planned = [action for of in self.actions.values() for action in of]
         self._whole = tuple(regions)
+        takes = {Stay: KEPT, Go: MOVED, Make: MADE}
+        self._allowance.hold(self, sum(takes[type(action)] for action in planned if action is not None))
         verified = [action.verified for action in planned if isinstance(action, Make)]
         self._searching = any(one.searched for one in verified)
         self._noted = {}

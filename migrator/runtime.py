@@ -31,6 +31,7 @@ from migrator.counters import Counters
 from migrator.devices import Device, has_tiers, holes, name_of, open_device
 from migrator.engine import Engine
 from migrator.feedback import SETTLED
+from migrator.garbage import Allowance
 from migrator.hooks import Saver
 from migrator.lanes import Event
 from migrator.lanes.host import HostCompute
@@ -125,6 +126,7 @@ class Runtime:
         self._savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # a thread owns its own, and takes it along
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._allowance = Allowance()
         self._pid = os.getpid()
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None  # whose steps end the allocator's periods
         self._leader_stepped = True  # before the first step, too, a period begins
@@ -146,6 +148,7 @@ class Runtime:
         if self.closed or os.getpid() != self._pid:
             return
         self.closed = True
+        self._allowance.close()
         entry.uninstall()
         if self._thread.saver is not None:
             self._thread.saver.end_period()
@@ -167,6 +170,7 @@ class Runtime:
     def forked(self) -> None:
         """In the child of a fork: the engine's threads, streams and files belong to the parent."""
         self.armed = False
+        self._allowance.close()
         if self._thread.saver is not None:
             self._thread.saver.pop()
             self._thread.saver = None
@@ -199,7 +203,7 @@ class Runtime:
             if not isinstance(stale, Saver):
                 return None
             stale.pop()  # of a session that another thread ended, which could not do this
-        saver = Saver(self._make_mover, self._root_begins, self._period_over)
+        saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance)
         saver.push()
         self._thread.saver = saver
         self._savers.add(saver)
