@@ -244,20 +244,24 @@ class DramArena:
         # An interpreter that is about to exit must not be kept pinning.
         while not (self._closed or self._resting) and threading.main_thread().is_alive():
             with self._growing:
-                if self._grown >= min(self._goal, self._limit) or not self._grow(PAGE):
+                # No smaller than what was asked for: a mapping that holds no group takes the room of one that does.
+                least = max(PAGE, round_up(self._largest, PAGE))
+                if self._grown >= min(self._goal, self._limit) or not self._grow(least):
                     break
-        with self._growing, self._lock:
-            surplus = self._surplus()
-            self._resting |= self._drop(surplus) > 0
+        with self._growing:
+            left = self._room.left()  # a look at the system takes longer than anybody may wait for the lock
+            with self._lock:
+                surplus = self._surplus(left)
+                self._resting |= self._drop(surplus) > 0
         del surplus  # and with it the memory, but not under the locks: to unpin it takes a while
         if self._closed:
             return None
         return LOOK_CLOSELY if self._grown and self._room.seen < LITTLE else LOOK_EVERY
 
-    def _surplus(self) -> list[_Mapping]:
-        """Mappings that lie idle for too long, and idle ones that others need more."""
+    def _surplus(self, left: int) -> list[_Mapping]:
+        """Mappings that lie idle for too long, and idle ones that others need more; `left` is what these leave."""
         surplus = self._idle(time.monotonic() - self._idle_after)
-        left = self._room.left() + _bytes_of(surplus)
+        left += _bytes_of(surplus)
         stays = self._grown - _bytes_of(surplus)
         for mapping in self._idle():
             # What lies on disk comes back through the arena, so it keeps a little, whatever the others need.

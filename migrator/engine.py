@@ -21,7 +21,7 @@ before: that memory may have been in use until there.
 References point upwards only. What autograd holds (`hooks.Moved`) refers to a `Saved`, that to its
 group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
 reference count. All that a graph holds of one group shares a `Claim`, so that the engine hears of a
-group's death once. `Claim.__del__` may run anywhere, also while the engine holds its lock; therefore it
+group's death once. `claim_died` may run anywhere, also while the engine holds its lock; therefore it
 only appends to `Engine.dead`, and the engine looks there when it is next called.
 """
 
@@ -33,6 +33,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import torch
@@ -84,15 +85,15 @@ class Saved:
 class Claim:
     """What all saved tensors of a group hold on it; the last of them that dies takes it along."""
 
-    __slots__ = ("__weakref__", "_dead", "_group")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, group: Group, dead: deque[Group]) -> None:
-        self._group = group
-        self._dead = dead
 
-    def __del__(self) -> None:
-        # May run anywhere, in any thread that holds the interpreter: append is all it does.
-        self._dead.append(self._group)
+def claim_died(dead: deque[Group], group: Group, _: object) -> None:
+    """Called when a claim has died: by its weak reference, which by then leads to nobody any more.
+
+    May run anywhere, in any thread that holds the interpreter: append is all it does.
+    """
+    dead.append(group)
 
 
 def _nobody() -> None:
@@ -191,8 +192,8 @@ class Engine:
         group.unused += 1
         claim = group.claim()
         if claim is None:
-            claim = Claim(group, self.dead)
-            group.claim = weakref.ref(claim)
+            claim = Claim()
+            group.claim = weakref.ref(claim, partial(claim_died, self.dead, group))
             group.claims += 1
             self.alive += 1
         return claim
@@ -383,6 +384,7 @@ class Engine:
             self.alive -= 1
             group.claims -= 1
             if group.claims == 0:
+                group.claim = _nobody  # which holds the group
                 self._forget(group)
                 self.unsettled = True
 

@@ -16,7 +16,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from migrator import peaks
-from migrator.engine import Claim
+from migrator.engine import claim_died
 from migrator.hooks import Saver
 
 
@@ -145,7 +145,7 @@ def _keep_dynamo_out() -> None:
     from torch._C._dynamo import eval_frame  # importing this does not import torch._dynamo
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for function in (Saver.pack, Saver.unpack, Claim.__del__, _enter, _leave, _stepping, _stepped, _disable, _enable):
+    for function in (Saver.pack, Saver.unpack, claim_died, _enter, _leave, _stepping, _stepped, _disable, _enable):
         eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 

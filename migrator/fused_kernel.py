@@ -17,8 +17,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     x, addend, weight, bias, mean, inverse, out, rows, channels,
     ADD: tl.constexpr, CLAMP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # The grid's first dimension is the one that may be long.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     real = channel < channels
     w = tl.load(weight + channel, mask=real).to(tl.float32)[None, :]
     b = tl.load(bias + channel, mask=real).to(tl.float32)[None, :]
@@ -40,7 +41,7 @@ def _kernel(  # type: ignore[no-untyped-def]
 def launch(x: Tensor, addend: Tensor | None, affine: Affine, out: Tensor, *, channels: int, clamp: bool) -> None:
     """Write into `out`, on the present stream; all of `x`, `addend` and `out` have channels side by side."""
     rows = x.numel() // channels
-    grid = (triton.cdiv(channels, CHANNELS), triton.cdiv(rows, ROWS))
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(channels, CHANNELS))
     given = x if addend is None else addend
     with torch.cuda.device_of(x):
         _kernel[grid](

@@ -9,6 +9,7 @@ what the hooks hold. What the program itself leaves behind is collected as often
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 KEPT, MOVED, MADE = 2, 7, 28
@@ -22,14 +23,16 @@ class Allowance:
         self._given = self._set = gc.get_threshold()
         self._held: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._closed = False
+        self._lock = threading.Lock()
 
     def hold(self, owner: object, objects: int) -> None:
         """From now on `owner` holds so many objects at once."""
-        self._held[owner] = objects
-        # A threshold of 0 switches the collector off; and one that the program has set since is the program's.
-        if self._given[0] and not self._closed and gc.get_threshold() == self._set:
-            self._set = (self._given[0] + sum(self._held.values()), *self._given[1:])
-            gc.set_threshold(*self._set)
+        with self._lock:
+            self._held[owner] = objects
+            # A threshold of 0 switches the collector off; and one that the program has set since is the program's.
+            if self._given[0] and not self._closed and gc.get_threshold() == self._set:
+                self._set = (self._given[0] + sum(self._held.values()), *self._given[1:])
+                gc.set_threshold(*self._set)
 
     def close(self) -> None:
         """Put the program's threshold back, unless it has set one itself. Idempotent."""

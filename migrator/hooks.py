@@ -241,7 +241,7 @@ class Saver:
         else:
             packed = self._move(tensor, node, number, action)
         if number in node.noted:
-            note(tensor, packed)
+            note(tensor, packed, f"{node.path}:{number}")
         return packed
 
     def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
@@ -320,7 +320,7 @@ class Saver:
         mover = go.mover if go is not None else self._mover(tensor.device)
         if mover is None or mover.engine.compute.capturing():
             return keep(tensor)  # a CUDA graph replays addresses: nothing of it may move
-        storage = self._movable(tensor, planned=go is not None)
+        storage = self._movable(tensor, planned=go is not None and mover.recorder is None)
         if type(go) is Go and storage is not None and mover.recorder is None:
             return mover.take(tensor, storage, "", go)
         key = f"{node.path}:{number}"

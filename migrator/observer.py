@@ -96,7 +96,7 @@ class Observer:
             what = packed.made.formula if isinstance(packed, Dropped) else find(base, source)
             inputs = None if what is None else _inputs(what, record.recorder)
             if what is not None and inputs is not None:
-                if trials.knows(ident, key, base, what, inputs):
+                if trials.knows(ident, key, base, what, inputs, source.found):
                     return
                 verified = Verified(what.name, source.told, layout(base), source.searched, frozenset(source.found), 0.0)
                 first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()

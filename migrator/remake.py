@@ -243,7 +243,7 @@ class Origins:
         return self.told
 
 
-def note(tensor: Tensor, packed: Any, key: str = "") -> None:
+def note(tensor: Tensor, packed: Any, key: str) -> None:
     """Remember with the node that made `tensor` what was packed of it and at which site, without keeping it alive."""
     node: Any = tensor.grad_fn
     if node is not None:

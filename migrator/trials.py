@@ -7,7 +7,7 @@ waited for: what it found is read when the period is over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -84,11 +84,14 @@ class Trials:
         self._seen.add(ident)
         return True
 
-    def knows(self, ident: int, key: str, base: Tensor, what: Formula, inputs: tuple[int, ...]) -> bool:
-        """Whether the formula held at this site before; then it counts as held."""
+    def knows(
+        self, ident: int, key: str, base: Tensor, what: Formula, inputs: tuple[int, ...], found: Set[str]
+    ) -> bool:
+        """Whether the formula held at this site before; then it counts as held, with what it finds now."""
         verified = self._verified.get(key)
         if verified is None or verified.name != what.name or verified.layout != layout(base):
             return False
+        verified = verified._replace(found=verified.found | found)
         self._held[ident] = (_recipe(verified, inputs), verified)
         return True
 

@@ -205,9 +205,12 @@ Result gather(Handle lane, const Span* spans, int count, const Staging& staging)
     const uint64_t turns = (largest + kThreads * kWord - 1) / (kThreads * kWord);
     const unsigned blocks = static_cast<unsigned>(std::min<uint64_t>(kBlocks, turns));
     void* parameters[] = {&batch};
-    if (Result error = driver().launch(staging.kernel, blocks, static_cast<unsigned>(count), 1, kThreads, 1, 1, 0, lane,
-                                       parameters, nullptr)) {
-        return error;
+    if (driver().launch(staging.kernel, blocks, static_cast<unsigned>(count), 1, kThreads, 1, 1, 0, lane, parameters,
+                        nullptr)) {
+        for (int k = 0; k < count; ++k) {  // then each by itself: nothing was gathered
+            if (Result error = driver().copy(spans[k].target, spans[k].source, spans[k].nbytes, lane)) return error;
+        }
+        return 0;
     }
     const Span& last = spans[count - 1];
     return driver().copy(first.target, staging.address, last.target + last.nbytes - first.target, lane);

@@ -70,8 +70,11 @@ class NativeLane(CudaLane):
     def _staging_at(self, nbytes: int) -> lane.Staging:
         staging = self._staging
         if staging is None or staging.numel() < nbytes:
-            with self._on_stream():
-                staging = self._staging_for(nbytes)
+            try:
+                with self._on_stream():
+                    staging = self._staging_for(nbytes)
+            except torch.OutOfMemoryError:
+                return lane.NO_STAGING  # each piece leaves by itself, then
         return lane.Staging(GATHER_BELOW, staging.data_ptr(), staging.numel())
 
 

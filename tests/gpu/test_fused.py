@@ -11,7 +11,8 @@ from migrator import fused
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
-SHAPES = [(2, 64, 17, 13), (1, 2048, 7, 7), (3, 24, 9, 1), (2, 100, 5, 3, 4)]
+SHAPES = [(2, 64, 17, 13), (1, 2048, 7, 7), (3, 24, 9, 1), (2, 100, 5, 3, 4), (1, 8, 2048, 2064)]
+"""The last has more rows of channels than the second dimension of a grid has room for."""
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 

@@ -27,7 +27,7 @@ class Packer:
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         packed = (tensor.detach(), tensor._version)
-        note(tensor, packed)
+        note(tensor, packed, "")
         return packed
 
     def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
@@ -166,7 +166,7 @@ def test_nothing_is_kept_alive_by_a_note() -> None:
     with packer.on():
         x = X.clone().requires_grad_() * 1
         made = torch.relu(x)
-    note(x, (torch.zeros(1), 0))
+    note(x, (torch.zeros(1), 0), "")
     assert packer.again(made) is None
 
 

@@ -13,7 +13,10 @@ import tiers
 from allocator.errors import TiersError
 from migrator import operations as table
 from migrator import remake
+from migrator.formulas import Formula
+from migrator.remake import Verified, layout
 from migrator.trace import Trace
+from migrator.trials import Trials
 
 
 class Model(nn.Module):
@@ -127,3 +130,13 @@ def test_a_recipe_is_tried_once_in_a_program(steps: int) -> None:
     with mock.patch.object(trials.Trials, "attempt", attempt):
         recorded(steps)
     assert tried <= 2 * 4  # two recorded periods: before there is an optimizer's state, and with it
+
+
+def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
+    x = torch.zeros(4)
+    what = Formula("ReluBackward0(.)", (), lambda values: x)
+    before = Verified(what.name, None, layout(x), True, frozenset({"Model.block:3"}), 1e-3)
+    trials = Trials(mock.Mock(), {"Model.next:0": before})
+    assert trials.knows(7, "Model.next:0", x, what, (), {"Model.block:4"})  # one more was saved before it
+    _, verified = trials.results()[7]
+    assert verified.found == {"Model.block:3", "Model.block:4"}
