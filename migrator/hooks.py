@@ -277,9 +277,7 @@ class Saver:
                 if stay.leave:
                     stay.mover.engine.left(stay.leave)
             return alias if record is None else record.compare(alias, self._peek)
-        source = packed.saved if isinstance(packed, Moved) else packed.made
-        if source.alias._version != source.version:
-            raise modified(source.alias, packed.dtype, packed.size, source.version)
+        check(packed)
         if not self.in_backward:
             self._turn()
         if packed.record is not None:

@@ -104,19 +104,14 @@ class Mover:
             # A group takes members of one stream only: its copy waits for that one, and that one lets go of
             # their memory.
             stream = engine.compute.stream()
-            filling = None
-            if go is not None:
-                filling = self._open.get((go.group, stream))
-                if filling is None or filling.group.state is State.GONE:
-                    filling = self._filling(go.group, stream)
-            elif recorder is None:
+            filling = self._filling(go.group, stream) if go is not None else None
+            if filling is None and recorder is None:
                 self._unforeseen = True
             saved = known.saved
             if saved is None or saved.group.state is State.GONE:
                 # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
                 # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
-                holds = engine.resident <= engine.limit or not engine.over_limit()
-                group = filling.group if filling is not None and holds else self._loose_group(stream)
+                group = self._loose_group(stream) if filling is None or engine.over_limit() else filling.group
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
             moved = Moved(tensor, self, saved, engine.hold(saved), go, record)
@@ -143,7 +138,7 @@ class Mover:
             self._opened.add(planned)
             filling = _Open(planned, _planned_group(planned, stream), len(planned.sites))
             self._open[planned, stream] = filling
-        else:
+        elif filling.group.state is State.GONE:
             filling.group = _planned_group(planned, stream)
         return filling
 
