@@ -37,6 +37,7 @@ class Event:
     """A point in the order of a stream. Its handle goes back to the pool with it."""
 
     __slots__ = ("_library", "device", "handle")
+    timed = False
 
     def __init__(self, library: Library, device: int, handle: int) -> None:
         self._library = library
@@ -44,7 +45,7 @@ class Event:
         self.handle = handle
 
     def __del__(self) -> None:
-        self._library.release(self.device, self.handle)
+        self._library.release(self.device, self.handle, self.timed)
 
     def query(self) -> bool:
         """Whether it has been passed."""
@@ -58,7 +59,14 @@ class Event:
         """Block the host until it has been passed."""
         _check(self._library.synchronize(self.device, self.handle))
 
-    def elapsed_time(self, end: Event) -> float:
+
+class TimedEvent(Event):
+    """One that tells when it was passed, for which it holds the stream up a little."""
+
+    __slots__ = ()
+    timed = True
+
+    def elapsed_time(self, end: TimedEvent) -> float:
         """Milliseconds from this one to another; both must have been passed."""
         milliseconds = c_float()
         _check(self._library.elapsed(self.device, self.handle, end.handle, byref(milliseconds)))
@@ -78,12 +86,12 @@ class Library:
         self.elapsed = library.tiers_event_elapsed
         self.elapsed.argtypes = (c_int, c_void_p, c_void_p, POINTER(c_float))
         self.release = library.tiers_event_release
-        self.release.argtypes = (c_int, c_void_p)
+        self.release.argtypes = (c_int, c_void_p, c_int)
         self.release.restype = None
         self._record = library.tiers_event_record
         self._record.argtypes = (c_int, c_void_p, POINTER(c_void_p))
         self._follow = library.tiers_stream_follow
-        self._follow.argtypes = (c_int, c_void_p, c_void_p, POINTER(c_void_p))
+        self._follow.argtypes = (c_int, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_void_p))
         self._prepare = library.tiers_lane_prepare
         self._prepare.argtypes = (c_int,)
         self._copy = library.tiers_copy
@@ -106,17 +114,19 @@ class Library:
         """Make the gathering kernel ready; False where the driver cannot compile it, and nothing is gathered."""
         return not self._prepare(device)
 
-    def record(self, device: int, stream: int) -> Event:
+    def record(self, device: int, stream: int) -> TimedEvent:
         """The end of everything that `stream` was given so far."""
         handle = c_void_p()
         _check(self._record(device, stream, byref(handle)))
-        return Event(self, device, handle.value or 0)
+        return TimedEvent(self, device, handle.value or 0)
 
-    def follow(self, device: int, stream: int, event: Event) -> Event | None:
-        """Let `stream` go on only after `event`; where it had got to, or None if that was passed already."""
-        reached = c_void_p()
-        _check(self._follow(device, stream, event.handle, byref(reached)))
-        return None if reached.value is None else Event(self, device, reached.value)
+    def follow(self, device: int, stream: int, event: Event) -> tuple[TimedEvent, TimedEvent] | None:
+        """Let `stream` go on only after `event`; when it got there and when it went on, or None if that was passed."""
+        reached, on = c_void_p(), c_void_p()
+        _check(self._follow(device, stream, event.handle, byref(reached), byref(on)))
+        if reached.value is None:
+            return None
+        return TimedEvent(self, device, reached.value), TimedEvent(self, device, on.value or 0)
 
     def copy(
         self,
@@ -143,11 +153,11 @@ class Library:
         after: Sequence[Event],
         behind: int | None = None,
         staging: Staging = NO_STAGING,
-    ) -> tuple[Event, Event]:
+    ) -> tuple[TimedEvent, TimedEvent]:
         """`copy`, and when it began: an event between the waits and the copies."""
         begin, done = c_void_p(), c_void_p()
         self._submit(device, lane, spans, after, behind, staging, byref(begin), byref(done))
-        return Event(self, device, begin.value or 0), Event(self, device, done.value or 0)
+        return TimedEvent(self, device, begin.value or 0), TimedEvent(self, device, done.value or 0)
 
     def _submit(
         self,

@@ -14,9 +14,9 @@ import torch
 from allocator.sizes import PAGE, MiB, round_up
 from migrator import peaks
 from migrator.counters import Counters
-from migrator.lanes import GATHER_BELOW, SLOT, TIMED, Event, Piece, Stream, at_full_speed, flat
+from migrator.lanes import GATHER_BELOW, SLOT, TIMED, TIMED_EVERY, Event, Piece, Stream, at_full_speed, flat
 from migrator.lanes.meter import CudaMeter
-from migrator.timing import Lap
+from migrator.timing import CALL, Lap
 from migrator.transfers import Transfer
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
@@ -30,7 +30,7 @@ class TimedEvent(Event, Protocol):
 
 
 _Wait: TypeAlias = tuple[str, TimedEvent, TimedEvent]
-"""Its cause, where the stream had got to, and what it waited for."""
+"""Its cause, when the stream got to it, and when it went on."""
 
 
 class CudaCompute:
@@ -60,23 +60,23 @@ class CudaCompute:
     def mark(self, stream: Stream) -> TimedEvent:
         return _mark(wrapped(stream))
 
-    def follow(self, stream: Stream, event: Event) -> TimedEvent | None:
-        """Let `stream` go on only after `event`; where it had got to, or None if that was passed already."""
+    def follow(self, stream: Stream, event: Event) -> tuple[TimedEvent, TimedEvent] | None:
+        """Let `stream` go on only after `event`; when it got there and when it went on, or None if that was passed."""
         assert isinstance(event, torch.cuda.Event)
         if event.query():
             return None
         reached = self.mark(stream)
         wrapped(stream).wait_event(event)
-        return reached
+        return reached, self.mark(stream)
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
-        reached = self.follow(stream, event)
-        if reached is None:
+        # Told by the compute stream's own events: those of the lanes keep no time (`lane.cpp` says why).
+        gap = self.follow(stream, event)
+        if gap is None:
             return
-        passed = cast("TimedEvent", event)
-        self._waits.append((cause, reached, passed))
+        self._waits.append((cause, *gap))
         if self.waited is not None:
-            self.waited.append((reached, passed))
+            self.waited.append(gap)
 
     def outlast(self, event: Event, stream: Stream) -> None:
         # What the lane reads from now on is nobody's any more, so it might be overwritten; but not unmapped, as the
@@ -105,8 +105,8 @@ class CudaCompute:
 
     def _lap(self, begin: TimedEvent | None, end: TimedEvent, waits: list[_Wait]) -> Lap | None:
         stalls: dict[str, float] = {}
-        for cause, reached, passed in waits:
-            if (seconds := reached.elapsed_time(passed) / 1e3) > 0:
+        for cause, reached, on in waits:
+            if (seconds := reached.elapsed_time(on) / 1e3) > CALL:  # else it did not wait
                 self._counters.stalled(cause, seconds)
                 stalls[cause] = stalls.get(cause, 0.0) + seconds
         return None if begin is None else Lap(begin.elapsed_time(end) / 1e3, stalls)
@@ -138,11 +138,11 @@ def wrapped(stream: Stream) -> torch.cuda.Stream:
 
 
 def _over(end: TimedEvent, waits: Iterable[_Wait]) -> bool:
-    return end.query() and all(reached.query() and passed.query() for _, reached, passed in waits)
+    return end.query() and all(on.query() for _, _, on in waits)
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+def _mark(stream: torch.cuda.Stream, *, timed: bool = True) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event
 
@@ -163,23 +163,33 @@ class CudaLane:
         self._counters = counters
         self._staging: torch.Tensor | None = None
         self._timed: deque[tuple[int, TimedEvent, TimedEvent]] = deque()
+        self._asking = threading.Lock()
+        self._untimed = TIMED_EVERY  # bytes since a copy was timed
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> TimedEvent:
+    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> Event:
         if behind is not None:
-            after = (*after, _mark(wrapped(behind)))
+            after = (*after, _mark(wrapped(behind), timed=False))
         small: list[Piece] = []
         large: list[Piece] = []
         for piece in pieces:
             (small if piece.nbytes < GATHER_BELOW and piece.source.is_cuda else large).append(piece)
         nbytes = sum(piece.nbytes for piece in pieces)
-        if len(self._timed) < TIMED and at_full_speed(pieces):
+        if self._is_timed(pieces, nbytes):
             begin = self._reach(after)
-            done = self._carry_out(large, small, ())
+            done = self._carry_out(large, small, (), timed=True)
             self._timed.append((nbytes, begin, done))
         else:
-            done = self._carry_out(large, small, after)
+            done = self._carry_out(large, small, after, timed=False)
         self._counters.moved[self._name] += nbytes
         return done
+
+    def _is_timed(self, pieces: Sequence[Piece], nbytes: int) -> bool:
+        """Whether to time a copy: now and then, as it holds the lane up, and where its time is the link's."""
+        self._untimed += nbytes
+        if self._untimed < TIMED_EVERY or len(self._timed) >= TIMED or not at_full_speed(pieces):
+            return False
+        self._untimed = 0
+        return True
 
     def _reach(self, after: Sequence[Event]) -> TimedEvent:
         """Wait for `after`; the event says when that is over, and the lane free for what follows."""
@@ -191,13 +201,15 @@ class CudaLane:
             assert isinstance(event, torch.cuda.Event)
             self._stream.wait_event(event)
 
-    def _carry_out(self, large: Sequence[Piece], small: Sequence[Piece], after: Sequence[Event]) -> TimedEvent:
+    def _carry_out(
+        self, large: Sequence[Piece], small: Sequence[Piece], after: Sequence[Event], *, timed: bool
+    ) -> TimedEvent:
         with self._on_stream():
             self._wait(after)
             for piece in large:
                 _copy(piece)
             self._gather_all(small)
-            return _mark(self._stream)
+            return _mark(self._stream, timed=timed)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -218,10 +230,11 @@ class CudaLane:
     def over(self, since: Event) -> list[Transfer]:
         start = cast("TimedEvent", since)
         found: list[Transfer] = []
-        while self._timed and self._timed[0][2].query():
-            nbytes, begin, done = self._timed.popleft()
-            times = (start.elapsed_time(event) / 1e3 for event in (begin, done))
-            found.append(Transfer(self._name, nbytes, *times))
+        with self._asking:  # a query lets other threads go on, and each ends periods of its own
+            while self._timed and self._timed[0][2].query():
+                nbytes, begin, done = self._timed.popleft()
+                times = (start.elapsed_time(event) / 1e3 for event in (begin, done))
+                found.append(Transfer(self._name, nbytes, *times))
         return found
 
     def _gather(self, run: list[Piece]) -> None:

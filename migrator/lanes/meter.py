@@ -136,7 +136,7 @@ class CudaMeter:
         end = self.mark()
         end.synchronize()
         for start, over in self._left_out:
-            over.synchronize()  # a lane's event may lie behind the end
+            over.synchronize()  # another stream's may lie behind the end
             self._gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
         *times, seconds = without(self._gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
         return Measures(tuple(times), seconds, others)

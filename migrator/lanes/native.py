@@ -10,7 +10,7 @@ import torch
 
 from allocator.native import lane
 from migrator.counters import Counters
-from migrator.lanes import GATHER_BELOW, SLOT, TIMED, Event, Piece, Stream, at_full_speed
+from migrator.lanes import GATHER_BELOW, SLOT, Event, Piece, Stream
 from migrator.lanes.cuda import STAGING, CudaCompute, CudaLane, wrapped
 
 
@@ -27,10 +27,10 @@ class NativeCompute(CudaCompute):
         super().__init__(device, counters, lap)
         self._library = library
 
-    def mark(self, stream: Stream) -> lane.Event:
+    def mark(self, stream: Stream) -> lane.TimedEvent:
         return self._library.record(self.device.index, wrapped(stream).cuda_stream)
 
-    def follow(self, stream: Stream, event: Event) -> lane.Event | None:
+    def follow(self, stream: Stream, event: Event) -> tuple[lane.TimedEvent, lane.TimedEvent] | None:
         assert isinstance(event, lane.Event)
         return self._library.follow(self.device.index, wrapped(stream).cuda_stream, event)
 
@@ -59,7 +59,8 @@ class NativeLane(CudaLane):
         with self._submitting:
             staging = self._staging_at(min(room, STAGING)) if gathers else lane.NO_STAGING
             submission = (self._device.index, self._handle, array("Q", numbers), _native(after), stream, staging)
-            if len(self._timed) < TIMED and at_full_speed(pieces):
+            done: lane.Event
+            if self._is_timed(pieces, total):
                 begin, done = self._library.timed_copy(*submission)
                 self._timed.append((total, begin, done))
             else:

@@ -26,8 +26,8 @@ int cuCtxSetCurrent(void* context) {
     current = context;
     return 0;
 }
-int cuEventCreate(void** event, unsigned) {
-    std::printf("create %ld\n", ++made);
+int cuEventCreate(void** event, unsigned flags) {
+    std::printf("create %ld%s\n", ++made, flags == 2 ? " untimed" : "");
     *event = reinterpret_cast<void*>(made);
     return 0;
 }

@@ -60,7 +60,7 @@ source, target = ctypes.create_string_buffer(b"abcdefgh", 8), ctypes.create_stri
 before = library.record(0, 7)
 at, start = ctypes.addressof(target), ctypes.addressof(source)
 done = library.copy(0, 9, array("Q", [at, start + 4, 4, at + 4, start, 4]), [before])
-assert target.raw == b"efghabcd" and done.query() and before.elapsed_time(done) == 1
+assert target.raw == b"efghabcd" and done.query() and before.timed and not done.timed
 """
     assert asked(built, program) == [
         "context 1000",
@@ -69,30 +69,39 @@ assert target.raw == b"efghabcd" and done.query() and before.elapsed_time(done) 
         "9 waits for 1",
         "copy 4 on 9",
         "copy 4 on 9",
-        "create 2",
+        "create 2 untimed",
         "record 2 on 9",
     ]
 
 
 def test_a_copy_can_follow_a_stream_without_an_event_of_its_own(built: Path) -> None:
     program = "library.copy(0, 9, array('Q'), [], 7)"
-    assert asked(built, program)[1:] == ["create 1", "record 1 on 7", "9 waits for 1", "record 1 on 9"]
+    assert asked(built, program)[1:] == ["create 1 untimed", "record 1 on 7", "9 waits for 1", "record 1 on 9"]
 
 
-def test_a_stream_that_waits_tells_where_it_had_got_to(built: Path) -> None:
+def test_a_stream_that_waits_tells_when_it_got_there_and_when_it_went_on(built: Path) -> None:
     program = """
 before = library.record(0, 9)
 assert library.follow(0, 7, before) is None
 unrecorded = lane.Event(library, 0, 63)
-reached = library.follow(0, 7, unrecorded)
-assert reached is not None and reached.query()
+reached, on = library.follow(0, 7, unrecorded)
+assert reached.elapsed_time(on) == 1
 """
-    assert asked(built, program)[3:] == ["create 2", "record 2 on 7", "7 waits for 63"]
+    assert asked(built, program)[3:] == ["create 2", "record 2 on 7", "7 waits for 63", "create 3", "record 3 on 7"]
 
 
 def test_a_copy_of_nothing_tells_when_the_waits_are_over(built: Path) -> None:
     program = "before = library.record(0, 7); library.copy(0, 9, array('Q'), [before])"
-    assert asked(built, program)[3:] == ["9 waits for 1", "create 2", "record 2 on 9"]
+    assert asked(built, program)[3:] == ["9 waits for 1", "create 2 untimed", "record 2 on 9"]
+
+
+def test_events_that_keep_their_time_and_those_that_do_not_have_pools_of_their_own(built: Path) -> None:
+    program = """
+library.copy(0, 9, array("Q"), [])
+library.record(0, 9)
+library.copy(0, 9, array("Q"), [])
+"""
+    assert [line for line in asked(built, program) if line.startswith("create")] == ["create 1 untimed", "create 2"]
 
 
 def test_a_copy_that_is_timed_begins_when_the_waits_are_over(built: Path) -> None:
