@@ -1,21 +1,13 @@
 """Puts the native core under PyTorch: builds the adapter once for the torch that is installed, and installs it.
 
-The adapter (`native/adapter*.cpp`) is C++ against PyTorch's own headers, which hold for one version of
-torch only. It is compiled at first use and cached under a name made of all that it depends on.
+The adapter (`native/adapter*.cpp`) is C++ against PyTorch's own headers; see `allocator.extension`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
-import logging
 import os
-import shutil
-import subprocess
 import sysconfig
-import tempfile
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,8 +16,7 @@ import torch
 
 from allocator import native
 from allocator.errors import TiersError
-
-log = logging.getLogger("tiers")
+from allocator.extension import CannotBuild, Extension, compiler
 
 _More = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int, ctypes.c_uint64)
 _called_for_good: list[object] = []
@@ -35,15 +26,15 @@ SOURCES = tuple(_NATIVE / name for name in ("adapter.cpp", "adapter_pools.cpp", 
 HEADERS = tuple(_NATIVE / name for name in ("adapter.h", "core.h"))
 
 
-class NoAdapter(TiersError):
-    """The adapter cannot be built or installed here; the text says what is missing."""
+class NoAdapter(CannotBuild):
+    """The adapter cannot be installed here; the text says what is missing."""
 
 
 def obstacle() -> str | None:
     """What keeps the adapter from being built and installed here, without building it; None if nothing is known to."""
     try:
         native.library()
-        _compiler()
+        compiler()
         _cuda_runtime()
         _cuda_headers()
     except TiersError as missing:
@@ -56,22 +47,21 @@ def build(cache_dir: Path) -> Path:
 
     Raises
     ------
-    NoAdapter
+    CannotBuild
         If there is no compiler, no CUDA headers, or it does not compile.
     """
-    compiler = _compiler()
-    library = cache_dir / f"adapter-{_fingerprint(compiler)}.so"
-    if library.exists():
-        return library
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with open(cache_dir / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a job come here together
-        if not library.exists():
-            log.warning("building the allocator's adapter for torch %s, once; half a minute", torch.__version__)
-            began = time.perf_counter()
-            _compile(compiler, library)
-            log.warning("built the adapter in %.0f s: %s", time.perf_counter() - began, library)
-    return library
+    compiler()  # to say so first: it is what most machines lack
+    runtime, lib = _cuda_runtime(), Path(torch.__file__).with_name("lib")
+    torch_libraries = ("libtorch_cuda.so", "libc10_cuda.so", "libc10.so", "libtorch_cpu.so")
+    adapter = Extension(
+        name="adapter",
+        title="the allocator's adapter",
+        sources=SOURCES,
+        headers=HEADERS,
+        includes=tuple(_cuda_headers()),
+        libraries=(*(lib / name for name in torch_libraries), runtime, native.LIBRARY),
+    )
+    return adapter.build(cache_dir)
 
 
 def install(library: Path, hbm: int, dram: int, more: Callable[[int, int], bool]) -> None:
@@ -115,44 +105,6 @@ def _load(library: Path) -> ctypes.CDLL:
     adapter.tiers_install.argtypes = [ctypes.c_uint64, ctypes.c_uint64, _More, ctypes.c_char_p, ctypes.c_uint64]
     adapter.tiers_core_of.restype = ctypes.c_void_p
     return adapter
-
-
-def _compiler() -> str:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise NoAdapter("no C++ compiler found (g++ or clang++): install one, or set CXX")
-    return compiler
-
-
-def _fingerprint(compiler: str) -> str:
-    digest = hashlib.sha256()
-    for part in (torch.__version__, str(torch.version.git_version), compiler, str(native.LIBRARY)):
-        digest.update(part.encode() + b"\0")
-    for source in (*SOURCES, *HEADERS):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _compile(compiler: str, library: Path) -> None:
-    root = Path(torch.__file__).parent
-    runtime, headers = _cuda_runtime(), _cuda_headers()
-    partial = Path(tempfile.mkstemp(dir=library.parent, suffix=".so")[1])
-    command = [
-        compiler,
-        *("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-isystem{path}" for path in (root / "include", *headers)),
-        *("-o", str(partial), *map(str, SOURCES)),
-        *(str(root / "lib" / name) for name in ("libtorch_cuda.so", "libc10_cuda.so", "libc10.so", "libtorch_cpu.so")),
-        *(str(path) for path in (runtime, native.LIBRARY)),
-        *(f"-Wl,-rpath,{path}" for path in (root / "lib", runtime.parent, native.LIBRARY.parent)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        partial.unlink(missing_ok=True)
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-        raise NoAdapter(f"the adapter does not compile against torch {torch.__version__}: {first}")
-    partial.replace(library)
 
 
 def _cuda_headers() -> list[Path]:

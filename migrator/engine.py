@@ -18,7 +18,7 @@ A group comes back as soon as the room allows, in the order in which it will be 
 allocated on the compute stream and filled on the lane, which first waits for all the stream was given
 before: that memory may have been in use until there.
 
-References point upwards only. What autograd holds (`hooks.Moved`) refers to a `Saved`, that to its
+References point upwards only. What autograd holds (`tensors.Moved`) refers to a `Saved`, that to its
 group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
 reference count. All that a graph holds of one group shares a `Claim`, so that the engine hears of a
 group's death once. `claim_died` may run anywhere, also while the engine holds its lock; therefore it
@@ -38,9 +38,11 @@ from itertools import islice
 
 import torch
 
+from migrator import tensors as in_python
 from migrator.actions import Pace
 from migrator.backing import Backing, Parcel
 from migrator.lanes import GATHER_BELOW, SLOT, Compute, Lane, Piece, Stream, whole
+from migrator.tensors import Saved, Tensors
 from migrator.timing import Lap
 
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
@@ -58,28 +60,6 @@ class State(enum.Enum):
     AWAY = enum.auto()
     HOME = enum.auto()
     GONE = enum.auto()
-
-
-@dataclass(eq=False, slots=True)
-class Saved:
-    """A storage, or the part of one, that moves: where it lies within its group.
-
-    Attributes
-    ----------
-    alias : Tensor
-        Shares the version counter of the program's tensor, and until its memory is let go also that.
-    low, nbytes : int
-        Which bytes of the storage.
-    offset : int
-        In the group; set when the group leaves.
-    """
-
-    group: Group
-    alias: torch.Tensor
-    version: int
-    low: int
-    nbytes: int
-    offset: int = -1
 
 
 class Claim:
@@ -143,10 +123,13 @@ class Engine:
         The program's stream, and the two lanes.
     backing : Backing
         Where groups go.
+    tensors : Tensors
+        What is done with each tensor.
     """
 
-    def __init__(self, compute: Compute, out: Lane, back: Lane, backing: Backing) -> None:
+    def __init__(self, compute: Compute, out: Lane, back: Lane, backing: Backing, tensors: Tensors = in_python) -> None:
         self.compute = compute
+        self.tensors = tensors
         self.lock = threading.RLock()
         self.limit = 0
         self.position = -1  # in the plan's period, as far as the sites that came tell
@@ -174,8 +157,7 @@ class Engine:
 
     def add(self, group: Group, tensor: torch.Tensor, low: int, nbytes: int) -> Saved:
         """Put `nbytes` bytes of a tensor's storage, from byte `low` on, into a group that is filling."""
-        alias = tensor.detach()
-        saved = Saved(group, alias, alias._version, low, nbytes)
+        saved = self.tensors.Saved(group, tensor, low, nbytes)
         if not group.counted:
             self._in_hbm[group] = None
         group.members.append(saved)
@@ -252,11 +234,7 @@ class Engine:
         del self._leaving[group]
         assert group.parcel is not None and group.parcel.filled is not None
         self.compute.wait(group.parcel.filled, "d2h", group.stream)
-        for saved in group.members:
-            # The alias lives on without memory: it still shares the tensor's version counter, and so still
-            # tells whether somebody modified in place what was saved.
-            alias = saved.alias
-            alias.data = self.empty(alias.dtype)
+        self.tensors.let_go(group.members, self.empty)
         group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)

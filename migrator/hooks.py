@@ -23,12 +23,12 @@ from migrator import weights
 from migrator.actions import Action, Go, Make, Stay
 from migrator.garbage import KEPT, MADE, MOVED, Allowance
 from migrator.observer import Observer
-from migrator.packed import Moved, Packed, check, keep, modified
+from migrator.packed import Packed, check, keep, modified
 from migrator.recorder import Record
 from migrator.regions import Regions
-from migrator.remake import note
+from migrator.remake import Dropped, note
 from migrator.sites import Modules, Node
-from migrator.storages import is_plain
+from migrator.tensors import Tensors
 
 if TYPE_CHECKING:
     from migrator.mover import Mover
@@ -52,6 +52,8 @@ class Saver:
         Called when a period is over, before the next one begins.
     allowance : Allowance
         Told how many objects the hooks will hold.
+    tensors : Tensors
+        What is done with each tensor.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Saver:
         root_begins: Callable[[Saver, nn.Module], None],
         period_over: Callable[[Saver], None],
         allowance: Allowance,
+        tensors: Tensors,
     ) -> None:
+        self._tensors = tensors
         self.modules: Modules[Action] = Modules()
         self.movers: dict[torch.device, Mover | None] = {}
         self.actions: dict[str, list[Action | None]] = {}
@@ -284,19 +288,19 @@ class Saver:
             packed.record.used()
         if packed.go is not None and packed.go.pace is not None:
             packed.go.mover.engine.reached(packed.go.pace)
-        if isinstance(packed, Moved):
-            tensor = packed.mover.give_back(packed)
-            return tensor if packed.record is None else packed.record.compare(tensor, self._peek)
-        return packed.again(self._peek, count=True)
+        if isinstance(packed, Dropped):
+            return packed.again(self._peek, count=True)
+        tensor = packed.mover.give_back(packed)
+        return tensor if packed.record is None else packed.record.compare(tensor, self._peek)
 
     def _peek(self, packed: Packed) -> Tensor:
         """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
         check(packed)
         if isinstance(packed, tuple):
             return packed[0]
-        if isinstance(packed, Moved):
-            return packed.mover.give_back(packed, count=False)
-        return packed.again(self._peek, count=False)
+        if isinstance(packed, Dropped):
+            return packed.again(self._peek, count=False)
+        return packed.mover.give_back(packed, count=False)
 
     def _turn(self) -> None:
         if _graph_task() == -1:
@@ -310,23 +314,22 @@ class Saver:
     def _record(self, mover: Mover, key: str, tensor: Tensor) -> Record | None:
         if mover.recorder is None:
             return None
-        storage = self._movable(tensor)
-        known = None if storage is None else mover.storages.find(tensor, storage, tensor._version)
+        known = mover.storages.find(tensor) if self._movable(tensor) else None
         return mover.recorder.save(key, known, self.modules.here.kind)
 
     def _move(self, tensor: Tensor, node: Node[Action], number: int, go: Action | None) -> Packed:
         mover = go.mover if go is not None else self._mover(tensor.device)
         if mover is None or mover.engine.compute.capturing():
             return keep(tensor)  # a CUDA graph replays addresses: nothing of it may move
-        storage = self._movable(tensor, planned=go is not None and mover.recorder is None)
-        if type(go) is Go and storage is not None and mover.recorder is None:
-            return mover.take(tensor, storage, "", go)
+        movable = self._movable(tensor, planned=go is not None and mover.recorder is None)
+        if type(go) is Go and movable and mover.recorder is None:
+            return mover.take(tensor, "", go)
         key = f"{node.path}:{number}"
-        if storage is None:
+        if not movable:
             return keep(tensor, None, self._record(mover, key, tensor))
         if type(go) is Make:
-            return mover.drop(tensor, storage, key, go, self._observer.origins(go.verified.epsilon), node.kind)
-        return mover.take(tensor, storage, key, go if type(go) is Go else None, node.kind)
+            return mover.drop(tensor, key, go, self._observer.origins(go.verified.epsilon), node.kind)
+        return mover.take(tensor, key, go if type(go) is Go else None, node.kind)
 
     def _mover(self, device: torch.device) -> Mover | None:
         if device not in self.movers:
@@ -334,20 +337,13 @@ class Saver:
             self.recording |= mover is not None and mover.recorder is not None
         return self.movers[device]
 
-    def _movable(self, tensor: Tensor, *, planned: bool = False) -> torch.UntypedStorage | None:
-        """The tensor's storage if it may move: memory of its own that is no parameter's and no buffer's.
+    def _movable(self, tensor: Tensor, *, planned: bool = False) -> bool:
+        """Whether the tensor may move: it has memory of its own that is no parameter's and no buffer's.
 
         At a site that is planned to move that was seen when it was recorded.
         """
-        if type(tensor) is not Tensor or not is_plain(tensor):
-            return None
-        if not tensor.numel():
-            return None
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or (not planned and storage._cdata in self._parameters()):
-            return None
-        base = tensor._base
-        return None if base is not None and isinstance(base, nn.Parameter) else storage
+        storage = self._tensors.memory_of(tensor, MIN_BYTES)
+        return storage != 0 and (planned or storage not in self._parameters())
 
     def _parameters(self) -> set[int]:
         """Storages that belong to the module whose forward is the outermost."""

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from allocator.errors import TierFull
@@ -19,11 +18,10 @@ from migrator.engine import EVERY, NEVER, Engine, Group, State
 from migrator.lanes import Stream
 from migrator.learner import Learner
 from migrator.links import Links
-from migrator.packed import Moved
 from migrator.plan import PageGroup, Plan, checkpoint_key, group_bytes, learning_room
 from migrator.recorder import Recorder
-from migrator.remake import Dropped, Made, Origins, Verified, base_of, find, layout, view
-from migrator.storages import Storages
+from migrator.remake import Dropped, Made, Origins, Verified, base_of, find, layout
+from migrator.tensors import Moved
 from migrator.trace import Trace
 
 log = logging.getLogger("tiers")
@@ -59,7 +57,7 @@ class Mover:
         self.learner = learner
         self.budget = budget
         self.unmanaged = 0  # bytes that backward needs and no hook was told of
-        self.storages = Storages()
+        self.storages = engine.tensors.Storages()
         self._outlived: set[str] = set()
         self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
         self.recorder: Recorder | None = self._new_recorder()
@@ -88,7 +86,7 @@ class Mover:
 
     # -------------------------------------------------------------------------------------- out
 
-    def take(self, tensor: Tensor, storage: torch.UntypedStorage, key: str, go: Go | None, kind: str = "") -> Moved:
+    def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
         """Take charge of a saved tensor.
 
         Raises
@@ -98,7 +96,7 @@ class Mover:
         """
         engine = self.engine
         with engine.lock:
-            known = self.storages.find(tensor, storage, tensor._version)
+            known = self.storages.find(tensor)
             recorder = self.recorder
             record = None if recorder is None else recorder.save(key, known, kind)
             # A group takes members of one stream only: its copy waits for that one, and that one lets go of
@@ -114,7 +112,7 @@ class Mover:
                 group = self._loose_group(stream) if filling is None or engine.over_limit() else filling.group
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
-            moved = Moved(tensor, self, saved, engine.hold(saved), go, record)
+            moved = engine.tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
                 filling.missing -= 1
                 if not filling.missing:
@@ -172,18 +170,16 @@ class Mover:
             self.unmanaged = max(self.unmanaged, grown - self.engine.resident)
         self.engine.begin_backward()
 
-    def drop(
-        self, tensor: Tensor, storage: torch.UntypedStorage, key: str, make: Make, source: Origins, kind: str
-    ) -> Dropped | Moved:
+    def drop(self, tensor: Tensor, key: str, make: Make, source: Origins, kind: str) -> Dropped | Moved:
         """Let go of a saved tensor that its formula makes again; where that does not hold any more, take it."""
         with self.engine.lock:
-            known = self.storages.find(tensor, storage, tensor._version)
+            known = self.storages.find(tensor)
             made = None if known.made is None else known.made()
             if made is None:
                 base = base_of(tensor)
                 what = find(base, source) if layout(base) == make.verified.layout else None
                 if what is None or what.name != make.verified.name:
-                    return self.take(tensor, storage, key, None, kind)
+                    return self.take(tensor, key, None, kind)
                 made = Made(base, what, self.engine)
                 known.made = weakref.ref(made)
             record = None if self.recorder is None else self.recorder.save(key, known, kind)
@@ -198,22 +194,16 @@ class Mover:
             If the disk does not give back what was written.
         """
         saved, engine = moved.saved, self.engine
-        alias, first = saved.alias, moved.first
         with engine.lock:
             if engine.dead:
                 engine.collect()
-            buffer = engine.source(saved)
-            if buffer is None:
-                storage = alias.untyped_storage()
-            else:
-                storage = buffer.untyped_storage()
-                first += (saved.offset - saved.low) // moved.dtype.itemsize
+            tensor = moved.view(engine.source(saved))
             if count and not moved.was_used:
                 moved.was_used = True
                 engine.used(saved.group)
             if engine.unsettled:
                 engine.prefetch()
-        return view(alias, storage, moved.dtype, first, moved.size, moved.stride)
+        return tensor
 
     # ---------------------------------------------------------------------------------- periods
 
@@ -285,7 +275,7 @@ class Mover:
         self._completed.clear()
         self._unforeseen = False
         self._taken = 0
-        self.storages = Storages()
+        self.storages = self.engine.tensors.Storages()
         self.engine.position = -1
         self.engine.limit = self._limit()
 

@@ -23,7 +23,7 @@ EPSILONS = (1e-5, 1e-6)
 NO_FORWARD = 1 << 64
 """No node is as late: nothing can be made again."""
 
-Movable = Callable[[Tensor], "torch.UntypedStorage | None"]
+Movable = Callable[[Tensor], bool]
 
 
 class Observer:
@@ -34,7 +34,7 @@ class Observer:
     regions : Regions
         Told of modules that could be recomputed.
     movable : callable
-        A tensor's storage, if it may move.
+        Whether a tensor may move.
     is_ours : callable
         Whether an unpack hook is the thread's own.
     """
@@ -65,11 +65,7 @@ class Observer:
         if mover.recorder is None or self._began == NO_FORWARD or not self._regions.know(path, module):
             return
         tensors = [tensor for tensor in tensors if tensor.numel()]  # see `sites.Node.of_inputs`
-        storages = [self._movable(tensor) for tensor in tensors]
-        inputs = [
-            None if storage is None else mover.storages.find(tensor, storage, tensor._version)
-            for tensor, storage in zip(tensors, storages, strict=True)
-        ]
+        inputs = [mover.storages.find(tensor) if self._movable(tensor) else None for tensor in tensors]
         mover.recorder.enter(path, inputs, other_state(module))
 
     def leave(self, movers: Sequence[Mover], path: str, module: nn.Module, output: object) -> None:
@@ -89,7 +85,7 @@ class Observer:
         if record is None or record.known is None:
             return
         trials, ident, base = record.recorder.trials, record.known.ident, base_of(tensor)
-        if trials is None or not trials.is_new(ident) or self._movable(base) is None:
+        if trials is None or not trials.is_new(ident) or not self._movable(base):
             return
         for epsilon in (None, *EPSILONS):
             source = self.origins(epsilon)

@@ -11,45 +11,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from migrator.actions import Go, Stay
-from migrator.engine import Claim, Saved
+from migrator.actions import Stay
 from migrator.remake import Dropped
+from migrator.tensors import Moved
 
 if TYPE_CHECKING:
-    from migrator.mover import Mover
     from migrator.recorder import Record
-
-
-class Moved:
-    """What the graph holds in place of a saved tensor that moves."""
-
-    __slots__ = (
-        "__weakref__",
-        "_claim",
-        "dtype",
-        "first",
-        "go",
-        "mover",
-        "record",
-        "saved",
-        "size",
-        "stride",
-        "was_used",
-    )
-
-    def __init__(
-        self, tensor: Tensor, mover: Mover, saved: Saved, claim: Claim, go: Go | None, record: Record | None
-    ) -> None:
-        self._claim = claim
-        self.mover = mover
-        self.go = go
-        self.saved = saved
-        self.record = record
-        self.dtype = tensor.dtype
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.first = int(tensor.storage_offset())  # in elements
-        self.was_used = False
 
 
 Kept: TypeAlias = "tuple[Tensor, int, Stay | None, Record | None]"
@@ -71,8 +38,8 @@ def check(packed: Packed) -> None:
         if alias._version != version:
             raise modified(alias, alias.dtype, alias.size(), version)
         return
-    source = packed.saved if isinstance(packed, Moved) else packed.made
-    if source.alias._version != source.version:
+    if packed.changed():
+        source = packed.made if isinstance(packed, Dropped) else packed.saved
         raise modified(source.alias, packed.dtype, packed.size, source.version)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from migrator.engine import State
 from migrator.lanes import Meter
 from migrator.remake import Peek, Verified
-from migrator.storages import Known
+from migrator.tensors import Known
 from migrator.trace import Region, Site, Trace
 from migrator.trials import Trial, Trials
 

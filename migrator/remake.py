@@ -17,6 +17,7 @@ from torch import Tensor
 
 from migrator.formulas import Formula, formula
 from migrator.operations import TABLE
+from migrator.tensors import view
 
 if TYPE_CHECKING:
     from migrator.actions import Make
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 Peek = Callable[[Any], Tensor]
 """Hands a packed tensor out without counting that as a use."""
 
-_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 _ORIGIN, _EPSILON = "tiers.origin", "tiers.epsilon"  # in a node's metadata, which lives and dies with the node
 
 
@@ -106,6 +106,10 @@ class Dropped:
         self.first = int(tensor.storage_offset())
         self.was_used = False
 
+    def changed(self) -> bool:
+        """Whether what was saved has been changed in place since."""
+        return self.made.alias._version != self.made.version
+
     def again(self, peek: Peek, *, count: bool) -> Tensor:
         """The tensor, bit for bit; with `count` it has been asked for."""
         made = self.made
@@ -114,24 +118,6 @@ class Dropped:
             self.was_used = True
             made.used()
         return view(made.alias, storage, self.dtype, self.first, self.size, self.stride)
-
-
-def view(
-    alias: Tensor,
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    first: int,
-    size: torch.Size,
-    stride: tuple[int, ...],
-) -> Tensor:
-    """A tensor on `storage` that shares the version counter of `alias`: changes in place are noticed there."""
-    tensor = alias.detach()
-    if tensor.dtype is dtype:
-        with _below_autograd():  # where nothing counts as a change in place
-            tensor.set_(storage, first, size, stride)
-    else:
-        tensor.data = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first, size, stride)
-    return tensor
 
 
 def run(what: Formula, peek: Peek) -> Tensor:

@@ -24,6 +24,7 @@ from allocator.errors import TierFull, TiersError
 from allocator.pages import PageAllocator
 from allocator.sizes import format_size
 from migrator import entry, weights
+from migrator import tensors as in_python
 from migrator.background import in_background
 from migrator.backing import Backing
 from migrator.backoff import Response
@@ -41,6 +42,7 @@ from migrator.mover import Mover
 from migrator.plan import NoPlanFits, Plan
 from migrator.policies import POLICIES
 from migrator.steps import StepTimes
+from migrator.tensors import Tensors
 from migrator.trace import Trace
 from migrator.transfers import Transfer
 
@@ -90,6 +92,8 @@ class Options:
         What plans take the lanes to give.
     advisor : Advisor, optional
         Asked at the end of every period; without one the links are used in full.
+    tensors : callable
+        What is done with each tensor, in Python or natively; called when the first thread trains.
     """
 
     policy: str
@@ -100,6 +104,7 @@ class Options:
     pages: Callable[[], PageAllocator | None] = lambda: None
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
+    tensors: Callable[[], Tensors] = lambda: in_python
 
 
 class _Thread(threading.local):
@@ -114,6 +119,7 @@ class Runtime:
         self.armed = False  # whether anything has trained under it
         self.closed = False
         self.learned: tuple[Trace, Plan] | None = None  # set by `close`: the last trace and plan there were
+        self._tensors: Tensors | None = None
         self._counters = Counters()
         self._periods = 0
         self._steps = StepTimes()
@@ -203,7 +209,10 @@ class Runtime:
             if not isinstance(stale, Saver):
                 return None
             stale.pop()  # of a session that another thread ended, which could not do this
-        saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance)
+        with self._lock:
+            if self._tensors is None:
+                self._tensors = self.options.tensors()
+        saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance, self._tensors)
         saver.push()
         self._thread.saver = saver
         self._savers.add(saver)
@@ -219,7 +228,7 @@ class Runtime:
             if self._backing is None:
                 self._backing = self.options.backing(self._counters, device.type == "cuda")
             shared = self._devices.get(device) or self._make_device(device)
-        engine = Engine(shared.compute, shared.out, shared.back, self._backing)
+        engine = Engine(shared.compute, shared.out, shared.back, self._backing, self._tensors or in_python)
         # The room settles within a little of the target, on either side: the budget lies above that.
         margin = FRAGMENTS if device.type == "cuda" and self.options.pages() is None else SETTLED
         learner = Learner(

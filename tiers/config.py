@@ -76,7 +76,8 @@ class LinksConfig:
 class Config:
     """What the user asked for; ``Config()`` is the defaults.
 
-    Processes share the capacities of a node with those that name the same `ledger`, a directory; None means the
+    What the hooks do with each tensor is native where there is a GPU and a compiler (`native` is auto), always or
+    never. Processes share the capacities of a node with those that name the same `ledger`, a directory; None means the
     user's own, which all of his processes on the node see.
     """
 
@@ -87,6 +88,7 @@ class Config:
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
+    native: Literal["auto", "on", "off"] = "auto"
     ledger: Path | None = None
     run: Path | None = None
     run_force: bool = False

@@ -16,6 +16,7 @@ from tiers.log import LEVELS
 
 ALLOCATORS = ("off", "torch", "pages")
 GDS_MODES = ("require", "prefer", "off")
+NATIVE_MODES = ("auto", "on", "off")
 KNOWN_POLICIES = tuple(MODULES)
 
 
@@ -148,6 +149,7 @@ KEYS = (
     Key("links.h2d", RATE),
     Key("links.disk_write", RATE),
     Key("links.disk_read", RATE),
+    Key("native", _one_of(NATIVE_MODES), "TIERS_NATIVE"),
     Key("ledger", PATH, "TIERS_LEDGER"),
     Key("run", PATH, "TIERS_RUN"),
     Key("run_force", FLAG, "TIERS_RUN_FORCE"),

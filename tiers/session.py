@@ -25,10 +25,13 @@ from allocator.pages import PageAllocator
 from allocator.pinning import return_what_is_freed
 from allocator.room import Room
 from allocator.sizes import PAGE, GiB, MiB
+from migrator import native
+from migrator import tensors as in_python
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.links import links_from
 from migrator.runtime import Options, Runtime
+from migrator.tensors import Tensors
 from tiers.config import Config, ConfigError, load
 from tiers.monitor.build import build as build_monitor
 from tiers.places import LEDGERS, of_user
@@ -84,6 +87,7 @@ class Session:
                 pages=lambda: _pages,
                 links=links_from(asdict(config.links), disk=self._nvme_capacity > 0),
                 advisor=self._monitor,
+                tensors=self._tensors,
             )
         )
 
@@ -99,6 +103,12 @@ class Session:
             free, _ = torch.cuda.mem_get_info(device)
             return free + torch.cuda.memory_reserved(device) - MARGIN
         return read_memory().room
+
+    def _tensors(self) -> Tensors:
+        if self._config.native == "on":
+            return native.load(native.build(cache_directory()))
+        wanted = self._config.native == "auto" and torch.cuda.is_available()
+        return native.best(cache_directory()) if wanted else in_python
 
     def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
         if self._ledger is None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from allocator import adapter, native
+from allocator.extension import CannotBuild
 from tiers.config import load
 from tiers.session import Session, before_cuda
 
@@ -23,7 +24,7 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(adapter.NoAdapter, match=r"no C\+\+ compiler found"):
+    with pytest.raises(CannotBuild, match=r"no C\+\+ compiler found"):
         adapter.build(tmp_path)
 
 

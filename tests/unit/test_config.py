@@ -47,6 +47,7 @@ def test_the_variables_are_frozen():
         "TIERS_HBM",
         "TIERS_LEDGER",
         "TIERS_LOG",
+        "TIERS_NATIVE",
         "TIERS_NVME",
         "TIERS_NVME_PATH",
         "TIERS_POLICY",
@@ -69,6 +70,7 @@ def test_argument_names_are_frozen():
         "monitor_calibration",
         "monitor_enabled",
         "monitor_probe",
+        "native",
         "nvme",
         "nvme_checksum",
         "nvme_gds",
@@ -105,6 +107,7 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         project=f"""
         allocator = "pages"
         policy = "flashneuron"
+        native = "off"
         ledger = "ledger"
         run = "out"
         run_force = true

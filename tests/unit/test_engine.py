@@ -18,9 +18,10 @@ from allocator.sizes import PAGE, KiB, MiB
 from migrator.actions import Pace
 from migrator.backing import Backing
 from migrator.counters import Counters
-from migrator.engine import Engine, Group, Saved, State
+from migrator.engine import Engine, Group, State
 from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
+from migrator.tensors import Saved
 from tests.unit.by_hand import HandLane, HandStore, StreamCompute
 
 NBYTES = 64 * KiB

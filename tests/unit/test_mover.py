@@ -20,9 +20,9 @@ from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import Learner
 from migrator.mover import Go, Mover, Stay, log
-from migrator.packed import Moved
 from migrator.plan import PageGroup
 from migrator.policies import POLICIES
+from migrator.tensors import Moved
 from tests.unit.by_hand import HandLane, StreamCompute
 
 NBYTES = 64 * KiB
@@ -47,7 +47,7 @@ class Rig:
 
     def save(self, key: str, go: Go | None = None, tensor: torch.Tensor | None = None) -> Moved:
         tensor = torch.zeros(NBYTES, dtype=torch.uint8) if tensor is None else tensor
-        return self.mover.take(tensor, tensor.untyped_storage(), key, go)
+        return self.mover.take(tensor, key, go)
 
     def settle(self) -> None:
         """What was let go of is out of HBM."""
@@ -305,7 +305,7 @@ def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None)
             if action.enter:
                 mover.engine.entered(action.enter)
             if mover.recorder is not None:
-                mover.recorder.save(key, mover.storages.find(tensor, tensor.untyped_storage(), 0))
+                mover.recorder.save(key, mover.storages.find(tensor))
             graph.append((action, tensor))
         else:
             graph.append((rig.save(key, action, tensor), tensor.clone()))

@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from migrator import recorder as module
-from migrator.engine import Group, Saved, State
+from migrator.engine import Group, State
 from migrator.lanes.meter import Measures
 from migrator.recorder import Recorder
-from migrator.storages import Known, Storages
+from migrator.tensors import Known, Saved, Storages
 from migrator.trace import Site
 
 NBYTES = 8192
 
 
 def known(storages: Storages, tensor: torch.Tensor) -> Known:
-    return storages.find(tensor, tensor.untyped_storage(), tensor._version)
+    return storages.find(tensor)
 
 
 def moved(entry: Known, state: State) -> Known:
-    entry.saved = Saved(Group(0, 0, state), torch.empty(0), 0, 0, NBYTES)
+    entry.saved = Saved(Group(0, 0, state), torch.empty(0), 0, NBYTES)
     return entry
 
 

@@ -1,0 +1,65 @@
+"""The native twin of `migrator.tensors`, built for the torch that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sysconfig
+from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from allocator.extension import CannotBuild, Extension
+from migrator import tensors as in_python
+from migrator.tensors import Tensors
+
+log = logging.getLogger("tiers")
+
+SOURCE = Path(__file__).with_name("tensors.cpp")
+
+
+def build(cache_dir: Path) -> Path:
+    """The library, from `cache_dir` if it has been built before.
+
+    Raises
+    ------
+    CannotBuild
+        If there is no compiler, no header of Python's, or it does not compile.
+    """
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
+        raise CannotBuild(f"no headers of Python's found in {headers}: install those of this version (python3-dev)")
+    root = Path(torch.__file__).parent
+    libraries = ("libtorch_python.so", "libtorch_cpu.so", "libc10.so")
+    extension = Extension(
+        name="tensors",
+        title="the native part of the hooks",
+        sources=(SOURCE,),
+        headers=(),
+        includes=(root / "include" / "torch" / "csrc" / "api" / "include", headers),
+        libraries=tuple(root / "lib" / name for name in libraries),
+    )
+    return extension.build(cache_dir)
+
+
+@cache
+def load(library: Path) -> Tensors:
+    """The module in a library."""
+    loader = ExtensionFileLoader("tensors", str(library))
+    spec = importlib.util.spec_from_file_location("tensors", library, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return cast("Tensors", module)
+
+
+def best(cache_dir: Path) -> Tensors:
+    """The native twin, or where it cannot be had the module in Python, which is said."""
+    try:
+        return load(build(cache_dir))
+    except (CannotBuild, ImportError) as missing:
+        log.info("%s; the hooks take more of the host's time", missing)
+        return in_python
