@@ -7,7 +7,7 @@ from migrator.links import Links
 from migrator.plan import GROUPS_AHEAD, Plan, learning_room, least_room, make_plan
 from migrator.trace import Trace
 
-WORTH = 8 * MiB  # of a smaller group the copies' overheads show: a fifth of the link, and 200 us of the host's time
+WORTH = 16 * MiB  # of a smaller group the copies' overheads show: 2% of the link, and 400 us of the host's time
 GROUPS = 2 * GROUPS_AHEAD  # as many at least lie in HBM, on their way out and on their way back
 
 
