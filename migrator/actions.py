@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
 from migrator.plan import PageGroup
-from migrator.remake import Verified
+from migrator.remake import Finder, Verified
 
 if TYPE_CHECKING:
     from migrator.mover import Mover
@@ -56,6 +56,7 @@ class Make:
 
     mover: Mover
     verified: Verified
+    finder: Finder
     pace: Pace | None = None
     stays: ClassVar[Literal[False]] = False
 

@@ -11,11 +11,12 @@ Whether a formula gives the same bits is not decided here: see `migrator.trials`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from migrator.timing import PRODUCT
+from migrator.ways import Absent, Again, Answer, Epsilon, Leaf, Passed, Saved, Setting, Source, Way, input_of, is_leaf
 
 DEPTH = 6  # operations in one formula
 
@@ -53,65 +54,120 @@ def operation(name: str) -> str:
     return f"{last}({PRODUCT})" if PRODUCT in before else last
 
 
-class Source(Protocol):
-    """Where formulas find their inputs."""
+class Pattern(NamedTuple):
+    """A formula without its inputs.
 
-    def is_fresh(self, node: Any) -> bool:
-        """Whether a node was made in the forward that is under way: autocast caches casts of weights for longer."""
+    Attributes
+    ----------
+    what : Formula
+        The formula; its inputs are numbers, in the order in which they were found.
+    way : Way or None
+        How it was found; None if it cannot be told whether it would be found again.
+    """
 
-    def packed(self, node: Any, name: str) -> Any:
-        """What was packed of the tensor that `node` saved as `name`; None if there is none, or it is not ours."""
+    what: Formula
+    way: Way | None
 
-    def made_by(self, node: Any, output: int) -> Any:
-        """What was packed of that output of a node; None if it was not saved, or is gone."""
+    def follow(self, node: Any, source: Source) -> Formula | None:
+        """The formula for the first output of `node`, if it is found on the same way."""
+        packs: list[Any] = []
+        if self.way is None or not self.way.holds(node, source, packs):
+            return None
+        return self.of(packs)
 
-    def leaf(self, tensor: Tensor) -> Any:
-        """Pack a leaf of the graph; None if it may be another than it was when the node read it."""
+    def of(self, packs: Sequence[Any]) -> Formula:
+        """The formula over what was found."""
+        name, numbers, run, *_ = self.what
+        return Formula(name, tuple([packs[number] for number in numbers]), run)
 
-    def epsilon(self, node: Any) -> float | None:
-        """The epsilon of a normalisation whose node does not tell."""
 
-
-Build = Callable[[Any, "Operands"], "Formula | None"]
+Build = Callable[["Operands"], "Formula | None"]
 Table = Mapping[str, Build]
 """What builds the formula of a node, by the node's name."""
 
 
-def formula(node: Any, source: Source, table: Table, depth: int = DEPTH) -> Formula | None:
-    """The formula for the first output of `node`, by a table of operations; None if there is none."""
-    build = table.get(node.name())
-    if build is None or not depth or not source.is_fresh(node):
+def search(node: Any, source: Source, table: Table) -> tuple[Pattern, Formula] | None:
+    """The formula for the first output of `node`, by a table of operations, and its pattern; None if there is none."""
+    seen = _Search(source, table)
+    found = seen.formula(node, DEPTH)
+    if found is None:
         return None
-    return build(node, Operands(node, source, table, depth - 1))
+    what, way = found
+    pattern = Pattern(what, way if seen.repeatable else None)
+    return pattern, pattern.of(seen.packs)
+
+
+class _Search:
+    """The search for one formula, whose inputs are numbers while it lasts."""
+
+    def __init__(self, source: Source, table: Table) -> None:
+        self.source = source
+        self.packs: list[Any] = []
+        self.repeatable = True
+        self._table = table
+
+    def formula(self, node: Any, depth: int) -> tuple[Formula, Way] | None:
+        """The formula for the first output of `node`, and the way to it."""
+        build = self._table.get(node.name())
+        if build is None or not depth or not self.source.is_fresh(node):
+            return None
+        operands = Operands(node, self, depth - 1)
+        what = build(operands)
+        return None if what is None else (what, Way(operands.name, tuple(operands.answers)))
+
+    def found(self, packed: Any) -> Formula:
+        """The formula for what was packed."""
+        self.packs.append(packed)
+        return Formula(".", (len(self.packs) - 1,), _first)
 
 
 class Operands:
-    """Operands of one node, as formulas."""
+    """Operands of one node, as formulas; and all else that may be asked of the node."""
 
-    def __init__(self, node: Any, source: Source, table: Table, depth: int) -> None:
-        self.node = node
-        self.source = source
-        self._table = table
+    def __init__(self, node: Any, search: _Search, depth: int) -> None:
+        self.name: str = node.name()
+        self.answers: list[Answer] = []
+        self._node = node
+        self._search = search
         self._depth = depth
+
+    def ask(self, read: Callable[[Any], Any]) -> Any:
+        """What `read` reads from the node."""
+        value = read(self._node)
+        self.answers.append(Setting(read, value))
+        return value
+
+    def epsilon(self) -> float | None:
+        """The epsilon of a normalisation whose node does not tell."""
+        value = self._search.source.epsilon(self._node)
+        self.answers.append(Epsilon(value))
+        return value
 
     def saved(self, name: str) -> Formula | None:
         """What the node saved under that name."""
-        packed = self.source.packed(self.node, name)
-        return None if packed is None else Formula(".", (packed,), _first)
+        name = f"_raw_saved_{name}"
+        packed = self._search.source.packed(self._node, name)
+        self.answers.append(Saved(name, packed is not None))
+        return None if packed is None else self._search.found(packed)
 
     def input(self, k: int) -> Formula | None:
         """The k-th input: itself if it was saved, or made again."""
-        inputs = self.node.next_functions
-        node, output = inputs[k] if k < len(inputs) else (None, 0)
+        node, output = input_of(self._node, k)
         if node is None:
+            self.answers.append(Absent(k))
             return None
-        if node.name() == "torch::autograd::AccumulateGrad":
-            packed = self.source.leaf(node.variable)
-            return None if packed is None else Formula(".", (packed,), _first)
-        packed = self.source.made_by(node, output)
+        leaf, source = is_leaf(node), self._search.source
+        packed = source.leaf(node.variable) if leaf else source.made_by(node, output)
         if packed is not None:
-            return Formula(".", (packed,), _first)
-        return formula(node, self.source, self._table, self._depth) if output == 0 else None
+            self.answers.append(Leaf(k) if leaf else Passed(k))
+            return self._search.found(packed)
+        again = None if leaf or output else self._search.formula(node, self._depth)
+        if again is None:
+            self._search.repeatable = False
+            return None
+        what, way = again
+        self.answers.append(Again(k, way))
+        return what
 
     def either(self, name: str, k: int) -> Formula | None:
         """What the node saved under that name, or else its k-th input."""
@@ -122,8 +178,8 @@ class Operands:
         found = [operand for operand in operands if operand is not None]
         if len(found) < len(operands):
             return None
-        if all(operand.run is _first for operand in found):  # as most are; this is on the way of what is dropped
-            name = f"{self.node.name()}({','.join('.' * len(found))})"
+        if all(operand.run is _first for operand in found):
+            name = f"{self.name}({','.join('.' * len(found))})"
             return Formula(name, tuple(operand.inputs[0] for operand in found), lambda values: run(*values))
         cuts = [0]
         for operand in found:
@@ -132,7 +188,7 @@ class Operands:
         def apply(values: Sequence[Tensor]) -> Any:
             return run(*(f.run(values[low:high]) for f, low, high in zip(found, cuts, cuts[1:], strict=False)))
 
-        name = f"{self.node.name()}({','.join(operand.name for operand in found)})"
+        name = f"{self.name}({','.join(operand.name for operand in found)})"
         return Formula(name, tuple(packed for operand in found for packed in operand.inputs), apply)
 
 

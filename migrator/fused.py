@@ -25,9 +25,7 @@ Affine = Sequence[Tensor | None]
 """Weight, bias, mean and the inverse of the standard deviation: one number a channel, or no weight and no bias."""
 
 
-def normalise(
-    x: Tensor, affine: Affine, epsilon: float, *, addend: Tensor | None = None, clamp: bool = False
-) -> Tensor:
+def normalise(x: Tensor, affine: Affine, epsilon: float, addend: Tensor | None = None, clamp: bool = False) -> Tensor:
     """``weight * (x - mean) * inverse + bias`` by channels, plus `addend`, and not below zero if `clamp`.
 
     Parameters

@@ -85,7 +85,7 @@ class Saver:
         self._allowance = allowance
         self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
         self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
-        self._observer = Observer(self.regions, self._movable, lambda hook: getattr(hook, "__self__", None) is self)
+        self._observer = Observer(self.regions, self._movable, self.unpack)
 
     # ----------------------------------------------------------------------------------- on, off
 
@@ -328,7 +328,7 @@ class Saver:
         if not movable:
             return keep(tensor, None, self._record(mover, key, tensor))
         if type(go) is Make:
-            return mover.drop(tensor, key, go, self._observer.origins(go.verified.epsilon), node.kind)
+            return mover.drop(tensor, key, go, self._observer.origins, node.kind)
         return mover.take(tensor, key, go if type(go) is Go else None, node.kind)
 
     def _mover(self, device: torch.device) -> Mover | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from migrator.learner import Learner
 from migrator.links import Links
 from migrator.plan import PageGroup, Plan, checkpoint_key, group_bytes, learning_room
 from migrator.recorder import Recorder
-from migrator.remake import Dropped, Made, Origins, Verified, base_of, find, layout
+from migrator.remake import Dropped, Finder, Made, Origins, Verified, base_of
 from migrator.tensors import Moved
 from migrator.trace import Trace
 
@@ -170,15 +170,22 @@ class Mover:
             self.unmanaged = max(self.unmanaged, grown - self.engine.resident)
         self.engine.begin_backward()
 
-    def drop(self, tensor: Tensor, key: str, make: Make, source: Origins, kind: str) -> Dropped | Moved:
+    def drop(
+        self,
+        tensor: Tensor,
+        key: str,
+        make: Make,
+        origins: Callable[[float | None], Origins],
+        kind: str,
+    ) -> Dropped | Moved:
         """Let go of a saved tensor that its formula makes again; where that does not hold any more, take it."""
         with self.engine.lock:
             known = self.storages.find(tensor)
             made = None if known.made is None else known.made()
             if made is None:
                 base = base_of(tensor)
-                what = find(base, source) if layout(base) == make.verified.layout else None
-                if what is None or what.name != make.verified.name:
+                what = make.finder.find(base, origins(make.verified.epsilon))
+                if what is None:
                     return self.take(tensor, key, None, kind)
                 made = Made(base, what, self.engine)
                 known.made = weakref.ref(made)
@@ -313,7 +320,7 @@ class Mover:
         for plan, paces in paced:
             for key in plan.recompute:
                 if key in self.verified:
-                    yield key, Make(self, self.verified[key], paces.get(key))
+                    yield key, Make(self, self.verified[key], Finder(self.verified[key]), paces.get(key))
         for plan, paces in paced:
             for group in plan.groups:
                 for key in group.sites:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +36,14 @@ class Observer:
         Told of modules that could be recomputed.
     movable : callable
         Whether a tensor may move.
-    is_ours : callable
-        Whether an unpack hook is the thread's own.
+    unpack : callable
+        The thread's own unpack hook.
     """
 
-    def __init__(self, regions: Regions, movable: Movable, is_ours: Callable[[object], bool]) -> None:
+    def __init__(self, regions: Regions, movable: Movable, unpack: Callable[[Any], Tensor]) -> None:
         self._regions = regions
         self._movable = movable
-        self._is_ours = is_ours
+        self._unpack = unpack
         self._began = NO_FORWARD  # PyTorch's number of the first node of the forward under way
         self._versions: dict[int, int] = {}  # of parameters, when it began
         self._parameters: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]] | None] = (
@@ -77,7 +78,7 @@ class Observer:
 
     def origins(self, epsilon: float | None = None) -> Origins:
         """Where formulas find their inputs now."""
-        return Origins(self._is_ours, keep, self._versions, self._began, epsilon)
+        return Origins(self._unpack, keep, self._versions, self._began, epsilon)
 
     def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
         """See whether the tensor could be made again, if this is the first of its storage."""

@@ -6,6 +6,7 @@ Whether that gives the same bits is not decided here: see `migrator.trials`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,11 +16,21 @@ from migrator import fused
 from migrator.formulas import Build, Formula, Operands, Table
 
 
+def _setting(name: str) -> Callable[[Any], Any]:
+    """Reads a setting that a node has saved."""
+    return attrgetter(f"_saved_{name}")
+
+
+_alpha, _beta, _epsilon, _training = (_setting(name) for name in ("alpha", "beta", "eps", "training"))
+_normalized_shape = _setting("normalized_shape")
+
+
 def _of_saved(run: Callable[..., Tensor], *settings: str) -> Build:
     """An operation on the tensor that its node keeps as ``self``."""
+    reads = [_setting(name) for name in settings]
 
-    def build(node: Any, operands: Operands) -> Formula | None:
-        values = [getattr(node, f"_saved_{name}") for name in settings]
+    def build(operands: Operands) -> Formula | None:
+        values = [operands.ask(read) for read in reads]
         return operands.join(lambda x: run(x, *values), operands.saved("self"))
 
     return build
@@ -27,21 +38,21 @@ def _of_saved(run: Callable[..., Tensor], *settings: str) -> Build:
 
 def _of_input(run: Callable[[Tensor], Tensor]) -> Build:
     """An operation whose node keeps its result: its input must be found elsewhere."""
-    return lambda node, operands: operands.join(run, operands.input(0))
+    return lambda operands: operands.join(run, operands.input(0))
 
 
 def _of_two(run: Callable[[Tensor, Tensor], Tensor]) -> Build:
-    return lambda node, operands: operands.join(run, operands.either("self", 0), operands.either("other", 1))
+    return lambda operands: operands.join(run, operands.either("self", 0), operands.either("other", 1))
 
 
-def _relu(node: Any, operands: Operands) -> Formula | None:
+def _relu(operands: Operands) -> Formula | None:
     x = operands.input(0)
     made = operands.join(torch.relu, x)
     return made._replace(run=x.clamped) if made and x and x.clamped else made
 
 
-def _sum(node: Any, operands: Operands) -> Formula | None:
-    alpha, subtract = node._saved_alpha, node.name() == "SubBackward0"
+def _sum(operands: Operands) -> Formula | None:
+    alpha, subtract = operands.ask(_alpha), operands.name == "SubBackward0"
     run = torch.sub if subtract else torch.add
     x, y = operands.input(0), operands.input(1)
     made = operands.join(lambda x, y: run(x, y, alpha=alpha), x, y)
@@ -63,16 +74,16 @@ def _with_affine(operands: Operands, run: Callable[..., Any], k: int | None, *sa
     weight = operands.saved("weight")
     bias = operands.saved("bias") if k is None else operands.input(k)
     given = [f for f in (weight, bias) if f is not None]
+    rest, weighed = len(saved), len(saved) + (weight is not None)
 
-    def apply(x: Tensor, *values: Tensor) -> Any:
-        rest, affine = values[: len(saved) - 1], list(values[len(saved) - 1 :])
-        return run(x, affine.pop(0) if weight else None, affine.pop(0) if bias else None, *rest)
+    def apply(*values: Tensor) -> Any:
+        return run(values[0], values[rest] if weight else None, values[weighed] if bias else None, *values[1:rest])
 
     return operands.join(apply, *saved, *given)
 
 
-def _layer_norm(node: Any, operands: Operands) -> Formula | None:
-    shape, epsilon = list(node._saved_normalized_shape), operands.source.epsilon(node)
+def _layer_norm(operands: Operands) -> Formula | None:
+    shape, epsilon = list(operands.ask(_normalized_shape)), operands.epsilon()
     if epsilon is None:
         return None
     return _with_affine(
@@ -83,8 +94,8 @@ def _layer_norm(node: Any, operands: Operands) -> Formula | None:
     )
 
 
-def _rms_norm(node: Any, operands: Operands) -> Formula | None:
-    shape, epsilon = list(node._saved_normalized_shape), operands.source.epsilon(node)
+def _rms_norm(operands: Operands) -> Formula | None:
+    shape, epsilon = list(operands.ask(_normalized_shape)), operands.epsilon()
     weight = operands.saved("weight")
     if epsilon is None:
         return None
@@ -95,43 +106,53 @@ def _rms_norm(node: Any, operands: Operands) -> Formula | None:
     )
 
 
-def _group_norm(node: Any, operands: Operands) -> Formula | None:
-    sizes = (node._saved_N, node._saved_C, node._saved_HxW, node._saved_group)
-    epsilon = node._saved_eps
+def _group_norm(operands: Operands) -> Formula | None:
+    n, channels, area, groups = operands.ask(_group_sizes)
+    epsilon = operands.ask(_epsilon)
     return _with_affine(
         operands,
-        lambda x, weight, bias: torch.native_group_norm(x, weight, bias, *sizes, epsilon)[0],
+        lambda x, weight, bias: torch.native_group_norm(x, weight, bias, n, channels, area, groups, epsilon)[0],
         2,
         operands.saved("input"),
     )
 
 
-def _batch_norm(node: Any, operands: Operands) -> Formula | None:
-    if not node._saved_training:
-        return None
-    x = operands.saved("input")
-    run: Callable[..., tuple[Tensor, ...]] = torch.native_batch_norm
-    epsilon = getattr(node, "_saved_eps", None)
-    if epsilon is None:
-        epsilon, run = node._saved_epsilon, torch.cudnn_batch_norm
-    elif _on_gpu(node):
-        # The batch's statistics were saved: what is left is the elementwise kernel with which the forward ended.
-        mean, inverse = operands.saved("result1"), operands.saved("result2")
-        given = _with_affine(operands, lambda *values: values, 2, x, mean, inverse)
-        return None if given is None else _elementwise(given, epsilon)
-    # Without running statistics the kernel computes the batch's, as it did, and updates none.
-    return _with_affine(operands, lambda x, weight, bias: run(x, weight, bias, None, None, True, 0.0, epsilon)[0], 2, x)
+def _group_sizes(node: Any) -> tuple[int, int, int, int]:
+    return (node._saved_N, node._saved_C, node._saved_HxW, node._saved_group)
 
 
-def _elementwise(given: Formula, epsilon: float) -> Formula:
-    """The elementwise half of a batch normalisation, by a formula that finds its arguments."""
-    arguments: Any = given.run
+def _batch_norm(run: Callable[..., tuple[Tensor, ...]], setting: str) -> Build:
+    """A batch normalisation by `run`, whose node saves its epsilon as `setting`."""
+    read = _setting(setting)
+
+    def build(operands: Operands) -> Formula | None:
+        if not operands.ask(_training):
+            return None
+        x, epsilon = operands.saved("input"), operands.ask(read)
+        if run is torch.native_batch_norm and operands.ask(_on_gpu):
+            return _elementwise(operands, x, epsilon)
+        # Without running statistics the kernel computes the batch's, as it did, and updates none.
+        return _with_affine(
+            operands, lambda x, weight, bias: run(x, weight, bias, None, None, True, 0.0, epsilon)[0], 2, x
+        )
+
+    return build
+
+
+def _elementwise(operands: Operands, x: Formula | None, epsilon: float) -> Formula | None:
+    """The elementwise kernel with which a batch normalisation ended: the batch's statistics were saved."""
+    mean, inverse = operands.saved("result1"), operands.saved("result2")
+    weight, bias = operands.saved("weight"), operands.input(2)
+    given = operands.join(torch.batch_norm_elemt, x, mean, inverse, *(f for f in (weight, bias) if f is not None))
+    weighed, biased = weight is not None, bias is not None
 
     def run(values: Sequence[Tensor], addend: Tensor | None = None, clamp: bool = False) -> Tensor:
-        affine: fused.Affine
-        x, *affine = arguments(values)
-        return fused.normalise(x, affine, epsilon, addend=addend, clamp=clamp)
+        x, mean, inverse, *affine = values
+        weight, bias = affine[0] if weighed else None, affine[-1] if biased else None
+        return fused.normalise(x, (weight, bias, mean, inverse), epsilon, addend, clamp)
 
+    if given is None:
+        return None
     return given._replace(run=run, clamped=lambda values: run(values, None, True), added=run)
 
 
@@ -140,9 +161,9 @@ def _on_gpu(node: Any) -> bool:
     return device.type == "cuda"
 
 
-def _linear(node: Any, operands: Operands) -> Formula | None:
+def _linear(operands: Operands) -> Formula | None:
     # The matrix product itself: dearer than the rest of the table by far, and still cheaper than all of a block.
-    alpha, beta = node._saved_alpha, node._saved_beta
+    alpha, beta = operands.ask(_alpha), operands.ask(_beta)
     return operands.join(
         lambda bias, x, weight: torch.addmm(bias, x, weight, beta=beta, alpha=alpha),
         operands.input(0),
@@ -151,32 +172,33 @@ def _linear(node: Any, operands: Operands) -> Formula | None:
     )
 
 
-def _product(node: Any, operands: Operands) -> Formula | None:
+def _product(operands: Operands) -> Formula | None:
     return operands.join(torch.mm, operands.saved("self"), operands.saved("mat2"))
 
 
-def _dropout(node: Any, operands: Operands) -> Formula | None:
-    scale = 1 / (1 - node._saved_p) if node._saved_p < 1 else 0.0
+def _dropout(operands: Operands) -> Formula | None:
+    p = operands.ask(_setting("p"))
+    scale = 1 / (1 - p) if p < 1 else 0.0
     return operands.join(lambda x, mask: x * mask * scale, operands.input(0), operands.saved("result1"))
 
 
-def _cast(node: Any, operands: Operands) -> Formula | None:
-    dtype = node._input_metadata[0].dtype
+def _cast(operands: Operands) -> Formula | None:
+    dtype = operands.ask(lambda node: node._input_metadata[0].dtype)
     return operands.join(lambda x: x.to(dtype), operands.input(0))
 
 
-def _view(node: Any, operands: Operands) -> Formula | None:
-    shape = list(node._input_metadata[0].shape)
+def _view(operands: Operands) -> Formula | None:
+    shape = operands.ask(lambda node: tuple(node._input_metadata[0].shape))
     return operands.join(lambda x: x.view(shape), operands.input(0))
 
 
-def _transpose(node: Any, operands: Operands) -> Formula | None:
-    dims = (_signed(node._saved_dim0), _signed(node._saved_dim1))
+def _transpose(operands: Operands) -> Formula | None:
+    dims = [_signed(operands.ask(_setting(name))) for name in ("dim0", "dim1")]
     return operands.join(lambda x: x.transpose(*dims), operands.input(0))
 
 
-def _permute(node: Any, operands: Operands) -> Formula | None:
-    dims = [_signed(dim) for dim in node._saved_dims]
+def _permute(operands: Operands) -> Formula | None:
+    dims = [_signed(dim) for dim in operands.ask(_setting("dims"))]
     return operands.join(lambda x: x.permute(dims), operands.input(0))
 
 
@@ -190,7 +212,7 @@ TABLE: Table = {
     "AddBackward0": _sum,
     "AddmmBackward0": _linear,
     "CloneBackward0": _of_input(lambda x: x.clone(memory_format=torch.contiguous_format)),
-    "CudnnBatchNormBackward0": _batch_norm,
+    "CudnnBatchNormBackward0": _batch_norm(torch.cudnn_batch_norm, "epsilon"),
     "DivBackward0": _of_two(torch.div),
     "FusedRmsNormBackward0": _rms_norm,
     "GeluBackward0": _of_saved(lambda x, approximate: _ops.gelu(x, approximate=approximate), "approximate"),
@@ -198,7 +220,7 @@ TABLE: Table = {
     "LeakyReluBackward0": _of_saved(_ops.leaky_relu, "negative_slope"),
     "MmBackward0": _product,
     "MulBackward0": _of_two(torch.mul),
-    "NativeBatchNormBackward0": _batch_norm,
+    "NativeBatchNormBackward0": _batch_norm(torch.native_batch_norm, "eps"),
     "NativeDropoutBackward0": _dropout,
     "NativeGroupNormBackward0": _group_norm,
     "NativeLayerNormBackward0": _layer_norm,

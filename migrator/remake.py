@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from migrator.formulas import Formula, formula
+from migrator.formulas import Formula, Pattern, search
 from migrator.operations import TABLE
 from migrator.tensors import view
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Peek = Callable[[Any], Tensor]
 """Hands a packed tensor out without counting that as a use."""
 
+_is_autocast = torch._C._is_any_autocast_enabled
 _ORIGIN, _EPSILON = "tiers.origin", "tiers.epsilon"  # in a node's metadata, which lives and dies with the node
 
 
@@ -60,33 +61,35 @@ class Verified(NamedTuple):
 class Made:
     """The memory of dropped tensors that share a storage, while it is there."""
 
-    __slots__ = ("__weakref__", "alias", "engine", "formula", "nbytes", "storage", "unused", "version")
+    __slots__ = ("__weakref__", "alias", "engine", "formula", "nbytes", "tensor", "unused", "version")
 
     def __init__(self, base: Tensor, formula: Formula, engine: Engine) -> None:
-        self.alias = base.detach()  # shares the version counter, and lives on without memory
-        self.version = base._version
-        self.nbytes = base.untyped_storage().nbytes()
-        self.alias.data = engine.empty(base.dtype)
+        alias = base.detach()  # shares the version counter, and lives on without memory
+        self.version = alias._version
+        self.nbytes = alias.untyped_storage().nbytes()
+        alias.data = engine.empty(base.dtype)
+        self.alias = alias
         self.formula = formula
         self.engine = engine
         self.unused = 0  # dropped tensors on it that backward has not asked for yet
-        self.storage: torch.UntypedStorage | None = None
+        self.tensor: Tensor | None = None
 
-    def make(self, peek: Peek) -> torch.UntypedStorage:
-        """Its memory; made if need be, and kept until the last tensor on it is used for the first time."""
-        if self.storage is None:
-            storage = run(self.formula, peek).untyped_storage()
-            if not self.unused:
-                return storage  # asked for again (retain_graph), and nobody can say how often
-            self.storage = storage
-            self.engine.entered(self.nbytes)
-        return self.storage
+    def make(self, peek: Peek) -> Tensor:
+        """All of it, as one tensor; made if need be, and kept until the last one on it is used for the first time."""
+        tensor = self.tensor
+        if tensor is None:
+            tensor = self.alias.detach()  # a change in place is noticed there
+            tensor.data = run(self.formula, peek)
+            if self.unused:  # or else it is asked for again (retain_graph), and nobody can say how often
+                self.tensor = tensor
+                self.engine.entered(self.nbytes)
+        return tensor
 
     def used(self) -> None:
         """One more of the tensors on it was asked for, for the first time."""
         self.unused -= 1
-        if not self.unused and self.storage is not None:
-            self.storage = None
+        if not self.unused and self.tensor is not None:
+            self.tensor = None
             self.engine.left(self.nbytes)
 
 
@@ -113,11 +116,18 @@ class Dropped:
     def again(self, peek: Peek, *, count: bool) -> Tensor:
         """The tensor, bit for bit; with `count` it has been asked for."""
         made = self.made
-        storage = made.make(peek)
+        tensor = made.make(peek)
         if count and not self.was_used:
             self.was_used = True
             made.used()
-        return view(made.alias, storage, self.dtype, self.first, self.size, self.stride)
+        if (
+            tensor.stride() == self.stride
+            and tensor.size() == self.size
+            and tensor.storage_offset() == self.first
+            and tensor.dtype is self.dtype
+        ):
+            return tensor  # as most are
+        return view(made.alias, tensor.untyped_storage(), self.dtype, self.first, self.size, self.stride)
 
 
 def run(what: Formula, peek: Peek) -> Tensor:
@@ -125,8 +135,11 @@ def run(what: Formula, peek: Peek) -> Tensor:
 
     Nodes save what an operation was really given: below autocast, which has cast its arguments already.
     """
+    values = [peek(packed) for packed in what.inputs]
+    if not torch.is_grad_enabled() and not _is_autocast():  # as in most backwards; to switch them off takes longer
+        return what.run(values)
     with torch.no_grad(), torch._C._DisableAutocast():
-        return what.run([peek(packed) for packed in what.inputs])
+        return what.run(values)
 
 
 def base_of(tensor: Tensor) -> Tensor:
@@ -144,21 +157,56 @@ def layout(tensor: Tensor) -> tuple[Any, ...]:
 
 def find(base: Tensor, source: Origins) -> Formula | None:
     """The formula for a plain tensor that owns its memory, all of it; None if there is none."""
+    node = _maker(base)
+    found = None if node is None else search(node, source, TABLE)
+    return None if found is None else found[1]
+
+
+def _maker(base: Tensor) -> Any:
+    """The node whose first output is all of the memory of `base`; None if there is none."""
     node = base.grad_fn
     if node is None or base.output_nr or base.storage_offset():
         return None
-    if base.numel() * base.itemsize != base.untyped_storage().nbytes():
-        return None
-    return formula(node, source, TABLE)
+    return node if base.numel() * base.itemsize == base.untyped_storage().nbytes() else None
 
 
-class Origins:
-    """Where the formulas of one thread find their inputs; see `migrator.formulas.Source`.
+class Finder:
+    """Finds the formula of a site that was verified, in every period; all of it is searched for only once.
 
     Parameters
     ----------
-    is_ours : callable
-        Whether an unpack hook is the thread's own.
+    verified : Verified
+        What has been seen to hold.
+    """
+
+    def __init__(self, verified: Verified) -> None:
+        self._verified = verified
+        self._pattern: Pattern | None = None
+
+    def find(self, base: Tensor, source: Origins) -> Formula | None:
+        """See `find`; None, too, if it is another formula or another layout than was verified."""
+        if layout(base) != self._verified.layout:
+            return None
+        node = _maker(base)
+        if node is None:
+            return None
+        what = None if self._pattern is None else self._pattern.follow(node, source)
+        if what is not None:
+            return what
+        found = search(node, source, TABLE)
+        if found is None or found[1].name != self._verified.name:
+            return None
+        self._pattern, what = found
+        return what
+
+
+class Origins:
+    """Where the formulas of one thread find their inputs; see `migrator.ways.Source`.
+
+    Parameters
+    ----------
+    unpack : callable
+        The thread's own unpack hook.
     keep : callable
         Packs a tensor that stays.
     versions : mapping of int to int
@@ -171,13 +219,13 @@ class Origins:
 
     def __init__(
         self,
-        is_ours: Callable[[Any], bool],
+        unpack: Callable[[Any], Tensor],
         keep: Callable[[Tensor], Any],
         versions: Mapping[int, int],
         began: int,
         epsilon: float | None = None,
     ) -> None:
-        self._is_ours = is_ours
+        self._unpack = unpack
         self._keep = keep
         self._versions = versions
         self._began = began
@@ -192,15 +240,16 @@ class Origins:
         return bool(node._sequence_nr() >= self._began)
 
     def packed(self, node: Any, name: str) -> Any:
-        """What was packed of the tensor that `node` saved as `name`."""
+        """What was packed of the tensor that `node` saved by that ``_raw_saved_`` name."""
         try:
-            saved: Any = getattr(node, f"_raw_saved_{name}", None)
-            data = None if saved is None else saved.data
-            if data is None:
+            saved: Any = getattr(node, name, None)
+            if saved is None:
                 return None
-            if isinstance(data, Tensor) and saved.unpack_hook is None:
-                return self._keep(data)  # a number, or saved while the hooks were suspended
-            return data if self._is_ours(saved.unpack_hook) else None
+            hook = saved.unpack_hook
+            if hook is not None:
+                return saved.data if hook == self._unpack else None
+            data = saved.data
+            return None if data is None else self._keep(data)  # a number, or saved while the hooks were suspended
         except RuntimeError:
             return None  # backward has released it
 

@@ -35,7 +35,7 @@ class Packer:
 
     def source(self, epsilon: float | None = None) -> Origins:
         versions = {id(parameter): parameter._version for parameter in (WEIGHT, BIAS)}
-        return Origins(lambda hook: getattr(hook, "__self__", None) is self, self.pack, versions, 0, epsilon)
+        return Origins(self.unpack, self.pack, versions, 0, epsilon)
 
     @contextmanager
     def on(self) -> Iterator[None]:
