@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from migrator.fused import Affine
+from migrator.launches import Launcher, is_aligned
 
 ROWS, CHANNELS = 64, 64  # of one program: 32 values a thread, in loads of 16 bytes
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _kernel(  # type: ignore[no-untyped-def]
     x, addend, weight, bias, mean, inverse, out, rows, channels,
     ADD: tl.constexpr, CLAMP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -38,13 +42,29 @@ def _kernel(  # type: ignore[no-untyped-def]
     tl.store(out + at, made, mask=mask)
 
 
+_launch = Launcher(_kernel)
+
+
 def launch(x: Tensor, addend: Tensor | None, affine: Affine, out: Tensor, *, channels: int, clamp: bool) -> None:
     """Write into `out`, on the present stream; all of `x`, `addend` and `out` have channels side by side."""
     rows = x.numel() // channels
-    grid = (triton.cdiv(rows, ROWS), triton.cdiv(channels, CHANNELS))
-    given = x if addend is None else addend
-    with torch.cuda.device_of(x):
-        _kernel[grid](
-            x, given, *affine, out, rows, channels,
-            ADD=addend is not None, CLAMP=clamp, ROWS=ROWS, CHANNELS=CHANNELS,
-        )  # fmt: skip
+    grid = (-(-rows // ROWS), -(-channels // CHANNELS), 1)
+    add = addend is not None
+    tensors = (x, addend if add else x, *affine, out)
+    arguments = (*tensors, rows, channels, add, clamp, ROWS, CHANNELS)
+    device = x.get_device()
+    if device == torch.cuda.current_device():
+        _launch(special(tensors, rows, channels, (device, add, clamp)), grid, arguments)
+    else:
+        with torch.cuda.device(device):
+            _launch(None, grid, arguments)
+
+
+def special(tensors: Sequence[Any], rows: int, channels: int, rest: tuple[Hashable, ...]) -> Hashable | None:
+    """What tells the kernel's specialisations apart for arguments as they mostly are; None for others.
+
+    `rows` is not specialised on but for its width.
+    """
+    if rows >= 1 << 31 or not is_aligned(tensors, channels):
+        return None
+    return (*rest, *[tensor.dtype for tensor in tensors])
