@@ -77,8 +77,8 @@ class Pattern(NamedTuple):
 
     def of(self, packs: Sequence[Any]) -> Formula:
         """The formula over what was found."""
-        name, numbers, run, *_ = self.what
-        return Formula(name, tuple([packs[number] for number in numbers]), run)
+        what = self.what
+        return Formula(what.name, tuple([packs[number] for number in what.inputs]), what.run)
 
 
 Build = Callable[["Operands"], "Formula | None"]

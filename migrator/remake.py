@@ -66,7 +66,7 @@ class Made:
     def __init__(self, base: Tensor, formula: Formula, engine: Engine) -> None:
         alias = base.detach()  # shares the version counter, and lives on without memory
         self.version = alias._version
-        self.nbytes = alias.untyped_storage().nbytes()
+        self.nbytes = base.nbytes  # all of its storage
         alias.data = engine.empty(base.dtype)
         self.alias = alias
         self.formula = formula
@@ -167,7 +167,7 @@ def _maker(base: Tensor) -> Any:
     node = base.grad_fn
     if node is None or base.output_nr or base.storage_offset():
         return None
-    return node if base.numel() * base.itemsize == base.untyped_storage().nbytes() else None
+    return node if base.nbytes == base.untyped_storage().nbytes() else None
 
 
 class Finder:

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
+_Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
 
 class Source(Protocol):
     """Where formulas find their inputs."""
@@ -37,7 +41,8 @@ class Setting(NamedTuple):
 
     def holds(self, node: Any, source: Source, packs: list[Any]) -> bool:
         """Whether the answer is the same; adds what was packed, where that is the answer, to `packs`."""
-        return _is_same(self.read(node), self.value)
+        value = self.read(node)
+        return value is self.value or _is_same(value, self.value)
 
 
 class Epsilon(NamedTuple):
@@ -142,7 +147,7 @@ def input_of(node: Any, k: int) -> tuple[Any, int]:
 
 def is_leaf(node: Any) -> bool:
     """Whether a node stands for a leaf of the graph."""
-    return bool(node.name() == "torch::autograd::AccumulateGrad")
+    return type(node) is _Leaf
 
 
 def _is_same(one: Any, other: Any) -> bool:
