@@ -12,7 +12,7 @@ import gc
 import threading
 import weakref
 
-KEPT, MOVED, MADE = 2, 7, 28
+KEPT, MOVED, MADE = 2, 7, 11
 """Objects a saved tensor takes that stays, that moves, and that is made again; counted in CPython 3.11."""
 
 

@@ -295,9 +295,12 @@ class Saver:
 
     def _peek(self, packed: Packed) -> Tensor:
         """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
-        check(packed)
         if isinstance(packed, tuple):
-            return packed[0]
+            alias, version, _, _ = packed
+            if alias._version != version:
+                check(packed)
+            return alias
+        check(packed)
         if isinstance(packed, Dropped):
             return packed.again(self._peek, count=False)
         return packed.mover.give_back(packed, count=False)

@@ -39,12 +39,19 @@ class Launcher:
     ----------
     kernel : triton.JITFunction
         The kernel. Called for a grid, it returns what it has compiled and launched.
+
+    Attributes
+    ----------
+    compiled : dict
+        What it has compiled, by specialisation.
+    is_short : bool
+        Whether that takes the arguments that the kernel takes, as far as is known.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._compiled: dict[Hashable, Any] = {}
-        self._is_short = True  # what was compiled takes the arguments that the kernel takes
+        self.compiled: dict[Hashable, Any] = {}
+        self.is_short = True
 
     def __call__(self, special: Hashable | None, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
         """Launch it on the present stream of the current device.
@@ -59,14 +66,14 @@ class Launcher:
         arguments : sequence
             All arguments in order, constants included.
         """
-        compiled = self._compiled.get(special) if special is not None and self._is_short else None
+        compiled = self.compiled.get(special) if special is not None and self.is_short else None
         if compiled is not None:
             try:
                 compiled[grid](*arguments)
                 return
             except Exception as error:  # another version of Triton: then by what all versions have
-                self._is_short = False
+                self.is_short = False
                 log.info("Triton's kernels are launched the long way: %s", str(error))
         compiled = self._kernel[grid](*arguments)
         if special is not None:
-            self._compiled[special] = compiled
+            self.compiled[special] = compiled
