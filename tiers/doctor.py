@@ -42,7 +42,8 @@ class Finding:
 class TorchFacts:
     """PyTorch as installed: version, the CUDA it was built for, whether it sees a GPU and loads tiers.
 
-    `obstacle` says what keeps our allocator from being put under it; None if nothing does.
+    `obstacle` says what keeps our allocator from being put under it, `hooks_obstacle` the native part of the hooks from
+    being built; None if nothing does.
     """
 
     version: str
@@ -50,6 +51,7 @@ class TorchFacts:
     sees_gpu: bool
     loads_tiers: bool
     obstacle: str | None = None
+    hooks_obstacle: str | None = None
 
 
 def examine(
@@ -71,6 +73,7 @@ def examine(
     yield from _torch(topology, torch)
     if topology.gpus and torch is not None:
         yield _pages(config, torch)
+        yield _hooks(config, torch)
     yield from _gpus(topology)
     yield _kvikio(topology)
     yield _gds(topology, config.nvme)
@@ -108,6 +111,14 @@ def _pages(config: Config, torch: TorchFacts) -> Finding:
     if config.allocator != "pages":
         return Finding("allocator pages", "ok", f"not asked for, and not available: {torch.obstacle}")
     return Finding("allocator pages", "degraded", torch.obstacle, "PyTorch's own is used, with the migrator")
+
+
+def _hooks(config: Config, torch: TorchFacts) -> Finding:
+    if config.native == "off":
+        return Finding("hooks", "ok", "in Python, by native = off")
+    if torch.hooks_obstacle is None:
+        return Finding("hooks", "ok", "what they do with each tensor can be compiled for this torch")
+    return Finding("hooks", "degraded", torch.hooks_obstacle, "they take twice the host's time in Python")
 
 
 def _gpus(topology: Topology) -> Iterator[Finding]:

@@ -12,13 +12,23 @@ from typing import cast
 
 import torch
 
-from allocator.extension import CannotBuild, Extension
+from allocator.extension import CannotBuild, Extension, compiler
 from migrator import tensors as in_python
 from migrator.tensors import Tensors
 
 log = logging.getLogger("tiers")
 
 SOURCE = Path(__file__).with_name("tensors.cpp")
+
+
+def obstacle() -> str | None:
+    """What keeps it from being built here, without building it; None if nothing is known to."""
+    try:
+        compiler()
+        _headers()
+    except CannotBuild as missing:
+        return str(missing)
+    return None
 
 
 def build(cache_dir: Path) -> Path:
@@ -29,9 +39,6 @@ def build(cache_dir: Path) -> Path:
     CannotBuild
         If there is no compiler, no header of Python's, or it does not compile.
     """
-    headers = Path(sysconfig.get_paths()["include"])
-    if not (headers / "Python.h").exists():
-        raise CannotBuild(f"no headers of Python's found in {headers}: install those of this version (python3-dev)")
     root = Path(torch.__file__).parent
     libraries = ("libtorch_python.so", "libtorch_cpu.so", "libc10.so")
     extension = Extension(
@@ -39,10 +46,17 @@ def build(cache_dir: Path) -> Path:
         title="the native part of the hooks",
         sources=(SOURCE,),
         headers=(),
-        includes=(root / "include" / "torch" / "csrc" / "api" / "include", headers),
+        includes=(root / "include" / "torch" / "csrc" / "api" / "include", _headers()),
         libraries=tuple(root / "lib" / name for name in libraries),
     )
     return extension.build(cache_dir)
+
+
+def _headers() -> Path:
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
+        raise CannotBuild(f"no headers of Python's found in {headers}: install those of this version (python3-dev)")
+    return headers
 
 
 @cache

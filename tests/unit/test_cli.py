@@ -206,6 +206,7 @@ def test_doctor_looks_at_everything_a_run_depends_on():
         "torch",
         "activation",
         "allocator pages",
+        "hooks",
         "gpu",
         "driver",
         "kvikio",
@@ -225,6 +226,15 @@ def test_doctor_says_what_keeps_our_allocator_away():
     assert findings(torch=lacking)["allocator pages"].status == "ok"  # nobody asked for it
     assert findings(config=asked, torch=lacking)["allocator pages"].status == "degraded"
     assert "compiler" in findings(config=asked, torch=lacking)["allocator pages"].found
+
+
+def test_doctor_says_what_keeps_the_hooks_in_python():
+    lacking = replace(TORCH, hooks_obstacle="no headers of Python's found")
+    assert findings()["hooks"].status == "ok"
+    assert findings(torch=lacking)["hooks"] == Finding(
+        "hooks", "degraded", "no headers of Python's found", "they take twice the host's time in Python"
+    )
+    assert findings(config=replace(Config(), native="off"), torch=lacking)["hooks"].status == "ok"
 
 
 def test_doctor_names_the_sensors_and_why_others_are_not_in_use():

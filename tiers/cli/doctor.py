@@ -65,12 +65,14 @@ def _torch_facts() -> TorchFacts | None:
         import torch
     except (ImportError, OSError):
         return None
-    from allocator.adapter import obstacle
+    from allocator import adapter
+    from migrator import native
 
     return TorchFacts(
         version=torch.__version__,
         cuda=torch.version.cuda,
         sees_gpu=torch.cuda.is_available(),
         loads_tiers=autoload and any(entry_points(group="torch.backends", name="tiers")),
-        obstacle=obstacle(),
+        obstacle=adapter.obstacle(),
+        hooks_obstacle=native.obstacle(),
     )
