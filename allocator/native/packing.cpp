@@ -1,14 +1,19 @@
 // Packing: where in a region each request of a period lies, when all lives are known. Pure; no state is kept.
 //
 // Requests of unlike sizes that come and go in turn do not pack well in any fixed order: tensors that leave early and
-// groups that come back left up to a tenth of the region unused. So the order is searched. Requests are placed one
-// after the other, each in a gap that is free throughout its life; whoever reaches past what is alive at most is moved
-// to an earlier place in the order, at random, and what comes after is placed anew. Only the large ones are searched:
-// the small ones fit in between. The random numbers are always the same, and work is counted, not time, so that a
-// layout is the same on every machine.
+// groups that come back left up to a tenth of the region unused. A search over orders soon stood still, at 6% where a
+// budget keeps the region full: a change early in an order moves all that comes after. So the search is over places.
+// All are placed in the best of a few orders; then the region is made a little lower, again and again. What no longer
+// fits is forced in where that which is in the way is the easiest to place elsewhere, which is learned: whoever finds
+// no gap becomes dearer to push out. So Nagata and Braysy do with a vehicle less ("A powerful route minimization
+// heuristic for the vehicle routing problem with time windows", 2009: the ejection pool and its penalty counters).
+//
+// The large ones are searched first: the small ones mostly fit in between. The random numbers are always the same, and
+// work is counted, not time, so that a layout is the same on every machine.
 #include "packing.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 namespace tiers {
@@ -16,10 +21,14 @@ namespace tiers {
 namespace {
 
 constexpr uint64_t kLarge = 4096;         // one in so many of the most that is alive
-constexpr uint64_t kWork = 10'000'000;    // neighbours looked at in one search: some tenths of a second at most
-constexpr uint64_t kStep = 2'000;          // as much work is one step of the search besides
-constexpr uint64_t kWorse = 200;          // one in so many of the goal: how much worse an order may be, at first
-constexpr uint64_t kNear = 2048;          // one in so many of the most that is alive: near enough
+constexpr uint64_t kNear = 2048;          // one in so many of the most that is alive: near enough, and the least step
+constexpr uint64_t kStep = 10;            // one in so many of what is left to gain: how much lower the region is made
+constexpr uint64_t kWork = 600'000'000;   // looks at what is placed, and moves of it, in one search: half a second
+constexpr uint64_t kMove = 2'000;         // as much work is one move besides
+constexpr uint64_t kPatience = 10'000;    // moves until one height is given up, and begun again from the last that held
+constexpr double kDear = 32;              // how much dearer than the least the largest and longest is to push out
+
+constexpr uint64_t kNowhere = UINT64_MAX;
 
 // What makes a request come early in an order. Which does best differs from program to program.
 using Weight = double (*)(const Life &);
@@ -29,126 +38,223 @@ constexpr Weight kWeights[] = {
     [](const Life &life) { return double(life.death - life.birth); },
 };
 
-// Whether two lives on a circle of `events` meet.
-bool meet(const Life &a, const Life &b, int64_t events) {
-  for (int64_t turn : {int64_t(0), -events, events})
-    if (a.birth + turn < b.death && b.birth < a.death + turn) return true;
-  return false;
-}
+struct Placed {
+  uint64_t begin, end;
+  int32_t birth, rest;  // the event at which it is made, and how many of a period's events it is not alive at
+  uint32_t one;
+};
 
-class Order {
+// Who lies where, twice over: sorted by begin and by end. All who meet one are found by looking at all, which costs
+// less than lists of who meets whom, and their sorting.
+struct Places {
+  std::vector<Placed> by_begin, by_end;
+  std::vector<uint64_t> offsets;
+};
+
+class Search {
  public:
-  Order(const std::vector<Life> &lives, int64_t events) : lives_(lives), meets_(lives.size()) {
-    for (uint32_t i = 0; i < lives.size(); ++i)
-      for (uint32_t j = 0; j < i; ++j)
-        if (meet(lives[i], lives[j], events)) {
-          meets_[i].push_back(j);
-          meets_[j].push_back(i);
-        }
+  // Lives by size, the largest first.
+  Search(const std::vector<Life> &lives, int64_t events)
+      : lives_(lives), events_(int32_t(events)), below_(lives.size()), above_(lives.size()) {
+    places_.offsets.resize(lives.size());
+    for (size_t i = 0; i < lives.size(); ++i) {
+      double whole = std::max(double(lives[0].bytes) * double(events), 1.0);
+      double share = double(lives[i].bytes) * double(length(i)) / whole;
+      dear_.push_back(1 + uint64_t(kDear * std::sqrt(share)));
+    }
+    penalty_ = dear_;
   }
 
-  // Place all in the order of weight, then of size; of one size the longest-lived comes first.
-  void start(Weight weight, bool tightest) {
-    tightest_ = tightest;
-    work_ = 0;
-    order_.resize(lives_.size());
-    std::iota(order_.begin(), order_.end(), 0);
-    auto before = [&](uint32_t a, uint32_t b) {
+  // Place the first `count` in the best order by weight, then by size; of one size the longest-lived comes first.
+  void start(size_t count, uint64_t goal) {
+    Places best;
+    for (Weight weight : kWeights)
+      for (bool tightest : {true, false}) {
+        place_first(count, weight, tightest);
+        if (best.by_end.empty() || top() < best.by_end.back().end) best = places_;
+        if (best.by_end.empty() || best.by_end.back().end <= goal) return void(places_ = std::move(best));
+      }
+    places_ = std::move(best);
+  }
+
+  // Lower the top of what is placed towards the goal, as far as the work allows that is left.
+  void lower(uint64_t goal, uint64_t least_step) {
+    Places best = places_;
+    for (uint64_t reached = top(); reached > goal && work_ < kWork;) {
+      uint64_t step = 1 + std::max((reached - goal) / kStep, least_step);
+      if (squeeze(reached - std::min(step, reached - goal))) {
+        reached = top();
+        best = places_;
+      } else {
+        places_ = best;
+      }
+    }
+  }
+
+  // Place one more.
+  void add(uint32_t one) { put(one, gap(one, true, kNowhere)); }
+
+  const std::vector<uint64_t> &offsets() const { return places_.offsets; }
+
+ private:
+  int64_t length(size_t one) const { return lives_[one].death - lives_[one].birth; }
+  uint64_t end(uint32_t one) const { return places_.offsets[one] + lives_[one].bytes; }
+  uint64_t top() const { return places_.by_end.empty() ? 0 : places_.by_end.back().end; }
+
+  // Xorshift (Marsaglia, 2003).
+  uint64_t random(uint64_t limit) {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    state_ ^= state_ << 17;
+    return state_ % limit;
+  }
+
+  void place_first(size_t count, Weight weight, bool tightest) {
+    std::vector<uint32_t> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
       const Life &x = lives_[a], &y = lives_[b];
       if (weight(x) != weight(y)) return weight(x) > weight(y);
       if (x.bytes != y.bytes) return x.bytes > y.bytes;
-      if (x.death - x.birth != y.death - y.birth) return x.death - x.birth > y.death - y.birth;
+      if (length(a) != length(b)) return length(a) > length(b);
       return x.birth < y.birth;
-    };
-    std::stable_sort(order_.begin(), order_.end(), before);
-    rank_.resize(order_.size());
-    offsets_.assign(order_.size(), 0);
-    place_from(0, UINT64_MAX);
+    });
+    places_.by_begin.clear();
+    places_.by_end.clear();
+    for (uint32_t one : order) put(one, gap(one, tightest, kNowhere));
   }
 
-  void search(uint64_t goal) {
-    uint64_t random = 0x9E3779B97F4A7C15;
-    auto below = [&](uint64_t limit) {
-      random ^= random << 13;
-      random ^= random >> 7;
-      random ^= random << 17;
-      return random % limit;
-    };
-    std::vector<uint32_t> past;
-    uint64_t best = top_;
-    std::vector<uint64_t> best_offsets = offsets_;
-    while (best > goal && work_ < kWork) {
-      past.clear();
-      for (uint32_t k = 1; k < order_.size(); ++k)
-        if (offsets_[order_[k]] + lives_[order_[k]].bytes > goal) past.push_back(k);
-      if (past.empty()) break;  // the first alone is larger
-      uint32_t from = past[below(past.size())], to = uint32_t(below(from));
-      std::vector<uint32_t> order = order_;
-      std::vector<uint64_t> offsets = offsets_;
-      uint64_t top = top_;
-      std::rotate(order_.begin() + to, order_.begin() + from, order_.begin() + from + 1);
-      work_ += kStep;
-      // Worse orders are gone through, too, less and less of them (threshold accepting; Dueck and Scheuer, 1990).
-      uint64_t left = work_ < kWork ? kWork - work_ : 0, allowed = goal / kWorse / 1024 * (left / (kWork / 1024));
-      if (place_from(to, std::max(best + allowed, top))) {
-        if (top_ < best) best = top_, best_offsets = offsets_;
-        continue;
+  void put(uint32_t one, uint64_t offset) {
+    places_.offsets[one] = offset;
+    Placed placed{offset, end(one), int32_t(lives_[one].birth), events_ - int32_t(length(one)), one};
+    auto begins = [](const Placed &a, const Placed &b) { return a.begin < b.begin; };
+    auto ends = [](const Placed &a, const Placed &b) { return a.end < b.end; };
+    auto &[by_begin, by_end, offsets] = places_;
+    by_begin.insert(std::upper_bound(by_begin.begin(), by_begin.end(), placed, begins), placed);
+    by_end.insert(std::upper_bound(by_end.begin(), by_end.end(), placed, ends), placed);
+    work_ += by_begin.size();
+  }
+
+  void take(uint32_t one) {
+    auto &[by_begin, by_end, offsets] = places_;
+    auto begins = [](const Placed &a, uint64_t at) { return a.begin < at; };
+    auto ends = [](const Placed &a, uint64_t at) { return a.end < at; };
+    auto is = [&](const Placed &placed) { return placed.one == one; };
+    auto first = std::lower_bound(by_begin.begin(), by_begin.end(), offsets[one], begins);
+    by_begin.erase(std::find_if(first, by_begin.end(), is));
+    first = std::lower_bound(by_end.begin(), by_end.end(), end(one), ends);
+    by_end.erase(std::find_if(first, by_end.end(), is));
+    work_ += by_begin.size();
+  }
+
+  // Which of `placed` are alive at an event when this one is: their number, and where they are found first in `found`.
+  // Written without a branch, which would be mispredicted more often than not.
+  size_t meeting(uint32_t one, const std::vector<Placed> &placed, std::vector<uint32_t> &found) {
+    int32_t birth = int32_t(lives_[one].birth), alive = int32_t(length(one));
+    size_t count = 0;
+    for (uint32_t k = 0; k < placed.size(); ++k) {
+      found[count] = k;
+      int32_t later = placed[k].birth - birth;  // by how many events it is made later, on a circle
+      later += later < 0 ? events_ : 0;
+      count += (later < alive) | (later > placed[k].rest);
+    }
+    work_ += placed.size();
+    return count;
+  }
+
+  // Begin of a gap that is free throughout its life and ends no higher than `top`, the smallest or the lowest.
+  uint64_t gap(uint32_t one, bool tightest, uint64_t top) {
+    below_count_ = meeting(one, places_.by_begin, below_);
+    uint64_t bytes = lives_[one].bytes, best = kNowhere, size = UINT64_MAX, free = 0;
+    for (size_t k = 0; k < below_count_; ++k) {
+      const Placed &next = places_.by_begin[below_[k]];
+      if (next.begin >= free + bytes && next.begin - free < size) {
+        best = free;
+        size = next.begin - free;
+        if (!tightest) return best;
       }
-      order_ = std::move(order);
-      offsets_ = std::move(offsets);
-      top_ = top;
-      for (uint32_t k = to; k <= from; ++k) rank_[order_[k]] = k;
+      free = std::max(free, next.end);  // one that lies below may reach past later ones
     }
-    offsets_ = best_offsets;
-    top_ = best;
+    return best == kNowhere && free + bytes <= top ? free : best;
   }
 
-  uint64_t top() const { return top_; }
-  const std::vector<uint64_t> &offsets() const { return offsets_; }
-
- private:
-  // Place all from place `first` of the order on; false, and no further, as soon as one reaches past `most`.
-  bool place_from(uint32_t first, uint64_t most) {
-    for (uint32_t k = first; k < order_.size(); ++k) rank_[order_[k]] = k;
-    for (uint32_t k = first; k < order_.size(); ++k) {
-      uint32_t one = order_[k];
-      around_.clear();
-      for (uint32_t other : meets_[one])
-        if (rank_[other] < k) around_.push_back({offsets_[other], offsets_[other] + lives_[other].bytes});
-      work_ += meets_[one].size();
-      offsets_[one] = gap(around_, lives_[one].bytes, tightest_);
-      if (offsets_[one] + lives_[one].bytes > most) return false;
+  // The offset at which the least penalty is in the way. It only grows on the way up but where one ends, so that only
+  // the ends are looked at. To be asked right after `gap`, from where it is known who meets this one, by begin.
+  uint64_t cheapest(uint32_t one, uint64_t top) {
+    uint64_t bytes = lives_[one].bytes, cost = 0, least = UINT64_MAX, best = 0, ties = 0;
+    size_t entered = 0, count = meeting(one, places_.by_end, above_);
+    auto consider = [&](uint64_t offset) {
+      for (; entered < below_count_; ++entered) {
+        const Placed &next = places_.by_begin[below_[entered]];
+        if (next.begin >= offset + bytes) break;
+        cost += penalty_[next.one];
+      }
+      ties = cost < least ? 1 : ties + (cost == least);
+      if (cost < least || (cost == least && random(ties) == 0)) best = offset;
+      least = std::min(least, cost);
+    };
+    consider(0);
+    for (size_t k = 0; k < count; ++k) {
+      const Placed &last = places_.by_end[above_[k]];
+      if (last.end + bytes > top) break;
+      cost -= penalty_[last.one];
+      consider(last.end);
     }
-    top_ = 0;
-    for (uint32_t one = 0; one < offsets_.size(); ++one) top_ = std::max(top_, offsets_[one] + lives_[one].bytes);
+    return best;
+  }
+
+  // Place all below `top`; false if it takes too long, with some left out.
+  bool squeeze(uint64_t top) {
+    std::vector<uint32_t> out, pushed;
+    auto &[by_begin, by_end, offsets] = places_;
+    for (; !by_end.empty() && by_end.back().end > top; take(by_end.back().one)) out.push_back(by_end.back().one);
+    for (uint64_t move = 0; !out.empty(); ++move) {
+      if (move == kPatience || work_ >= kWork) return false;
+      work_ += kMove;
+      uint32_t one = out.back();
+      out.pop_back();
+      uint64_t offset = gap(one, false, top);
+      if (offset == kNowhere) {
+        penalty_[one] += dear_[one];
+        offset = cheapest(one, top);
+        pushed.clear();
+        for (size_t k = 0; k < below_count_; ++k) {
+          const Placed &other = by_begin[below_[k]];
+          if (other.begin < offset + lives_[one].bytes && offset < other.end) pushed.push_back(other.one);
+        }
+        // The dearest is placed anew first, before what was left out earlier. The number settles what is equal.
+        std::sort(pushed.begin(), pushed.end(), [&](uint32_t a, uint32_t b) {
+          return penalty_[a] != penalty_[b] ? penalty_[a] < penalty_[b] : a > b;
+        });
+        for (uint32_t other : pushed) take(other);
+        out.insert(out.end(), pushed.begin(), pushed.end());
+      }
+      put(one, offset);
+      stir(top);
+    }
     return true;
   }
 
+  // Move one of them to another gap, if there is any, so that the same are not pushed to and fro.
+  void stir(uint64_t top) {
+    uint32_t one = places_.by_begin[random(places_.by_begin.size())].one;
+    uint64_t before = places_.offsets[one];
+    take(one);
+    uint64_t offset = gap(one, random(2), top);
+    put(one, offset == kNowhere ? before : offset);
+  }
+
   const std::vector<Life> &lives_;
-  std::vector<std::vector<uint32_t>> meets_;  // who is alive at a time when this one is
-  std::vector<uint32_t> order_, rank_;
-  std::vector<uint64_t> offsets_;
-  std::vector<Span> around_;
-  bool tightest_ = false;
-  uint64_t top_ = 0, work_ = 0;
+  const int32_t events_;
+  Places places_;
+  std::vector<uint64_t> dear_, penalty_;
+  std::vector<uint32_t> below_, above_;  // who meets the one that is asked about, as places in the two orders
+  size_t below_count_ = 0;
+  uint64_t work_ = 0;              // of the starts, too, which is little
+  uint64_t state_ = 0x9E3779B97F4A7C15;
 };
 
 }  // namespace
-
-uint64_t gap(std::vector<Span> &taken, uint64_t bytes, bool tightest) {
-  std::sort(taken.begin(), taken.end());
-  uint64_t best = UINT64_MAX, size = UINT64_MAX, end = 0;
-  for (const Span &span : taken) {
-    // Spans below may reach past later ones: what counts is the furthest end so far.
-    if (span.first >= end + bytes && span.first - end < size) {
-      best = end;
-      size = span.first - end;
-      if (!tightest) return best;
-    }
-    end = std::max(end, span.second);
-  }
-  return best == UINT64_MAX ? end : best;
-}
 
 uint64_t most_alive(const std::vector<Life> &lives, int64_t events) {
   std::vector<int64_t> change(size_t(events) + 1, 0);
@@ -165,41 +271,23 @@ uint64_t most_alive(const std::vector<Life> &lives, int64_t events) {
 }
 
 std::vector<uint64_t> pack(const std::vector<Life> &lives, int64_t events) {
-  uint64_t most = most_alive(lives, events);
+  uint64_t most = most_alive(lives, events), goal = most + most / kNear;
   std::vector<uint32_t> by_size(lives.size());
   std::iota(by_size.begin(), by_size.end(), 0);
   std::stable_sort(by_size.begin(), by_size.end(),
                    [&](uint32_t a, uint32_t b) { return lives[a].bytes > lives[b].bytes; });
+  std::vector<Life> sorted;
+  for (uint32_t one : by_size) sorted.push_back(lives[one]);
   size_t large = 0;
-  while (large < by_size.size() && lives[by_size[large]].bytes * kLarge >= most) ++large;
+  while (large < sorted.size() && sorted[large].bytes * kLarge >= most) ++large;
 
-  std::vector<Life> searched;
-  for (size_t k = 0; k < large; ++k) searched.push_back(lives[by_size[k]]);
-  uint64_t goal = most + most / kNear;
-  Order order(searched, events);
-  uint64_t best = UINT64_MAX;
-  std::vector<uint64_t> placed;
-  for (Weight weight : kWeights) {
-    order.start(weight, true);
-    uint64_t tight = order.top();
-    order.start(weight, false);
-    if (tight <= order.top()) order.start(weight, true);
-    order.search(goal);
-    if (order.top() < best) best = order.top(), placed = order.offsets();
-    if (best <= goal) break;
-  }
-
-  std::vector<uint64_t> offsets(lives.size(), 0);
-  for (size_t k = 0; k < large; ++k) offsets[by_size[k]] = placed[k];
-  std::vector<Span> around;
-  for (size_t k = large; k < by_size.size(); ++k) {
-    const Life &one = lives[by_size[k]];
-    around.clear();
-    for (size_t other = 0; other < k; ++other)
-      if (meet(one, lives[by_size[other]], events))
-        around.push_back({offsets[by_size[other]], offsets[by_size[other]] + lives[by_size[other]].bytes});
-    offsets[by_size[k]] = gap(around, one.bytes, true);
-  }
+  Search search(sorted, events);
+  search.start(large, goal);
+  search.lower(goal, most / kNear);
+  for (size_t k = large; k < sorted.size(); ++k) search.add(uint32_t(k));
+  search.lower(goal, most / kNear);  // where the small ones are many
+  std::vector<uint64_t> offsets(lives.size());
+  for (size_t k = 0; k < sorted.size(); ++k) offsets[by_size[k]] = search.offsets()[k];
   return offsets;
 }
 

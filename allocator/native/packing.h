@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 namespace tiers {
@@ -13,11 +12,6 @@ struct Life {
   uint64_t bytes = 0;
   int64_t birth = 0, death = 0;
 };
-
-using Span = std::pair<uint64_t, uint64_t>;  // begin and end
-
-// Begin of a gap between what is taken that holds `bytes`, the smallest or the lowest; the end if there is none.
-uint64_t gap(std::vector<Span> &taken, uint64_t bytes, bool tightest);
 
 // The most bytes that are alive at once: what no layout can do without.
 uint64_t most_alive(const std::vector<Life> &lives, int64_t events);
