@@ -43,8 +43,9 @@ def pack(
 ) -> Layout:
     """Place requests so that none overlaps another in both time and space.
 
-    Largest first, each in a gap that is free throughout its life; then the order is searched for one in which less
-    reaches past the most that is alive at once. Of two that overlap in no event, one may lie where the other does.
+    In a fixed order first, each in a gap that is free throughout its life; then the region is made lower step by step,
+    and what no longer fits pushes out what is easier to place elsewhere. Of two that overlap in no event, one may lie
+    where the other does.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ constexpr uint64_t kNear = 2048;          // one in so many of the most that is 
 constexpr uint64_t kStep = 10;            // one in so many of what is left to gain: how much lower the region is made
 constexpr uint64_t kWork = 600'000'000;   // looks at what is placed, and moves of it, in one search: half a second
 constexpr uint64_t kMove = 2'000;         // as much work is one move besides
-constexpr uint64_t kPatience = 10'000;    // moves until one height is given up, and begun again from the last that held
+constexpr uint64_t kPatience = 10'000;    // moves until one height is given up
 constexpr double kDear = 32;              // how much dearer than the least the largest and longest is to push out
 
 constexpr uint64_t kNowhere = UINT64_MAX;
@@ -49,6 +49,8 @@ struct Placed {
 struct Places {
   std::vector<Placed> by_begin, by_end;
   std::vector<uint64_t> offsets;
+
+  uint64_t top() const { return by_end.empty() ? 0 : by_end.back().end; }
 };
 
 class Search {
@@ -68,27 +70,32 @@ class Search {
   // Place the first `count` in the best order by weight, then by size; of one size the longest-lived comes first.
   void start(size_t count, uint64_t goal) {
     Places best;
-    for (Weight weight : kWeights)
+    for (Weight weight : kWeights) {
       for (bool tightest : {true, false}) {
         place_first(count, weight, tightest);
-        if (best.by_end.empty() || top() < best.by_end.back().end) best = places_;
-        if (best.by_end.empty() || best.by_end.back().end <= goal) return void(places_ = std::move(best));
+        if (best.by_end.empty() || places_.top() < best.top()) best = places_;
       }
+      if (best.top() <= goal) break;
+    }
     places_ = std::move(best);
   }
 
-  // Lower the top of what is placed towards the goal, as far as the work allows that is left.
+  // Lower the top of what is placed towards the goal, as far as the work allows that is left. Where it gets stuck, it
+  // begins in turn from the first places, with nothing learned, and from the best: either alone reached less.
   void lower(uint64_t goal, uint64_t least_step) {
-    Places best = places_;
-    for (uint64_t reached = top(); reached > goal && work_ < kWork;) {
-      uint64_t step = 1 + std::max((reached - goal) / kStep, least_step);
-      if (squeeze(reached - std::min(step, reached - goal))) {
-        reached = top();
-        best = places_;
-      } else {
-        places_ = best;
+    Places first = places_, best = places_;
+    bool anew = false;
+    while (best.top() > goal && work_ < kWork) {
+      uint64_t step = 1 + std::max((places_.top() - goal) / kStep, least_step);
+      if (squeeze(places_.top() - std::min(step, places_.top() - goal))) {
+        if (places_.top() < best.top()) best = places_;
+        continue;
       }
+      anew = !anew;
+      places_ = anew ? first : best;
+      if (anew) penalty_ = dear_;
     }
+    places_ = std::move(best);
   }
 
   // Place one more.
@@ -99,7 +106,6 @@ class Search {
  private:
   int64_t length(size_t one) const { return lives_[one].death - lives_[one].birth; }
   uint64_t end(uint32_t one) const { return places_.offsets[one] + lives_[one].bytes; }
-  uint64_t top() const { return places_.by_end.empty() ? 0 : places_.by_end.back().end; }
 
   // Xorshift (Marsaglia, 2003).
   uint64_t random(uint64_t limit) {

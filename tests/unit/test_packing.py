@@ -6,12 +6,13 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from allocator.native import CoreError
-from allocator.packing import pack
+from allocator.packing import Ints, pack
 
 EVENTS = 20
 SEQUENCES = Path(__file__).parents[1] / "data" / "sequences"
@@ -67,9 +68,31 @@ def test_nothing_takes_no_room() -> None:
     assert pack([], [], [], 0).total == 0
 
 
-def test_a_period_that_is_full_all_the_time_is_packed_in_some_other_order_than_by_size() -> None:
-    """Requests of the long-context GPT at half of its memory, from an H100; by size alone they took 10.3% too much."""
+def full_all_the_time() -> tuple[Ints, Ints, Ints, int]:
+    """Requests of the long-context GPT at half of its memory, from an H100: sizes, births, deaths, events."""
     recorded = json.loads(gzip.decompress((SEQUENCES / "long-context-moving.json.gz").read_bytes()))
-    sizes, births, deaths = zip(*recorded["requests"], strict=True)
-    layout = pack(sizes, births, deaths, recorded["events"])
-    assert layout.total < 1.065 * layout.least
+    sizes, births, deaths = np.array(recorded["requests"], np.int64).T
+    return sizes, births, deaths, recorded["events"]
+
+
+def test_a_period_that_is_full_all_the_time_leaves_few_holes() -> None:
+    """By size alone they took 11% more than is alive; by the best of a search over orders, 6%."""
+    layout = pack(*full_all_the_time())
+    assert layout.total < 1.02 * layout.least
+
+
+def test_a_period_packs_as_well_from_another_begin() -> None:
+    sizes, births, deaths, events = full_all_the_time()
+    begin = events // 2
+    layout = pack(sizes, (births - begin) % events, (births - begin) % events + deaths - births, events)
+    assert layout.total < 1.03 * layout.least
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_period_of_other_sizes_packs_as_well(seed: int) -> None:
+    """Sizes that no longer are multiples of one another, as they are in other programs."""
+    sizes, births, deaths, events = full_all_the_time()
+    kinds, kind = np.unique(sizes, return_inverse=True)
+    factors = np.random.default_rng(seed).uniform(0.8, 1.2, len(kinds))[kind]
+    layout = pack(-(-(sizes * factors).astype(np.int64) // 512) * 512, births, deaths, events)
+    assert layout.total < 1.03 * layout.least

@@ -71,7 +71,7 @@ def test_tensors_that_leave_early_and_groups_that_come_back_leave_few_holes() ->
     """Largest first, the same program needed 3.5% more than is alive; the core's best fit 2.2%."""
     _, *later = periods("gpt-moving", 3)
     for counts in later:
-        assert counts.hbm_peak / counts.allocated_peak < 1.01
+        assert counts.hbm_peak / counts.allocated_peak < 1.005
 
 
 class OnOneCore(PageAllocator):
