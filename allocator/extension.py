@@ -9,6 +9,8 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +23,8 @@ import torch
 from allocator.errors import TiersError
 
 log = logging.getLogger("tiers")
+
+_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden")
 
 
 class CannotBuild(TiersError):
@@ -56,12 +60,18 @@ class Extension:
         Raises
         ------
         CannotBuild
-            If there is no compiler, or it does not compile.
+            If there is no compiler, it does not compile, or `cache_dir` cannot be written.
         """
         with_compiler = compiler()
         library = cache_dir / f"{self.name}-{self._fingerprint(with_compiler)}.so"
-        if library.exists():
-            return library
+        try:
+            if not library.exists():
+                self._build(with_compiler, library, cache_dir)
+        except OSError as error:
+            raise CannotBuild(f"{self.title} cannot be built in {cache_dir}: {error}") from error
+        return library
+
+    def _build(self, with_compiler: list[str], library: Path, cache_dir: Path) -> None:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with open(cache_dir / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a job come here together
@@ -70,39 +80,54 @@ class Extension:
                 began = time.perf_counter()
                 self._compile(with_compiler, library)
                 log.warning("built %s in %.0f s: %s", self.title, time.perf_counter() - began, library)
-        return library
 
-    def _fingerprint(self, compiler: str) -> str:
+    def _fingerprint(self, with_compiler: list[str]) -> str:
         digest = hashlib.sha256()
-        parts = (torch.__version__, torch.version.git_version, compiler, *self.includes, *self.libraries)
+        versions = (torch.__version__, torch.version.git_version, platform.machine())
+        parts = (*versions, *with_compiler, *_FLAGS, *self.includes, *self.libraries)
         for part in parts:
             digest.update(str(part).encode() + b"\0")
         for source in (*self.sources, *self.headers):
             digest.update(source.read_bytes())
         return digest.hexdigest()[:16]
 
-    def _compile(self, compiler: str, library: Path) -> None:
+    def _compile(self, with_compiler: list[str], library: Path) -> None:
         root = Path(torch.__file__).parent
-        partial = Path(tempfile.mkstemp(dir=library.parent, suffix=".so")[1])
+        descriptor, name = tempfile.mkstemp(dir=library.parent, suffix=".so")
+        os.close(descriptor)
+        partial = Path(name)
         command = [
-            compiler,
-            *("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
+            *with_compiler,
+            *_FLAGS,
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *(f"-isystem{path}" for path in (root / "include", *self.includes)),
             *("-o", str(partial), *map(str, self.sources), *map(str, self.libraries)),
             *dict.fromkeys(f"-Wl,-rpath,{path.parent}" for path in self.libraries),
         ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if not done.returncode:
+                partial.replace(library)
+        finally:
             partial.unlink(missing_ok=True)
+        if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
             raise CannotBuild(f"{self.title} does not compile against torch {torch.__version__}: {first}")
-        partial.replace(library)
 
 
-def compiler() -> str:
-    """The C++ compiler's name."""
-    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+def compiler() -> list[str]:
+    """What calls the C++ compiler.
+
+    Raises
+    ------
+    CannotBuild
+        If there is none.
+    """
+    if asked := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(asked[0]) is None:
+            raise CannotBuild(f"CXX names no program: {asked[0]}; correct or unset it")
+        return asked
+    found = shutil.which("g++") or shutil.which("clang++")
     if found is None:
         raise CannotBuild("no C++ compiler found (g++ or clang++): install one, or set CXX")
-    return found
+    return [found]

@@ -6,7 +6,7 @@ decrease: Chiu and Jain, 1989). What is done follows from the share alone, so th
 order and go in the other:
 
 1. below 1, groups come back just in time, not as early as the room allows: fewer are under way at once;
-2. at `REPLAN` and below, plans are made for the bandwidth that is left. A planner then recomputes or keeps
+2. at `REPLAN`, plans are made for the bandwidth that is left. A planner then recomputes or keeps
    what no longer hides behind the computation, or has it go to NVMe, where that does not cross the bus.
 
 Asking for more to see whether the bus is free would swing to and fro under a constant load. There is no need
@@ -23,7 +23,7 @@ from typing import Literal
 State = Literal["free", "saturated", "recovering"]
 Cause = Literal["nobody", "us", "others"]
 
-FLOOR = 1 / 8  # of the share: the copies still made are what tells when the bus is free
+FLOOR = 1 / 4  # of the share: the copies still made are what tells when the bus is free
 REPLAN = 1 / 4  # share at which plans are made anew: a load that is over in a few steps is not worth it
 RISE = 1 / 16  # a step
 COOLING = 3  # steps between two decreases, in which the first can show

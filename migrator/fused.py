@@ -48,6 +48,8 @@ def normalise(x: Tensor, affine: Affine, epsilon: float, addend: Tensor | None =
         (add or clamp)
         and weight is not None
         and bias is not None
+        and weight.is_contiguous()
+        and bias.is_contiguous()
         and _fits(x, addend)
         and _exact(x.device, x.dtype, weight.dtype, add, clamp)
     ):

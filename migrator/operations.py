@@ -143,17 +143,23 @@ def _elementwise(operands: Operands, x: Formula | None, epsilon: float) -> Formu
     """The elementwise kernel with which a batch normalisation ended: the batch's statistics were saved."""
     mean, inverse = operands.saved("result1"), operands.saved("result2")
     weight, bias = operands.saved("weight"), operands.input(2)
-    given = operands.join(torch.batch_norm_elemt, x, mean, inverse, *(f for f in (weight, bias) if f is not None))
-    weighed, biased = weight is not None, bias is not None
+    given = operands.join(_by_run, x, mean, inverse, *(f for f in (weight, bias) if f is not None))
+    affine = 3 if weight is None else 4  # inputs before the bias, which alone may be made out of several
 
     def run(values: Sequence[Tensor], addend: Tensor | None = None, clamp: bool = False) -> Tensor:
-        x, mean, inverse, *affine = values
-        weight, bias = affine[0] if weighed else None, affine[-1] if biased else None
-        return fused.normalise(x, (weight, bias, mean, inverse), epsilon, addend, clamp)
+        x, mean, inverse = values[:3]
+        scale = None if weight is None else values[3]
+        shift = None if bias is None else bias.run(values[affine:])
+        return fused.normalise(x, (scale, shift, mean, inverse), epsilon, addend, clamp)
 
     if given is None:
         return None
     return given._replace(run=run, clamped=lambda values: run(values, None, True), added=run)
+
+
+def _by_run(*values: Tensor) -> Tensor:
+    """Stands in a formula that has a `run` of its own."""
+    raise NotImplementedError
 
 
 def _on_gpu(node: Any) -> bool:

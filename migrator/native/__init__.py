@@ -61,12 +61,24 @@ def _headers() -> Path:
 
 @cache
 def load(library: Path) -> Tensors:
-    """The module in a library."""
-    loader = ExtensionFileLoader("tensors", str(library))
-    spec = importlib.util.spec_from_file_location("tensors", library, loader=loader)
+    """The module in a library.
+
+    Raises
+    ------
+    CannotBuild
+        If it does not load.
+    """
+    # In full: under this name it comes to stand among all modules of the program.
+    name = f"{__name__}.tensors"
+    loader = ExtensionFileLoader(name, str(library))
+    spec = importlib.util.spec_from_file_location(name, library, loader=loader)
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        text = f"the native part of the hooks does not load: {error}; remove {library} to have it built again"
+        raise CannotBuild(text) from error
     return cast("Tensors", module)
 
 
@@ -74,6 +86,6 @@ def best(cache_dir: Path) -> Tensors:
     """The native twin, or where it cannot be had the module in Python, which is said."""
     try:
         return load(build(cache_dir))
-    except (CannotBuild, ImportError) as missing:
+    except CannotBuild as missing:
         log.info("%s; the hooks take more of the host's time", missing)
         return in_python

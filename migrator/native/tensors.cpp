@@ -110,6 +110,7 @@ PyObject *saved_alias(PyObject *self, void *) {
 
 int saved_set_alias(PyObject *self, PyObject *value, void *) {
   HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(value, "there is always an alias");
   reinterpret_cast<Saved *>(self)->own.alias = tensor_of(value);
   return 0;
   END_HANDLE_TH_ERRORS_RET(-1)
@@ -127,12 +128,14 @@ PyObject *make_saved(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 4, "Saved(group, tensor, low, nbytes)");
   const at::Tensor &tensor = tensor_of(args[1]);
-  auto *saved = make<Saved>(saved_type);
+  at::Tensor alias = alias_of(tensor);
+  const int64_t version = tensor._version(), low = THPUtils_unpackLong(args[2]), nbytes = THPUtils_unpackLong(args[3]);
+  auto *saved = make<Saved>(saved_type);  // from here on nothing throws
   hold(saved->group, args[0]);
-  saved->own.alias = alias_of(tensor);
-  saved->version = tensor._version();
-  saved->low = THPUtils_unpackLong(args[2]);
-  saved->nbytes = THPUtils_unpackLong(args[3]);
+  saved->own.alias = std::move(alias);
+  saved->version = version;
+  saved->low = low;
+  saved->nbytes = nbytes;
   saved->offset = -1;
   return reinterpret_cast<PyObject *>(saved);
   END_HANDLE_TH_ERRORS
@@ -393,7 +396,8 @@ PyObject *make_moved(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 6 && Py_TYPE(args[2]) == &saved_type, "Moved(tensor, mover, saved, claim, go, record)");
   const at::Tensor &tensor = tensor_of(args[0]);
-  auto *moved = make<Moved>(moved_type);
+  const c10::IntArrayRef size = tensor.sizes(), stride = tensor.strides();
+  auto *moved = make<Moved>(moved_type);  // from here on nothing throws but for want of memory
   hold(moved->mover, args[1]);
   Py_INCREF(args[2]);
   moved->saved = reinterpret_cast<Saved *>(args[2]);
@@ -401,16 +405,22 @@ PyObject *make_moved(PyObject *, PyObject *const *args, Py_ssize_t count) {
   hold(moved->go, args[4]);
   hold(moved->record, args[5]);
   moved->own.dtype = tensor.dtype();
-  moved->own.size.assign(tensor.sizes().begin(), tensor.sizes().end());
-  moved->own.stride.assign(tensor.strides().begin(), tensor.strides().end());
+  moved->own.size.assign(size.begin(), size.end());
+  moved->own.stride.assign(stride.begin(), stride.end());
   moved->own.first = tensor.storage_offset();
   return reinterpret_cast<PyObject *>(moved);
   END_HANDLE_TH_ERRORS
 }
 
+// The collector may have cleared it, if anybody still asks then.
+const Saved &saved_of(const Moved &moved) {
+  TORCH_CHECK(moved.saved, "the saved tensor is gone");
+  return *moved.saved;
+}
+
 PyObject *moved_changed(PyObject *self, PyObject *) {
   HANDLE_TH_ERRORS
-  const Saved &saved = *reinterpret_cast<Moved *>(self)->saved;
+  const Saved &saved = saved_of(*reinterpret_cast<Moved *>(self));
   return PyBool_FromLong(int64_t(saved.own.alias._version()) != saved.version);
   END_HANDLE_TH_ERRORS
 }
@@ -419,7 +429,7 @@ PyObject *moved_changed(PyObject *self, PyObject *) {
 PyObject *moved_view(PyObject *self, PyObject *buffer) {
   HANDLE_TH_ERRORS
   const Moved &moved = *reinterpret_cast<Moved *>(self);
-  const Saved &saved = *moved.saved;
+  const Saved &saved = saved_of(moved);
   at::Tensor tensor = alias_of(saved.own.alias);
   c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
   int64_t first = moved.own.first;

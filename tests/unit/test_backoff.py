@@ -40,7 +40,7 @@ def test_the_first_saturated_step_halves_the_share() -> None:
 
 
 def test_a_decrease_has_time_to_show_before_the_next() -> None:
-    assert [state.share for state in after([BUSY] * 8)] == [1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125, 0.125]
+    assert [state.share for state in after([BUSY] * 8)] == [1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]
 
 
 def test_a_part_is_always_left_so_that_copies_tell_when_the_bus_is_free() -> None:

@@ -231,5 +231,18 @@ def test_what_follows_batch_norm_is_made_with_it(name: str, at_once: bool, monke
     assert calls == (combined if at_once else [])
 
 
+@pytest.mark.usefixtures("elementwise")
+def test_a_bias_that_is_made_again_is_made_again_in_every_period() -> None:
+    """Where it is 0 when the formula is tried, so is each of its operands: that trial tells nothing."""
+    packer = Packer()
+    with packer.on():
+        x = saved(X.clone().requires_grad_())
+        one, two = (saved(torch.full((8,), value, requires_grad=True) * 1) for value in (1.0, 2.0))
+        y = saved(F.relu(F.batch_norm(x, torch.zeros(8), torch.ones(8), WEIGHT, one + two, True)))
+        again = packer.again(y)
+    assert again is not None
+    torch.testing.assert_close(again, y.detach())
+
+
 def test_without_a_gpu_nothing_is_made_at_once() -> None:
     assert not fused._exact(torch.device("cpu"), torch.float32, torch.float32, True, True)

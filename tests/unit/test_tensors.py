@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import shutil
+import sys
 import sysconfig
 import weakref
 from pathlib import Path
@@ -256,6 +257,19 @@ class Group:
     """Refers to its members, and they to it."""
 
     members: list[Any]
+
+
+def test_a_saved_one_always_has_an_alias(tensors: Tensors) -> None:
+    saved = moved(tensors, torch.zeros(8)).saved
+    if tensors is not in_python:
+        with pytest.raises(TypeError, match="always an alias"):
+            del saved.alias
+        with pytest.raises(TypeError, match="a tensor is wanted"):
+            tensors.Saved(saved, "no tensor", 0, 0)  # type: ignore[arg-type]
+
+
+def test_the_native_twin_takes_no_name_of_the_program_s(tensors: Tensors) -> None:
+    assert "tensors" not in sys.modules
 
 
 def test_nothing_leaks_and_cycles_are_collected(tensors: Tensors) -> None:

@@ -1,0 +1,79 @@
+"""What is compiled at first use: one line says what is in the way, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from allocator.extension import CannotBuild, Extension, compiler
+from migrator import native
+from migrator import tensors as in_python
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+
+
+def extension(source: Path, text: str) -> Extension:
+    source.write_text(text)
+    return Extension("small", "a small library", (source,), (), (), ())
+
+
+@needs_compiler
+def test_it_is_compiled_once(tmp_path: Path) -> None:
+    small = extension(tmp_path / "small.cpp", "int f() { return 1; }")
+    before = len(os.listdir("/proc/self/fd"))
+    library = small.build(tmp_path / "cache")
+    made = library.stat().st_mtime_ns
+    assert small.build(tmp_path / "cache") == library
+    assert library.stat().st_mtime_ns == made
+    assert {path.name for path in library.parent.iterdir()} == {library.name, "lock"}
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@needs_compiler
+def test_another_source_is_another_library(tmp_path: Path) -> None:
+    one = extension(tmp_path / "small.cpp", "int f() { return 1; }").build(tmp_path)
+    assert extension(tmp_path / "small.cpp", "int f() { return 2; }").build(tmp_path) != one
+
+
+@needs_compiler
+def test_what_does_not_compile_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    small = extension(tmp_path / "small.cpp", "nonsense")
+    with pytest.raises(CannotBuild, match=r"a small library does not compile against torch .*error"):
+        small.build(tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotBuild, match=r"a small library cannot be built in .*/file/cache"):
+        extension(tmp_path / "small.cpp", "int x;").build(tmp_path / "file" / "cache")
+
+
+def test_a_compiler_may_come_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("CXX", "ccache g++")
+    assert compiler() == ["ccache", "g++"]
+
+
+def test_a_compiler_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++ -O3")
+    with pytest.raises(CannotBuild, match="CXX names no program: /nowhere/g"):
+        compiler()
+    assert "CXX names no program" in (native.obstacle() or "")
+
+
+def test_where_the_hooks_cannot_be_compiled_they_stay_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert native.best(tmp_path) is in_python
+
+
+def test_a_library_that_does_not_load_is_said(tmp_path: Path) -> None:
+    (tmp_path / "tensors.so").write_text("no library")
+    with pytest.raises(CannotBuild, match=r"does not load: .*; remove .*tensors.so to have it built again"):
+        native.load(tmp_path / "tensors.so")
