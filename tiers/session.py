@@ -19,6 +19,7 @@ import torch
 from allocator import adapter
 from allocator.dram import DramArena
 from allocator.errors import TiersError
+from allocator.extension import CannotBuild
 from allocator.ledger import Account, Ledger
 from allocator.nvme.store import NvmeStore
 from allocator.pages import PageAllocator
@@ -106,7 +107,10 @@ class Session:
 
     def _tensors(self) -> Tensors:
         if self._config.native == "on":
-            return native.load(native.build(cache_directory()))
+            try:
+                return native.load(native.build(cache_directory()))
+            except CannotBuild as error:
+                raise CannotBuild(f"{error}; with TIERS_NATIVE=auto the hooks go on in Python") from error
         wanted = self._config.native == "auto" and torch.cuda.is_available()
         return native.best(cache_directory()) if wanted else in_python
 

@@ -11,6 +11,8 @@ import pytest
 from allocator.extension import CannotBuild, Extension, compiler
 from migrator import native
 from migrator import tensors as in_python
+from tiers.config import load
+from tiers.session import Session
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
 
@@ -71,6 +73,14 @@ def test_where_the_hooks_cannot_be_compiled_they_stay_in_python(
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     assert native.best(tmp_path) is in_python
+
+
+def test_where_they_must_be_compiled_it_is_an_error_that_says_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    session = Session(load({"allocator": "torch", "native": "on"}).config)
+    with pytest.raises(CannotBuild, match=r"no program: /nowhere/.* with TIERS_NATIVE=auto the hooks go on in Python"):
+        session.runtime.options.tensors()
+    session.close()
 
 
 def test_a_library_that_does_not_load_is_said(tmp_path: Path) -> None:
