@@ -5,6 +5,8 @@
 // decided, and all that happens once a group, stays in Python. Everything here runs with the interpreter's lock held.
 //
 // References are the same as in Python, and the collector sees them: a group refers to its members, and they to it.
+//
+// One file, since each that includes these headers takes fifteen seconds to compile, and somebody waits for that.
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
