@@ -1,7 +1,7 @@
 """Page groups: which storages travel together.
 
 Storages with neighbouring deaths share a group, so that a group is needed, and dies, as a whole
-(Sentinel, HPCA'21, section 4: tensors of one lifetime share pages). Pure functions.
+(Sentinel, HPCA'21: tensors of one lifetime share pages). Pure functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sequence of a period's requests, and what it foretells of the next period. Pure functions.
 
 The requests of a training step repeat, size by size, and so do their deaths. So the log of one period
-is the layout of those that follow (Sentinel, HPCA'21, section 4, groups by lifetime what it has seen in
+is the layout of those that follow (Sentinel, HPCA'21, groups by lifetime what it has seen in
 profiled steps; here every block has the place that its lifetime leaves free).
 """
 

@@ -1,6 +1,6 @@
 """What it costs that blocks share pages: memory held for the sake of a neighbour that lives longer.
 
-Sentinel's figure (HPCA'21, section 4, "page-level false sharing"), in a form that no layout makes zero by
+Sentinel's figure (HPCA'21, "page-level false sharing"), in a form that no layout makes zero by
 construction. Pure functions.
 """
 

@@ -2,8 +2,8 @@
 
 Forward: at each save HBM may hold what the budget leaves until the next one. What has not left by the last save
 stays until it is used; so the last save asks for as much to leave, the oldest first, as the rest of the period
-needs. Backward: a group comes back as early as all stretches until its use have room for it (G10, MICRO'23,
-section 4.4: eager prefetching), in the order of uses. Pure functions on plain data.
+needs. Backward: a group comes back as early as all stretches until its use have room for it (G10, MICRO'23:
+eager prefetching), in the order of uses. Pure functions on plain data.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every lever has a cost in seconds and a relief in bytes over some stretches. Stretches weigh as much as they are over
 the budget, so relief counts where it is needed; the lever with the least cost for its relief is pulled first, as
-TERAIO (NeurIPS'25, section 4.2) does it for moves alone. A move is nearly free until the lane out is as long as the
+TERAIO (NeurIPS'25, section 3.2) does it for moves alone. A move is nearly free until the lane out is as long as the
 forward, and not to be had beyond. Pure functions on plain data.
 """
 

@@ -38,7 +38,7 @@ def lane_sum(block: torch.Tensor) -> int:
     """Sum up memory of any device; the same bytes have the same sum on each.
 
     Every word of 64 bits is a lane, and the sum of all lanes, modulo 2**64, is that of NH (Black et al., UMAC,
-    CRYPTO'99, section 4) with the word itself added, so that no word is multiplied away::
+    CRYPTO'99) with the word itself added, so that no word is multiplied away::
 
         low(word + key) * high(word + key) + word
 

@@ -1,4 +1,4 @@
-"""AutoTM (Hildebrand et al., ASPLOS'20, section 4): placement and movement of tensors as an integer program.
+"""AutoTM (Hildebrand et al., ASPLOS'20): placement and movement of tensors as an integer program.
 
 Each tensor has a flow from its creation to its use: it stays, or leaves over one edge and comes back over
 another. An edge is synchronous, and the step waits for it, or asynchronous beside one node. With binary edges::

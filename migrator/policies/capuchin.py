@@ -1,4 +1,4 @@
-"""Capuchin (Peng et al., ASPLOS'20, section 4.3 to 4.5): swap what hides, and weigh the rest against recomputing.
+"""Capuchin (Peng et al., ASPLOS'20, sections 4.3 to 4.5): swap what hides, and weigh the rest against recomputing.
 
 For two accesses of a tensor that follow each other, at ``t_a`` and ``t_b``::
 

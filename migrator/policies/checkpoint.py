@@ -1,7 +1,7 @@
 """Sublinear memory (Chen et al., 2016, algorithm 3): gradient checkpointing with a byte budget per segment.
 
-The paper walks the graph, adds up bytes, and ends a segment where the sum exceeds a bound ``b``; each segment is
-recomputed from its inputs, and ``b`` is searched for the plan that serves best. Segments here are modules, as those
+The paper walks the graph, adds up bytes, and ends a segment where the sum exceeds a bound ``B``; each segment is
+recomputed from its inputs, and ``B`` is searched for the plan that serves best. Segments here are modules, as those
 are what can be recomputed from outside: a walk from the outermost modules inwards takes every module that
 saves at most ``b`` bytes, and looks into those that save more. So a segment never spans two modules unless a third
 contains both. What lies in no segment is kept.

@@ -1,4 +1,4 @@
-"""FlashNeuron, phase 1 (Bae et al., FAST'21, section 4.2: offloading scheduler, linear tensor selection)."""
+"""FlashNeuron, phase 1 (Bae et al., FAST'21, "Offloading Scheduler"): tensors are selected in linear order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""G10 (Zhang et al., MICRO'23, section 4.3): smart migrations over inactive periods, to the SSD or to host memory.
+"""G10 (Zhang et al., MICRO'23): smart migrations over inactive periods, to the SSD or to host memory.
 
-Inactive periods are taken by benefit, the integral of memory above the target over the time that the tensor
-would be away, given what the lanes have booked; ties by size times time. With ``delta = 0.5``::
+The rules are those of the paper's artifact. Inactive periods are taken by benefit, the integral of memory above the
+target over the time that the tensor would be away, given what the lanes have booked; ties by size times time. With
+``delta = 0.5``::
 
     safe(tier) = (way out + way back) * (1 + delta / 2)
 

@@ -1,4 +1,4 @@
-"""Sentinel (Ren et al., HPCA'21, section IV): migration at the granularity of intervals of a few layers.
+"""Sentinel (Ren et al., HPCA'21): migration at the granularity of intervals of a few layers.
 
 The step is cut into intervals of ``MIL`` layers. Tensors that live within one interval are short-lived: room for
 their peak, ``RS(MIL)``, is reserved, and they never migrate. Of the others, those not needed in the next

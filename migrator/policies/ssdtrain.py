@@ -1,6 +1,7 @@
-"""SSDTrain (Wu et al., 2024, section III): offload activations of the layers that the step has time for.
+"""SSDTrain (Wu et al., 2024): offload activations of the layers that the step has time for.
 
-Adaptive keep: the first layer ``n``, in the order of the forward, and all after it stay in HBM for which ::
+Adaptive keep, as the paper's code has it: the first layer ``n``, in the order of the forward, and all after it stay
+in HBM for which ::
 
     (V_prev + 2 * v_n) / (3 * T_fwd - 2 * sum(t_prev)) > bandwidth
 

@@ -1,4 +1,4 @@
-"""SuperNeurons (Wang et al., PPoPP'18, sections 3.3 and 3.4): a tensor cache, and recomputation of cheap layers.
+"""SuperNeurons (Wang et al., PPoPP'18): a tensor cache, and recomputation of cheap layers.
 
 Cost-aware recomputation: layers other than convolution, matrix product, fork, join and concatenation are
 recomputed; those are the trace's recipes but for additions and concatenations. The bottleneck is the most that

@@ -1,9 +1,9 @@
-"""SwapAdvisor (Huang et al., ASPLOS'20, sections 4 and 5): a genetic search over memory allocation, with Belady swaps.
+"""SwapAdvisor (Huang et al., ASPLOS'20): a genetic search over memory allocation, with Belady swaps.
 
 A chromosome maps every tensor size to a size class and gives each class a number of objects, which together fill the
 room. The swap plan follows from it: a tensor takes a free object of its class, and where there is none the
 tensor is swapped out whose next use is furthest (Belady); a tensor comes back as soon as the object is free that it
-will lie in (section 4.2). Fitness is the simulated time of the step. Parents are chosen by softmax of their
+will lie in ("Swap planning"). Fitness is the simulated time of the step. Parents are chosen by softmax of their
 fitness; a child takes the classes below a cut from one and those above it from the other; it mutates with a
 probability per size.
 

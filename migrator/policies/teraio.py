@@ -1,4 +1,4 @@
-"""TeraIO (NeurIPS'25, section 3.2, tensor migration algorithm): benefit over cost, SSDs first.
+"""TeraIO (Yuan et al., NeurIPS'25, section 3.2, tensor migration algorithm): benefit over cost, SSDs first.
 
 For each inactive period, with the bandwidth that earlier choices have booked, the window in which the tensor is
 really away; benefit is the integral of the critical pressure it takes off (memory above capacity), cost the time

@@ -4,9 +4,9 @@
 place, and never what the last layer needs, as that is wanted at once. `plan_conv` offloads for convolutions
 only. Offloading is layer-synchronous: a layer's forward waits until what earlier layers offload has left
 HBM (III-B). In backward each layer prefetches for one earlier layer, and looks for it no further than
-to the nearest convolution (III-C, figure 10).
+to the nearest convolution (III-B, the pseudocode).
 
-`plan_dyn` tries none, conv and all, in this order, and takes the first that fits the budget (III-D). The
+`plan_dyn` tries none, conv and all, in this order, and takes the first that fits the budget (III-C). The
 paper tries each with several convolution algorithms; in PyTorch cuDNN chooses those by itself, so only
 the choice of what to offload is left. A layer here is one call of a module that saved something.
 """

@@ -22,7 +22,7 @@ flashneuron, keep, move = (partial(POLICIES[name], links=PCIE_GEN5) for name in 
 
 
 def test_flashneuron_by_hand() -> None:
-    """FAST'21, section 4.2: select in creation order until what is not selected fits.
+    """FAST'21, phase 1: select in creation order until what is not selected fits.
 
     Nine storages, 48 MiB, into 40 MiB of room; a group is 40/16 = 2.5 MiB. The room must also hold two of
     the largest groups as soon as anything moves::

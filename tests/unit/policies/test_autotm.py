@@ -13,7 +13,7 @@ TRACE = worked([6, 12, 4, 4], forward=6.0, backward=8.0)
 
 
 def test_autotm_by_hand() -> None:
-    """ASPLOS'20, section 4; a budget of 25 MiB less two groups of 2 MiB: 21.
+    """ASPLOS'20: a budget of 25 MiB less two groups of 2 MiB: 21.
 
     Over that are 1 MiB from 18 to 24 s, 5 to 32 s and 1 to 40 s. c is too small, d has no idle time, and b's 12 s out
     exceed the node of 6 s beside it. a costs nothing: the node from 6 to 12 s hides its way out, and that from 40

@@ -11,7 +11,7 @@ TRACE = worked([4] * 6, forward=4.0, backward=8.0)
 
 
 def test_g10_by_hand() -> None:
-    """MICRO'23, 4.3; a budget of 21 MiB: 0.99 of it, less two groups of 2 MiB, is 16.79.
+    """MICRO'23: a budget of 21 MiB: 0.99 of it, less two groups of 2 MiB, is 16.79.
 
     Over that are 3.21 MiB from 20 to 24 s, 7.21 to 32 s and 3.21 to 40 s. Every period is longer than
     ``safe = (4 + 4) * 1.25`` s. Away over all of this are a (8 to 60 s), b (12 to 52) and c (16 to 44): benefit

@@ -11,7 +11,7 @@ TRACE = worked([4] * 6, forward=4.0, backward=8.0)
 
 
 def test_sentinel_knows_the_interval_lengths_that_are_feasible() -> None:
-    """HPCA'21, IV: S is 20 MiB, the step has 64 s up to the last use. In MiB and seconds::
+    """HPCA'21: S is 20 MiB, the step has 64 s up to the last use. In MiB and seconds::
 
     MIL    Tensor    RS                    Tensor + RS < 20    T(MIL) > Tensor / BW
     1      4         0                     yes                 5.3 > 4

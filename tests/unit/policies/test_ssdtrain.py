@@ -8,7 +8,7 @@ from tests.unit.policies.worked import LINKS, moves, worked
 
 
 def test_ssdtrain_by_hand() -> None:
-    """SSDTrain, section III, adaptive keep; 12 MiB and 4 s a layer, 1 MiB a second::
+    """SSDTrain, adaptive keep; 12 MiB and 4 s a layer, 1 MiB a second::
 
         n    V_prev + 2 * v_n    3 * T_fwd - 2 * sum(t_prev)
         0    24                  72

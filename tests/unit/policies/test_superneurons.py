@@ -18,7 +18,7 @@ TRACE = worked(
 
 
 def test_superneurons_by_hand() -> None:
-    """PPoPP'18, 3.3 and 3.4; a budget of 20 MiB, of which two groups of 2 MiB come off: 16.
+    """PPoPP'18: a budget of 20 MiB, of which two groups of 2 MiB come off: 16.
 
     The bottleneck is 4 MiB, what one layer needs. c and e are segments of 4 MiB: recomputed. f's segment, e and f, has
     8: memory-centric, and so left to the cache. g is a join: a checkpoint.

@@ -11,7 +11,7 @@ TRACE = worked([4] * 6, forward=4.0, backward=8.0)
 
 
 def test_belady_by_hand() -> None:
-    """ASPLOS'20, 4.2: one class with four objects.
+    """ASPLOS'20, "Swap planning": one class with four objects.
 
     a, b, c and d take them. e evicts a, whose next use is furthest, and f evicts b. Backward is done with f, e, d
     and c by 7, 8, 9 and 10, and frees their objects: b may come back at 7, a at 8.

@@ -9,7 +9,7 @@ TRACE = worked([16] * 6, kinds=("Conv2d", "ReLU", "Conv2d", "MaxPool2d", "Linear
 
 
 def test_vdnn_all_by_hand() -> None:
-    """MICRO'16, III-A and figure 10.
+    """MICRO'16: what is offloaded is in III-C, what is prefetched in III-B.
 
     b and f work in place; e is the last layer besides them; so a, c and d are offloaded. Prefetches::
 
@@ -33,7 +33,7 @@ def test_vdnn_conv_by_hand() -> None:
 
 
 def test_vdnn_dyn_by_hand() -> None:
-    """III-D: the first that fits.
+    """III-C: the first that fits.
 
     None takes 96 MiB. With conv a is away from the third stretch to its prefetch and c from the fifth to its own,
     after which, with f still in use, all but a lie in HBM: 80 MiB. With all a, c and d are away in turn; when d and
@@ -44,7 +44,7 @@ def test_vdnn_dyn_by_hand() -> None:
 
 
 def test_vdnnpp_moves_what_vdnn_dyn_moves_and_does_not_wait_for_it() -> None:
-    """IPDPS'19, III-A: the same offloads and prefetches, but HBM is let go only when the room is needed."""
+    """IPDPS'19: the same offloads and prefetches, but HBM is let go only when the room is needed."""
     plain, asynchronous = (POLICIES[name](TRACE, 78 * MiB, LINKS) for name in ("vdnn-dyn", "vdnn++"))
     assert moves(asynchronous) == moves(plain) == {"d": 6, "c": 7, "a": 9}
     assert (asynchronous.limits, asynchronous.room) == ({}, 78 * MiB)
