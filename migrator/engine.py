@@ -1,13 +1,4 @@
-"""The engine: takes groups of saved storages out of HBM and back. It executes and decides nothing.
-
-The life of a group::
-
-    FILLING   its storages are collected; they lie where the program made them
-    LEAVING   the copy to DRAM is under way; the program's memory is still held, so a tensor that is
-              needed now is simply handed back
-    AWAY      the program's memory was let go; the bytes are in the group's parcel
-    HOME      one buffer in HBM holds, or is about to hold, all of it; its tensors are views of it
-    GONE      nobody refers to it any more
+"""The engine: takes groups of saved storages (`migrator.group`) out of HBM and back. It executes and decides nothing.
 
 HBM is let go *stream-ordered*: the compute stream waits for the copy's event and then the references
 are dropped, so the caching allocator may hand the memory out again at once, to work that the stream
@@ -17,22 +8,13 @@ still here when backward begins does not have to come back.
 A group comes back as soon as the room allows, in the order in which it will be needed. Its buffer is
 allocated on the compute stream and filled on the lane, which first waits for all the stream was given
 before: that memory may have been in use until there.
-
-References point upwards only. What autograd holds (`tensors.Moved`) refers to a `Saved`, that to its
-group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
-reference count. All that a graph holds of one group shares a `Claim`, so that the engine hears of a
-group's death once. `claim_died` may run anywhere, also while the engine holds its lock; therefore it
-only appends to `Engine.dead`, and the engine looks there when it is next called.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
@@ -40,78 +22,14 @@ import torch
 
 from migrator import tensors as in_python
 from migrator.actions import Pace
-from migrator.backing import Backing, Parcel
-from migrator.lanes import GATHER_BELOW, SLOT, Compute, Lane, Piece, Stream, whole
+from migrator.backing import Backing
+from migrator.group import NEVER, Claim, Group, State, claim_died, unclaimed
+from migrator.lanes import Compute, Lane, whole
 from migrator.tensors import Saved, Tensors
 from migrator.timing import Lap
 
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
-
-
-NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for
 EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it
-
-
-class State(enum.Enum):
-    """Where a group is; see the module's text."""
-
-    FILLING = enum.auto()
-    LEAVING = enum.auto()
-    AWAY = enum.auto()
-    HOME = enum.auto()
-    GONE = enum.auto()
-
-
-class Claim:
-    """What all saved tensors of a group hold on it; the last of them that dies takes it along."""
-
-    __slots__ = ("__weakref__",)
-
-
-def claim_died(dead: deque[Group], group: Group, _: object) -> None:
-    """Called when a claim has died: by its weak reference, which by then leads to nobody any more.
-
-    May run anywhere, in any thread that holds the interpreter: append is all it does.
-    """
-    dead.append(group)
-
-
-def _nobody() -> None:
-    """A reference to a claim that nobody makes."""
-
-
-@dataclass(eq=False, slots=True)
-class Group:
-    """Storages that travel together.
-
-    Attributes
-    ----------
-    next_use : int
-        Groups are brought back in ascending order of it.
-    claim : weak reference
-        To the claim of the saved tensors that refer to the group, if there are any.
-    claims : int
-        Claims whose death the engine has not heard of. Two, should one be made just after the last died.
-    unused : int
-        Saved tensors that backward has not asked for yet.
-    members : list of Saved
-        What holds the program's memory on our behalf; empty once it was let go.
-    """
-
-    next_use: int
-    stream: Stream  # of all its members; lets go of their memory, and owns the buffer's
-    state: State = State.FILLING
-    nbytes: int = 0
-    claim: Callable[[], Claim | None] = _nobody
-    claims: int = 0
-    unused: int = 0
-    members: list[Saved] = field(default_factory=list)
-    counted: int = 0  # its bytes in Engine.resident
-    parcel: Parcel | None = None
-    buffer: torch.Tensor | None = None
-    ready_on: list[Stream] = field(default_factory=list)  # streams that have waited for the buffer's copy
-    bring_at: int = -1  # position from which it may come back
-    tier: str | None = None  # where it is to go
 
 
 class Engine:
@@ -191,22 +109,9 @@ class Engine:
         self.collect()
         if group.state is not State.FILLING or not group.members:
             return
-        # Large members first, then the small ones side by side, so that the lane can gather those.
-        large = [saved for saved in group.members if saved.nbytes >= GATHER_BELOW]
-        if large:
-            group.members = [*large, *(saved for saved in group.members if saved.nbytes < GATHER_BELOW)]
-        offset = 0
-        for saved in group.members:
-            saved.offset = offset
-            offset = -(-(offset + saved.nbytes) // SLOT) * SLOT  # `round_up`, and a third of its time
-        parcel = self.backing.new(offset, group.next_use, group.tier)
+        parcel = self.backing.new(group.arrange(), group.next_use, group.tier)
         assert parcel.block is not None
-        block = parcel.block.tensor
-        target, at = block.untyped_storage(), int(block.storage_offset())
-        pieces = [
-            Piece(target, at + saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes)
-            for saved in group.members
-        ]
+        pieces = group.pieces(parcel.block.tensor)
         try:
             parcel.filled = self._out.copy(pieces, parcel.after, group.stream)
         except BaseException:
@@ -362,7 +267,7 @@ class Engine:
             self.alive -= 1
             group.claims -= 1
             if group.claims == 0:
-                group.claim = _nobody  # which holds the group
+                group.claim = unclaimed  # which holds the group
                 self._forget(group)
                 self.unsettled = True
 

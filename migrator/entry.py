@@ -16,7 +16,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from migrator import peaks
-from migrator.engine import claim_died
+from migrator.group import claim_died
 from migrator.hooks import Saver
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from allocator.errors import TierFull
 from migrator.actions import Action, Go, Make, Pace, Stay
-from migrator.engine import EVERY, NEVER, Engine, Group, State
+from migrator.engine import EVERY, Engine
+from migrator.group import NEVER, Group, State
 from migrator.lanes import Stream
 from migrator.learner import Learner
 from migrator.links import Links

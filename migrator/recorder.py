@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from migrator.engine import State
+from migrator.group import State
 from migrator.lanes import Meter
 from migrator.remake import Peek, Verified
 from migrator.tensors import Known

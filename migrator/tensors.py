@@ -22,7 +22,7 @@ from migrator.lanes import SLOT
 
 if TYPE_CHECKING:
     from migrator.actions import Go
-    from migrator.engine import Claim, Group
+    from migrator.group import Claim, Group
     from migrator.mover import Mover
     from migrator.recorder import Record
     from migrator.remake import Made

@@ -18,7 +18,8 @@ from allocator.sizes import PAGE, KiB, MiB
 from migrator.actions import Pace
 from migrator.backing import Backing
 from migrator.counters import Counters
-from migrator.engine import Engine, Group, State
+from migrator.engine import Engine
+from migrator.group import Group, State
 from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.tensors import Saved

@@ -15,7 +15,8 @@ from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, GiB, KiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
-from migrator.engine import Engine, State
+from migrator.engine import Engine
+from migrator.group import State
 from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import Learner

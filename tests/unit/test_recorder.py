@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from migrator import recorder as module
-from migrator.engine import Group, State
+from migrator.group import Group, State
 from migrator.lanes.meter import Measures
 from migrator.recorder import Recorder
 from migrator.tensors import Known, Saved, Storages
