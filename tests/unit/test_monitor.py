@@ -328,7 +328,7 @@ def test_top_shows_lanes_traffic_verdict_and_what_was_done(shown: Board, capsys:
     out = " ".join(capsys.readouterr().out.split())
     assert "4711: train.py --fast" in out
     assert "bus saturated by others, 50% left" in out
-    assert "backed off to 12%: 2 groups ahead, plans count on what is left" in out
+    assert "backed off to 25%: 8 groups ahead, plans count on what is left" in out
     assert "2.5 GB/s" in out
     assert "7.5 workers" in out
     shown.close()

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from migrator.backoff import Backoff, Verdict
+from migrator.backoff import FLOOR, Backoff, Verdict
 from tests.unit.test_backoff import reversals
 from tiers.monitor.calibration import Calibration, curves_of, kind_of
 from tiers.monitor.sensors import Reading
@@ -93,7 +93,7 @@ def test_under_noise_a_constant_load_is_one_verdict(left: float, seed: int) -> N
     random = Random(seed)
     found = shares(lanes(left + random.gauss(0, 0.02) for _ in range(2000)))
     assert all(reversals(found[k : k + 100]) <= 1 for k in range(len(found) - 100))
-    assert found[-1] == (1.0 if left > 0.85 else 0.125)
+    assert found[-1] == (1.0 if left > 0.85 else FLOOR)
 
 
 def test_between_the_thresholds_the_verdict_stays() -> None:
