@@ -6,7 +6,7 @@ decrease: Chiu and Jain, 1989). What is done follows from the share alone, so th
 order and go in the other:
 
 1. below 1, groups come back just in time, not as early as the room allows: fewer are under way at once;
-2. at `REPLAN`, plans are made for the bandwidth that is left. A planner then recomputes or keeps
+2. at `FLOOR`, plans are made for the bandwidth that is left. A planner then recomputes or keeps
    what no longer hides behind the computation, or has it go to NVMe, where that does not cross the bus.
 
 Asking for more to see whether the bus is free would swing to and fro under a constant load. There is no need
@@ -23,8 +23,7 @@ from typing import Literal
 State = Literal["free", "saturated", "recovering"]
 Cause = Literal["nobody", "us", "others"]
 
-FLOOR = 1 / 4  # of the share: the copies still made are what tells when the bus is free
-REPLAN = 1 / 4  # share at which plans are made anew: a load that is over in a few steps is not worth it
+FLOOR = 1 / 4  # of the share, at which plans are made anew: a load that is over in a few steps is not worth it
 RISE = 1 / 16  # a step
 COOLING = 3  # steps between two decreases, in which the first can show
 WARY = 20  # free steps that a recovery waits for after one that failed; after the next so many times as many
@@ -117,7 +116,7 @@ class Backoff:
         return Backoff(share, self._left(share, verdict), cooling, 0, patience)
 
     def _left(self, share: float, verdict: Verdict) -> Mapping[str, float]:
-        if share > REPLAN:
+        if share > FLOOR:
             return {}
         now = {**verdict.left, "bus": verdict.bus}
         worse = any(self.left.get(lane, 1.0) - part > WORSE for lane, part in now.items())
@@ -131,8 +130,7 @@ class Backoff:
         if calm <= self.patience:
             return replace(self, cooling=0, calm=calm)
         share = min(self.share + RISE, 1.0)
-        left = self.left if share <= REPLAN else {}
-        return replace(self, share=share, left=left, cooling=0, calm=calm, unproven=PROVEN)
+        return replace(self, share=share, left={}, cooling=0, calm=calm, unproven=PROVEN)
 
     @property
     def response(self) -> Response:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from migrator.backoff import FLOOR, GROUPS, LEAST_GROUPS, REPLAN, WARY, Backoff, Response, Verdict
+from migrator.backoff import FLOOR, GROUPS, LEAST_GROUPS, WARY, Backoff, Response, Verdict
 from migrator.links import Links
 
 FREE = Verdict()
@@ -52,7 +52,7 @@ def test_a_part_is_always_left_so_that_copies_tell_when_the_bus_is_free() -> Non
 def test_groups_come_back_just_in_time_before_plans_change() -> None:
     states = after([BUSY] * 7)
     assert states[1].response == Response(GROUPS // 2, {})
-    assert states[4].share == REPLAN
+    assert states[4].share == FLOOR
     assert states[4].response == Response(GROUPS // 4, {"d2h": 0.8, "h2d": 0.7, "bus": 0.7})
 
 
