@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from allocator import native
-from allocator.errors import TiersError
-from allocator.extension import CannotBuild, Extension, compiler
+from allocator.extension import CannotBuild, Extension, compiler, obstacle_to
 
 _More = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int, ctypes.c_uint64)
 _called_for_good: list[object] = []
@@ -32,14 +31,7 @@ class NoAdapter(CannotBuild):
 
 def obstacle() -> str | None:
     """What keeps the adapter from being built and installed here, without building it; None if nothing is known to."""
-    try:
-        native.library()
-        compiler()
-        _cuda_runtime()
-        _cuda_headers()
-    except TiersError as missing:
-        return str(missing)
-    return None
+    return obstacle_to(native.library, compiler, _cuda_runtime, _cuda_headers)
 
 
 def build(cache_dir: Path) -> Path:

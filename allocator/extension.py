@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +114,16 @@ class Extension:
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
             raise CannotBuild(f"{self.title} does not compile against torch {torch.__version__}: {first}")
+
+
+def obstacle_to(*needs: Callable[[], object]) -> str | None:
+    """What the first of `needs` that is not met says is missing; None if all are."""
+    try:
+        for need in needs:
+            need()
+    except TiersError as missing:
+        return str(missing)
+    return None
 
 
 def compiler() -> list[str]:

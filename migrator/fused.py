@@ -101,9 +101,8 @@ def _exact(device: torch.device, dtype: torch.dtype, affine: torch.dtype, add: b
     given = (weight, bias, random(96, dtype=torch.float32), random(96, dtype=torch.float32).abs())
     try:
         with torch.cuda.device(device):
-            made = [
-                _at_once(x, given, addend if add else None, clamp) for _ in range(2)
-            ]  # as later: the first compiles
+            # Twice: the first compiles, and only the second is launched as all later ones are.
+            made = [_at_once(x, given, addend if add else None, clamp) for _ in range(2)]
     except Exception as error:  # Triton has many, and without a compiler for its launcher this is one of them
         log.info("batch normalisation is made again by PyTorch's kernels, as Triton's failed: %s", error)
         return False

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from allocator.extension import CannotBuild, Extension, compiler
+from allocator.extension import CannotBuild, Extension, compiler, obstacle_to
 from migrator import tensors as in_python
 from migrator.tensors import Tensors
 
@@ -23,12 +23,7 @@ SOURCE = Path(__file__).with_name("tensors.cpp")
 
 def obstacle() -> str | None:
     """What keeps it from being built here, without building it; None if nothing is known to."""
-    try:
-        compiler()
-        _headers()
-    except CannotBuild as missing:
-        return str(missing)
-    return None
+    return obstacle_to(compiler, _headers)
 
 
 def build(cache_dir: Path) -> Path:
