@@ -1,12 +1,13 @@
 """Page groups on our lanes beside PyTorch's plain pinned copies, in turn: one direction, and both at once.
 
-``python -m benchmarks.lane_copies --json FILE`` takes about half a minute on an H100.
+``python -m benchmarks.lane_copies --json FILE`` takes about a minute on an H100.
 
-Ours: groups between HBM and blocks of the arena, through the lanes that the engine uses. A group leaves as one piece,
-or as up to eight, each a storage of its own in HBM; it comes back in one copy, as the engine brings it. Plain: memory
-of ``torch.empty(pin_memory=True)`` and ``copy_(non_blocking=True)`` on a stream per direction, in whole groups; both
-ways at once also in chunks, and the fastest of those is the base. All are queued behind a kernel and timed by events
-on the device, from the end of that kernel to the end of the last copy. The GPU wrote what it gets back.
+Ours: groups between HBM and blocks of the arena, through the lanes that the engine uses. A group leaves as one piece or
+as several, each a storage of its own in HBM: up to eight, as many as are of 2 MiB, or of mixed sizes. It comes back in
+one copy, as the engine brings it. Plain: memory of ``torch.empty(pin_memory=True)`` and ``copy_(non_blocking=True)`` on
+a stream per direction, in whole groups; both ways at once also in chunks, and the fastest of those is the base. All are
+queued behind a kernel and timed by events on the device, from the end of that kernel to the end of the last copy. The
+GPU wrote what it gets back.
 
 Prints speeds per direction (medians), the median ratio of speeds to plain with its 95% bootstrap interval, and last a
 line for each demand. Exits with 1 if one is missed.
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate, cycle, pairwise, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,21 +29,23 @@ import numpy as np
 import torch
 
 from allocator.dram import DramArena
-from allocator.sizes import MiB, format_size
+from allocator.sizes import KiB, MiB, format_size
 from benchmarks.alternate import Ratio, median_ratio, self_timed, sm_clock
 from migrator.counters import Counters
 from migrator.devices import Device, open_device
 from migrator.lanes import Event, Lane, Piece
 
 SIZES = (4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB)
-PIECES, SMALLEST = 8, MiB  # a group leaves in so many pieces, of at least that
+PIECES, SMALLEST = 8, MiB  # a group of several leaves in so many pieces, of at least that
+MIX = [size * KiB for size in (64, 3072, 512, 4096, 200, 1536, 2048, 1024)]  # in turn, until the group is full
 CHUNKS = (4 * MiB, 16 * MiB)  # of plain copies both ways at once, besides whole groups
 HOLD = 20_000_000  # cycles: 10 ms or more, in which the host asks for all copies of a window
 DIRECTIONS = {"d2h": ("d2h",), "h2d": ("h2d",), "both": ("d2h", "h2d")}
 WINDOW = {"d2h": 64 * MiB, "h2d": 64 * MiB, "both": 128 * MiB}  # bytes queued together per lane, or one group if larger
 LEAST = {"d2h": 0.98, "h2d": 0.98, "both": 0.95}  # of the plain speed
 SPEED, FROM = 55, 16 * MiB  # GB/s one way, of groups of that size and more
-ONE, SEVERAL, PLAIN = "ours, one piece", "ours, several pieces", "plain"
+ONE, SEVERAL, TWOS, MIXED = "ours, one piece", "ours, several pieces", "ours, 2 MiB pieces", "ours, mixed pieces"
+SPLIT, PLAIN = (SEVERAL, TWOS, MIXED), "plain"
 
 
 class Memory:
@@ -60,9 +64,13 @@ class Memory:
         return same
 
 
-def piece_of(size: int) -> int:
-    """Bytes of each piece of a group of `size` that leaves in several."""
-    return max(size // PIECES, SMALLEST)
+def pieces_of(way: str, size: int) -> list[int]:
+    """Bytes of each piece of a group of `size`, as it leaves in one of our ways."""
+    part = {ONE: size, SEVERAL: max(size // PIECES, SMALLEST), TWOS: 2 * MiB}.get(way)
+    if part is not None:
+        return [part] * (size // part)
+    ends = takewhile(lambda end: end < size, accumulate(cycle(MIX)))
+    return [end - begin for begin, end in pairwise([0, *ends, size])]
 
 
 class Way(Protocol):
@@ -86,19 +94,25 @@ class Way(Protocol):
 class Ours:
     """The engine's lanes, to and from the arena's memory."""
 
-    def __init__(self, device: Device, memory: Memory, *, several: bool) -> None:
+    def __init__(self, device: Device, memory: Memory, way: str) -> None:
         self.memory = memory
         self._compute = device.compute
         self._lanes: dict[str, Lane] = {"d2h": device.out, "h2d": device.back}
-        sizes = {piece_of(size) for size in SIZES} if several else set()
-        self._pieces = {size: [part.clone() for part in memory.device["d2h"].split(size)] for size in sizes}
+        self._way = way
+        self._clones: dict[tuple[int, int], torch.UntypedStorage] = {}  # of the bytes from one place to another
+        total = memory.device["d2h"].numel()
+        places = [(size, at) for size in SIZES for at in range(0, total - size + 1, size)]
+        self.groups = {
+            "d2h": {place: list(self._leaving(*place)) for place in places},
+            "h2d": {place: [self._coming(*place)] for place in places},
+        }
 
     def begin(self) -> Event:
         return self._compute.mark(self._compute.stream())
 
     def copy(self, lane: str, nbytes: int, size: int, start: Event) -> Event:
-        group = partial(self._leaving if lane == "d2h" else self._coming, size)
-        return [self._lanes[lane].copy(list(group(at)), (start,)) for at in range(0, nbytes, size)][-1]
+        groups = self.groups[lane]
+        return [self._lanes[lane].copy(groups[size, at], (start,)) for at in range(0, nbytes, size)][-1]
 
     def end(self, events: Sequence[Event]) -> Event:
         stream = self._compute.stream()
@@ -112,17 +126,20 @@ class Ours:
 
     def _leaving(self, size: int, at: int) -> Iterator[Piece]:
         host, device = self.memory.host["d2h"], self.memory.device["d2h"]
-        first, part = int(host.storage_offset()), piece_of(size)
-        if not self._pieces:
-            yield Piece(host.untyped_storage(), first + at, device.untyped_storage(), at, size)
-            return
-        for begin in range(at, at + size, part):
-            source = self._pieces[part][begin // part].untyped_storage()
-            yield Piece(host.untyped_storage(), first + begin, source, 0, part)
+        target, first = host.untyped_storage(), int(host.storage_offset())
+        for nbytes in pieces_of(self._way, size):
+            if self._way == ONE:
+                yield Piece(target, first + at, device.untyped_storage(), at, nbytes)
+            else:
+                place = (at, at + nbytes)
+                if place not in self._clones:
+                    self._clones[place] = device[slice(*place)].clone().untyped_storage()
+                yield Piece(target, first + at, self._clones[place], 0, nbytes)
+            at += nbytes
 
-    def _coming(self, size: int, at: int) -> Iterator[Piece]:
+    def _coming(self, size: int, at: int) -> Piece:
         host, device = self.memory.host["h2d"], self.memory.device["h2d"]
-        yield Piece(device.untyped_storage(), at, host.untyped_storage(), int(host.storage_offset()) + at, size)
+        return Piece(device.untyped_storage(), at, host.untyped_storage(), int(host.storage_offset()) + at, size)
 
 
 class Plain:
@@ -207,7 +224,7 @@ def demands(measured: Sequence[Row]) -> Iterator[tuple[bool, str]]:
     """Each demand: whether it holds, and the row that is nearest to missing it."""
     ours = [row for row in measured if not row.way.startswith(PLAIN)]
     for direction, least in LEAST.items():
-        for way in (ONE, SEVERAL):
+        for way in (ONE, *SPLIT):
             of_way = [row for row in ours if (row.direction, row.way) == (direction, way)]
             if of_way:
                 worst = min(of_way, key=lambda row: row.of_plain.median)
@@ -239,13 +256,14 @@ def ways_on(device: torch.device) -> tuple[str, dict[str, dict[str, Way]]]:
     streams = {lane: torch.cuda.Stream(device) for lane in blocks}
     plain = Memory(pinned, device)
     lanes = open_device(device, Counters(), 0)
-    one, several = Ours(lanes, ours, several=False), Ours(lanes, ours, several=True)
-    whole = Plain(plain, streams)
+    one = {ONE: Ours(lanes, ours, ONE)}
+    split = {way: Ours(lanes, ours, way) for way in SPLIT}
+    whole = {PLAIN: Plain(plain, streams)}
     chunked = {f"{PLAIN}, {format_size(chunk)} chunks": Plain(plain, streams, chunk) for chunk in CHUNKS}
     return type(lanes.out).__name__, {
-        "d2h": {PLAIN: whole, ONE: one, SEVERAL: several},
-        "h2d": {PLAIN: whole, ONE: one},
-        "both": {PLAIN: whole, **chunked, ONE: one, SEVERAL: several},
+        "d2h": {**whole, **one, **split},
+        "h2d": {**whole, **one},
+        "both": {**whole, **chunked, **one, **split},
     }
 
 

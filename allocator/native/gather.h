@@ -14,7 +14,7 @@ struct GatherSpan {
 };
 
 constexpr int kBatch = 128;    // spans a launch
-constexpr int kBlocks = 32;    // a span
+constexpr int kBlocks = 128;   // a span, at most: one of 4 MiB takes eight turns then
 constexpr int kThreads = 256;  // a block
 
 struct GatherBatch {

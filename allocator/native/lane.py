@@ -7,26 +7,15 @@ from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_float, c_int, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 LIBRARY = Path(__file__).with_name("libtiers_lane.so")
-"""Where the build puts it. By hand: ``g++ -std=c++17 -O2 -shared -fPIC lane.cpp -o libtiers_lane.so -ldl``."""
+"""Where the build puts it. By hand: ``g++ -std=c++17 -O2 -shared -fPIC lane*.cpp -o libtiers_lane.so -ldl``."""
 
 NOT_READY = 600
 
 Spans: TypeAlias = "array[int]"
 """An ``array("Q")`` of three numbers a span: address to copy to, address to copy from, bytes."""
-
-
-class Staging(NamedTuple):
-    """Where spans of HBM smaller than `below` bytes are gathered that follow one another in their target."""
-
-    below: int
-    address: int
-    nbytes: int
-
-
-NO_STAGING = Staging(0, 0, 0)
 
 
 class DriverError(RuntimeError):
@@ -73,6 +62,19 @@ class TimedEvent(Event):
         return milliseconds.value
 
 
+class Staging:
+    """HBM of one lane in which its small spans are gathered. For one copy at a time."""
+
+    __slots__ = ("_library", "handle")
+
+    def __init__(self, library: Library, handle: int) -> None:
+        self._library = library
+        self.handle = handle
+
+    def __del__(self) -> None:
+        self._library.close_staging(self.handle)
+
+
 class Library:
     """The functions of the library, with their types. Streams are the driver's handles, devices PyTorch's indices."""
 
@@ -94,15 +96,18 @@ class Library:
         self._follow.argtypes = (c_int, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_void_p))
         self._prepare = library.tiers_lane_prepare
         self._prepare.argtypes = (c_int,)
+        self._open_staging = library.tiers_staging_open
+        self._open_staging.argtypes = (c_int, c_void_p, c_uint64, c_uint64, c_uint64, POINTER(c_void_p))
+        self.close_staging = library.tiers_staging_close
+        self.close_staging.argtypes = (c_void_p,)
+        self.close_staging.restype = None
         self._copy = library.tiers_copy
         self._copy.argtypes = (
             c_int,
             c_void_p,
             c_int,
             c_void_p,
-            c_uint64,
-            c_uint64,
-            c_uint64,
+            c_void_p,
             c_int,
             POINTER(c_void_p),
             POINTER(c_void_p),
@@ -113,6 +118,16 @@ class Library:
     def prepare(self, device: int) -> bool:
         """Make the gathering kernel ready; False where the driver cannot compile it, and nothing is gathered."""
         return not self._prepare(device)
+
+    def staging(self, device: int, beside: int, address: int, nbytes: int, largest: int) -> Staging:
+        """A staging in `nbytes` bytes of HBM at `address`, for spans of up to `largest` bytes.
+
+        The stream `beside` gathers in one half of it while the lane sends the other. Nobody else may touch that memory
+        until the lane is done with all copies.
+        """
+        handle = c_void_p()
+        _check(self._open_staging(device, beside, address, nbytes, largest, byref(handle)))
+        return Staging(self, handle.value or 0)
 
     def record(self, device: int, stream: int) -> TimedEvent:
         """The end of everything that `stream` was given so far."""
@@ -135,11 +150,17 @@ class Library:
         spans: Spans,
         after: Sequence[Event],
         behind: int | None = None,
-        staging: Staging = NO_STAGING,
+        staging: Staging | None = None,
     ) -> Event:
         """Copy every span on the stream `lane`; the event says when it is done.
 
-        Once all of `after` have been passed, and all that the stream `behind` was given so far.
+        Once all of `after` have been passed, and all that the stream `behind` was given so far. With a `staging`, spans
+        must come from HBM, and small ones that follow one another in their target are gathered.
+
+        Raises
+        ------
+        DriverError
+            None of the spans is being copied any more then.
         """
         done = c_void_p()
         self._submit(device, lane, spans, after, behind, staging, None, byref(done))
@@ -152,7 +173,7 @@ class Library:
         spans: Spans,
         after: Sequence[Event],
         behind: int | None = None,
-        staging: Staging = NO_STAGING,
+        staging: Staging | None = None,
     ) -> tuple[TimedEvent, TimedEvent]:
         """`copy`, and when it began: an event between the waits and the copies."""
         begin, done = c_void_p(), c_void_p()
@@ -166,14 +187,15 @@ class Library:
         spans: Spans,
         after: Sequence[Event],
         behind: int | None,
-        staging: Staging,
+        staging: Staging | None,
         begin: Any,
         done: Any,
     ) -> None:
         address, length = spans.buffer_info()
         events = (c_void_p * len(after))(*[event.handle for event in after])
         stream = None if behind is None else byref(c_void_p(behind))
-        _check(self._copy(device, lane, length // 3, address, *staging, len(after), events, stream, begin, done))
+        room = None if staging is None else staging.handle
+        _check(self._copy(device, lane, length // 3, address, room, len(after), events, stream, begin, done))
 
 
 def load(path: Path = LIBRARY) -> Library | None:

@@ -26,7 +26,12 @@ SLOT = 512
 """Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
 their code path by alignment, so a tensor that comes back must be aligned as it was, or results differ."""
 
-GATHER_BELOW = 1 * MiB  # a plain copy of this size reaches 90% of the link; below, gathering wins
+GATHERED = 4 * MiB
+"""The largest piece that is gathered with others, to leave as one copy. A copy of its own costs it 1.6 us of an H100's
+copy engine, 2% of what its bytes take there; for larger ones that is less than the part of HBM's bandwidth that
+gathering takes from the program, 3% while a lane is busy."""
+
+FULL_SPEED = 1 * MiB  # a plain copy of this size reaches 90% of the link
 
 TIMED = 32  # copies between two calls of `Lane.over`: enough to tell
 TIMED_EVERY = 64 * MiB  # copied, at least, between two that are timed: that costs a lane 3 us on an H100, 1/400 of it
@@ -38,7 +43,7 @@ Stream = Hashable
 class Piece(NamedTuple):
     """Bytes to copy: `nbytes` of them from byte `start` of `source` to byte `at` of `target`.
 
-    The pieces of one copy that are smaller than `GATHER_BELOW` share their target.
+    The pieces of one copy that are no larger than `GATHERED` share their target.
     """
 
     target: torch.UntypedStorage
@@ -62,7 +67,7 @@ def flat(storage: torch.UntypedStorage, first: int, nbytes: int, dtype: torch.dt
 
 def at_full_speed(pieces: Sequence[Piece]) -> bool:
     """Whether the time that copying `pieces` takes is that of the link, and not of what there is around it."""
-    small = sum(piece.nbytes for piece in pieces if piece.nbytes < GATHER_BELOW)
+    small = sum(piece.nbytes for piece in pieces if piece.nbytes < FULL_SPEED)
     return 8 * small <= sum(piece.nbytes for piece in pieces)
 
 
@@ -89,7 +94,7 @@ class Lane(Protocol):
         """Copies that ended since this was last called, as far as they were timed; times count from `since`.
 
         That must have been passed. At most `TIMED` between two calls are timed, of those that run at the lane's
-        speed: no small ones, and none that is gathered. On a GPU at most one in `TIMED_EVERY` bytes.
+        speed: none of small pieces, and none that is gathered. On a GPU at most one in `TIMED_EVERY` bytes.
         """
 
     def close(self) -> None:

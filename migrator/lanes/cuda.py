@@ -14,12 +14,12 @@ import torch
 from allocator.sizes import PAGE, MiB, round_up
 from migrator import peaks
 from migrator.counters import Counters
-from migrator.lanes import GATHER_BELOW, SLOT, TIMED, TIMED_EVERY, Event, Piece, Stream, at_full_speed, flat
+from migrator.lanes import FULL_SPEED, SLOT, TIMED, TIMED_EVERY, Event, Piece, Stream, at_full_speed, flat
 from migrator.lanes.meter import CudaMeter
 from migrator.timing import CALL, Lap
 from migrator.transfers import Transfer
 
-STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
+STAGING = 16 * MiB  # gathered bytes per DMA, or in two halves: the link's full speed
 
 
 class TimedEvent(Event, Protocol):
@@ -172,7 +172,8 @@ class CudaLane:
         small: list[Piece] = []
         large: list[Piece] = []
         for piece in pieces:
-            (small if piece.nbytes < GATHER_BELOW and piece.source.is_cuda else large).append(piece)
+            # Gathered on the lane's own stream, whose copy engine idles meanwhile: larger ones would lose by it.
+            (small if piece.nbytes < FULL_SPEED and piece.source.is_cuda else large).append(piece)
         nbytes = sum(piece.nbytes for piece in pieces)
         if self._is_timed(pieces, nbytes):
             begin = self._reach(after)
@@ -205,10 +206,14 @@ class CudaLane:
         self, large: Sequence[Piece], small: Sequence[Piece], after: Sequence[Event], *, timed: bool
     ) -> TimedEvent:
         with self._on_stream():
-            self._wait(after)
-            for piece in large:
-                _copy(piece)
-            self._gather_all(small)
+            try:
+                self._wait(after)
+                for piece in large:
+                    _copy(piece)
+                self._gather_all(small)
+            except BaseException:  # such as no room to gather in
+                self._stream.synchronize()  # the caller takes it that nothing is under way, and gives memory to others
+                raise
             return _mark(self._stream, timed=timed)
 
     @contextmanager

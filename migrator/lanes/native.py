@@ -10,7 +10,7 @@ import torch
 
 from allocator.native import lane
 from migrator.counters import Counters
-from migrator.lanes import GATHER_BELOW, SLOT, Event, Piece, Stream
+from migrator.lanes import GATHERED, Event, Piece, Stream
 from migrator.lanes.cuda import STAGING, CudaCompute, CudaLane, wrapped
 
 
@@ -36,31 +36,35 @@ class NativeCompute(CudaCompute):
 
 
 class NativeLane(CudaLane):
-    """A CUDA stream made once; each copy is one call, and small pieces that leave are gathered by a kernel of ours."""
+    """A CUDA stream made once; each copy is one call.
+
+    Pieces that leave are gathered by a kernel of ours, on a stream beside the lane's own.
+    """
 
     def __init__(self, device: torch.device, name: str, counters: Counters, library: lane.Library) -> None:
         super().__init__(device, name, counters)
         self._library = library
         self._handle: int = self._stream.cuda_stream
-        self._gathers = library.prepare(device.index)
-        # Several threads may train on the device: what one gathers must have been sent on before the next gathers.
+        self._room: torch.Tensor | None = None  # what the gathering writes to
+        self._gathering = self._open_staging() if name == "d2h" and library.prepare(device.index) else None
+        # Several threads may train on the device, and a staging is for one copy at a time.
         self._submitting = threading.RLock()
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> lane.Event:
         numbers: list[int] = []  # not yet an array, which takes six times as long to grow
-        total = room = 0
+        total = small = 0
         for target, at, source, start, nbytes in pieces:
             numbers += (target.data_ptr() + at, source.data_ptr() + start, nbytes)
             total += nbytes
-            if nbytes < GATHER_BELOW:
-                room += nbytes + SLOT
-        gathers = self._gathers and len(pieces) > 1 and room and pieces[0].source.is_cuda
+            if nbytes <= GATHERED:
+                small += 1
+        gathering = self._gathering if small > 1 else None
         stream = None if behind is None else wrapped(behind).cuda_stream
         with self._submitting:
-            staging = self._staging_at(min(room, STAGING)) if gathers else lane.NO_STAGING
-            submission = (self._device.index, self._handle, array("Q", numbers), _native(after), stream, staging)
+            submission = (self._device.index, self._handle, array("Q", numbers), _native(after), stream, gathering)
             done: lane.Event
-            if self._is_timed(pieces, total):
+            # One that is gathered waits for the device between its copies, which says nothing of the link.
+            if gathering is None and self._is_timed(pieces, total):
                 begin, done = self._library.timed_copy(*submission)
                 self._timed.append((total, begin, done))
             else:
@@ -68,15 +72,20 @@ class NativeLane(CudaLane):
         self._counters.moved[self._name] += total
         return done
 
-    def _staging_at(self, nbytes: int) -> lane.Staging:
-        staging = self._staging
-        if staging is None or staging.numel() < nbytes:
-            try:
-                with self._on_stream():
-                    staging = self._staging_for(nbytes)
-            except torch.OutOfMemoryError:
-                return lane.NO_STAGING  # each piece leaves by itself, then
-        return lane.Staging(GATHER_BELOW, staging.data_ptr(), staging.numel())
+    def _open_staging(self) -> lane.Staging | None:
+        """Where to gather; None if there is no room for it any more, and each piece is to leave by itself.
+
+        Made with the lane, before HBM is full: later it would come off what a plan counts on.
+        """
+        # Before the program's kernels, whose blocks would keep the lane waiting for as long as they fill the device.
+        beside = torch.cuda.Stream(self._device, priority=-1)
+        try:
+            with torch.cuda.stream(beside):  # which is the first to write there
+                self._room = torch.empty(STAGING, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            return None
+        self._room.record_stream(self._stream)  # which reads it to the last
+        return self._library.staging(self._device.index, beside.cuda_stream, self._room.data_ptr(), STAGING, GATHERED)
 
 
 def _native(events: Sequence[Event]) -> list[lane.Event]:

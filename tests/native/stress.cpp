@@ -57,6 +57,7 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
       memory[0] = memory[bytes - 1] = made.stamp;
       blocks.push_back(made);
     } else if (dice < 980) {
+      if (dice == 500) expect(tn_share(core, 1) == TN_OK, "memory can be shared with another GPU");
       if (dice % 7 == 0) tn_used_on(core, blocks[0].address, random() % 4);
       drop(random() % blocks.size());
     } else if (dice < 990) {

@@ -1,20 +1,68 @@
-// A driver whose streams do everything at once and whose log says in what order it was asked: for tests without a GPU.
+// A driver without a GPU, for tests. Its log says in what order it was asked. Streams do nothing before somebody waits,
+// and then go on in an order that is drawn at random: only what events demand can be relied on.
 
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
 
 #include "../../allocator/native/gather.h"
 
 namespace {
+
+struct Point {  // of a stream, at which an event was recorded
+    bool passed = false;
+    long time = 0;
+};
+struct Step {
+    std::shared_ptr<Point> after;  // or null
+    std::function<void()> run;
+};
+
 thread_local void* current = nullptr;
-long made = 0;
-long recorded[64];
-long clock_ = 0;
+long made = 0, clock_ = 0, refuse_in = 0;
+std::map<long, std::shared_ptr<Point>> recorded;  // by event: where it was last recorded
+std::map<long, std::deque<Step>> streams;
+std::minstd_rand chance;
+
 long number(void* handle) { return reinterpret_cast<long>(handle); }
+bool refused() { return refuse_in && --refuse_in == 0; }
+void ask(void* stream, std::shared_ptr<Point> after, std::function<void()> run) {
+    streams[number(stream)].push_back({std::move(after), std::move(run)});
+}
+
+// Let one stream do some of what it can.
+void go_on() {
+    auto stream = std::next(streams.begin(), chance() % streams.size());
+    for (unsigned steps = chance() % 8; steps && !stream->second.empty(); --steps) {
+        Step& step = stream->second.front();
+        if (step.after && !step.after->passed) return;
+        if (step.run) step.run();
+        stream->second.pop_front();
+    }
+}
+
+void go_on_until(const std::function<bool()>& reached) {
+    for (long turns = 0; !reached(); ++turns) {
+        if (turns == 1000000) std::printf("the streams wait for each other\n"), std::abort();
+        go_on();
+    }
+}
+
 }  // namespace
 
 extern "C" {
+void fake_seed(unsigned seed) { chance.seed(seed); }
+void fake_go_on() { go_on(); }
+void fake_refuse(long call) { refuse_in = call; }  // of those to come that give streams work or make events, from 1 on
+long fake_events() { return made; }
+long fake_pending(long stream) { return static_cast<long>(streams[stream].size()); }
+
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal < 2 ? 0 : 101; }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
     *context = reinterpret_cast<void*>(1000L + device);
@@ -27,23 +75,35 @@ int cuCtxSetCurrent(void* context) {
     return 0;
 }
 int cuEventCreate(void** event, unsigned flags) {
+    if (refused()) return 700;
     std::printf("create %ld%s\n", ++made, flags == 2 ? " untimed" : "");
     *event = reinterpret_cast<void*>(made);
     return 0;
 }
 int cuEventRecord(void* event, void* stream) {
+    if (refused()) return 700;
     std::printf("record %ld on %ld\n", number(event), number(stream));
-    recorded[number(event)] = ++clock_;
+    auto point = recorded[number(event)] = std::make_shared<Point>();
+    ask(stream, nullptr, [point] { *point = {true, ++clock_}; });
     return 0;
 }
-int cuEventQuery(void* event) { return recorded[number(event)] ? 0 : 600; }
-int cuEventSynchronize(void*) { return 0; }
+int cuEventQuery(void* event) { return recorded[number(event)]->passed ? 0 : 600; }
+int cuEventSynchronize(void* event) {
+    go_on_until([point = recorded[number(event)]] { return point->passed; });
+    return 0;
+}
 int cuEventElapsedTime(float* ms, void* start, void* end) {
-    *ms = static_cast<float>(recorded[number(end)] - recorded[number(start)]);
+    *ms = static_cast<float>(recorded[number(end)]->time - recorded[number(start)]->time);
     return 0;
 }
 int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+    if (refused()) return 700;
     std::printf("%ld waits for %ld\n", number(stream), number(event));
+    ask(stream, recorded[number(event)], nullptr);  // as of now; nothing to wait for if it was never recorded
+    return 0;
+}
+int cuStreamSynchronize(void* stream) {
+    go_on_until([stream] { return streams[number(stream)].empty(); });
     return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
@@ -53,18 +113,23 @@ int cuModuleLoadData(void** module, const void* image) {
 int cuModuleGetFunction(void** function, void* module, const char*) { return *function = module, 0; }
 int cuLaunchKernel(void*, unsigned x, unsigned y, unsigned, unsigned threads, unsigned, unsigned, unsigned, void* stream,
                    void** parameters, void**) {
-    const auto& batch = **reinterpret_cast<GatherBatch**>(parameters);
-    for (unsigned k = 0; k < y; ++k) {
-        const GatherSpan& span = batch.spans[k];
-        std::memcpy(reinterpret_cast<char*>(batch.target) + span.offset, reinterpret_cast<char*>(span.source), span.nbytes);
-    }
+    if (refused()) return 701;
     std::printf("gather %u on %ld, %u blocks of %u each\n", y, number(stream), x, threads);
+    ask(stream, nullptr, [y, batch = **reinterpret_cast<GatherBatch**>(parameters)] {
+        for (unsigned k = 0; k < y; ++k) {
+            const GatherSpan& span = batch.spans[k];
+            std::memcpy(reinterpret_cast<char*>(batch.target) + span.offset, reinterpret_cast<char*>(span.source),
+                        span.nbytes);
+        }
+    });
     return 0;
 }
 int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream) {
-    if (nbytes == 13) return 700;
+    if (refused()) return 700;
     std::printf("copy %zu on %ld\n", nbytes, number(stream));
-    std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), nbytes);
+    ask(stream, nullptr, [=] {
+        std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), nbytes);
+    });
     return 0;
 }
 }

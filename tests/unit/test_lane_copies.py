@@ -8,13 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from allocator.sizes import MiB
+from allocator.sizes import KiB, MiB
 from benchmarks import lane_copies
 from benchmarks.alternate import Ratio
-from benchmarks.lane_copies import ONE, PLAIN, SEVERAL, Memory, Ours, Plain, Row, demands, piece_of, rows, table
+from benchmarks.lane_copies import (
+    MIXED,
+    ONE,
+    PLAIN,
+    SEVERAL,
+    SPLIT,
+    Memory,
+    Ours,
+    Plain,
+    Row,
+    demands,
+    pieces_of,
+    rows,
+    table,
+)
 from migrator.counters import Counters
 from migrator.devices import open_device
-from migrator.lanes import Piece
+from migrator.lanes import SLOT
 
 CPU = torch.device("cpu")
 
@@ -25,10 +39,10 @@ def memory(nbytes: int = 16 * MiB) -> Memory:
 
 
 @pytest.mark.parametrize("lane", ["d2h", "h2d"])
-@pytest.mark.parametrize("several", [False, True])
-def test_our_lanes_bring_every_byte(lane: str, several: bool) -> None:
+@pytest.mark.parametrize("name", [ONE, *SPLIT])
+def test_our_lanes_bring_every_byte(lane: str, name: str) -> None:
     moved = memory()
-    way = Ours(open_device(CPU, Counters(), 0), moved, several=several)
+    way = Ours(open_device(CPU, Counters(), 0), moved, name)
     for size in (4 * MiB, 16 * MiB):
         way.copy(lane, 16 * MiB, size, way.begin()).synchronize()
         assert moved.arrived(lane)
@@ -36,16 +50,23 @@ def test_our_lanes_bring_every_byte(lane: str, several: bool) -> None:
 
 
 def test_a_group_leaves_in_storages_of_its_own() -> None:
-    way = Ours(open_device(CPU, Counters(), 0), memory(), several=True)
-    pieces: list[Piece] = list(way._leaving(16 * MiB, 0))
+    way = Ours(open_device(CPU, Counters(), 0), memory(), SEVERAL)
+    pieces = way.groups["d2h"][16 * MiB, 0]
     assert [piece.nbytes for piece in pieces] == [2 * MiB] * 8
     assert len({piece.source.data_ptr() for piece in pieces}) == 8
     assert len({piece.target.data_ptr() for piece in pieces}) == 1
-    assert [piece.nbytes for piece in way._leaving(4 * MiB, 4 * MiB)] == [MiB] * 4
+    assert [piece.nbytes for piece in way.groups["d2h"][4 * MiB, 4 * MiB]] == [MiB] * 4
 
 
-def test_pieces_have_a_size_that_no_lane_gathers() -> None:
-    assert min(piece_of(size) for size in lane_copies.SIZES) == MiB
+@pytest.mark.parametrize("size", lane_copies.SIZES)
+@pytest.mark.parametrize("name", [ONE, *SPLIT])
+def test_pieces_fill_their_group_slot_by_slot(name: str, size: int) -> None:
+    pieces = pieces_of(name, size)
+    assert sum(pieces) == size and all(nbytes % SLOT == 0 for nbytes in pieces)
+
+
+def test_mixed_pieces_are_small_and_large() -> None:
+    assert pieces_of(MIXED, 4 * MiB) == [64 * KiB, 3 * MiB, 512 * KiB, 448 * KiB]
 
 
 class Stream:
@@ -112,7 +133,7 @@ def test_a_sitting_prints_the_table_and_the_demands_and_keeps_the_numbers(
 ) -> None:
     """On host memory, and with times that are made up."""
     lanes, moved = open_device(CPU, Counters(), 0), memory()
-    way = Ours(lanes, moved, several=False)
+    way = Ours(lanes, moved, ONE)
 
     def copied(way: Ours, direction: str, size: int) -> float:
         for lane in lane_copies.DIRECTIONS[direction]:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 CORE = [
     ROOT / "allocator" / "native" / f"{name}.cpp"
-    for name in ("core", "cuda", "heap", "interface", "layout", "memfd", "packing", "pages")
+    for name in ("core", "cuda", "heap", "heap_pages", "interface", "layout", "memfd", "packing", "pages")
 ]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 

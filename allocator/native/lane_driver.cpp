@@ -1,0 +1,116 @@
+#include "lane_driver.h"
+
+#include <dlfcn.h>
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace tiers::lane {
+namespace {
+
+template <typename Function>
+bool look_up(void* library, const char* name, Function& function) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    return function != nullptr;
+}
+
+Driver open_driver() {
+    Driver d{};
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    if (library == nullptr) return d;
+    d.found = look_up(library, "cuDeviceGet", d.device_get) &&
+              look_up(library, "cuDevicePrimaryCtxRetain", d.retain) &&
+              look_up(library, "cuCtxGetCurrent", d.get_context) &&
+              look_up(library, "cuCtxSetCurrent", d.set_context) &&
+              look_up(library, "cuEventCreate", d.event_create) &&
+              look_up(library, "cuEventRecord", d.event_record) &&
+              look_up(library, "cuEventQuery", d.event_query) &&
+              look_up(library, "cuEventSynchronize", d.event_synchronize) &&
+              look_up(library, "cuEventElapsedTime", d.event_elapsed) &&
+              look_up(library, "cuStreamWaitEvent", d.stream_wait) &&
+              look_up(library, "cuStreamSynchronize", d.stream_synchronize) &&
+              look_up(library, "cuMemcpyAsync", d.copy) &&
+              look_up(library, "cuModuleLoadData", d.load_module) &&
+              look_up(library, "cuModuleGetFunction", d.get_function) &&
+              look_up(library, "cuLaunchKernel", d.launch);
+    return d;
+}
+
+std::mutex lock;
+
+// What is kept per device, from its first use to the end of the process: nobody could say when to give it back.
+struct Device {
+    Handle context = nullptr;
+    std::map<Kind, std::vector<Handle>> events;  // recorded by nobody
+};
+
+std::map<int, Device>& devices() {
+    static auto* known = new std::map<int, Device>();
+    return *known;
+}
+
+Result primary(int device, Handle* context) {
+    std::lock_guard<std::mutex> guard(lock);
+    Device& known = devices()[device];
+    if (known.context == nullptr) {
+        int number = 0;
+        if (Result error = driver().device_get(&number, device)) return error;
+        if (Result error = driver().retain(&known.context, number)) return error;
+    }
+    *context = known.context;
+    return 0;
+}
+
+// To make an event costs more than to record it, so they are kept.
+Result take(int device, Kind kind, Handle* event) {
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        auto& events = devices()[device].events[kind];
+        if (!events.empty()) {
+            *event = events.back();
+            events.pop_back();
+            return 0;
+        }
+    }
+    return driver().event_create(event, kind);
+}
+
+}  // namespace
+
+const Driver& driver() {
+    static const Driver opened = open_driver();
+    return opened;
+}
+
+Within::Within(int device) {
+    if (!driver().found) {
+        error = kNoDriver;
+        return;
+    }
+    Handle wanted = nullptr;
+    if ((error = primary(device, &wanted))) return;
+    if ((error = driver().get_context(&before_)) || before_ == wanted) return;
+    error = driver().set_context(wanted);
+    // A thread that had no context keeps this one, as after any call of the runtime library.
+    changed_ = !error && before_ != nullptr;
+}
+
+Within::~Within() {
+    if (changed_) driver().set_context(before_);
+}
+
+void release(int device, Handle event, Kind kind) {
+    if (event == nullptr) return;
+    std::lock_guard<std::mutex> guard(lock);
+    devices()[device].events[kind].push_back(event);
+}
+
+Result Event::record(Handle stream) {
+    if (handle_ == nullptr) {
+        if (Result error = take(device_, kind_, &handle_)) return error;
+    }
+    return driver().event_record(handle_, stream);
+}
+
+}  // namespace tiers::lane

@@ -1,0 +1,61 @@
+"""The lane out of HBM beside a program that goes on: pieces of any size arrive."""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+
+import pytest
+import torch
+
+from allocator.sizes import KiB, MiB, round_up
+from migrator.counters import Counters
+from migrator.devices import open_device
+from migrator.lanes import GATHERED, SLOT, Event, Piece
+from migrator.lanes.native import NativeLane
+
+SIZES = ((1, 600), (SLOT, 64 * KiB), (64 * KiB, MiB), (MiB, GATHERED), (GATHERED, GATHERED), (GATHERED, 6 * MiB))
+GROUPS, UNDER_WAY = 12, 3
+
+
+def layout(rng: Random) -> list[tuple[int, int]]:
+    """Place and size of each piece of a group: most follow one another, so that they can be gathered."""
+    kinds = rng.sample(SIZES, rng.randrange(1, 4))
+    pieces, end = [], 0
+    for _ in range(300 if kinds == [SIZES[0]] else rng.choice((2, 6, 12))):
+        nbytes = rng.randint(*rng.choice(kinds))
+        pieces.append((end, nbytes))
+        end = round_up(end + nbytes, SLOT) + rng.choice((0, 0, 0, SLOT))
+    return pieces
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(6))
+def test_every_piece_arrives_as_the_program_left_it_and_before_it_is_written_over(seed: int) -> None:
+    rng, device = Random(seed), torch.device("cuda", torch.cuda.current_device())
+    lanes = open_device(device, Counters(), 0)
+    assert isinstance(lanes.out, NativeLane), "the native library was not built, or not found"
+    stream = lanes.compute.stream()
+    groups = [layout(rng) for _ in range(GROUPS)]
+    targets = [torch.empty(sum(pieces[-1]), dtype=torch.uint8, pin_memory=True) for pieces in groups]
+    expected: list[list[torch.Tensor]] = []
+    under_way: deque[tuple[Event, list[torch.Tensor]]] = deque()
+    for pieces, target in zip(groups, targets, strict=True):
+        expected.append([torch.randint(256, (nbytes,), dtype=torch.uint8, device=device) for _, nbytes in pieces])
+        sources = [torch.zeros_like(bytes_) for bytes_ in expected[-1]]
+        torch.cuda._sleep(rng.choice((0, 1_000_000)))  # the lane is asked before they are what they are to be
+        torch._foreach_copy_(sources, expected[-1])
+        leaving = [
+            Piece(target.untyped_storage(), at, source.untyped_storage(), 0, nbytes)
+            for (at, nbytes), source in zip(pieces, sources, strict=True)
+        ]
+        under_way.append((lanes.out.copy(leaving, (), stream), sources))
+        if len(under_way) > UNDER_WAY:
+            done, left = under_way.popleft()
+            lanes.compute.wait(done, "d2h", stream)
+            torch._foreach_zero_(left)
+    torch.cuda.synchronize()
+    for pieces, target, sent in zip(groups, targets, expected, strict=True):
+        for (at, nbytes), bytes_ in zip(pieces, sent, strict=True):
+            assert torch.equal(target[at : at + nbytes], bytes_.cpu())
+    lanes.out.close()
