@@ -147,6 +147,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_class": [ctypes.c_int],
         "tn_limit": [ctypes.c_int, _U64],
         "tn_trim": [],
+        "tn_share": [ctypes.c_int],
         "tn_mark": [],
         "tn_log": [ctypes.c_int, ctypes.c_void_p, _U64, _P64],
         "tn_plan": [_U64, _U64, *[ctypes.c_void_p] * 3, _U64, ctypes.c_void_p],
@@ -234,6 +235,10 @@ class Core:
     def trim(self) -> None:
         """Return idle memory to the system; waits for the streams that used it."""
         checked(self._library.tn_trim(self._core))
+
+    def share(self, device: int) -> None:
+        """Have another GPU reach all memory, now and from now on; PyTorch's adapter does where GPUs are made peers."""
+        checked(self._library.tn_share(self._core, device))
 
     def retire(self, pool: int) -> None:
         """A private pool's memory, once it is free, may serve others."""

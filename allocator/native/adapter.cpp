@@ -155,6 +155,19 @@ void *Adapter::getBaseAllocation(void *pointer, size_t *bytes) {
   return reinterpret_cast<void *>(begin);
 }
 
+// The driver lets a GPU reach what another's cudaMalloc gave once the two are peers; mapped pages it is to be told of.
+void Adapter::enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex owner) {
+  Pluggable::enablePeerAccess(device, owner);
+  TORCH_CHECK(tn_share(core(owner), device) == TN_OK, failure());
+}
+
+cudaError_t Adapter::memcpyAsync(void *to, int to_device, const void *from, int from_device, size_t bytes,
+                                 cudaStream_t stream, bool peers) {
+  // Between GPUs that are no peers, a plain copy works for what cudaMalloc gave only.
+  if (peers || to_device == from_device) return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+  return cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, stream);
+}
+
 void Adapter::emptyCache(MempoolId_t) {
   for (Device &device : devices_)
     if (tn_core *core = device.made()) TORCH_CHECK(tn_trim(core) == TN_OK, tn_last_error());

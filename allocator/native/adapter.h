@@ -60,6 +60,11 @@ class Adapter final : public Pluggable {
   double getMemoryFraction(c10::DeviceIndex device) override;
   void setMemoryFraction(double fraction, c10::DeviceIndex device) override;
 
+  // Several GPUs.
+  void enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex owner) override;
+  cudaError_t memcpyAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, cudaStream_t stream,
+                          bool peers) override;
+
   // Statistics, snapshots and history.
   void cacheInfo(c10::DeviceIndex device, size_t *largest) override;
   std::vector<caching::StreamSegmentSize> getExpandableSegmentSizes(c10::DeviceIndex) override { return {}; }

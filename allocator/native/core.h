@@ -87,6 +87,9 @@ TN_API int tn_move(tn_core *core, uint64_t address, int tier);
 /* Bytes of a block that lie on `tier`. */
 TN_API uint64_t tn_on(tn_core *core, uint64_t address, int tier);
 
+/* Have another GPU reach all memory of this core, now and from now on: kernels there, and copies past the host. */
+TN_API int tn_share(tn_core *core, int device);
+
 /* ---- Counters ---- */
 
 typedef struct {

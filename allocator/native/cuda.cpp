@@ -2,6 +2,7 @@
 // documentation of its ABI, so that no toolkit is needed to build this.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "primitives.h"
@@ -96,7 +97,7 @@ bool load(Driver *driver) {
 class Cuda final : public Primitives {
  public:
   Cuda(const Driver &driver, int device, Context context, int numa)
-      : driver_(driver), device_(device), numa_(numa), context_(context) {}
+      : driver_(driver), device_(device), numa_(numa), context_(context), users_{access(device)} {}
 
   Status reserve(uint64_t bytes, uint64_t *address) override {
     Pointer pointer = 0;
@@ -132,8 +133,7 @@ class Cuda final : public Primitives {
     }
     if (status == Status::Ok) {
       // Once for the whole run: the driver's time for this goes by calls more than by pages.
-      Access access{{kLocationDevice, device_}, kReadWrite};
-      status = check(driver_.access(address, count * kPage, &access, 1), "cuMemSetAccess");
+      status = check(driver_.access(address, count * kPage, users_.data(), users_.size()), "cuMemSetAccess");
     }
     if (status != Status::Ok) {
       for (uint64_t page = 0; page < mapped; ++page) driver_.unmap(address + page * kPage, kPage);
@@ -144,6 +144,15 @@ class Cuda final : public Primitives {
   Status unmap(uint64_t address, uint64_t count) override {
     Relaxed relaxed(driver_);
     return check(driver_.unmap(address, count * kPage), "cuMemUnmap");
+  }
+
+  Status share(int device, uint64_t address, uint64_t count) override {
+    Relaxed relaxed(driver_);
+    Access given = access(device);
+    Status status = count ? check(driver_.access(address, count * kPage, &given, 1), "cuMemSetAccess") : Status::Ok;
+    auto is_given = [&](const Access &user) { return user.location.id == device; };
+    if (status == Status::Ok && std::none_of(users_.begin(), users_.end(), is_given)) users_.push_back(given);
+    return status;
   }
 
   Status copy(uint64_t to, uint64_t from, uint64_t bytes) override {
@@ -192,6 +201,8 @@ class Cuda final : public Primitives {
     int mode = kRelaxed;
   };
 
+  static Access access(int device) { return {{kLocationDevice, device}, kReadWrite}; }
+
   // Streams and events belong to a context, which the calling thread need not have.
   struct Current {
     Current(const Driver &with, Context context) : driver(with) { driver.push(context); }
@@ -211,6 +222,7 @@ class Cuda final : public Primitives {
   Driver driver_;
   int device_, numa_;
   Context context_;
+  std::vector<Access> users_;  // the GPUs that reach what is mapped: this one first
 };
 
 }  // namespace

@@ -1,14 +1,9 @@
+// Blocks: which addresses of a heap are in use, free, or without memory.
 #include "heap.h"
 
 #include <algorithm>
 
 namespace tiers {
-namespace {
-
-uint64_t up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
-uint64_t down(uint64_t value, uint64_t unit) { return value / unit * unit; }
-
-}  // namespace
 
 Heap::Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t base, uint64_t bytes,
            bool state)
@@ -143,36 +138,6 @@ Status Heap::grow(const Growth &growth, uint64_t bytes, Block **out) {
   return status;
 }
 
-Status Heap::map(uint64_t address, uint64_t count, Tier tier) {
-  std::vector<Handle> handles;
-  Status status = pages_[tier].take(count, &handles);
-  if (status != Status::Ok) return status;
-  status = primitives_.map(address, handles.data(), count);
-  if (status != Status::Ok) {
-    pages_[tier].give(handles);
-    return status;
-  }
-  if (table_.size() < index(address) + count) table_.resize(index(address) + count);
-  for (uint64_t page = 0; page < count; ++page) table_[index(address) + page] = {handles[page], tier};
-  mapped_ += count * kPage;
-  maps_ += count;
-  convert(address, count * kPage, Kind::Free);
-  return Status::Ok;
-}
-
-Status Heap::unmap(uint64_t address, uint64_t count) {
-  Status status = primitives_.unmap(address, count);
-  if (status != Status::Ok) return status;  // still mapped, as far as anybody can tell: the pages stay where they are
-  for (uint64_t page = index(address); page < index(address) + count; ++page) {
-    pages_[table_[page].tier].give({table_[page].handle});
-    table_[page] = {};
-  }
-  mapped_ -= count * kPage;
-  unmaps_ += count;
-  convert(address, count * kPage, Kind::Void);
-  return Status::Ok;
-}
-
 Block *Heap::find(uint64_t address) {
   auto block = blocks_.find(address);
   return block != blocks_.end() && block->second.kind == Kind::Used ? &block->second : nullptr;
@@ -247,127 +212,6 @@ bool Heap::find_run(uint64_t bytes, uint64_t *address) const {
   }
   end_run();
   return found;
-}
-
-Status Heap::back(uint64_t address, uint64_t bytes) {
-  uint64_t begin = down(address, kPage), end = up(address + bytes, kPage);
-  for (uint64_t at = begin; at < end;) {
-    auto block = std::prev(blocks_.upper_bound(at));
-    uint64_t until = std::min(end, block->first + block->second.bytes);
-    if (block->second.kind == Kind::Void) {
-      uint64_t missing = (until - at) / kPage;
-      uint64_t here = std::min(missing, pages_[tier_].available());
-      // What is said to be available may still be refused: other processes use the device, too.
-      if (here && map(at, here, tier_) != Status::Ok) here = 0;
-      if (here < missing) {
-        Status status = map(at + here * kPage, missing - here, kDram);
-        if (status != Status::Ok) return status;
-      }
-    }
-    at = until;
-  }
-  return Status::Ok;
-}
-
-Status Heap::lay_out(uint64_t address, const std::vector<bool> &in_hbm) {
-  for (uint64_t page = 0; page < in_hbm.size(); ++page) {  // what lies in the wrong tier makes room for what is right
-    uint64_t at = address + page * kPage;
-    bool mapped = index(at) < table_.size() && table_[index(at)].handle;
-    if (!mapped || (table_[index(at)].tier == kHbm) == in_hbm[page]) continue;
-    Status status = unmap(at, 1);
-    if (status != Status::Ok) return status;
-  }
-  for (uint64_t page = 0; page < in_hbm.size();) {
-    auto missing = [&](uint64_t i) {
-      uint64_t entry = index(address + i * kPage);
-      return entry >= table_.size() || !table_[entry].handle;
-    };
-    uint64_t count = 0;
-    while (page + count < in_hbm.size() && in_hbm[page + count] == in_hbm[page] && missing(page + count)) ++count;
-    if (count) {
-      Status status = map(address + page * kPage, count, in_hbm[page] ? kHbm : kDram);
-      if (status != Status::Ok) return status;
-    }
-    page += std::max<uint64_t>(count, 1);
-  }
-  return Status::Ok;
-}
-
-uint64_t Heap::on(Tier tier, uint64_t address, uint64_t bytes) const {
-  uint64_t sum = 0, end = address + bytes;
-  for (uint64_t at = address; at < end;) {
-    uint64_t next = std::min(end, down(at, kPage) + kPage);
-    if (index(at) < table_.size() && table_[index(at)].handle && table_[index(at)].tier == tier) sum += next - at;
-    at = next;
-  }
-  return sum;
-}
-
-Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, uint64_t alias, uint64_t alias_pages) {
-  uint64_t begin = index(up(address, kPage)), end = index(down(address + bytes, kPage));
-  for (uint64_t page = begin; page < end;) {
-    if (!table_[page].handle || table_[page].tier == tier) {
-      ++page;
-      continue;
-    }
-    Tier from = table_[page].tier;
-    uint64_t count = 1;
-    while (count < alias_pages && page + count < end && table_[page + count].handle &&
-           table_[page + count].tier == from)
-      ++count;
-    uint64_t at = base_ + page * kPage;
-    std::vector<Handle> fresh, old;
-    Status status = pages_[tier].take(count, &fresh);
-    if (status != Status::Ok) return status;
-    status = primitives_.map(alias, fresh.data(), count);
-    if (status != Status::Ok) {
-      pages_[tier].give(fresh);
-      return status;
-    }
-    status = primitives_.copy(alias, at, count * kPage);
-    Status unmapped = primitives_.unmap(alias, count);
-    if (status == Status::Ok) status = unmapped;
-    if (status == Status::Ok) status = primitives_.unmap(at, count);
-    if (status != Status::Ok) {  // the old pages are still in place and hold what they held
-      if (unmapped == Status::Ok) pages_[tier].give(fresh);
-      return status;
-    }
-    for (uint64_t i = 0; i < count; ++i) old.push_back(table_[page + i].handle);
-    status = primitives_.map(at, fresh.data(), count);
-    if (status != Status::Ok) {  // back to how it was, or the addresses would be without memory
-      Status again = primitives_.map(at, old.data(), count);
-      pages_[tier].give(fresh);
-      return again == Status::Ok ? status : fail(Status::Driver, "pages could be mapped neither anew nor as before");
-    }
-    for (uint64_t i = 0; i < count; ++i) table_[page + i] = {fresh[i], tier};
-    pages_[from].give(old);
-    maps_ += count;
-    unmaps_ += count;
-    page += count;
-  }
-  return Status::Ok;
-}
-
-Status Heap::close() {
-  Status worst = Status::Ok;
-  for (uint64_t page = 0; page < table_.size();) {
-    uint64_t count = 0;
-    while (page + count < table_.size() && table_[page + count].handle) ++count;
-    if (count) {
-      Status status = primitives_.unmap(base_ + page * kPage, count);
-      worst = worst == Status::Ok ? status : worst;
-      if (status == Status::Ok)
-        for (uint64_t i = page; i < page + count; ++i) pages_[table_[i].tier].give({table_[i].handle});
-    }
-    page += count + 1;
-  }
-  if (worst == Status::Ok) worst = primitives_.unreserve(base_, bytes_);
-  blocks_.clear();
-  free_.clear();
-  void_.clear();
-  table_.clear();
-  mapped_ = 0;
-  return worst;
 }
 
 }  // namespace tiers

@@ -34,6 +34,9 @@ struct Range {
   uint64_t begin = 0, end = 0;
 };
 
+inline uint64_t up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+inline uint64_t down(uint64_t value, uint64_t unit) { return value / unit * unit; }
+
 class Heap {
  public:
   Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t base, uint64_t bytes,
@@ -76,6 +79,9 @@ class Heap {
   // be at work on them. `alias` is a reserved range of `alias_pages` pages.
   Status move(uint64_t address, uint64_t bytes, Tier tier, uint64_t alias, uint64_t alias_pages);
 
+  // Have another GPU reach what is mapped, too.
+  Status share(int device);
+
   // Unmap everything and give the addresses back. Nothing may be at work on them.
   Status close();
 
@@ -98,6 +104,7 @@ class Heap {
   void delist(const Block &block);
   Status map(uint64_t address, uint64_t count, Tier tier);
   Status unmap(uint64_t address, uint64_t count);
+  uint64_t run(uint64_t page) const;  // how many pages are mapped, one after the other, from this one on
   uint64_t index(uint64_t address) const { return (address - base_) / kPage; }
 
   struct Page {

@@ -143,6 +143,15 @@ int tn_limit(tn_core *core, int tier, uint64_t bytes) {
   });
 }
 
+int tn_share(tn_core *core, int device) {
+  return enter(core, [&] {
+    Status status = core->primitives->share(device, 0, 0);
+    for (auto &[base, entry] : core->heaps)
+      if (status == Status::Ok) status = entry.first->share(device);
+    return status;
+  });
+}
+
 int tn_trim(tn_core *core) {
   return enter(core, [&] {
     core->settle();
