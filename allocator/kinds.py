@@ -32,6 +32,11 @@ class Kinds:
         self._period = 0
         self._known: list[_Kind] = []
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one kind; periods in which nothing departed from its layout need not be counted."""
+        return len(self._known) == 1
+
     def period_over(self, log: Log) -> bool:
         """Take note of a period; whether a kind that was laid out is forgotten, so that its memory can go back."""
         self._period += 1

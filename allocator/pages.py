@@ -117,12 +117,15 @@ class PageAllocator:
             counts = core.counts()
             departed = counts.departed + counts.misplaced
             since, self._departed[device] = departed - self._departed.get(device, 0), departed
+            watch, kinds = self._watches.setdefault(device, Watch()), self._kinds.setdefault(device, Kinds())
+            sank = self._sink(device, core, counts)
+            if not (sank or since) and kinds.alone and watch.nothing_departed():
+                # Thousands of requests take half a millisecond to read, in which the device has nothing to do.
+                continue
             last, before = Log(*core.log(0)), Log(*core.log(1))
-            watch = self._watches.setdefault(device, Watch())
             look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
-            kinds = self._kinds.setdefault(device, Kinds())
             forgot = kinds.period_over(last)
-            if self._sink(device, core, counts) or look:
+            if sank or look:
                 foreseen = foresee(last, before)
                 if foreseen is not None:
                     kinds.learn(last, foreseen)

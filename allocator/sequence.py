@@ -128,6 +128,14 @@ class Watch:
         self._looks = min(self._looks, 1)
         self._until = 0
 
+    def nothing_departed(self) -> bool:
+        """Take note of a period from whose layout nothing departed; False while there is none to depart from."""
+        if not self._looks:
+            return False
+        self._period += 1
+        self._looks = 1
+        return True
+
     def period_over(self, requests: int, departed: int, *, repeated: bool) -> bool:
         """Take note of a period in which `departed` of `requests` came otherwise than foreseen; whether to look anew.
 

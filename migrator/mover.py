@@ -19,9 +19,10 @@ from migrator.group import NEVER, Group, State
 from migrator.lanes import Stream
 from migrator.learner import Learner
 from migrator.links import Links
+from migrator.origins import Origins
 from migrator.plan import PageGroup, Plan, checkpoint_key, group_bytes, learning_room
 from migrator.recorder import Recorder
-from migrator.remake import Dropped, Finder, Made, Origins, Verified, base_of
+from migrator.remake import Dropped, Finder, Made, Verified, base_of
 from migrator.tensors import Moved
 from migrator.trace import Trace
 
@@ -51,9 +52,11 @@ class Mover:
         Decides what is recorded and planned.
     budget : int
         HBM budget, in bytes.
+    keeps : bool
+        The policy moves nothing, so nothing is to leave HBM before there is a plan either.
     """
 
-    def __init__(self, engine: Engine, learner: Learner, budget: int) -> None:
+    def __init__(self, engine: Engine, learner: Learner, budget: int, *, keeps: bool = False) -> None:
         self.engine = engine
         self.learner = learner
         self.budget = budget
@@ -62,7 +65,7 @@ class Mover:
         self._outlived: set[str] = set()
         self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
         self.recorder: Recorder | None = self._new_recorder()
-        self._room = learning_room(budget)
+        self._room = budget if keeps else learning_room(budget)
         self._open: dict[tuple[PageGroup, Stream], _Open] = {}
         self._opened: set[PageGroup] = set()
         self._completed: set[PageGroup] = set()
@@ -236,7 +239,8 @@ class Mover:
             trace = None
             if self.recorder is not None:
                 trace = self.recorder.trace()
-                self.verified.update(self.recorder.verified)
+                for key, verified in self.recorder.verified.items():
+                    self.verified[key] = verified.besides(self.verified.get(key))
             peak = self.engine.end_period()
             drifted = self._unforeseen or self._incomplete()
             self._begin()

@@ -240,7 +240,7 @@ class Runtime:
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
             must_fit=device.type == "cuda" and self.options.pages() is None,
         )
-        return Mover(engine, learner, shared.budget)
+        return Mover(engine, learner, shared.budget, keeps=self.options.policy == "keep")
 
     def _make_device(self, device: torch.device) -> Device:
         budget = self.options.hbm(device)

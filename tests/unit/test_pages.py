@@ -57,6 +57,23 @@ def test_the_first_period_is_laid_out_and_the_next_follows_it(pages: OnOneCore, 
     assert (after.maps, after.unmaps, after.waits) == (before.maps, before.unmaps, before.waits)
 
 
+def test_the_log_of_a_period_that_was_as_foreseen_is_not_read(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages.begin()
+    for _ in range(3):
+        step(core, 4 * MiB, 8 * MiB)
+        pages.period_over()
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "log", lambda ago=0: pytest.fail("its log was read"))
+        step(core, 4 * MiB, 8 * MiB)
+        pages.period_over()
+    step(core, 6 * MiB, 12 * MiB)
+    pages.period_over()
+    step(core, 6 * MiB, 12 * MiB)
+    assert core.counts().planned == 2 * 3 + 2
+
+
 def test_what_was_asked_for_before_the_first_period_is_of_none(pages: OnOneCore, core: Core) -> None:
     step(core, 32 * MiB)  # building the model
     pages.begin()
@@ -89,6 +106,23 @@ def test_kinds_of_periods_that_come_back_are_laid_out_together(pages: OnOneCore,
     after = core.counts()
     assert after.planned - before.planned == 8
     assert (after.maps, after.unmaps, after.hbm) == (before.maps, before.unmaps, 18 * MiB)
+
+
+def test_of_several_kinds_of_periods_each_is_counted_when_it_comes(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that comes in every period would be forgotten, for want of a look at its log."""
+    short, long = (4 * MiB, 8 * MiB), (6 * MiB, 12 * MiB)
+    pages.begin()
+    for sizes in (short, long) * 3:
+        step(core, *sizes)
+        pages.period_over()
+    read = []
+    log = core.log
+    monkeypatch.setattr(core, "log", lambda ago=0: read.append(ago) or log(ago))
+    step(core, *short)
+    pages.period_over()
+    assert read
 
 
 def test_where_not_all_kinds_fit_the_last_is_laid_out_alone(
