@@ -22,7 +22,8 @@ from migrator.timing import Lap
 
 PRESSED = 0.03  # of the target: what the budget gives back when the allocator was pressed
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
-LATE = 0.01  # of the ideal step: stalls that were not predicted and are shorter do not count
+LATE = 0.004  # of the ideal step: stalls that were not predicted and are shorter do not count,
+LEAST_LATE = 500e-6  # nor those shorter than so many seconds: each wait has a few microseconds of its own
 SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
 PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
 LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
@@ -154,7 +155,7 @@ class Feedback:
         for lane, seconds in measured.items():
             late = seconds - predicted.stalls.get(lane, 0.0)
             busy = predicted.busy.get(lane, 0.0)
-            if busy and late > LATE * predicted.ideal:
+            if busy and late > max(LATE * predicted.ideal, LEAST_LATE):
                 slower[lane] = self._parts.get(lane, 1.0) * busy / (busy + late)
         if not slower:
             return False

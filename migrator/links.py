@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Links:
         DRAM to NVMe and back; 0 where there is no NVMe tier.
     latency : float
         Seconds from asking for a transfer to its first byte.
+    contended : bool
+        Whether others need the memory bus: of plans that are about as fast, the one that moves least is to be taken.
     """
 
     d2h: float
@@ -28,6 +31,7 @@ class Links:
     disk_write: float = 0.0
     disk_read: float = 0.0
     latency: float = 20e-6
+    contended: bool = False
 
     def reduced(self, left: Mapping[str, float], *, direct_disk: bool) -> Links:
         """What is left of the links while the memory bus is busy.
@@ -51,6 +55,7 @@ class Links:
             both=self.both * (d2h + h2d) / 2,
             disk_write=self.disk_write * disk,
             disk_read=self.disk_read * disk,
+            contended=True,
         )
 
 
@@ -71,6 +76,7 @@ def links_from(measured: Mapping[str, float | None], *, disk: bool) -> Links:
     granted = {"d2h": PCIE_GEN5.d2h, "h2d": PCIE_GEN5.h2d}
     if disk:
         granted |= {"disk_write": 2.9e9, "disk_read": 2.9e9}  # one NVMe drive of the same machine
-    links = replace(PCIE_GEN5, **{lane: measured.get(lane) or rate for lane, rate in granted.items()})
+    known: dict[str, Any] = {lane: measured.get(lane) or rate for lane, rate in granted.items()}
+    links = replace(PCIE_GEN5, **known)
     # Both directions together were not measured: the same part of their sum as where they were.
     return replace(links, both=PCIE_GEN5.both * (links.d2h + links.h2d) / (PCIE_GEN5.d2h + PCIE_GEN5.h2d))

@@ -130,6 +130,19 @@ class Search(Levers):
                 pulled = True
         return pulled
 
+    def reassign(self, state: State, extra: Bytes | int, how: How) -> bool:
+        """Have the lane out carry what is dearest to make again, not what was chosen first; whether it changed.
+
+        As long as the lane has time a move is cheap for anything; in the end its time is what is scarce.
+        """
+        before = state.action.copy()
+        for number in np.flatnonzero((state.action == MOVE) & np.isfinite(self.drop_cost)).tolist():
+            state.action[number] = KEEP
+            if not self.drop(state, number):
+                state.action[number] = MOVE
+        self.exchange(state, extra, how)
+        return bool((state.action != before).any())
+
     def exchange(self, state: State, extra: Bytes | int, how: How) -> bool:
         """Move what is dear to make again instead, as long as the lane out has time for it; whether anything changed.
 

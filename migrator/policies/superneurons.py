@@ -22,7 +22,7 @@ from migrator.draft import Draft
 from migrator.layers import layers
 from migrator.links import Links
 from migrator.plan import Plan
-from migrator.timing import PRODUCT
+from migrator.timing import product_in
 from migrator.trace import Trace
 
 CHECKPOINTS = ("AddBackward", "Cat", "Stack")  # operations with recipes that join or concatenate
@@ -47,10 +47,11 @@ def _recompute_segments(draft: Draft) -> None:
     most, nbytes = bottleneck(draft.trace), draft.trace.storage_bytes
     segment: dict[int, int] = {}  # storage -> bytes from the last checkpoint up to it
     for storage in draft.idle:
-        op = draft.trace.recipes[storage].op if draft.remakable(storage) else PRODUCT
-        if op.startswith(CHECKPOINTS) or PRODUCT in op:  # matrix products are not cheap
+        if not draft.remakable(storage):
             continue
-        inputs = draft.trace.recipes[storage].inputs
+        op, inputs = draft.trace.recipes[storage].op, draft.trace.recipes[storage].inputs
+        if op.startswith(CHECKPOINTS) or product_in(op):  # matrix products are not cheap
+            continue
         segment[storage] = nbytes[storage] + sum(segment.get(source, 0) for source in inputs)
         if segment[storage] <= most:
             draft.remake(storage)

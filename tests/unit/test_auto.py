@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
 from migrator.intervals import occupancy
-from migrator.levers import Choice, extremes
+from migrator.levers import DROP, MOVE, Choice, extremes
 from migrator.links import PCIE_GEN5
 from migrator.plan import NoPlanFits, Plan
 from migrator.policies import POLICIES
+from migrator.search import How, Search
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Recipe, Region, Trace
 from tests.unit.modelled import gpt, long_context_gpt, resnet
@@ -110,6 +111,18 @@ def test_what_cannot_leave_in_time_is_made_again_by_the_cheapest_means() -> None
     plan = auto(small(1e-4), 300 * MiB, PCIE_GEN5)
     assert plan.recompute == ("layer2:0",)
     assert (plan.groups, plan.regions) == ((), ())
+
+
+def test_the_lane_carries_what_is_dearest_to_make_again() -> None:
+    """It has time for one of two storages until the last copy must be over; it had been given the cheap one."""
+    recipes = {1: Recipe("Dear", (0,), 3e-3), 2: Recipe("Cheap", (0,), 1e-3)}
+    search, how = Search(replace(small(0.6e-3), recipes=recipes), 400 * MiB, PCIE_GEN5), How(lane=2.0)
+    state = search.start()
+    state.action[search.number[2]] = MOVE
+    assert search.drop(state, search.number[1])
+    assert search.reassign(state, 0, how)
+    assert (state.action[search.number[1]], state.action[search.number[2]]) == (MOVE, DROP)
+    assert not search.reassign(state, 0, how)
 
 
 def test_a_region_is_recomputed_where_nothing_else_is_to_be_had() -> None:

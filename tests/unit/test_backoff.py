@@ -122,7 +122,7 @@ LINKS = Links(d2h=50e9, h2d=40e9, both=80e9, disk_write=3e9, disk_read=2e9)
 
 def test_links_are_reduced_to_what_is_left() -> None:
     left = LINKS.reduced({"d2h": 0.5, "h2d": 0.75, "bus": 0.5}, direct_disk=True)
-    assert (left.d2h, left.h2d, left.both) == (25e9, 30e9, 50e9)
+    assert (left.d2h, left.h2d, left.both, left.contended) == (25e9, 30e9, 50e9, True)
 
 
 def test_drives_past_host_memory_keep_all_they_have() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
 from migrator.background import in_background
-from migrator.feedback import LAPS, LATE_PACE, OFF_PACE, PRESSED, SETTLED, SETTLING, Feedback
+from migrator.feedback import LAPS, LATE, LATE_PACE, LEAST_LATE, OFF_PACE, PRESSED, SETTLED, SETTLING, Feedback
 from migrator.intervals import occupancy
 from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner, Made
 from migrator.links import PCIE_GEN5, Links
@@ -383,6 +383,18 @@ def test_a_lane_that_is_waited_for_longer_than_predicted_is_slower() -> None:
     late = {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}
     assert feedback.stalls(late, predicted)
     assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
+
+
+def test_a_stall_that_is_not_worth_a_plan_changes_nothing() -> None:
+    predicted = simulate(MODEL, PCIE_GEN5, replace(make_plan("test", MODEL, [0], GiB), room=GiB))
+    for ideal, late, changes in (
+        (1.0, 0.5 * LATE, False),
+        (1.0, 1.5 * LATE, True),
+        (1e-2, 0.9 * LEAST_LATE, False),
+        (1e-2, 1.1 * LEAST_LATE, True),
+    ):
+        stalls = {"d2h": predicted.stalls["d2h"] + late}
+        assert Feedback(TARGET, PCIE_GEN5).stalls(stalls, replace(predicted, ideal=ideal)) == changes
 
 
 def settled(feedback: Feedback, predicted: Simulated, lap: Lap) -> bool:
