@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from migrator.timing import PRODUCT
+from migrator.timing import product_in
 from migrator.ways import Absent, Again, Answer, Epsilon, Leaf, Passed, Saved, Setting, Source, Way, input_of, is_leaf
 
 DEPTH = 6  # operations in one formula
@@ -49,9 +49,10 @@ class Formula(NamedTuple):
 
 
 def operation(name: str) -> str:
-    """What a formula is called in a trace: its last operation, and whether a matrix product comes before."""
+    """What a formula is called in a trace: its last operation, and the last product before that."""
     last, _, before = name.partition("(")
-    return f"{last}({PRODUCT})" if PRODUCT in before else last
+    product = product_in(before)
+    return f"{last}({product})" if product else last
 
 
 class Pattern(NamedTuple):

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from migrator.backing import Parcel
-from migrator.lanes import GATHER_BELOW, SLOT, Piece, Stream
+from migrator.lanes import GATHERED, SLOT, Piece, Stream
 from migrator.tensors import Saved
 
 NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for
@@ -96,9 +96,9 @@ class Group:
     def arrange(self) -> int:
         """Give each member its place in the group; the bytes of all."""
         # Large members first, then the small ones side by side, so that the lane can gather those.
-        large = [saved for saved in self.members if saved.nbytes >= GATHER_BELOW]
+        large = [saved for saved in self.members if saved.nbytes > GATHERED]
         if large:
-            self.members = [*large, *(saved for saved in self.members if saved.nbytes < GATHER_BELOW)]
+            self.members = [*large, *(saved for saved in self.members if saved.nbytes <= GATHERED)]
         offset = 0
         for saved in self.members:
             saved.offset = offset

@@ -23,10 +23,11 @@ from migrator import weights
 from migrator.actions import Action, Go, Make, Stay
 from migrator.garbage import KEPT, MADE, MOVED, Allowance
 from migrator.observer import Observer
+from migrator.origins import note
 from migrator.packed import Packed, check, keep, modified
 from migrator.recorder import Record
 from migrator.regions import Regions
-from migrator.remake import Dropped, note
+from migrator.remake import Dropped
 from migrator.sites import Modules, Node
 from migrator.tensors import Tensors
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from migrator import weights
 from migrator.formulas import Formula
 from migrator.mover import Mover
+from migrator.origins import Origins, note_epsilon
 from migrator.packed import Packed, keep
 from migrator.recorder import Recorder
 from migrator.regions import Regions, other_state
-from migrator.remake import Dropped, Origins, Verified, base_of, find, layout, note_epsilon
+from migrator.remake import Dropped, Verified, base_of, find, layout
 from migrator.trials import Trial
 
 EPSILONS = (1e-5, 1e-6)
@@ -95,7 +96,9 @@ class Observer:
             if what is not None and inputs is not None:
                 if trials.knows(ident, key, base, what, inputs, source.found):
                     return
-                verified = Verified(what.name, source.told, layout(base), source.searched, frozenset(source.found), 0.0)
+                verified = Verified(
+                    {what.name: 0.0}, source.told, layout(base), source.searched, frozenset(source.found)
+                )
                 first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
                 record.trials.append(Trial(ident, what, verified, inputs, base.size(), base.stride(), first, nbytes))
             if epsilon is None and (what is not None or not source.asked):

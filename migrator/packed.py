@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from migrator.actions import Stay
-from migrator.remake import Dropped
+from migrator.remake import MODIFIED, Dropped
 from migrator.tensors import Moved
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def modified(alias: Tensor, dtype: torch.dtype, size: torch.Size, version: int) 
     """PyTorch's own error for a saved tensor that was changed before backward used it."""
     kind = torch.empty(0, dtype=dtype, device=alias.device).type()  # the alias may be empty, and of another type
     return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"one of the variables needed for gradient computation has been {MODIFIED}: "
         f"[{kind} {list(size)}] is at version {alias._version}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
         "with torch.autograd.set_detect_anomaly(True)."

@@ -8,7 +8,6 @@ released meanwhile.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,13 +21,20 @@ from migrator.tensors import view
 if TYPE_CHECKING:
     from migrator.actions import Make
     from migrator.engine import Engine
+    from migrator.origins import Origins
     from migrator.recorder import Record
 
 Peek = Callable[[Any], Tensor]
 """Hands a packed tensor out without counting that as a use."""
 
 _is_autocast = torch._C._is_any_autocast_enabled
-_ORIGIN, _EPSILON = "tiers.origin", "tiers.epsilon"  # in a node's metadata, which lives and dies with the node
+
+
+MODIFIED = "modified by an inplace operation"  # what PyTorch says, and we do, of what was changed since it was saved
+FOR_MAKING = (
+    "It is what a tensor is made from that tiers dropped to save memory. If the program is to change it between "
+    "forward and backward, choose a policy that makes nothing again, such as TIERS_POLICY=flashneuron."
+)
 
 
 class Verified(NamedTuple):
@@ -36,8 +42,8 @@ class Verified(NamedTuple):
 
     Attributes
     ----------
-    name : str
-        The formula's.
+    held : mapping of str to float
+        The seconds that it took on the device, by its name: of a convolution there is one for each of several shapes.
     epsilon : float or None
         What it took for a normalisation's epsilon.
     layout : tuple
@@ -46,16 +52,19 @@ class Verified(NamedTuple):
         Whether it needs to know which saved tensor came from which node, or the versions of parameters.
     found : frozenset of str
         Sites of the saved tensors that it takes because of the node that made them.
-    seconds : float
-        What it took on the device.
     """
 
-    name: str
+    held: Mapping[str, float]
     epsilon: float | None
     layout: tuple[Any, ...]
     searched: bool
     found: frozenset[str]
-    seconds: float
+
+    def besides(self, before: Verified | None) -> Verified:
+        """What is known now that this was seen, where `before` had been."""
+        if before is None or before._replace(held={}, found=self.found) != self._replace(held={}):
+            return self
+        return self._replace(held={**before.held, **self.held}, found=before.found | self.found)
 
 
 class Made:
@@ -79,7 +88,13 @@ class Made:
         tensor = self.tensor
         if tensor is None:
             tensor = self.alias.detach()  # a change in place is noticed there
-            tensor.data = run(self.formula, peek)
+            try:
+                tensor.data = run(self.formula, peek)
+            except RuntimeError as error:
+                # Perhaps it is a bias, which plain PyTorch would not have missed: the reader has to be told.
+                if MODIFIED not in str(error) or FOR_MAKING in str(error):
+                    raise
+                raise RuntimeError(f"{error} {FOR_MAKING}") from None
             if self.unused:  # or else it is asked for again (retain_graph), and nobody can say how often
                 self.tensor = tensor
                 self.engine.entered(self.nbytes)
@@ -194,103 +209,7 @@ class Finder:
         if what is not None:
             return what
         found = search(node, source, TABLE)
-        if found is None or found[1].name != self._verified.name:
+        if found is None or found[1].name not in self._verified.held:
             return None
         self._pattern, what = found
         return what
-
-
-class Origins:
-    """Where the formulas of one thread find their inputs; see `migrator.ways.Source`.
-
-    Parameters
-    ----------
-    unpack : callable
-        The thread's own unpack hook.
-    keep : callable
-        Packs a tensor that stays.
-    versions : mapping of int to int
-        The model's parameters, by id, and their versions when the forward under way began.
-    began : int
-        PyTorch's number of the first node of that forward.
-    epsilon : float, optional
-        What normalisations take that do not tell otherwise.
-    """
-
-    def __init__(
-        self,
-        unpack: Callable[[Any], Tensor],
-        keep: Callable[[Tensor], Any],
-        versions: Mapping[int, int],
-        began: int,
-        epsilon: float | None = None,
-    ) -> None:
-        self._unpack = unpack
-        self._keep = keep
-        self._versions = versions
-        self._began = began
-        self._epsilon = epsilon
-        self.searched = False  # for what a node made
-        self.found: set[str] = set()  # and the sites at which that was saved
-        self.asked = False  # for an epsilon
-        self.told: float | None = None  # what the answer was
-
-    def is_fresh(self, node: Any) -> bool:
-        """Whether a node was made in the forward that is under way."""
-        return bool(node._sequence_nr() >= self._began)
-
-    def packed(self, node: Any, name: str) -> Any:
-        """What was packed of the tensor that `node` saved by that ``_raw_saved_`` name."""
-        try:
-            saved: Any = getattr(node, name, None)
-            if saved is None:
-                return None
-            hook = saved.unpack_hook
-            if hook is not None:
-                return saved.data if hook == self._unpack else None
-            data = saved.data
-            return None if data is None else self._keep(data)  # a number, or saved while the hooks were suspended
-        except RuntimeError:
-            return None  # backward has released it
-
-    def made_by(self, node: Any, output: int) -> Any:
-        """What was packed of that output of a node."""
-        self.searched = True
-        entry = node.metadata.get(_ORIGIN)
-        if entry is None or entry[0] != output:
-            return None
-        _, ref, rest, key = entry
-        found = ref()
-        if found is None:
-            return None
-        self.found.add(key)
-        return found if rest is None else (found, *rest)
-
-    def leaf(self, tensor: Tensor) -> Any:
-        """Pack a parameter that is as it was when the forward began."""
-        self.searched = True
-        return self._keep(tensor) if self._versions.get(id(tensor)) == tensor._version else None
-
-    def epsilon(self, node: Any) -> float | None:
-        """The epsilon of a normalisation."""
-        self.asked = True
-        self.told = node.metadata.get(_EPSILON) if self._epsilon is None else self._epsilon
-        return self.told
-
-
-def note(tensor: Tensor, packed: Any, key: str) -> None:
-    """Remember with the node that made `tensor` what was packed of it and at which site, without keeping it alive."""
-    node: Any = tensor.grad_fn
-    if node is not None:
-        kept = type(packed) is tuple
-        ref = weakref.ref(packed[0] if kept else packed)
-        node.metadata[_ORIGIN] = (tensor.output_nr, ref, packed[1:] if kept else None, key)
-
-
-def note_epsilon(module: Any, output: Any) -> None:
-    """Remember with the node that made a normalisation's output what its module's epsilon is."""
-    epsilon = getattr(module, "eps", None)
-    if isinstance(epsilon, float) and isinstance(output, Tensor):
-        node: Any = output.grad_fn
-        if node is not None:
-            node.metadata[_EPSILON] = epsilon

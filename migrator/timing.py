@@ -8,6 +8,7 @@ operations that are alike, too.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -20,7 +21,8 @@ Timed = TypeVar("Timed", Recipe, Region)
 
 LARGE = 64 * MiB  # of an operation's result: past what caches hold, and longer than a call takes
 CALL = 5e-6  # seconds between two kernels
-PRODUCT = "mmBackward0"  # what the names of matrix products end with
+PRODUCT = re.compile(r"\w*(?:mmBackward0|ConvolutionBackward0)(?:\[.*?\])?")
+"""Matrix products and convolutions in a formula's name; a convolution is named with its shapes."""
 
 
 class Lap(NamedTuple):
@@ -28,6 +30,12 @@ class Lap(NamedTuple):
 
     seconds: float
     stalls: Mapping[str, float]
+
+
+def product_in(name: str) -> str | None:
+    """The first product in an operation's or a formula's name; None if there is none."""
+    found = PRODUCT.search(name)
+    return found and found[0]
 
 
 def together(one: Trace, other: Trace) -> Trace:
@@ -52,8 +60,8 @@ def together(one: Trace, other: Trace) -> Trace:
 def alike(trace: Trace) -> Trace:
     """The same trace, in which recipes and regions that do the same to as many bytes take the same time.
 
-    And recipes of one operation no more time a byte than its quickest large one: all but matrix products are bound by
-    memory, while a short one is measured with the host's time for a call.
+    And recipes of one operation no more time a byte than its quickest large one: all but products are bound by memory,
+    while a short one is measured with the host's time for a call.
     """
     nbytes = {life.ident: life.nbytes for life in trace.lifetimes}
     saved: dict[str, int] = {}
@@ -62,7 +70,7 @@ def alike(trace: Trace) -> Trace:
         saved[region.path] = sum(nbytes.get(ident, 0) for ident in inner)
 
     def kind(ident: int, recipe: Recipe) -> Hashable:
-        # A matrix product takes as long as its inner dimension says, which only its input shows.
+        # A matrix product takes as long as its inner dimension says, which its input shows; a convolution's name tells.
         return recipe.op, nbytes.get(ident, 0), sum(nbytes.get(source, 0) for source in recipe.inputs)
 
     recipes = _by_the_byte(_shortest(trace.recipes, kind), nbytes)
@@ -77,7 +85,7 @@ def _by_the_byte(recipes: Mapping[int, Recipe], nbytes: Mapping[int, int]) -> di
     """The recipes, none slower a byte than the quickest of its operation that makes much."""
     rates: dict[str, float] = {}
     for ident, recipe in recipes.items():
-        if (size := nbytes.get(ident, 0)) >= LARGE and PRODUCT not in recipe.op:
+        if (size := nbytes.get(ident, 0)) >= LARGE and product_in(recipe.op) is None:
             rates[recipe.op] = min(recipe.seconds / size, rates.get(recipe.op, math.inf))
     quick = {}
     for ident, recipe in recipes.items():

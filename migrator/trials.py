@@ -89,10 +89,10 @@ class Trials:
     ) -> bool:
         """Whether the formula held at this site before; then it counts as held, with what it finds now."""
         verified = self._verified.get(key)
-        if verified is None or verified.name != what.name or verified.layout != layout(base):
+        if verified is None or what.name not in verified.held or verified.layout != layout(base):
             return False
         verified = verified._replace(found=verified.found | found)
-        self._held[ident] = (_recipe(verified, inputs), verified)
+        self._held[ident] = (_recipe(what.name, verified, inputs), verified)
         return True
 
     def attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
@@ -121,13 +121,14 @@ class Trials:
             return self._held
         held = torch.stack([tried.same for tried in self._tried]).tolist()
         for trial, _, start, end in (tried for tried, same in zip(self._tried, held, strict=True) if same):
-            verified = trial.verified._replace(seconds=self._meter.seconds(start, end))
-            self._held[trial.ident] = (_recipe(verified, trial.inputs), verified)
+            (name,) = trial.verified.held
+            verified = trial.verified._replace(held={name: self._meter.seconds(start, end)})
+            self._held[trial.ident] = (_recipe(name, verified, trial.inputs), verified)
         return self._held
 
 
-def _recipe(verified: Verified, inputs: tuple[int, ...]) -> Recipe:
-    return Recipe(operation(verified.name), inputs, verified.seconds)
+def _recipe(name: str, verified: Verified, inputs: tuple[int, ...]) -> Recipe:
+    return Recipe(operation(name), inputs, verified.held[name])
 
 
 def _same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage, first: int) -> Tensor:

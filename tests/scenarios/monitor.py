@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from migrator.backoff import Response
+from migrator.lanes import cuda as lanes_of_gpu
 from migrator.transfers import Transfer
 from tests.scenarios import Program, assert_same, main, moving, perceptron, train
 
@@ -59,7 +60,8 @@ def results_do_not_depend_on_advice_where_disk_is_used(device: torch.device) -> 
 
 
 def lanes_tell_how_long_copies_took(device: torch.device) -> None:
-    with _advised() as advisor, moving():
+    # Else one copy in 64 MiB tells its time, which programs of this size take tens of steps to move.
+    with _advised() as advisor, mock.patch.object(lanes_of_gpu, "TIMED_EVERY", 0), moving():
         train(perceptron(device, depth=8), device, steps=12)
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -69,10 +70,68 @@ def finds_what_modules_and_functions_make(device: torch.device) -> None:
         train(model, device, steps=4, loss_of=lambda model, x: model(x[:64, :].reshape(-1)[: 4 * 256 * 8]).mean())
         saver = session.runtime.saver()
         assert saver is not None
-        names = {formula.name.split("(")[0] for mover in saver.armed_movers for formula in mover.verified.values()}
+        names = {
+            name.split("(")[0] for mover in saver.armed_movers for one in mover.verified.values() for name in one.held
+        }
     print(f"  {sorted(names)}")
     assert "ReluBackward0" in names
     assert "SiluBackward0" in names
+
+
+class _Images(nn.Module):
+    """Convolutions of every kind, each normalised, so that what they make is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [
+                nn.Conv2d(8, 16, 3, padding=1, bias=False),
+                nn.Conv2d(16, 16, 1),
+                nn.Conv2d(16, 16, 3, stride=2, padding=1, groups=4),
+                nn.ConvTranspose2d(16, 8, 2, stride=2),
+            ]
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in (16, 16, 16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x)))
+        return x
+
+
+def makes_convolutions_again_at_the_shapes_at_which_they_were_tried(device: torch.device) -> None:
+    samples = [32] * 6 + [24] * 2 + [32, 24, 32]
+
+    def program(device: torch.device, seen: list[int] | None = None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, results = _Images().to(device), []
+        for i, count in enumerate(samples):
+            with mock.patch.object(torch, "convolution", wraps=torch.convolution) as made:
+                model(batch(device, i).reshape(-1, 8, 16, 16)[:count]).square().mean().backward()
+            results += gradients(model)
+            if seen is not None:
+                seen.append(made.call_count)
+        return [*results, *model.buffers()]
+
+    assert_same(program, device, moves=False, **LIGHT)
+    calls: list[int] = []
+    with moving(**LIGHT):
+        program(device, calls)
+    print(f"  convolutions made again, by step: {calls}")
+    assert calls[3:7] == [4, 4, 4, 0]  # at other shapes none until they were tried, twice each
+    assert calls[7:] == [8, 4, 4, 4]
+
+
+def says_what_was_changed_where_plain_pytorch_would_not_have_minded(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 8)).to(device)
+    with moving(**LIGHT):
+        train(model, device)
+        loss = model(batch(device, 9)).sum()
+        with torch.no_grad():
+            model[1].bias.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by .*dropped to save memory.*TIERS_POLICY"):
+            loss.backward()
 
 
 def holds_no_memory(device: torch.device) -> None:

@@ -231,7 +231,9 @@ def test_a_step_is_made_of_whole_requests() -> None:
 
 def test_what_others_need_is_not_used_again_unless_there_is_no_other_way(shared: tuple[DramArena, System]) -> None:
     arena, system = shared
-    blocks = [take(arena, PAGE) for _ in range(12)]
+    for step in [take(arena, 4 * PAGE) for _ in range(3)]:
+        arena.free(step)
+    blocks = [take(arena, PAGE) for _ in range(12)]  # four to a step, so that none lies idle and goes back meanwhile
     system.nbytes = 8 * PAGE
     assert eventually(lambda: arena.capacity == 8 * PAGE)
     arena.free(blocks.pop())

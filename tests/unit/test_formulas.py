@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from migrator import fused, operations
-from migrator.remake import Origins, base_of, find, note, note_epsilon, run
+from migrator.origins import Origins, note, note_epsilon
+from migrator.remake import base_of, find, run
 
 X = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
 WEIGHT, BIAS = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
 MATRIX = nn.Parameter(torch.rand(8, 6))
+KERNEL = nn.Parameter(torch.rand(8, 8, 3, 3))
 
 
 class Packer:
@@ -96,6 +98,12 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "linear layer": lambda x: F.linear(x[0, 0], MATRIX, BIAS),
     "linear layer without a bias": lambda x: F.linear(x[0, 0], MATRIX),
+    "convolution": lambda x: F.conv2d(x, KERNEL, BIAS, stride=2, padding=1),
+    "convolution without a bias, by groups": lambda x: F.conv2d(x, KERNEL[:, :4], groups=2, dilation=2),
+    "transposed convolution": lambda x: F.conv_transpose2d(x, KERNEL, BIAS, 2, output_padding=1),
+    "relu of batch norm of a convolution": lambda x: F.relu(
+        F.batch_norm(F.conv2d(x, KERNEL, padding=1), None, None, WEIGHT, BIAS, True)
+    ),
     "tanh of a linear layer": lambda x: torch.tanh(F.linear(x[0], MATRIX, BIAS)),
 }
 
@@ -106,6 +114,23 @@ def test_made_again_bit_for_bit(name: str) -> None:
     with packer.on():
         made = OPERATIONS[name](X.clone().requires_grad_() * 1)
     assert_bitwise(packer.again(made), made)
+
+
+def test_the_formula_of_a_convolution_tells_the_shapes_it_is_for() -> None:
+    """The algorithm follows from them, and with it the last bit."""
+    packer = Packer()
+    with packer.on():
+        of = [F.conv2d(X[:n].clone().requires_grad_() * 1, KERNEL, BIAS, stride=2) for n in (4, 3)]
+        small = F.conv2d(X[..., :5].clone().requires_grad_() * 1, KERNEL, BIAS, stride=2)  # of another input, as large
+    names = {formula.name for made in (*of, small) if (formula := find(base_of(made), packer.source())) is not None}
+    assert names == {
+        f"ConvolutionBackward0[{shapes}](.,.,.)"
+        for shapes in (
+            "4x8x2x2, 4x8x6x6, 8x8x3x3",
+            "3x8x2x2, 3x8x6x6, 8x8x3x3",
+            "4x8x2x2, 4x8x6x5, 8x8x3x3",
+        )
+    }
 
 
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-3])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from migrator.timing import CALL, LARGE, alike, at_pace, together
+from migrator.timing import CALL, LARGE, alike, at_pace, product_in, together
 from migrator.trace import Recipe, Region, Site, Trace
 
 SITES = (Site("a:0", 0, 100, 0, (3,)), Site("b:0", 1, 100, 1, (2,)))
@@ -67,6 +67,15 @@ def test_another_pace_is_that_of_everything_the_device_computes() -> None:
     assert (half.times, half.seconds) == ((0.5, 1.0, 1.5, 2.0), 2.5)
     assert (half.recipes[0].seconds, half.regions[0].seconds) == (0.25, 1.5)
     assert at_pace(trace, 1.0) == trace
+
+
+def test_convolutions_of_other_shapes_take_other_times() -> None:
+    sites = (Site("a:0", 0, LARGE, 0, (3,)), Site("b:0", 1, LARGE, 1, (2,)), Site("c:0", 2, LARGE, 1, (2,)))
+    one, three = "ConvolutionBackward0[8x64x9, 8x64x9, 64x64x1]", "ConvolutionBackward0[8x64x9, 8x64x9, 64x64x3]"
+    recipes = {0: Recipe(one, (7,), 300e-6), 1: Recipe(three, (7,), 900e-6), 2: Recipe(three, (8,), 800e-6)}
+    seen = alike(replace(TRACE, sites=sites, recipes=recipes))
+    assert [recipe.seconds for recipe in seen.recipes.values()] == [300e-6, 800e-6, 800e-6]
+    assert product_in(f"ReluBackward0({three}(.,.))") == three
 
 
 def test_a_matrix_product_takes_the_time_that_its_own_inputs_cost() -> None:

@@ -135,7 +135,7 @@ def test_a_recipe_is_tried_once_in_a_program(steps: int) -> None:
 def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
     x = torch.zeros(4)
     what = Formula("ReluBackward0(.)", (), lambda values: x)
-    before = Verified(what.name, None, layout(x), True, frozenset({"Model.block:3"}), 1e-3)
+    before = Verified({what.name: 1e-3}, None, layout(x), True, frozenset({"Model.block:3"}))
     trials = Trials(mock.Mock(), {"Model.next:0": before})
     assert trials.knows(7, "Model.next:0", x, what, (), {"Model.block:4"})  # one more was saved before it
     _, verified = trials.results()[7]

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from migrator import remake
-from migrator.remake import Finder, Origins, Verified, base_of, find, layout, note, note_epsilon, run
+from migrator.origins import Origins, note, note_epsilon
+from migrator.remake import Finder, Verified, base_of, find, layout, run
 from tests.unit.test_formulas import BIAS, MATRIX, OPERATIONS, WEIGHT, Packer, X, assert_bitwise, saved
 
 Forward = Callable[[Tensor], Tensor]
@@ -43,7 +44,7 @@ class Site:
         assert formula is not None
         self.name = formula.name
         self.finder = Finder(
-            Verified(formula.name, None, layout(base_of(made)), source.searched, frozenset(source.found), 0.0)
+            Verified({formula.name: 0.0}, None, layout(base_of(made)), source.searched, frozenset(source.found))
         )
         assert self.again(forward, x)[0] == "searched"
 
@@ -231,7 +232,7 @@ def test_a_pattern_holds_no_tensor(searches: list[Any]) -> None:
         source = packer.source()
         formula = find(made, source)
         assert formula is not None
-        finder = Finder(Verified(formula.name, None, layout(made), True, frozenset(), 0.0))
+        finder = Finder(Verified({formula.name: 0.0}, None, layout(made), True, frozenset()))
         assert finder.find(made, source) is not None
     assert not [thing for thing in _reachable(finder) if isinstance(thing, Tensor)]
 
