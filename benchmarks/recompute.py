@@ -27,13 +27,13 @@ from migrator.links import Links
 from migrator.plan import Plan, make_plan
 from migrator.policies import POLICIES
 from migrator.remake import base_of
-from migrator.timing import PRODUCT
+from migrator.timing import product_in
 from migrator.trace import Trace
 
 
 def light(trace: Trace, budget: int, links: Links) -> Plan:
     """Make again what can be made again cheaply, and keep the rest, whatever the budget."""
-    cheap = {ident for ident, recipe in trace.recipes.items() if PRODUCT not in recipe.op}
+    cheap = {ident for ident, recipe in trace.recipes.items() if product_in(recipe.op) is None}
     dropped = obtainable(trace, cheap)
     return make_plan("light", trace, (), max(budget, trace.saved_bytes), dropped=dropped)
 
