@@ -1,8 +1,8 @@
-"""What light recomputation frees and costs: everything that has a recipe made again, against the plain program.
+"""What light recomputation frees and costs: everything that has a recipe recomputed, against the plain program.
 
 ``python -m benchmarks.recompute --workload reference_gpt --rounds 3``
 
-Alternates, in one process, the plain program with one in which all that can be made again cheaply is, and all else
+Alternates, in one process, the plain program with one in which all that can be recomputed cheaply is, and all else
 stays. Prints step times and peaks, and which operations had recipes and which had not, by bytes of what they made.
 """
 
@@ -22,17 +22,17 @@ from allocator.sizes import GiB
 from benchmarks import workloads
 from benchmarks.activation_path import Sitting, run_variant, table
 from migrator import hooks, runtime
-from migrator.effects import obtainable
 from migrator.links import Links
 from migrator.plan import Plan, make_plan
+from migrator.planner.effects import obtainable
 from migrator.policies import POLICIES
-from migrator.remake import base_of
+from migrator.recompute.finder import base_of
 from migrator.timing import product_in
 from migrator.trace import Trace
 
 
 def light(trace: Trace, budget: int, links: Links) -> Plan:
-    """Make again what can be made again cheaply, and keep the rest, whatever the budget."""
+    """Recompute what is cheap to, and keep the rest, whatever the budget."""
     cheap = {ident for ident, recipe in trace.recipes.items() if product_in(recipe.op) is None}
     dropped = obtainable(trace, cheap)
     return make_plan("light", trace, (), max(budget, trace.saved_bytes), dropped=dropped)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
 from migrator.plan import PageGroup
-from migrator.remake import Finder, Verified
+from migrator.recompute.finder import Finder, Verified
 
 if TYPE_CHECKING:
     from migrator.mover import Mover
@@ -51,8 +51,8 @@ class Go:
 
 
 @dataclass(frozen=True, slots=True)
-class Make:
-    """Drop, and make again."""
+class Recompute:
+    """Drop, and recompute."""
 
     mover: Mover
     verified: Verified
@@ -61,4 +61,4 @@ class Make:
     stays: ClassVar[Literal[False]] = False
 
 
-Action: TypeAlias = Stay | Go | Make
+Action: TypeAlias = Stay | Go | Recompute

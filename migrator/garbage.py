@@ -13,7 +13,7 @@ import threading
 import weakref
 
 KEPT, MOVED, MADE = 2, 7, 11
-"""Objects a saved tensor takes that stays, that moves, and that is made again; counted in CPython 3.11."""
+"""Objects a saved tensor takes that stays, that moves, and that is recomputed; counted in CPython 3.11."""
 
 
 class Allowance:

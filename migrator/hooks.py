@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from migrator import weights
-from migrator.actions import Action, Go, Make, Stay
+from migrator.actions import Action, Go, Recompute, Stay
 from migrator.garbage import KEPT, MADE, MOVED, Allowance
 from migrator.observer import Observer
-from migrator.origins import note
 from migrator.packed import Packed, check, keep, modified
+from migrator.recompute.dropped import Dropped
+from migrator.recompute.origins import note
+from migrator.recompute.regions import Regions
 from migrator.recorder import Record
-from migrator.regions import Regions
-from migrator.remake import Dropped
 from migrator.sites import Modules, Node
 from migrator.tensors import Tensors
 
@@ -172,9 +172,9 @@ class Saver:
         self.actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
         planned = [action for of in self.actions.values() for action in of]
         self._whole = tuple(regions)
-        takes = {Stay: KEPT, Go: MOVED, Make: MADE}
+        takes = {Stay: KEPT, Go: MOVED, Recompute: MADE}
         self._allowance.hold(self, sum(takes[type(action)] for action in planned if action is not None))
-        verified = [action.verified for action in planned if isinstance(action, Make)]
+        verified = [action.verified for action in planned if isinstance(action, Recompute)]
         self._searching = any(one.searched for one in verified)
         self._noted = {}
         for key in frozenset[str]().union(*(one.found for one in verified)):
@@ -290,7 +290,7 @@ class Saver:
         if packed.go is not None and packed.go.pace is not None:
             packed.go.mover.engine.reached(packed.go.pace)
         if isinstance(packed, Dropped):
-            return packed.again(self._peek, count=True)
+            return packed.view(self._peek, count=True)
         tensor = packed.mover.give_back(packed)
         return tensor if packed.record is None else packed.record.compare(tensor, self._peek)
 
@@ -303,7 +303,7 @@ class Saver:
             return alias
         check(packed)
         if isinstance(packed, Dropped):
-            return packed.again(self._peek, count=False)
+            return packed.view(self._peek, count=False)
         return packed.mover.give_back(packed, count=False)
 
     def _turn(self) -> None:
@@ -331,7 +331,7 @@ class Saver:
         key = f"{node.path}:{number}"
         if not movable:
             return keep(tensor, None, self._record(mover, key, tensor))
-        if type(go) is Make:
+        if type(go) is Recompute:
             return mover.drop(tensor, key, go, self._observer.origins, node.kind)
         return mover.take(tensor, key, go if type(go) is Go else None, node.kind)
 

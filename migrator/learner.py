@@ -186,7 +186,7 @@ class Learner:
         if before is not None and self._made and before.sites == trace.sites:
             if not self._to_record and not self._news:
                 # What departed from the plan is nothing that a trace tells of. To record costs time, and the memory
-                # of what is otherwise made again: this is looked at again, but rarely.
+                # of what is otherwise recomputed: this is looked at again, but rarely.
                 self._look_again = self._periods + LONGEST_PAUSE
             return False
         self._news = True

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from allocator.errors import TierFull
-from migrator.actions import Action, Go, Make, Pace, Stay
+from migrator.actions import Action, Go, Pace, Recompute, Stay
 from migrator.engine import EVERY, Engine
 from migrator.group import NEVER, Group, State
 from migrator.lanes import Stream
 from migrator.learner import Learner
 from migrator.links import Links
-from migrator.origins import Origins
 from migrator.plan import PageGroup, Plan, checkpoint_key, group_bytes, learning_room
+from migrator.recompute.dropped import Dropped, Recomputed
+from migrator.recompute.finder import Finder, Verified, base_of
+from migrator.recompute.origins import Origins
 from migrator.recorder import Recorder
-from migrator.remake import Dropped, Finder, Made, Verified, base_of
 from migrator.tensors import Moved
 from migrator.trace import Trace
 
@@ -178,11 +179,11 @@ class Mover:
         self,
         tensor: Tensor,
         key: str,
-        make: Make,
+        make: Recompute,
         origins: Callable[[float | None], Origins],
         kind: str,
     ) -> Dropped | Moved:
-        """Let go of a saved tensor that its formula makes again; where that does not hold any more, take it."""
+        """Let go of a saved tensor that its formula recomputes; where that does not hold any more, take it."""
         with self.engine.lock:
             known = self.storages.find(tensor)
             made = None if known.made is None else known.made()
@@ -191,7 +192,7 @@ class Mover:
                 what = make.finder.find(base, origins(make.verified.epsilon))
                 if what is None:
                     return self.take(tensor, key, None, kind)
-                made = Made(base, what, self.engine)
+                made = Recomputed(base, what, self.engine)
                 known.made = weakref.ref(made)
             record = None if self.recorder is None else self.recorder.save(key, known, kind)
             return Dropped(tensor, made, make, record)
@@ -325,7 +326,7 @@ class Mover:
         for plan, paces in paced:
             for key in plan.recompute:
                 if key in self.verified:
-                    yield key, Make(self, self.verified[key], Finder(self.verified[key]), paces.get(key))
+                    yield key, Recompute(self, self.verified[key], Finder(self.verified[key]), paces.get(key))
         for plan, paces in paced:
             for group in plan.groups:
                 for key in group.sites:

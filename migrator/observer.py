@@ -1,4 +1,4 @@
-"""What the hooks do besides while a period is recorded: find out what could be made again, alone or by regions."""
+"""What the hooks do besides while a period is recorded: find out what could be recomputed, alone or by regions."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from migrator import weights
-from migrator.formulas import Formula
 from migrator.mover import Mover
-from migrator.origins import Origins, note_epsilon
 from migrator.packed import Packed, keep
+from migrator.recompute.dropped import Dropped
+from migrator.recompute.finder import Verified, base_of, find, layout
+from migrator.recompute.formulas import Formula
+from migrator.recompute.origins import Origins, note_epsilon
+from migrator.recompute.regions import Regions, other_state
+from migrator.recompute.trials import Trial
 from migrator.recorder import Recorder
-from migrator.regions import Regions, other_state
-from migrator.remake import Dropped, Verified, base_of, find, layout
-from migrator.trials import Trial
 
 EPSILONS = (1e-5, 1e-6)
 """What normalisations are tried with that are no modules: neither node nor module tells."""
 
 NO_FORWARD = 1 << 64
-"""No node is as late: nothing can be made again."""
+"""No node is as late: nothing can be recomputed."""
 
 Movable = Callable[[Tensor], bool]
 
@@ -82,7 +83,7 @@ class Observer:
         return Origins(self._unpack, keep, self._versions, self._began, epsilon)
 
     def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
-        """See whether the tensor could be made again, if this is the first of its storage."""
+        """See whether the tensor could be recomputed, if this is the first of its storage."""
         record = packed[3] if isinstance(packed, tuple) else packed.record
         if record is None or record.known is None:
             return

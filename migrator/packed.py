@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from migrator.actions import Stay
-from migrator.remake import MODIFIED, Dropped
+from migrator.recompute.dropped import MODIFIED, Dropped
 from migrator.tensors import Moved
 
 if TYPE_CHECKING:

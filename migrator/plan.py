@@ -11,8 +11,8 @@ from allocator.errors import TiersError
 from allocator.groups import group_by_death
 from allocator.lifetimes import Lifetime
 from allocator.sizes import PAGE, GiB, MiB, format_size, round_up
-from migrator.effects import Effect, effect
-from migrator.effects import checkpoint_key as checkpoint_key  # hooks that carry a plan out look for it here
+from migrator.planner.effects import Effect, effect
+from migrator.planner.effects import checkpoint_key as checkpoint_key  # hooks that carry a plan out look for it here
 from migrator.trace import Trace
 
 FULL_SPEED = 64 * MiB  # a copy of this size runs at the link's full speed, with room to spare
@@ -109,7 +109,7 @@ class Plan:
     groups : tuple of PageGroup
         Sites that move, in the order of their deaths.
     recompute : tuple of str
-        Sites whose tensor is dropped and made again by its recipe: once, when one of its storage's sites is first
+        Sites whose tensor is dropped and recomputed by its recipe: once, when one of its storage's sites is first
         asked for, or something else is made from it; it then stays until the last of them was asked for.
     regions : tuple of str
         Paths of the modules that are recomputed as a whole, at the first use of a site within. The sites
@@ -117,7 +117,7 @@ class Plan:
         `checkpoint_key` makes.
     limits : mapping of str to (int, int)
         How `room` changes on the way: from this site's birth on, and from its first use on. Empty: it does not.
-        What is made again is taken off already: it does not count as saved bytes in HBM.
+        What is recomputed is taken off already: it does not count as saved bytes in HBM.
 
     A site that is nowhere was not foreseen; it moves, in a group of its period's own.
     """
@@ -195,10 +195,10 @@ def make_plan(
     tiers: Mapping[int, str] = _NOWHERE,
     least_group: int = 0,
 ) -> Plan:
-    """The plan in which the storages `moved` move, those `dropped` are made again, and all others stay.
+    """The plan in which the storages `moved` move, those `dropped` are recomputed, and all others stay.
 
     Its room is `room`, but never less than the largest group: that much of HBM every group needs once.
-    `migrator.schedule` adds a room that changes on the way, and in-triggers.
+    `migrator.planner.schedule` adds a room that changes on the way, and in-triggers.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ def make_plan(
     room : int
         Saved bytes that may lie in HBM at once.
     dropped : collection of int
-        Storages that are made again by their recipes.
+        Storages that are recomputed by their recipes.
     regions : collection of str
         Paths of regions that are recomputed as a whole.
     tiers : mapping of int to str
@@ -222,7 +222,7 @@ def make_plan(
     Raises
     ------
     Unobtainable
-        If something is dropped that cannot be made again.
+        If something is dropped that cannot be recomputed.
     """
     outcome = effect(trace, dropped, regions)
     return plan_of(policy, outcome, moved, room, regions=regions, tiers=tiers, least_group=least_group)

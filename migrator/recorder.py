@@ -13,10 +13,11 @@ from torch import Tensor
 
 from migrator.group import State
 from migrator.lanes import Meter
-from migrator.remake import Peek, Verified
+from migrator.recompute.dropped import Peek
+from migrator.recompute.finder import Verified
+from migrator.recompute.trials import Trial, Trials
 from migrator.tensors import Known
 from migrator.trace import Region, Site, Trace
-from migrator.trials import Trial, Trials
 
 LIMIT = 100_000  # records; a period without backward never ends, and its trace would be of no use
 

@@ -4,7 +4,7 @@ It does what the engine does, in the order of the compute stream. A group leaves
 the copies of a direction run one after the other. HBM is let go at a save, when the limit asks for it; compute then
 waits for the copy. From the first use on, groups come back in the order of needs, as soon as their in-trigger and
 the limit allow, behind whatever the stream was given before. What is needed while it is away stalls compute. What
-is made again takes its time at the position at which it is needed. While a lane is busy, compute is a little slower.
+is recomputed takes its time at the position at which it is needed. While a lane is busy, compute is a little slower.
 Pure functions on plain data.
 """
 
@@ -18,11 +18,11 @@ from itertools import islice
 import numpy as np
 
 from allocator.sizes import PAGE, round_up
-from migrator.effects import Effect, effect
-from migrator.intervals import Bytes, durations
 from migrator.links import Links
 from migrator.plan import PageGroup, Plan
-from migrator.schedule import Span, limits_by_position, spans_of
+from migrator.planner.effects import Effect, effect
+from migrator.planner.intervals import Bytes, durations
+from migrator.planner.schedule import Span, limits_by_position, spans_of
 from migrator.trace import Trace
 
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them, as in the engine
@@ -60,7 +60,7 @@ class Simulated:
     ideal : float
         The step with everything kept.
     recomputing : float
-        Seconds of the step that make again what was dropped.
+        Seconds of the step spent on recomputing what was dropped.
     stalls : mapping of str to float
         Seconds for which compute waited, by the lane it waited for.
     busy : mapping of str to float
@@ -104,7 +104,7 @@ def simulate(
     links : Links
         How fast the lanes are.
     plan : Plan
-        What is kept, moved and made again.
+        What is kept, moved and recomputed.
     costs : Costs
         What moving costs besides.
     outcome : Effect, optional

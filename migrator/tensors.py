@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from migrator.actions import Go
     from migrator.group import Claim, Group
     from migrator.mover import Mover
+    from migrator.recompute.dropped import Recomputed
     from migrator.recorder import Record
-    from migrator.remake import Made
 
 
 class Saved:
@@ -124,7 +124,7 @@ class Known:
     saved : Saved or None
         Where it moves, if it does.
     made : weak reference or None
-        How it is made again, if it is dropped.
+        How it is recomputed, if it is dropped.
     before : Known or None
         The one of the same storage that was found before it.
     """
@@ -148,7 +148,7 @@ class Known:
         self.version = version
         self.cdata: int = storage._weak_ref()  # type: ignore[assignment]
         self.saved: Saved | None = None
-        self.made: weakref.ref[Made] | None = None
+        self.made: weakref.ref[Recomputed] | None = None
         self.before = before
 
     def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:

@@ -1,4 +1,4 @@
-"""The trace: what one period saved for backward, in order, when, and what it would cost to make it again.
+"""The trace: what one period saved for backward, in order, when, and what it would cost to recompute it.
 
 Plain data, `trace.json`. A *position* counts the events of the period (a tensor saved, a tensor asked
 for again); `times` and `others` tell what was measured at each.
@@ -47,7 +47,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a storage is made again from others: light recomputation.
+    """How a storage is recomputed from others: light recomputation.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class Recipe:
     inputs : tuple of int
         Storages it is made from. They are saved in the same period; each is kept, moved or has a recipe itself.
     seconds : float
-        What making it again takes on the device.
+        what recomputing it takes on the device.
     """
 
     op: str
@@ -110,7 +110,7 @@ class Trace:
         is a site's from the position after its birth to the one after its last use, in which the gradient is
         computed with it; before and after that it counts here.
     recipes : mapping of int to Recipe
-        Storages that can be made again cheaply.
+        Storages that can be recomputed cheaply.
     regions : tuple of Region
         Modules that can be recomputed as a whole; they may nest.
     """

@@ -56,7 +56,7 @@ def blocks_of(workload: Workload) -> list[nn.Module]:
 def checkpoint_blocks(workload: Workload, first: int | None) -> None:
     """Checkpoint the first blocks as wholes, all for None.
 
-    The first: they are made again last, when the others have given their memory back.
+    The first: they are recomputed last, when the others have given their memory back.
     """
     for block in blocks_of(workload)[:first]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -5,10 +5,8 @@ trace has no `others` it is the room for the saved tensors alone.
 
 To add one: write ``migrator/policies/NAME.py`` with a function ``plan(trace, budget, links) -> Plan`` whose
 docstring cites its source, enter it in `MODULES`, and give it a golden test in
-``tests/unit/policies``. What policies share: `migrator.draft` (decisions one by one, and what they leave of HBM and
-lanes), `migrator.layers` (a trace as a chain of layers), `migrator.intervals` (when storages lie idle),
-`migrator.booking` (lanes and memory over time), `migrator.effects` (what follows from dropping and recomputing),
-`migrator.schedule.fit` (the plan of a choice), `migrator.simulator`.
+``tests/unit/policies``. What policies share is in `migrator.planner`; its `schedule.fit` makes the plan of a choice,
+and `migrator.simulator` tells what that takes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Our own: the best of several policies and searches by simulation, improved, and verified to fit.
 
 A period whose times are known is searched for the cheapest mix of moves, light recomputation and whole regions,
-once for each of several shares of the forward that the lane out may be busy for; `migrator.search` says how. What
-the simulator finds over the budget goes back into the search. The fastest plan that fits is then improved by
+once for each of several shares of the forward that the lane out may be busy for; `migrator.planner.search` says how.
+What the simulator finds over the budget goes back into the search. The fastest plan that fits is then improved by
 exchanging one region at a time. Everything is counted in simulations, not in seconds, and so decided the same on
 every machine.
 """
@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from allocator.sizes import format_size
-from migrator.effects import obtainable
-from migrator.intervals import Bytes
-from migrator.levers import Choice, State, extremes
 from migrator.links import Links
 from migrator.plan import NoPlanFits, Plan
+from migrator.planner.effects import obtainable
+from migrator.planner.intervals import Bytes
+from migrator.planner.levers import Choice, State, extremes
+from migrator.planner.schedule import fit
+from migrator.planner.search import PLAIN, How, Search
 from migrator.policies import flashneuron
-from migrator.schedule import fit
-from migrator.search import PLAIN, How, Search
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Trace
 

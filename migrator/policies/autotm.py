@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from migrator.draft import Draft
-from migrator.intervals import Interval
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.planner.draft import Draft
+from migrator.planner.intervals import Interval
 from migrator.trace import Trace
 
 NODES = 40

@@ -25,10 +25,10 @@ from collections import deque
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from migrator.draft import Draft
-from migrator.intervals import Interval
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.planner.draft import Draft
+from migrator.planner.intervals import Interval
 from migrator.trace import Trace
 
 
@@ -77,18 +77,18 @@ def _relieve(draft: Draft, peak: _Peak) -> None:
         return -draft.idle[storage].nbytes / max(draft.chain(storage), 1e-9), storage
 
     # Lazily sorted: MSPS only falls while sources are chosen, so the first that is still first is the largest.
-    remakes = [saving(storage) for storage in late if draft.remakable(storage)]
-    heapify(remakes)
+    recomputes = [saving(storage) for storage in late if draft.recomputable(storage)]
+    heapify(recomputes)
     while late and peak.is_left(draft):
-        while remakes and (remakes[0][1] in draft.trips or saving(remakes[0][1]) > remakes[0]):
-            _, storage = heappop(remakes)
+        while recomputes and (recomputes[0][1] in draft.trips or saving(recomputes[0][1]) > recomputes[0]):
+            _, storage = heappop(recomputes)
             if storage not in draft.trips:
-                heappush(remakes, saving(storage))
+                heappush(recomputes, saving(storage))
         idle = draft.idle[late[0]]
         if idle.storage in draft.remade:
             late.popleft()
-        elif remakes and draft.chain(remakes[0][1]) <= _overhead(draft, idle, peak):
-            draft.remake(heappop(remakes)[1])
+        elif recomputes and draft.chain(recomputes[0][1]) <= _overhead(draft, idle, peak):
+            draft.recompute(heappop(recomputes)[1])
         else:
             late.popleft()
             _swap(draft, idle)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from migrator.effects import effect
-from migrator.intervals import Bytes, room
 from migrator.links import Links
 from migrator.plan import Plan
-from migrator.schedule import fit, occupied
+from migrator.planner.effects import effect
+from migrator.planner.intervals import Bytes, room
+from migrator.planner.schedule import fit, occupied
 from migrator.trace import Region, Trace
 
 BOUNDS = 64  # at most as many are tried
@@ -59,6 +59,6 @@ def _bounds(trace: Trace) -> list[int]:
 
 
 def _bytes_in_hbm(trace: Trace, chosen: tuple[Region, ...]) -> Bytes:
-    """Bytes held and bytes made again, by stretch."""
+    """Bytes held and bytes recomputed, by stretch."""
     outcome = effect(trace, (), [region.path for region in chosen])
     return occupied(outcome.held.values(), trace.positions) + outcome.again

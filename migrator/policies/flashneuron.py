@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from migrator.links import Links
 from migrator.plan import Plan, least_room, look_ahead
-from migrator.schedule import fit
+from migrator.planner.schedule import fit
 from migrator.trace import Trace
 
 

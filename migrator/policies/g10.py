@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from migrator.draft import Draft, Window
-from migrator.intervals import Interval
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.planner.draft import Draft, Window
+from migrator.planner.intervals import Interval
 from migrator.trace import Trace
 
 TARGET = 0.99  # of the budget

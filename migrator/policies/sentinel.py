@@ -25,10 +25,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from migrator.draft import Draft
-from migrator.layers import layers
 from migrator.links import Links
 from migrator.plan import Plan, least_room
+from migrator.planner.draft import Draft
+from migrator.planner.layers import layers
 from migrator.simulator import simulate
 from migrator.trace import Trace
 

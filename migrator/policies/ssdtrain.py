@@ -18,10 +18,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 from allocator.sizes import MiB
-from migrator.draft import Draft
-from migrator.layers import Layer, layers
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.planner.draft import Draft
+from migrator.planner.layers import Layer, layers
 from migrator.trace import Trace
 
 SMALL = MiB  # tensors below this many bytes stay

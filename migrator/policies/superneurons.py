@@ -18,10 +18,10 @@ from collections import deque
 
 import numpy as np
 
-from migrator.draft import Draft
-from migrator.layers import layers
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.planner.draft import Draft
+from migrator.planner.layers import layers
 from migrator.timing import product_in
 from migrator.trace import Trace
 
@@ -47,14 +47,14 @@ def _recompute_segments(draft: Draft) -> None:
     most, nbytes = bottleneck(draft.trace), draft.trace.storage_bytes
     segment: dict[int, int] = {}  # storage -> bytes from the last checkpoint up to it
     for storage in draft.idle:
-        if not draft.remakable(storage):
+        if not draft.recomputable(storage):
             continue
         op, inputs = draft.trace.recipes[storage].op, draft.trace.recipes[storage].inputs
         if op.startswith(CHECKPOINTS) or product_in(op):  # matrix products are not cheap
             continue
         segment[storage] = nbytes[storage] + sum(segment.get(source, 0) for source in inputs)
         if segment[storage] <= most:
-            draft.remake(storage)
+            draft.recompute(storage)
         else:
             del segment[storage]
 

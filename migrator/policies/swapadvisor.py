@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
 
-from migrator.decisions import Trip
-from migrator.draft import Draft
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.planner.decisions import Trip
+from migrator.planner.draft import Draft
 from migrator.simulator import simulate
 from migrator.trace import Trace
 

@@ -12,10 +12,10 @@ hides any more, tensors go in the order of creation and the step waits for them.
 
 from __future__ import annotations
 
-from migrator.draft import Draft, Window
-from migrator.intervals import Interval
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.planner.draft import Draft, Window
+from migrator.planner.intervals import Interval
 from migrator.trace import Trace
 
 

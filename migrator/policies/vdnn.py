@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from migrator.decisions import Trip, assemble
-from migrator.draft import Draft
-from migrator.layers import ACTIVATIONS, CONVOLUTIONS, Layer, layers
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.planner.decisions import Trip, assemble
+from migrator.planner.draft import Draft
+from migrator.planner.layers import ACTIVATIONS, CONVOLUTIONS, Layer, layers
 from migrator.trace import Trace
 
 

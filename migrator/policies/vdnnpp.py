@@ -8,9 +8,9 @@ fragmentation, and pinned host memory is not compressed.
 
 from __future__ import annotations
 
-from migrator.decisions import assemble
 from migrator.links import Links
 from migrator.plan import Plan
+from migrator.planner.decisions import assemble
 from migrator.policies import vdnn
 from migrator.trace import Trace
 

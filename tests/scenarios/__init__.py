@@ -28,11 +28,11 @@ from torch import Tensor, nn
 import tiers
 from allocator.sizes import MiB
 from migrator import mover, runtime
-from migrator.effects import effect
 from migrator.links import Links
 from migrator.plan import Plan, plan_of
+from migrator.planner.effects import effect
+from migrator.planner.schedule import scheduled
 from migrator.policies import POLICIES
-from migrator.schedule import scheduled
 from migrator.trace import Region, Trace
 from tests.programs import deterministic_kernels
 from tiers.session import Session
@@ -115,7 +115,7 @@ def moving(
     *,
     room: int = MiB,
     share: float = 1,
-    remake: bool = False,
+    recompute: bool = False,
     regions: bool = False,
     paced: bool = False,
     policy: str = "move",
@@ -132,8 +132,8 @@ def moving(
         Bytes of saved tensors that may lie in HBM besides those that stay.
     share
         Of the storages, evenly spread, once there is a plan; before that everything moves.
-    remake
-        What can be made again cheaply does not move, but is.
+    recompute
+        What can be recomputed cheaply does not move, but is.
     regions
         The innermost regions are recomputed as a whole.
     paced
@@ -144,7 +144,7 @@ def moving(
         lives = trace.lifetimes
         goes = {life.ident: int((k + 1) * share) > int(k * share) for k, life in enumerate(lives)}
         stays = sum(life.nbytes for life in lives if not goes[life.ident])
-        again = set(trace.recipes) & set(goes) if remake else set()
+        again = set(trace.recipes) & set(goes) if recompute else set()
         whole = [region.path for region in _innermost(trace.regions)] if regions else []
         outcome = effect(trace, again, whole)
         plan = plan_of("move", outcome, {ident for ident in goes if goes[ident]}, room, regions=whole)

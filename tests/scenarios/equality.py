@@ -22,12 +22,12 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "two thirds move": {"share": 2 / 3},
     "a third moves": {"share": 1 / 3},
     "nothing moves": {"policy": "keep"},
-    "everything light is made again": {"share": 0, "remake": True},
-    "everything light is made again, and everything else moves": {"remake": True},
+    "everything light is recomputed": {"share": 0, "recompute": True},
+    "everything light is recomputed, and everything else moves": {"recompute": True},
     "regions are recomputed as a whole, everything else moves": {"regions": True},
     "regions are recomputed as a whole, nothing moves": {"regions": True, "share": 0},
-    "everything light is made again, two thirds of the rest move, at the plan's pace": {
-        "remake": True,
+    "everything light is recomputed, two thirds of the rest move, at the plan's pace": {
+        "recompute": True,
         "paced": True,
         "share": 2 / 3,
     },

@@ -138,7 +138,7 @@ def ddp_over_gloo(device: torch.device) -> None:
 
 
 class _Sharded(nn.Module):
-    """Blocks whose parameters are gathered for each forward and backward, with what could be made again in between."""
+    """Blocks whose parameters are gathered for each forward and backward, with what could be recomputed in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def _train_shards(rank: int, directory: str, with_tiers: bool) -> None:
         return results
 
     if with_tiers:
-        with moving(room=MiB, remake=True, regions=True, dram="1GiB") as session:
+        with moving(room=MiB, recompute=True, regions=True, dram="1GiB") as session:
             results = steps()
             assert moved(session)["h2d"] > 0
             saver = session.runtime.saver()
@@ -189,7 +189,7 @@ def _train_shards(rank: int, directory: str, with_tiers: bool) -> None:
 
 
 def fsdp2_over_gloo(device: torch.device) -> None:
-    """On the CPU, whatever the device. Of sharded parameters nothing is made again: their memory comes and goes."""
+    """On the CPU, whatever the device. Of sharded parameters nothing is recomputed: their memory comes and goes."""
     with tempfile.TemporaryDirectory() as directory:
         # Where there is a GPU, tensors of the CPU do not move.
         with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):

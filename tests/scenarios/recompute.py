@@ -1,4 +1,4 @@
-"""Saved tensors that are dropped and made again: bit for bit, once, and refused where plain PyTorch refuses."""
+"""Saved tensors that are dropped and recomputed: bit for bit, once, and refused where plain PyTorch refuses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from migrator.remake import Dropped
+from migrator.recompute.dropped import Dropped
 from tests.scenarios import assert_same, batch, gradients, main, moving, train
 from tiers.session import Session
 
-LIGHT = {"remake": True, "share": 0}
+LIGHT = {"recompute": True, "share": 0}
 
 
 class _Block(nn.Module):
@@ -41,14 +41,14 @@ def _blocks(device: torch.device, count: int = 3) -> nn.Sequential:
 
 
 def _dropped(session: Session) -> int:
-    """How many sites the plan has made again."""
+    """How many sites the plan has recomputed."""
     saver = session.runtime.saver()
     assert saver is not None
     return sum(len(plan.recompute) for mover in saver.armed_movers for plan in mover.learner.plans)
 
 
 def gives_the_same_gradients(device: torch.device) -> None:
-    for arguments in (LIGHT, {"remake": True}):
+    for arguments in (LIGHT, {"recompute": True}):
         assert_same(lambda device: train(_blocks(device), device), device, moves=False, **arguments)
 
 
@@ -117,7 +117,7 @@ def makes_convolutions_again_at_the_shapes_at_which_they_were_tried(device: torc
     calls: list[int] = []
     with moving(**LIGHT):
         program(device, calls)
-    print(f"  convolutions made again, by step: {calls}")
+    print(f"  convolutions recomputed, by step: {calls}")
     assert calls[3:7] == [4, 4, 4, 0]  # at other shapes none until they were tried, twice each
     assert calls[7:] == [8, 4, 4, 4]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import migrator.regions
+import migrator.recompute.regions
 from tests.scenarios import assert_same, batch, main, moved, moving, train
 from tiers.session import Session
 
@@ -77,8 +77,8 @@ def foresees_the_inputs_where_the_checkpoint_saves_an_empty_tensor_first(device:
         _Saves.apply(torch.empty(0, requires_grad=True))
         return plain(*args, **kwargs)
 
-    plain = migrator.regions.checkpoint
-    with mock.patch.object(migrator.regions, "checkpoint", older), moving(regions=True) as session:
+    plain = migrator.recompute.regions.checkpoint
+    with mock.patch.object(migrator.recompute.regions, "checkpoint", older), moving(regions=True) as session:
         model = _model(device)
         train(model, device)
         assert _recomputed(session)

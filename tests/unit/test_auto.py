@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
-from migrator.intervals import occupancy
-from migrator.levers import DROP, MOVE, Choice, extremes
 from migrator.links import PCIE_GEN5
 from migrator.plan import NoPlanFits, Plan
+from migrator.planner.intervals import occupancy
+from migrator.planner.levers import DROP, MOVE, Choice, extremes
+from migrator.planner.search import How, Search
 from migrator.policies import POLICIES
-from migrator.search import How, Search
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Recipe, Region, Trace
 from tests.unit.modelled import gpt, long_context_gpt, resnet

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allocator.lifetimes import peak_bytes
-from migrator.booking import Lane, Lanes, Memory
 from migrator.links import Links
+from migrator.planner.booking import Lane, Lanes, Memory
 from migrator.trace import Trace
 from tests.unit.traces import chain, traces
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allocator.sizes import GiB
-from migrator.draft import Draft, timed
-from migrator.effects import effect
 from migrator.links import PCIE_GEN5
-from migrator.schedule import occupied
+from migrator.planner.draft import Draft, timed
+from migrator.planner.effects import effect
+from migrator.planner.schedule import occupied
 from migrator.trace import Trace
 from tests.unit.traces import chain, programs
 
@@ -17,11 +17,11 @@ BUDGET = 1 << 60
 
 
 @given(programs(), st.randoms())
-def test_what_is_made_again_takes_the_memory_that_its_effect_says(trace: Trace, rng: Random) -> None:
+def test_what_is_recomputed_takes_the_memory_that_its_effect_says(trace: Trace, rng: Random) -> None:
     draft = Draft(trace, BUDGET, PCIE_GEN5)
-    chosen = [ident for ident in draft.idle if draft.remakable(ident)]
+    chosen = [ident for ident in draft.idle if draft.recomputable(ident)]
     for ident in rng.sample(chosen, rng.randint(0, len(chosen))):
-        draft.remake(ident)
+        draft.recompute(ident)
     outcome = effect(trace, draft.remade)
     expected = occupied(outcome.held.values(), trace.positions) + outcome.again
     assert draft.memory.used.tolist() == expected.tolist()
@@ -31,8 +31,8 @@ def test_what_is_made_again_takes_the_memory_that_its_effect_says(trace: Trace, 
 def test_what_moves_is_back_for_what_is_made_from_it(trace: Trace, rng: Random) -> None:
     draft = Draft(trace, BUDGET, PCIE_GEN5)
     for ident in rng.sample([*draft.idle], len(draft.idle)):
-        if draft.remakable(ident) and rng.random() < 0.5:
-            draft.remake(ident)
+        if draft.recomputable(ident) and rng.random() < 0.5:
+            draft.recompute(ident)
         else:
             idle = draft.idle[ident]
             draft.send(idle, idle.begin + 2, idle.end)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from migrator.effects import Unobtainable, Work, checkpoint_key, effect, obtainable
-from migrator.intervals import occupancy
-from migrator.schedule import occupied
+from migrator.planner.effects import Unobtainable, Work, checkpoint_key, effect, obtainable
+from migrator.planner.intervals import occupancy
+from migrator.planner.schedule import occupied
 from migrator.trace import Recipe, Region, Site, Trace
 from tests.unit.traces import chain, programs, traces
 
@@ -69,7 +69,7 @@ def test_what_has_no_recipe_cannot_be_dropped(dropped: set[int]) -> None:
 
 def test_what_is_made_from_the_inside_of_a_region_cannot_be_dropped() -> None:
     trace = Trace(SITES, 8, recipes={3: Recipe("W", (2,), 0.5)}, regions=TRACE.regions)
-    with pytest.raises(Unobtainable, match="neither held nor made again"):
+    with pytest.raises(Unobtainable, match="neither held nor recomputed"):
         effect(trace, {3}, ["m"])
 
 
@@ -89,7 +89,7 @@ def test_every_site_is_held_recomputed_or_within_a_region(trace: Trace, rng: Ran
     assert not held & inside
 
 
-def test_bytes_are_made_again_for_as_long_as_they_are_read() -> None:
+def test_bytes_are_recomputed_for_as_long_as_they_are_read() -> None:
     """A use of x after its holder's: y is made from x at 3, when x itself was used at 2."""
     sites = (Site("x:0", 0, 10, 0, (2,)), Site("y:0", 1, 20, 1, (3,)))
     outcome = effect(Trace(sites, 4, recipes={1: Recipe("Y", (0,), 1.0)}), {1})

@@ -1,4 +1,4 @@
-"""Every operation of the table, made again bit for bit from what is packed for backward anyway."""
+"""Every operation of the table, recomputed bit for bit from what is packed for backward anyway."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from migrator import fused, operations
-from migrator.origins import Origins, note, note_epsilon
-from migrator.remake import base_of, find, run
+from migrator.recompute import fused, operations
+from migrator.recompute.dropped import run
+from migrator.recompute.finder import base_of, find
+from migrator.recompute.origins import Origins, note, note_epsilon
 
 X = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
 WEIGHT, BIAS = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
@@ -109,7 +110,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_made_again_bit_for_bit(name: str) -> None:
+def test_recomputed_bit_for_bit(name: str) -> None:
     packer = Packer()
     with packer.on():
         made = OPERATIONS[name](X.clone().requires_grad_() * 1)
@@ -257,7 +258,7 @@ def test_what_follows_batch_norm_is_made_with_it(name: str, at_once: bool, monke
 
 
 @pytest.mark.usefixtures("elementwise")
-def test_a_bias_that_is_made_again_is_made_again_in_every_period() -> None:
+def test_a_bias_that_is_recomputed_is_recomputed_in_every_period() -> None:
     """Where it is 0 when the formula is tried, so is each of its operands: that trial tells nothing."""
     packer = Packer()
     with packer.on():

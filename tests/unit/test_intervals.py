@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from migrator.intervals import Interval, durations, inactive, room
+from migrator.planner.intervals import Interval, durations, inactive, room
 from migrator.trace import Site, Trace
 from tests.unit.traces import chain, traces
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from allocator.sizes import GiB, MiB
 from migrator.background import in_background
 from migrator.feedback import LAPS, LATE, LATE_PACE, LEAST_LATE, OFF_PACE, PRESSED, SETTLED, SETTLING, Feedback
-from migrator.intervals import occupancy
 from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner, Made
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import NoPlanFits, Plan, look_ahead, make_plan
+from migrator.planner.intervals import occupancy
 from migrator.policies import POLICIES
 from migrator.simulator import Simulated, simulate
 from migrator.timing import Lap, at_pace

@@ -261,7 +261,7 @@ def test_a_damaged_file_is_right_again_with_the_next_claim(ledger: Ledger, accou
     assert ledger.used("dram") == 4 * PAGE
 
 
-def test_a_removed_directory_is_made_again(ledger: Ledger, account: Account, other: Account) -> None:
+def test_a_removed_directory_is_recomputed(ledger: Ledger, account: Account, other: Account) -> None:
     """As logind removes what a user has in /dev/shm when he logs out for the last time."""
     account.claim(3 * PAGE)
     shutil.rmtree(ledger.directory)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
 from migrator.plan import Keep, NoPlanFits, Plan, group_bytes, look_ahead, make_plan
-from migrator.schedule import fit
+from migrator.planner.schedule import fit
 from migrator.trace import Site, Trace
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain, traces
@@ -115,7 +115,7 @@ def test_json_keeps_everything(trace: Trace, room: int, rng: Random) -> None:
     assert asdict(again) == asdict(plan)
 
 
-def test_json_keeps_what_is_made_again_and_the_limits() -> None:
+def test_json_keeps_what_is_recomputed_and_the_limits() -> None:
     trace = gpt(blocks=2)
     plan = fit("test", trace, 9 * GiB, [life.ident for life in trace.lifetimes][:9], regions=["blocks.1"])
     assert plan.limits

@@ -87,7 +87,7 @@ def test_links_are_those_of_tiers_toml(
     ("site", "lines"),
     [
         ("blocks.2.gelu:0", ["256.0 MiB", "to move", "no recipe", "with region blocks.2"]),
-        ("blocks.2.contract:0", ["by GeluBackward0 from blocks.2.gelu:0", "auto: made again by its recipe"]),
+        ("blocks.2.contract:0", ["by GeluBackward0 from blocks.2.gelu:0", "auto: recomputed by its recipe"]),
     ],
 )
 def test_a_site_is_explained(trace: Path, capsys: pytest.CaptureFixture[str], site: str, lines: list[str]) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allocator.sizes import GiB
-from migrator.effects import effect
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import Plan, make_plan
-from migrator.schedule import scheduled
+from migrator.planner.effects import effect
+from migrator.planner.schedule import scheduled
 from migrator.simulator import Costs, Simulated, simulate
 from migrator.trace import Recipe, Region, Trace
 from tests.unit.modelled import gpt
@@ -78,7 +78,7 @@ def test_a_group_on_disk_waits_for_the_disk_as_well() -> None:
     assert result.peak["nvme"] > 0
 
 
-def test_what_is_made_again_takes_its_time_when_it_is_needed() -> None:
+def test_what_is_recomputed_takes_its_time_when_it_is_needed() -> None:
     trace = replace(TRACE, recipes={3: Recipe("Op", (2,), 0.5)})
     result = played(make_plan("test", trace, (), 0, dropped={3}), trace=trace)
     assert (result.seconds, result.recomputing) == (10.5, 0.5)

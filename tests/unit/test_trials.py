@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 import tiers
 from allocator.errors import TiersError
-from migrator import operations as table
-from migrator import remake
-from migrator.formulas import Formula
-from migrator.remake import Verified, layout
+from migrator.recompute import finder
+from migrator.recompute import operations as table
+from migrator.recompute.finder import Verified, layout
+from migrator.recompute.formulas import Formula
+from migrator.recompute.trials import Trials
 from migrator.trace import Trace
-from migrator.trials import Trials
 
 
 class Model(nn.Module):
@@ -80,7 +80,7 @@ def test_a_recipe_names_the_storages_that_it_needs() -> None:
 
 def test_what_is_not_the_same_bit_for_bit_is_no_recipe() -> None:
     almost = {**table.TABLE, "GeluBackward0": table._of_saved(lambda x: F.gelu(x) * (1 + 1e-7))}
-    with mock.patch.object(remake, "TABLE", almost):
+    with mock.patch.object(finder, "TABLE", almost):
         trace = recorded()
     assert "GeluBackward0" not in operations(trace).values()
     assert "NativeLayerNormBackward0" in operations(trace).values()
@@ -118,7 +118,7 @@ def test_sites_know_the_class_of_their_module() -> None:
 @pytest.mark.parametrize("steps", [2, 6])
 def test_a_recipe_is_tried_once_in_a_program(steps: int) -> None:
     tried = 0
-    from migrator import trials
+    from migrator.recompute import trials
 
     plain = trials.Trials.attempt
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from migrator import remake
-from migrator.origins import Origins, note, note_epsilon
-from migrator.remake import Finder, Verified, base_of, find, layout, run
+from migrator.recompute import finder
+from migrator.recompute.dropped import run
+from migrator.recompute.finder import Finder, Verified, base_of, find, layout
+from migrator.recompute.origins import Origins, note, note_epsilon
 from tests.unit.test_formulas import BIAS, MATRIX, OPERATIONS, WEIGHT, Packer, X, assert_bitwise, saved
 
 Forward = Callable[[Tensor], Tensor]
@@ -24,13 +25,13 @@ Forward = Callable[[Tensor], Tensor]
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The nodes from which formulas were searched for."""
     nodes: list[Any] = []
-    search = remake.search
+    search = finder.search
 
     def watched(node: Any, source: Origins, table: Any) -> Any:
         nodes.append(node)
         return search(node, source, table)
 
-    monkeypatch.setattr(remake, "search", watched)
+    monkeypatch.setattr(finder, "search", watched)
     return nodes
 
 

@@ -91,7 +91,7 @@ def render(trace: Trace, budget: int, outcomes: Outcomes) -> Iterator[Renderable
         yield "the trace does not tell what else lies in hbm: the budget is taken as room for saved tensors alone"
     if not trace.times:
         yield "the trace has no times: memory only"
-    table = Table("policy", "step", "of ideal", "peak hbm", "", "moved", "made again", "regions", "stalls")
+    table = Table("policy", "step", "of ideal", "peak hbm", "", "moved", "recomputed", "regions", "stalls")
     found = [(name, outcome) for name, outcome in outcomes.items() if isinstance(outcome, Candidate)]
     for name, outcome in sorted(found, key=lambda pair: (not pair[1].fits(budget), pair[1].result.seconds)):
         plan, result = outcome.plan, outcome.result

@@ -1,4 +1,4 @@
-"""Why a site was kept, moved or made again."""
+"""Why a site was kept, moved or recomputed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from difflib import get_close_matches
 
 from allocator.errors import TiersError
 from allocator.sizes import format_size
-from migrator.intervals import inactive
 from migrator.links import Links
+from migrator.planner.intervals import inactive
 from migrator.trace import Region, Site, Trace
 from tiers.planning.compare import Candidate, Outcomes
 
@@ -50,10 +50,10 @@ def _facts(trace: Trace, links: Links, site: Site) -> Iterator[str]:
         )
     recipe = trace.recipes.get(site.storage)
     if recipe is None:
-        yield "to make again: there is no recipe"
+        yield "to recompute: there is no recipe"
     else:
         held = ", ".join(_name(trace, ident) for ident in recipe.inputs)
-        yield f"to make again: {_ms(recipe.seconds)} by {recipe.op} from {held}: {_rate(recipe.seconds, nbytes)}"
+        yield f"to recompute: {_ms(recipe.seconds)} by {recipe.op} from {held}: {_rate(recipe.seconds, nbytes)}"
     for region in _around(trace, site):
         inner = {s.storage for s in trace.sites_of(region)} - set(region.inputs)
         freed = sum(trace.storage_bytes[ident] for ident in inner)
@@ -65,9 +65,9 @@ def _action(trace: Trace, outcome: Candidate, site: Site) -> str:
     plan = outcome.plan
     for region in _around(trace, site):
         if region.path in plan.regions:
-            return f"made again with region {region.path}"
+            return f"recomputed with region {region.path}"
     if site.key in plan.recompute:
-        return "made again by its recipe when it is first needed"
+        return "recomputed by its recipe when it is first needed"
     for group, move in zip(plan.groups, outcome.result.moves, strict=True):
         if site.key in group.sites:
             where = f"moved in a group of {format_size(group.nbytes)} and {len(group.sites)} sites"
@@ -79,7 +79,7 @@ def _action(trace: Trace, outcome: Candidate, site: Site) -> str:
         return "not foreseen"
     if not (plan.groups or plan.recompute or plan.regions):
         return "kept, as everything is"
-    return "kept: there is room for it beside what moves and what is made again"
+    return "kept: there is room for it beside what moves and what is recomputed"
 
 
 def _around(trace: Trace, site: Site) -> list[Region]:

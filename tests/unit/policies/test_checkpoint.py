@@ -28,8 +28,8 @@ def test_checkpoint_by_hand(budget: int, chosen: tuple[str, ...]) -> None:
 
         bound   segments        held                    peak                             again
         0       -               28                      28                               0 s
-        8       s.0, t          a, c, d, e: 20          f made again beside them: 24     4 s
-        12      s.0, s.1, t     a, c, e: 16             f made again beside them: 20     6 s
+        8       s.0, t          a, c, d, e: 20          f recomputed beside them: 24     4 s
+        12      s.0, s.1, t     a, c, e: 16             f recomputed beside them: 20     6 s
         20      s, t            a, e: 8                 a beside b, c, d: 20             6 s
     """
     assert POLICIES["checkpoint"](TRACE, budget * MiB, LINKS).regions == chosen

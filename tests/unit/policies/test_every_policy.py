@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
-from migrator.effects import effect
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import NoPlanFits, Plan
+from migrator.planner.effects import effect
 from migrator.policies import POLICIES, autotm, swapadvisor
 from migrator.simulator import simulate
 from migrator.trace import Trace
@@ -73,7 +73,7 @@ def test_every_site_has_one_place(name: str, trace: Trace, budget: int, links: L
 @ALL
 @settings(max_examples=30)
 @given(trace=programs(), budget=BUDGETS, links=LINKS)
-def test_what_is_made_again_is_made_from_what_is_there(name: str, trace: Trace, budget: int, links: Links) -> None:
+def test_what_is_recomputed_is_made_from_what_is_there(name: str, trace: Trace, budget: int, links: Links) -> None:
     plan = planned(name, trace, budget, links)
     dropped = {trace.by_key[key].storage for key in plan.recompute}
     outcome = effect(trace, dropped, plan.regions)  # raises where something is not obtainable
@@ -111,7 +111,7 @@ def test_plans_fit_the_budget(name: str, sample: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*BOUND, "checkpoint", "flashneuron", "vdnn++", "vdnn-dyn"} - {"ssdtrain"}))
-def test_nothing_moves_and_nothing_is_made_again_where_all_fits(name: str) -> None:
+def test_nothing_moves_and_nothing_is_recomputed_where_all_fits(name: str) -> None:
     trace = SAMPLES["gpt"]()
     plan = POLICIES[name](trace, int(1.02 * peak(trace)), PCIE_GEN5)
     assert (plan.groups, plan.recompute, plan.regions) == ((), (), ())

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from allocator.sizes import MiB
-from migrator.draft import Draft
+from migrator.planner.draft import Draft
 from migrator.policies import POLICIES
 from migrator.policies.sentinel import feasible, migrate
 from tests.unit.policies.worked import LINKS, moves, worked

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from allocator.sizes import MiB
-from migrator.decisions import Trip
-from migrator.draft import Draft
+from migrator.planner.decisions import Trip
+from migrator.planner.draft import Draft
 from migrator.policies import POLICIES
 from migrator.policies.swapadvisor import Chromosome, swaps
 from tests.unit.policies.worked import LINKS, moves, worked

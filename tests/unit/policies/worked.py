@@ -45,5 +45,5 @@ def moves(plan: Plan) -> dict[str, int | None]:
 
 
 def remade(plan: Plan) -> list[str]:
-    """Layers whose storage is made again."""
+    """Layers whose storage is recomputed."""
     return [site.removesuffix(":0") for site in plan.recompute]

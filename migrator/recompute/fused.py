@@ -1,4 +1,4 @@
-"""Normalise, add and clamp in one pass: what follows a convolution, made again at a third of the traffic.
+"""Normalise, add and clamp in one pass: what follows a convolution, recomputed at a third of the traffic.
 
 PyTorch makes ``relu(batch_norm(x) + y)`` in three kernels, each of which reads and writes all of it; memory is all
 they take. Where Triton is there, one kernel makes the same bits: it rounds where they round. Whether it does so on
@@ -72,7 +72,7 @@ def _at_once(x: Tensor, affine: Affine, addend: Tensor | None, clamp: bool) -> T
 
 @cache
 def _launch() -> Callable[..., None]:
-    from migrator.fused_kernel import launch  # which needs Triton
+    from migrator.recompute.fused_kernel import launch  # which needs Triton
 
     return launch
 
@@ -104,7 +104,7 @@ def _exact(device: torch.device, dtype: torch.dtype, affine: torch.dtype, add: b
             # Twice: the first compiles, and only the second is launched as all later ones are.
             made = [_at_once(x, given, addend if add else None, clamp) for _ in range(2)]
     except Exception as error:  # Triton has many, and without a compiler for its launcher this is one of them
-        log.info("batch normalisation is made again by PyTorch's kernels, as Triton's failed: %s", error)
+        log.info("batch normalisation is recomputed by PyTorch's kernels, as Triton's failed: %s", error)
         return False
     expected = _one_by_one(x, given, 0.0, addend if add else None, clamp)
     bits = torch.int32 if dtype == torch.float32 else torch.int16

@@ -1,4 +1,4 @@
-"""The kernel of `migrator.fused`, in Triton. Imported only where that is installed."""
+"""The kernel of `migrator.recompute.fused`, in Triton. Imported only where that is installed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from migrator.fused import Affine
-from migrator.launches import Launcher, is_aligned
+from migrator.recompute.fused import Affine
+from migrator.recompute.launches import Launcher, is_aligned
 
 ROWS, CHANNELS = 64, 64  # of one program: 32 values a thread, in loads of 16 bytes
 

@@ -1,6 +1,6 @@
 """The operations that can be done again: what each needs of its node, and how it is done.
 
-Whether that gives the same bits is not decided here: see `migrator.trials`.
+Whether that gives the same bits is not decided here: see `migrator.recompute.trials`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from migrator import fused
-from migrator.formulas import Build, Formula, Operands, Table
-from migrator.ways import is_leaf
+from migrator.recompute import fused
+from migrator.recompute.formulas import Build, Formula, Operands, Table
+from migrator.recompute.ways import is_leaf
 
 
 def _setting(name: str) -> Callable[[Any], Any]:

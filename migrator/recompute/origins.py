@@ -12,7 +12,7 @@ _ORIGIN, _EPSILON = "tiers.origin", "tiers.epsilon"  # in a node's metadata, whi
 
 
 class Origins:
-    """Where the formulas of one thread find their inputs; see `migrator.ways.Source`.
+    """Where the formulas of one thread find their inputs; see `migrator.recompute.ways.Source`.
 
     Parameters
     ----------

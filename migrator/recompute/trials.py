@@ -1,4 +1,4 @@
-"""Finds out, while a period is recorded, which saved tensors can be made again bit for bit, and what that takes.
+"""Finds out, while a period is recorded, which saved tensors can be recomputed bit for bit, and what that takes.
 
 A tensor that has a formula is made a second time when backward asks for it, and compared with the original; once for
 each site. What it is made from is about to be asked for as well, so no more moves than would without. The device is not
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from allocator.errors import TiersError
-from migrator.formulas import Formula, operation
 from migrator.lanes import Meter, flat
-from migrator.remake import Peek, Verified, layout, run
+from migrator.recompute.dropped import Peek, run
+from migrator.recompute.finder import Verified, layout
+from migrator.recompute.formulas import Formula, operation
 from migrator.trace import Recipe
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from migrator.intervals import Bytes, occupancy, room
 from migrator.links import Links
+from migrator.planner.intervals import Bytes, occupancy, room
 from migrator.trace import Trace
 
 _OPPOSITE: Mapping[str, str] = MappingProxyType({"d2h": "h2d", "h2d": "d2h"})

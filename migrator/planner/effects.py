@@ -1,6 +1,6 @@
-"""What a choice brings about: which storages are held from forward to backward, what is made again, and when.
+"""What a choice brings about: which storages are held from forward to backward, what is recomputed, and when.
 
-A storage that is dropped, or saved within a region that is recomputed, is not held: it is made again, once, at
+A storage that is dropped, or saved within a region that is recomputed, is not held: it is recomputed, once, at
 its first use, and stays until its last. What it is made from must be there by then. Pure functions on plain data.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from migrator.intervals import Bytes
+from migrator.planner.intervals import Bytes
 from migrator.trace import Region, Site, Trace
 
 
 class Unobtainable(ValueError):
-    """A choice drops a storage that nothing it leaves can make again."""
+    """A choice drops a storage that cannot be recomputed from what it leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Effect:
     recomputed : tuple of str
         Keys of the sites whose storage is dropped.
     again : array of int
-        Bytes, by stretch, that nobody holds and are there nevertheless: made again, or still being read.
+        Bytes, by stretch, that nobody holds and are there nevertheless: recomputed, or still being read.
     work : mapping of int to Work
         By position.
     """
@@ -142,7 +142,7 @@ def effect(trace: Trace, dropped: Collection[int] = (), regions: Collection[str]
     trace : Trace
         The period.
     dropped : collection of int
-        Storages that are made again by their recipes. Those that a region saves as its input stay.
+        Storages that are recomputed by their recipes. Those that a region saves as its input stay.
     regions : collection of str
         Paths of regions that are recomputed as a whole; of nested ones the outermost.
 
@@ -155,7 +155,7 @@ def effect(trace: Trace, dropped: Collection[int] = (), regions: Collection[str]
 
 
 def obtainable(trace: Trace, dropped: Collection[int], regions: Collection[str] = ()) -> frozenset[int]:
-    """The storages of `dropped` that can be made again when all the others of them are held."""
+    """The storages of `dropped` that can be recomputed when all the others of them are held."""
     inside = outermost(trace, regions)
     seen = {site.storage for site in outside(trace, inside)}
     saved_as_input = {ident for region in inside for ident in region.inputs}
@@ -213,7 +213,7 @@ class _Builder:
         self._drop()
         self.held = dict(sorted(self.held.items(), key=lambda item: item[1].birth))
         for held in self.held.values():
-            # Read by what is made again, or by a region's own backward, after the last holder was asked for.
+            # Read by what is recomputed, or by a region's own backward, after the last holder was asked for.
             held.asked.sort()
             if held.asked and held.asked[-1] > held.leave:
                 self._there(held.leave + 2, held.asked[-1] + 2, held.nbytes)
@@ -279,7 +279,7 @@ class _Builder:
             if source in self.held:
                 continue
             if source not in self.uses or source not in self.trace.recipes:
-                raise Unobtainable(f"storage {ident} is made from {source}, which is neither held nor made again")
+                raise Unobtainable(f"storage {ident} is made from {source}, which is neither held nor recomputed")
             self._make(source, at, (*above, ident))
 
     def _work(self, at: int, seconds: float, inputs: tuple[int, ...]) -> None:

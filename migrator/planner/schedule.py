@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from migrator.effects import Effect, Held, Holder, effect
-from migrator.intervals import Bytes, room
 from migrator.plan import PageGroup, Plan, plan_of
+from migrator.planner.effects import Effect, Held, Holder, effect
+from migrator.planner.intervals import Bytes, room
 from migrator.trace import Trace
 
 
@@ -25,7 +25,7 @@ def scheduled(plan: Plan, trace: Trace, outcome: Effect, budget: int) -> Plan:
     Parameters
     ----------
     plan : Plan
-        What is kept, moved and made again.
+        What is kept, moved and recomputed.
     trace : Trace
         The period.
     outcome : Effect
@@ -74,7 +74,7 @@ def fit(
     Raises
     ------
     Unobtainable
-        If something is dropped that cannot be made again.
+        If something is dropped that cannot be recomputed.
     """
     outcome = effect(trace, dropped, regions)
     most = max(0, budget - min(trace.others, default=0))

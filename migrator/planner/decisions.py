@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from migrator.plan import PageGroup, Plan
-from migrator.schedule import fit
+from migrator.planner.schedule import fit
 from migrator.trace import Trace
 
 
@@ -27,7 +27,7 @@ class Trip:
 
 
 def assemble(policy: str, trace: Trace, budget: int, trips: Mapping[int, Trip], dropped: Collection[int] = ()) -> Plan:
-    """The plan in which storages travel, or are made again, as decided, and all others stay.
+    """The plan in which storages travel, or are recomputed, as decided, and all others stay.
 
     Those that share a tier travel in groups, in the order of their deaths; a group may come back when the first of
     its members may, but not before the schedule has room for it.

@@ -13,11 +13,11 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from migrator.booking import Lanes, Memory, Transfer
-from migrator.decisions import Trip, assemble
-from migrator.intervals import Floats, Interval, durations, inactive
 from migrator.links import Links
 from migrator.plan import Plan, least_room, look_ahead
+from migrator.planner.booking import Lanes, Memory, Transfer
+from migrator.planner.decisions import Trip, assemble
+from migrator.planner.intervals import Floats, Interval, durations, inactive
 from migrator.trace import Trace
 
 CLOSE = 0.1  # worths that differ by less count as equal
@@ -211,13 +211,13 @@ class Draft:
 
     # --------------------------------------------------------------------------------- recomputing
 
-    def remakable(self, storage: int) -> bool:
+    def recomputable(self, storage: int) -> bool:
         """Whether there is a recipe, and all it needs is saved."""
         recipe = self.trace.recipes.get(storage)
         return recipe is not None and all(source in self.trace.storage_bytes for source in recipe.inputs)
 
-    def remake(self, storage: int) -> None:
-        """Decide to drop a storage and make it again at its first use; it then stays until its last.
+    def recompute(self, storage: int) -> None:
+        """Decide to drop a storage and recompute it at its first use; it then stays until its last.
 
         What it is made from must be there then, so that may have to stay longer, or to come back earlier.
         """
@@ -249,7 +249,7 @@ class Draft:
             self.idle[source] = replace(idle, end=at, stop=self.trace.times[at])
 
     def chain(self, storage: int) -> float:
-        """Seconds it takes to make `storage` again, through what is made again itself."""
+        """Seconds it takes to recompute `storage`, through what is recomputed itself."""
         recipe = self.trace.recipes[storage]
         return recipe.seconds + sum(self.chain(source) for source in recipe.inputs if source in self.remade)
 

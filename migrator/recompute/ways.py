@@ -107,7 +107,7 @@ class Passed(NamedTuple):
 
 
 class Again(NamedTuple):
-    """That input is made again as well."""
+    """That input is recomputed as well."""
 
     k: int
     way: Way

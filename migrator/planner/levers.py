@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from migrator.intervals import Bytes, Floats, in_hbm, room
 from migrator.links import Links
+from migrator.planner.intervals import Bytes, Floats, in_hbm, room
 from migrator.simulator import H100, Costs
 from migrator.trace import Region, Trace
 
 KEEP, MOVE, DROP, WITHIN = range(4)
-CHAIN = 0.03  # of the positions: how much earlier than for itself a storage may be made again for another
+CHAIN = 0.03  # of the positions: how much earlier than for itself a storage may be recomputed for another
 
 Ints = NDArray[np.int64]
 
@@ -42,7 +42,7 @@ class State:
     action : array of int
         What happens to each storage, by its number among the lifetimes.
     made : array of int
-        For what is made again, the position at which it is.
+        For what is recomputed, the position at which it is.
     regions : list of int
         Numbers of the regions that are recomputed.
     """
@@ -181,7 +181,7 @@ class Levers:
         return np.minimum(np.searchsorted(self.times, times) + 1, self.turn + 1)
 
     def drop(self, state: State, number: int) -> bool:
-        """Drop a storage, if it can be made again without making others much earlier than they are needed."""
+        """Drop a storage, if it can be recomputed without making others much earlier than they are needed."""
         if any(number in self.inputs[region] for region in state.regions):
             return False
         above = [n for n in self.made_from.get(self.idents[number], ()) if state.action[n] == DROP]

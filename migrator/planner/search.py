@@ -1,4 +1,4 @@
-"""Greedy search: which storages to move or make again, and which regions to recompute, until a period fits.
+"""Greedy search: which storages to move or recompute, and which regions to recompute, until a period fits.
 
 Every lever has a cost in seconds and a relief in bytes over some stretches. Stretches weigh as much as they are over
 the budget, so relief counts where it is needed; the lever with the least cost for its relief is pulled first, as
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from migrator.intervals import Bytes, Floats
-from migrator.levers import DROP, KEEP, MOVE, Ints, Levers, State
+from migrator.planner.intervals import Bytes, Floats
+from migrator.planner.levers import DROP, KEEP, MOVE, Ints, Levers, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class How:
     lane : float
         Until when the lane out may be busy, as a multiple of the time of the last save.
     spare_droppable : bool
-        Move no storage that can be made again by a recipe.
+        Move no storage that can be recomputed by a recipe.
     share : int
         One round takes away one in so many of the bytes that are over, before levers are rated anew.
     region_price : float
@@ -131,7 +131,7 @@ class Search(Levers):
         return pulled
 
     def reassign(self, state: State, extra: Bytes | int, how: How) -> bool:
-        """Have the lane out carry what is dearest to make again, not what was chosen first; whether it changed.
+        """Have the lane out carry what is dearest to recompute, not what was chosen first; whether it changed.
 
         As long as the lane has time a move is cheap for anything; in the end its time is what is scarce.
         """
@@ -144,7 +144,7 @@ class Search(Levers):
         return bool((state.action != before).any())
 
     def exchange(self, state: State, extra: Bytes | int, how: How) -> bool:
-        """Move what is dear to make again instead, as long as the lane out has time for it; whether anything changed.
+        """Move what is dear to recompute instead, as long as the lane out has time for it; whether anything changed.
 
         The search weighs levers one by one, and a move that frees HBM only once it is over seems to relieve less.
         """

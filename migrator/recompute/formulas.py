@@ -5,7 +5,7 @@ needed. What it does not keep may be another saved tensor, or have a formula its
 A formula takes packed tensors, never nodes: it stays good when backward has released the node, and makes no reference
 cycle.
 
-Whether a formula gives the same bits is not decided here: see `migrator.trials`.
+Whether a formula gives the same bits is not decided here: see `migrator.recompute.trials`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from migrator.recompute.ways import (
+    Absent,
+    Again,
+    Answer,
+    Epsilon,
+    Leaf,
+    Passed,
+    Saved,
+    Setting,
+    Source,
+    Way,
+    input_of,
+    is_leaf,
+)
 from migrator.timing import product_in
-from migrator.ways import Absent, Again, Answer, Epsilon, Leaf, Passed, Saved, Setting, Source, Way, input_of, is_leaf
 
 DEPTH = 6  # operations in one formula
 
@@ -152,7 +165,7 @@ class Operands:
         return None if packed is None else self._search.found(packed)
 
     def input(self, k: int) -> Formula | None:
-        """The k-th input: itself if it was saved, or made again."""
+        """The k-th input: itself if it was saved, or recomputed."""
         node, output = input_of(self._node, k)
         if node is None:
             self.answers.append(Absent(k))

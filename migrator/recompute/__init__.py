@@ -1,0 +1,7 @@
+"""Recomputation: of single tensors where that is cheap (light), and of whole modules.
+
+While a period is recorded, `finder` looks for a formula for every saved tensor: along the graph (`formulas`, `ways`,
+`origins`), by the operations that are known (`operations`; `fused` does several at once). `trials` sees whether it
+gives the same bits, and what it takes. What the plan then recomputes is held in the graph as `dropped` tensors.
+`regions` puts PyTorch's own checkpoint around whole modules.
+"""

@@ -1,0 +1,125 @@
+"""Light recomputation: saved tensors that are dropped, and recomputed when backward asks for them.
+
+The graph holds a `Dropped` in place of such a tensor. It refers to a `Recomputed`, shared by the tensors on one
+storage, and that to the packed inputs of a formula: those that moved are fetched first, those that were dropped are
+recomputed first. So what is needed to recompute a tensor lives as long as the tensor is part of the graph, whatever
+backward has released meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from migrator.recompute.formulas import Formula
+from migrator.tensors import view
+
+if TYPE_CHECKING:
+    from migrator.actions import Recompute
+    from migrator.engine import Engine
+    from migrator.recorder import Record
+
+Peek = Callable[[Any], Tensor]
+"""Hands a packed tensor out without counting that as a use."""
+
+_is_autocast = torch._C._is_any_autocast_enabled
+
+
+MODIFIED = "modified by an inplace operation"  # what PyTorch says, and we do, of what was changed since it was saved
+FOR_RECOMPUTING = (
+    "A tensor that tiers dropped to save memory is recomputed from it. If the program is to change it between "
+    "forward and backward, choose a policy that recomputes nothing, such as TIERS_POLICY=flashneuron."
+)
+
+
+class Recomputed:
+    """The memory of dropped tensors that share a storage, while it is there."""
+
+    __slots__ = ("__weakref__", "alias", "engine", "formula", "nbytes", "tensor", "unused", "version")
+
+    def __init__(self, base: Tensor, formula: Formula, engine: Engine) -> None:
+        alias = base.detach()  # shares the version counter, and lives on without memory
+        self.version = alias._version
+        self.nbytes = base.nbytes  # all of its storage
+        alias.data = engine.empty(base.dtype)
+        self.alias = alias
+        self.formula = formula
+        self.engine = engine
+        self.unused = 0  # dropped tensors on it that backward has not asked for yet
+        self.tensor: Tensor | None = None
+
+    def obtain(self, peek: Peek) -> Tensor:
+        """All of it, as one tensor; recomputed if need be, and kept until the last one on it has been used once."""
+        tensor = self.tensor
+        if tensor is None:
+            tensor = self.alias.detach()  # a change in place is noticed there
+            try:
+                tensor.data = run(self.formula, peek)
+            except RuntimeError as error:
+                # Perhaps it is a bias, which plain PyTorch would not have missed: the reader has to be told.
+                if MODIFIED not in str(error) or FOR_RECOMPUTING in str(error):
+                    raise
+                raise RuntimeError(f"{error} {FOR_RECOMPUTING}") from None
+            if self.unused:  # or else it is asked for again (retain_graph), and nobody can say how often
+                self.tensor = tensor
+                self.engine.entered(self.nbytes)
+        return tensor
+
+    def used(self) -> None:
+        """One more of the tensors on it was asked for, for the first time."""
+        self.unused -= 1
+        if not self.unused and self.tensor is not None:
+            self.tensor = None
+            self.engine.left(self.nbytes)
+
+
+class Dropped:
+    """What the graph holds in place of a saved tensor that is recomputed."""
+
+    __slots__ = ("__weakref__", "dtype", "first", "go", "made", "record", "size", "stride", "was_used")
+
+    def __init__(self, tensor: Tensor, made: Recomputed, go: Recompute, record: Record | None) -> None:
+        made.unused += 1
+        self.go = go
+        self.made = made
+        self.record = record
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.first = int(tensor.storage_offset())
+        self.was_used = False
+
+    def changed(self) -> bool:
+        """Whether what was saved has been changed in place since."""
+        return self.made.alias._version != self.made.version
+
+    def view(self, peek: Peek, *, count: bool) -> Tensor:
+        """The tensor, bit for bit; with `count` it has been asked for."""
+        made = self.made
+        tensor = made.obtain(peek)
+        if count and not self.was_used:
+            self.was_used = True
+            made.used()
+        if (
+            tensor.stride() == self.stride
+            and tensor.size() == self.size
+            and tensor.storage_offset() == self.first
+            and tensor.dtype is self.dtype
+        ):
+            return tensor  # as most are
+        return view(made.alias, tensor.untyped_storage(), self.dtype, self.first, self.size, self.stride)
+
+
+def run(what: Formula, peek: Peek) -> Tensor:
+    """Compute a tensor by its formula.
+
+    Nodes save what an operation was really given: below autocast, which has cast its arguments already.
+    """
+    values = [peek(packed) for packed in what.inputs]
+    if not torch.is_grad_enabled() and not _is_autocast():  # as in most backwards; to switch them off takes longer
+        return what.run(values)
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return what.run(values)

@@ -1,0 +1,102 @@
+"""Finds the formulas that make saved tensors, and knows of each what was seen to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from migrator.recompute.formulas import Formula, Pattern, search
+from migrator.recompute.operations import TABLE
+
+if TYPE_CHECKING:
+    from migrator.recompute.origins import Origins
+
+
+class Verified(NamedTuple):
+    """A formula that gave the same bits when it was tried, and for what.
+
+    Attributes
+    ----------
+    held : mapping of str to float
+        The seconds that it took on the device, by its name: of a convolution there is one for each of several shapes.
+    epsilon : float or None
+        What it took for a normalisation's epsilon.
+    layout : tuple
+        Of what it made.
+    searched : bool
+        Whether it needs to know which saved tensor came from which node, or the versions of parameters.
+    found : frozenset of str
+        Sites of the saved tensors that it takes because of the node that made them.
+    """
+
+    held: Mapping[str, float]
+    epsilon: float | None
+    layout: tuple[Any, ...]
+    searched: bool
+    found: frozenset[str]
+
+    def besides(self, before: Verified | None) -> Verified:
+        """What is known now that this was seen, where `before` had been."""
+        if before is None or before._replace(held={}, found=self.found) != self._replace(held={}):
+            return self
+        return self._replace(held={**before.held, **self.held}, found=before.found | self.found)
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that owns the memory of `tensor`, a view of it or itself."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What must be as it was when a formula was tried: strides and dtype; not how long contiguous dimensions are."""
+    if tensor.is_contiguous():
+        return (tensor.dim(), tensor.dtype)
+    return (tensor.size(), tensor.stride(), tensor.dtype)
+
+
+def find(base: Tensor, source: Origins) -> Formula | None:
+    """The formula for a plain tensor that owns its memory, all of it; None if there is none."""
+    node = _maker(base)
+    found = None if node is None else search(node, source, TABLE)
+    return None if found is None else found[1]
+
+
+def _maker(base: Tensor) -> Any:
+    """The node whose first output is all of the memory of `base`; None if there is none."""
+    node = base.grad_fn
+    if node is None or base.output_nr or base.storage_offset():
+        return None
+    return node if base.nbytes == base.untyped_storage().nbytes() else None
+
+
+class Finder:
+    """Finds the formula of a site that was verified, in every period; all of it is searched for only once.
+
+    Parameters
+    ----------
+    verified : Verified
+        What has been seen to hold.
+    """
+
+    def __init__(self, verified: Verified) -> None:
+        self._verified = verified
+        self._pattern: Pattern | None = None
+
+    def find(self, base: Tensor, source: Origins) -> Formula | None:
+        """See `find`; None, too, if it is another formula or another layout than was verified."""
+        if layout(base) != self._verified.layout:
+            return None
+        node = _maker(base)
+        if node is None:
+            return None
+        what = None if self._pattern is None else self._pattern.follow(node, source)
+        if what is not None:
+            return what
+        found = search(node, source, TABLE)
+        if found is None or found[1].name not in self._verified.held:
+            return None
+        self._pattern, what = found
+        return what
