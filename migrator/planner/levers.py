@@ -234,16 +234,23 @@ def extremes(trace: Trace) -> Sequence[Choice]:
     """Choices that hold as little as can be held: what fits nowhere else may fit with one of these."""
     everything = frozenset(life.ident for life in trace.lifetimes)
     droppable = frozenset(ident for ident in trace.recipes if ident in everything)
-    largest = tuple(region.path for region in trace.regions)
-    nested = [
-        region.path
-        for region in trace.regions
-        if not any(other is not region and region.begin <= other.begin and other.end <= region.end
-                   for other in trace.regions)
-    ]  # fmt: skip
+    smallest_first = sorted(trace.regions, key=lambda region: region.end - region.begin)
+    innermost, outermost = _apart(smallest_first), _apart(smallest_first[::-1])
     return [
         Choice(moved, dropped, regions)
-        for regions in dict.fromkeys(((), tuple(nested), largest))
+        for regions in dict.fromkeys(((), innermost, outermost))
         for dropped in dict.fromkeys((frozenset(), droppable))
         for moved in (everything - dropped,)
     ]
+
+
+def _apart(regions: Sequence[Region]) -> tuple[str, ...]:
+    """Paths of regions none of which lies within another; the first that come are taken."""
+    calls: dict[str, list[Region]] = {}  # a path that is recomputed is so in all of its calls
+    for region in regions:
+        calls.setdefault(region.path, []).append(region)
+    taken: list[Region] = []
+    for own in calls.values():
+        if not any(one.begin < other.end and other.begin < one.end for one in own for other in taken):
+            taken += own
+    return tuple(dict.fromkeys(region.path for region in taken))

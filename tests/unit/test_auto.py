@@ -106,7 +106,7 @@ def test_what_leaves_in_time_moves() -> None:
     assert (plan.recompute, plan.regions) == ((), ())
 
 
-def test_what_cannot_leave_in_time_is_made_again_by_the_cheapest_means() -> None:
+def test_what_cannot_leave_in_time_is_recomputed_by_the_cheapest_means() -> None:
     """At 0.1 ms a position a move would stall the step by 1.6 ms, the region costs 2 ms and the recipe 1 ms."""
     plan = auto(small(1e-4), 300 * MiB, PCIE_GEN5)
     assert plan.recompute == ("layer2:0",)
@@ -181,6 +181,21 @@ def test_every_site_has_one_place(trace: Trace, budget: int) -> None:
 @given(programs())
 def test_extremes_are_choices_of_the_trace(trace: Trace) -> None:
     assert Choice(frozenset(life.ident for life in trace.lifetimes)) in extremes(trace)
+
+
+@given(programs())
+def test_no_extreme_recomputes_a_region_within_another(trace: Trace) -> None:
+    for choice in extremes(trace):
+        chosen = [region for region in trace.regions if region.path in choice.regions]
+        saved = [site.key for region in chosen for site in trace.sites_of(region)]
+        assert len(saved) == len(set(saved))
+
+
+def test_extremes_recompute_the_largest_regions_and_the_smallest() -> None:
+    spans = {"model": (0, 8), "model.block": (0, 4), "model.block.mlp": (2, 4), "model.head": (6, 8)}
+    regions = tuple(Region(path, begin, end, (), 0, 0.0) for path, (begin, end) in spans.items())
+    chosen = {frozenset(choice.regions) for choice in extremes(replace(chain([MiB] * 8), regions=regions))}
+    assert chosen == {frozenset(), frozenset({"model"}), frozenset({"model.block.mlp", "model.head"})}
 
 
 def test_a_gpt_is_planned_in_two_seconds() -> None:
