@@ -21,7 +21,7 @@ import tiers
 from allocator.sizes import GiB
 from benchmarks import workloads
 from benchmarks.activation_path import Sitting, run_variant, table
-from migrator import hooks, runtime
+from migrator import devices, hooks
 from migrator.links import Links
 from migrator.plan import Plan, make_plan
 from migrator.planner.effects import obtainable
@@ -41,7 +41,7 @@ def light(trace: Trace, budget: int, links: Links) -> Plan:
 @contextmanager
 def light_everywhere() -> Iterator[None]:
     """Have the policy ``keep`` mean `light`."""
-    with mock.patch.object(runtime, "POLICIES", {**POLICIES, "keep": light}):
+    with mock.patch.object(devices, "POLICIES", {**POLICIES, "keep": light}):
         yield
 
 

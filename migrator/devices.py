@@ -1,18 +1,31 @@
-"""What stands for a device: its compute stream, its two lanes and its budget."""
+"""The devices on which anything is saved: streams, lanes and budget of each, and where all their groups go."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from allocator.native import lane
+from migrator.background import in_background
+from migrator.backing import Backing
 from migrator.counters import Counters
+from migrator.engine import Engine
+from migrator.feedback import SETTLED
 from migrator.lanes import Compute, Lane
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.lanes.native import NativeCompute, NativeLane
+from migrator.learner import Learner
+from migrator.mover import Mover
+from migrator.options import Options
+from migrator.policies import POLICIES
+from migrator.tensors import Tensors
+
+FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
+RECORDINGS = 3  # of the first periods on a GPU: in each the host is late somewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +60,70 @@ def open_device(device: torch.device, counters: Counters, budget: int, lap: Call
         return Device(CudaCompute(device, counters, lap), out, back, budget)
     out, back = (NativeLane(device, name, counters, library) for name in ("d2h", "h2d"))
     return Device(NativeCompute(device, counters, library, lap), out, back, budget)
+
+
+class Devices:
+    """All devices of a runtime, and what they share below HBM. Thread-safe."""
+
+    def __init__(self, counters: Counters) -> None:
+        self.opened: dict[torch.device, Device] = {}
+        self._counters = counters
+        self._backing: Backing | None = None
+        self._lock = threading.Lock()  # so that each is made once
+
+    @property
+    def direct_disk(self) -> bool:
+        """Whether drives reach HBM without host memory between."""
+        return self._backing is not None and self._backing.direct_disk
+
+    def make_mover(self, device: torch.device, options: Options, tensors: Tensors) -> Mover:
+        """Make one thread's mover for a device, which is opened if it is the first.
+
+        Raises
+        ------
+        TiersError
+            If a tier below HBM cannot be set up as it was configured.
+        """
+        with self._lock:
+            if self._backing is None:
+                self._backing = options.backing(self._counters, device.type == "cuda")
+            shared = self.opened.get(device) or self._open(device, options)
+        engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors)
+        # The room settles within a little of the target, on either side: the budget lies above that.
+        margin = FRAGMENTS if device.type == "cuda" and options.pages() is None else SETTLED
+        learner = Learner(
+            POLICIES[options.policy],
+            max(0, int(shared.budget * (1 - margin)) - shared.holes),
+            options.links,
+            in_background,
+            RECORDINGS if device.type == "cuda" else 1,
+            # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
+            must_fit=device.type == "cuda" and options.pages() is None,
+        )
+        return Mover(engine, learner, shared.budget, keeps=options.policy == "keep")
+
+    def _open(self, device: torch.device, options: Options) -> Device:
+        budget = options.hbm(device)
+        pages = options.pages() if device.type == "cuda" else None
+        shared = open_device(device, self._counters, budget, None if pages is None else pages.lap(device))
+        if device.type == "cuda" and pages is None:
+            shared = replace(shared, holes=holes(device))
+        if device.type == "cuda" and options.enforce:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+        self.opened[device] = shared
+        return shared
+
+    def close(self, *, enforced: bool) -> None:
+        """Wait for copies and disk requests that are under way; lift the limits that were `enforced`."""
+        for device, shared in self.opened.items():
+            shared.out.close()
+            shared.back.close()
+            shared.compute.close()
+            if enforced and device.type == "cuda":
+                torch.cuda.set_per_process_memory_fraction(1.0, device)
+        if self._backing is not None:
+            self._backing.close()
 
 
 def holes(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""The runtime: switches the hooks on, knows when periods and steps end, and owns what the devices share.
+"""The runtime: switches the hooks on, and knows when periods and steps end.
 
 It arms late. Installing only registers module and optimizer hooks; the first forward that could train
 switches the saved-tensor hooks on, for its thread, and the first tensor saved on a device makes that
@@ -12,99 +12,36 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import get_worker_info
 
 from allocator.errors import TierFull, TiersError
-from allocator.pages import PageAllocator
 from allocator.sizes import format_size
 from migrator import entry, weights
 from migrator import tensors as in_python
-from migrator.background import in_background
-from migrator.backing import Backing
-from migrator.backoff import Response
 from migrator.counters import Counters
-from migrator.devices import Device, has_tiers, holes, name_of, open_device
-from migrator.engine import Engine
-from migrator.feedback import SETTLED
+from migrator.devices import Devices, has_tiers, name_of
 from migrator.garbage import Allowance
 from migrator.hooks import Saver
 from migrator.lanes import Event
 from migrator.lanes.host import HostCompute
-from migrator.learner import Learner
-from migrator.links import PCIE_GEN5, Links
+from migrator.links import Links
 from migrator.mover import Mover
+from migrator.options import Advisor, Options
 from migrator.plan import NoPlanFits, Plan
-from migrator.policies import POLICIES
 from migrator.steps import StepTimes
 from migrator.tensors import Tensors
 from migrator.trace import Trace
 from migrator.transfers import Transfer
 
-FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
-RECORDINGS = 3  # of the first periods on a GPU: in each the host is late somewhere
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
 
 
 class BudgetTooSmall(TiersError):
     """The HBM budget does not even hold the model's weights."""
-
-
-class Advisor(Protocol):
-    """Who tells the runtime how much of the links it may use."""
-
-    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
-        """Take in the copies that are over; what to do from now on.
-
-        Called on the training thread at every end of a period, so it must return at once, and must not raise.
-
-        Parameters
-        ----------
-        moved
-            Bytes that the runtime has moved so far, by lane.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the runtime is told.
-
-    Attributes
-    ----------
-    policy : str
-        A name of `migrator.policies.POLICIES`.
-    hbm : callable
-        The HBM budget of a device, in bytes.
-    enforce : bool
-        Have PyTorch's allocator refuse what exceeds the budget.
-    backing : callable
-        Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
-    refuse : callable, optional
-        Ends the program when the budget is too small, where an exception is not what its user should see.
-    pages : callable, optional
-        The allocator to tell where periods end, once it is under PyTorch.
-    links : Links
-        What plans take the lanes to give.
-    advisor : Advisor, optional
-        Asked at the end of every period; without one the links are used in full.
-    tensors : callable
-        What is done with each tensor, in Python or natively; called when the first thread trains.
-    """
-
-    policy: str
-    hbm: Callable[[torch.device], int]
-    enforce: bool
-    backing: Callable[[Counters, bool], Backing]
-    refuse: Callable[[TiersError], None] | None = None
-    pages: Callable[[], PageAllocator | None] = lambda: None
-    links: Links = PCIE_GEN5
-    advisor: Advisor | None = None
-    tensors: Callable[[], Tensors] = lambda: in_python
 
 
 class _Thread(threading.local):
@@ -125,9 +62,8 @@ class Runtime:
         self._steps = StepTimes()
         self._unmanaged = 0
         self._asked: dict[torch.device, Event] = {}  # when the lanes were last asked what they copied
-        self._backing: Backing | None = None
-        self._devices: dict[torch.device, Device] = {}
-        self._lock = threading.Lock()  # guards the making of backing and devices
+        self._devices = Devices(self._counters)
+        self._lock = threading.Lock()  # guards the choice of `_tensors`
         self._thread = _Thread()
         self._savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # a thread owns its own, and takes it along
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -164,14 +100,7 @@ class Runtime:
                 if mover.learner.plans:
                     self.learned = (mover.learner.traces[-1], mover.learner.plans[-1])
             saver.pop()
-        for device, shared in self._devices.items():
-            shared.out.close()
-            shared.back.close()
-            shared.compute.close()
-            if self.options.enforce and device.type == "cuda":
-                torch.cuda.set_per_process_memory_fraction(1.0, device)
-        if self._backing is not None:
-            self._backing.close()
+        self._devices.close(enforced=self.options.enforce)
 
     def forked(self) -> None:
         """In the child of a fork: the engine's threads, streams and files belong to the parent."""
@@ -224,36 +153,9 @@ class Runtime:
     def _make_mover(self, device: torch.device) -> Mover | None:
         if not has_tiers(device):
             return None
-        with self._lock:
-            if self._backing is None:
-                self._backing = self.options.backing(self._counters, device.type == "cuda")
-            shared = self._devices.get(device) or self._make_device(device)
-        engine = Engine(shared.compute, shared.out, shared.back, self._backing, self._tensors or in_python)
-        # The room settles within a little of the target, on either side: the budget lies above that.
-        margin = FRAGMENTS if device.type == "cuda" and self.options.pages() is None else SETTLED
-        learner = Learner(
-            POLICIES[self.options.policy],
-            max(0, int(shared.budget * (1 - margin)) - shared.holes),
-            self.options.links,
-            in_background,
-            RECORDINGS if device.type == "cuda" else 1,
-            # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
-            must_fit=device.type == "cuda" and self.options.pages() is None,
-        )
-        return Mover(engine, learner, shared.budget, keeps=self.options.policy == "keep")
-
-    def _make_device(self, device: torch.device) -> Device:
-        budget = self.options.hbm(device)
-        pages = self.options.pages() if device.type == "cuda" else None
-        shared = open_device(device, self._counters, budget, None if pages is None else pages.lap(device))
-        if device.type == "cuda" and pages is None:
-            shared = replace(shared, holes=holes(device))
-        if device.type == "cuda" and self.options.enforce:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-        self._devices[device] = shared
+        mover = self._devices.make_mover(device, self.options, self._tensors or in_python)
         self._recount_static()
-        return shared
+        return mover
 
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
         if self._leader_stepped and torch.is_grad_enabled():
@@ -289,7 +191,7 @@ class Runtime:
 
     def _recount_static(self) -> None:
         """Without a GPU nobody else counts what lives as long as the program."""
-        for shared in self._devices.values():
+        for shared in self._devices.opened.values():
             if isinstance(compute := shared.compute, HostCompute):
                 tensors = (tensor for root in self._roots for tensor in weights.of_module(root))
                 compute.static = weights.bytes_on(compute.device, tensors) + sum(self._optimizers.values())
@@ -334,7 +236,7 @@ class Runtime:
             compute = mover.engine.compute
             if compute.capturing():  # events must not be asked for then
                 continue
-            shared, asked = self._devices[compute.device], self._asked.get(compute.device)
+            shared, asked = self._devices.opened[compute.device], self._asked.get(compute.device)
             if asked is not None:
                 if not asked.query():  # the program runs more than a period ahead of the device
                     continue
@@ -343,8 +245,7 @@ class Runtime:
                     transfers += over
             self._asked[compute.device] = compute.mark(compute.stream())
         response = advisor.period_over(transfers, dict(self._counters.moved))
-        direct = self._backing is not None and self._backing.direct_disk
-        return response.ahead, self.options.links.reduced(response.left, direct_disk=direct)
+        return response.ahead, self.options.links.reduced(response.left, direct_disk=self._devices.direct_disk)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""
@@ -375,9 +276,9 @@ class Runtime:
 
     def numbers(self) -> dict[str, Any]:
         """What happened so far, as `stats.json` has it; HBM's budget and peak as ``budget_hbm`` and ``peak_hbm``."""
-        counters, devices = self._counters, self._devices.values()
+        counters, devices = self._counters, self._devices.opened.values()
         return {
-            "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices)),
+            "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices.opened)),
             "budget_hbm": max((shared.budget for shared in devices), default=0),
             "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
             "periods": self._periods,

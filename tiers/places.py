@@ -1,4 +1,4 @@
-"""Where our processes of one user meet on a node."""
+"""Places in the file system that belong to one user: where processes meet on a node, and where what is built lies."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ LEDGERS = (Path("/dev/shm"), Path("/tmp"))  # the first that serves; not TMPDIR,
 def of_user(place: Path) -> Path:
     """The directory within one of those that is private to this user."""
     return place / f"tiers-{os.geteuid()}"
+
+
+def cache_directory() -> Path:
+    """Where what is built for this user lies."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-tiers"

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import tiers
 from allocator.sizes import MiB
-from migrator import mover, runtime
+from migrator import devices, mover
 from migrator.links import Links
 from migrator.plan import Plan, plan_of
 from migrator.planner.effects import effect
@@ -154,7 +154,7 @@ def moving(
 
     with (
         mock.patch.object(mover, "learning_room", lambda budget: room),
-        mock.patch.object(runtime, "POLICIES", {**POLICIES, "move": move_a_share}),
+        mock.patch.object(devices, "POLICIES", {**POLICIES, "move": move_a_share}),
         tiers.session(policy=policy, **{"dram": "64MiB", **arguments}) as session,
     ):
         yield session

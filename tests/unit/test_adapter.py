@@ -12,7 +12,8 @@ import torch
 from allocator import adapter, native
 from allocator.extension import CannotBuild
 from tiers.config import load
-from tiers.session import Session, before_cuda
+from tiers.paging import before_cuda
+from tiers.session import Session
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 
 import tiers
 from allocator.sizes import MiB
-from migrator import devices, mover, runtime
+from migrator import devices, mover
 from migrator.backoff import LEAST_GROUPS, Response
 from migrator.counters import Counters
 from migrator.engine import EVERY
@@ -155,7 +155,7 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
     advisor = Late(link)
     with (
         mock.patch.object(mover, "learning_room", lambda budget: ROOM),
-        mock.patch.object(runtime, "POLICIES", {**POLICIES, "move": thrifty}),
+        mock.patch.object(devices, "POLICIES", {**POLICIES, "move": thrifty}),
         mock.patch.object(devices, "HostLane", lambda name, counters: ScriptedLane(link, name, counters)),
         tiers.session(policy="move", dram="64MiB", monitor_enabled=False) as session,
     ):

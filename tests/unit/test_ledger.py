@@ -22,10 +22,9 @@ from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, MiB
 from tests.unit.by_hand import eventually
 from tests.unit.store_faults import FaultyFile
+from tiers import shares
 from tiers.config import ConfigError, load
 from tiers.session import Session
-
-session_module = sys.modules[Session.__module__]  # the name in the package is the context manager's
 
 ROOT = Path(__file__).parents[2]
 CAPACITY = 16 * PAGE
@@ -420,14 +419,14 @@ def test_a_full_disk_leaves_nothing_claimed(tmp_path: Path, ledger: Ledger) -> N
 
 
 def test_a_rank_may_have_all_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "LEDGERS", (tmp_path,))
+    monkeypatch.setattr(shares, "LEDGERS", (tmp_path,))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     budget = Session(load({"dram": "64MiB"}, environ={}, cwd=tmp_path).config).stats()["budget"]
     assert budget["dram"] == 64 * MiB
 
 
 def test_without_a_ledger_each_rank_has_an_equal_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "LEDGERS", (tmp_path / "nowhere", tmp_path / "neither"))
+    monkeypatch.setattr(shares, "LEDGERS", (tmp_path / "nowhere", tmp_path / "neither"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     budget = Session(load({"dram": "64MiB"}, environ={}, cwd=tmp_path).config).stats()["budget"]
     assert budget["dram"] == 32 * MiB
@@ -436,7 +435,7 @@ def test_without_a_ledger_each_rank_has_an_equal_share(tmp_path: Path, monkeypat
 def test_a_session_keeps_its_accounts_in_the_ledger_that_is_named(tmp_path: Path) -> None:
     named = tmp_path / "ledger"
     config = load({"dram": "64MiB", "ledger": str(named)}, environ={}, cwd=tmp_path).config
-    account = Session(config)._account("dram", 64 * MiB)
+    account = shares.Shares(config).account("dram", 64 * MiB)
     assert account is not None
     account.claim(4 * PAGE)
     assert Ledger(named).used("dram") == 4 * PAGE

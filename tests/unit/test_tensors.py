@@ -21,7 +21,7 @@ from migrator import native
 from migrator import tensors as in_python
 from migrator.lanes import SLOT
 from migrator.tensors import Tensors
-from tiers.session import cache_directory
+from tiers.places import cache_directory
 
 BUILDS = shutil.which("g++") is not None and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
 

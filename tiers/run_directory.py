@@ -1,0 +1,50 @@
+"""The run directory, `TIERS_RUN`: what a run leaves behind for `tiers report` and `tiers plan`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from migrator.plan import Plan
+from migrator.trace import Trace
+from tiers.config import Config, ConfigError
+
+STATS = "stats.json"
+
+
+def find(config: Config) -> Path | None:
+    """The run directory of this process, one per rank; None if none is asked for.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be written, or holds an earlier run.
+    """
+    if config.run is None:
+        return None
+    rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    directory = config.run / f"rank{rank}" if rank else config.run
+    standing = next(parent for parent in (directory, *directory.parents) if parent.exists())
+    if not standing.is_dir() or not os.access(standing, os.W_OK):
+        raise ConfigError(f"TIERS_RUN: {directory} cannot be written: {standing} is no directory that you may write to")
+    if (directory / STATS).exists() and not config.run_force:
+        raise ConfigError(
+            f"TIERS_RUN: {directory} holds an earlier run: name another directory or set TIERS_RUN_FORCE=1"
+        )
+    return directory
+
+
+def write(directory: Path, stats: dict[str, Any], learned: tuple[Trace, Plan] | None, *, force: bool) -> None:
+    """Write what a run did, and what it learned; over an earlier run with `force`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / STATS).exists() and not force:
+        # Trainers started by hand, without RANK, share the directory: none must overwrite another's.
+        directory = directory / f"process{os.getpid()}"
+        directory.mkdir()
+    (directory / STATS).write_text(json.dumps(stats, indent=2) + "\n")
+    if learned is not None:
+        trace, plan = learned
+        (directory / "trace.json").write_text(trace.to_json() + "\n")
+        (directory / "plan.json").write_text(plan.to_json() + "\n")

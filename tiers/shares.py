@@ -1,0 +1,106 @@
+"""What this process may take: HBM budgets, its share of the node's `dram` and `nvme`, and what the machine leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import Any
+
+import torch
+
+from allocator.ledger import Account, Ledger
+from allocator.room import Room
+from allocator.sizes import PAGE, GiB, MiB
+from tiers.config import Config, ConfigError
+from tiers.places import LEDGERS, of_user
+from tiers.topology import default_dram_capacity, memory_left, numa_node, read_memory
+
+log = logging.getLogger("tiers")
+
+MARGIN = 512 * MiB  # of HBM that is left to others when no budget is set
+
+
+class Shares:
+    """Budgets and capacities of one process.
+
+    The capacities of `dram` and `nvme` are the node's: its processes share them through a ledger, first come,
+    first served, so a rank that needs more than another may have it. Without a ledger each takes an equal share.
+
+    Attributes
+    ----------
+    ledger : Ledger or None
+        Where the processes of this node meet.
+    dram, nvme : int
+        The most that this process may take, in bytes.
+
+    Raises
+    ------
+    ConfigError
+        If the ledger that was named cannot be used.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.ledger = _open_ledger(config)
+        self._ranks = 1 if self.ledger else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._hbm = config.hbm.capacity
+        self.dram = (self._default_dram() if config.dram.capacity is None else config.dram.capacity) // self._ranks
+        self.nvme = (config.nvme.capacity or 0) // self._ranks if config.nvme.paths else 0
+
+    def hbm(self, device: torch.device) -> int:
+        """The HBM budget of a device, in bytes: all that is free where none is set."""
+        if self._hbm is not None:
+            return self._hbm
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            return free + torch.cuda.memory_reserved(device) - MARGIN
+        return read_memory().room
+
+    def account(self, tier: str, capacity: int) -> Account | None:
+        """Where what is taken of a tier is claimed; None without a ledger."""
+        return self.ledger.open_account(tier, capacity) if self.ledger else None
+
+    def say_if_alone(self) -> None:
+        """Say that nothing is shared, where there is no ledger."""
+        if self.ledger is None:
+            text = "no ledger can be kept in %s, so dram and nvme are this rank's alone: 1/%d of the capacities"
+            log.warning(text, " or ".join(map(str, LEDGERS)), self._ranks)
+
+    def _default_dram(self) -> int:
+        # The ledger subtracts what other processes hold, which is missing from what the system has available.
+        held = self.ledger.used("dram") if self.ledger else 0
+        return default_dram_capacity(read_memory()) + held // 2
+
+
+def step(capacity: int) -> int:
+    """Bytes to grow a tier by: little enough that one rank's first step leaves room for the others'."""
+    return max(PAGE, min(GiB, capacity // 16))
+
+
+def room() -> Room:
+    """What the machine and the cgroup leave now."""
+    return Room(*memory_left(read_memory()))
+
+
+def node_of_gpu() -> int | None:
+    """The NUMA node that the current GPU is attached to, if that is known."""
+    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    try:
+        return numa_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    except AttributeError:  # an older PyTorch
+        return None
+
+
+def _open_ledger(config: Config) -> Ledger | None:
+    if config.ledger is not None:
+        try:
+            return Ledger(config.ledger)
+        except OSError as error:
+            raise ConfigError(
+                f"TIERS_LEDGER: no ledger can be kept at {config.ledger}: {error.strerror or error}; it must be a "
+                "directory of this user alone, or a name in one that exists"
+            ) from error
+    for place in LEDGERS:
+        with contextlib.suppress(OSError):  # said where it matters, when something is about to be shared
+            return Ledger(of_user(place))
+    return None
