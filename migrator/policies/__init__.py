@@ -5,8 +5,8 @@ trace has no `others` it is the room for the saved tensors alone.
 
 To add one: write ``migrator/policies/NAME.py`` with a function ``plan(trace, budget, links) -> Plan`` whose
 docstring cites its source, enter it in `MODULES`, and give it a golden test in
-``tests/unit/policies``. What policies share is in `migrator.planner`; its `schedule.fit` makes the plan of a choice,
-and `migrator.simulator` tells what that takes.
+``tests/unit/migrator/policies``. What policies share is in `migrator.planner`; its `schedule.fit` makes the plan of
+a choice, and `migrator.simulator` tells what that takes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from allocator.sizes import MiB
 from migrator.planner.draft import Draft
 from migrator.policies import POLICIES
 from migrator.policies.sentinel import feasible, migrate
-from tests.unit.policies.worked import LINKS, moves, worked
+from tests.unit.migrator.policies.worked import LINKS, moves, worked
 
 TRACE = worked([4] * 6, forward=4.0, backward=8.0)
 """Twelve layers of the step: forward at positions 0 to 5, backward at 6 (f) to 11 (a)."""

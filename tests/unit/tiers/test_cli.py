@@ -41,7 +41,7 @@ STATS = {
 
 def tiers(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """`tiers` in a process of its own, which `run` needs, as it replaces the process."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     return subprocess.run(
         [sys.executable, "-m", "tiers", *words],
         cwd=cwd,

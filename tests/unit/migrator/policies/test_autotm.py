@@ -6,7 +6,7 @@ import pytest
 
 from allocator.sizes import MiB
 from migrator.policies import POLICIES
-from tests.unit.policies.worked import LINKS, moves, worked
+from tests.unit.migrator.policies.worked import LINKS, moves, worked
 
 TRACE = worked([6, 12, 4, 4], forward=6.0, backward=8.0)
 """Saved at 6, 12, 18 and 24 s, used at 48 (a), 40, 32 and 24 s (d). Every stretch is a node."""

@@ -15,7 +15,7 @@ from allocator.native import CoreError
 from allocator.packing import Ints, pack
 
 EVENTS = 20
-SEQUENCES = Path(__file__).parents[1] / "data" / "sequences"
+SEQUENCES = Path(__file__).parents[2] / "data" / "sequences"
 
 
 @st.composite

@@ -82,7 +82,7 @@ def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
     words = ["probe", "--quick", "--sustained", "--seconds", "60", "--paths", "disk_write", "--nvme-path", str(disk)]
     probe = subprocess.Popen(
         [sys.executable, "-m", "tiers", *words],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

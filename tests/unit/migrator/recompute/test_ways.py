@@ -16,7 +16,16 @@ from migrator.recompute import finder
 from migrator.recompute.dropped import run
 from migrator.recompute.finder import Finder, Verified, base_of, find, layout
 from migrator.recompute.origins import Origins, note, note_epsilon
-from tests.unit.test_formulas import BIAS, MATRIX, OPERATIONS, WEIGHT, Packer, X, assert_bitwise, saved
+from tests.unit.migrator.recompute.test_formulas import (
+    BIAS,
+    MATRIX,
+    OPERATIONS,
+    WEIGHT,
+    Packer,
+    X,
+    assert_bitwise,
+    saved,
+)
 
 Forward = Callable[[Tensor], Tensor]
 

@@ -26,7 +26,7 @@ from tiers import shares
 from tiers.config import ConfigError, load
 from tiers.session import Session
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CAPACITY = 16 * PAGE
 
 

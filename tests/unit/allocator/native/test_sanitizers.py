@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 CORE = [
     ROOT / "allocator" / "native" / f"{name}.cpp"
     for name in ("core", "cuda", "heap", "heap_pages", "interface", "layout", "memfd", "packing", "pages")

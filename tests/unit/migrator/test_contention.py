@@ -27,7 +27,7 @@ from migrator.policies import POLICIES
 from migrator.trace import Trace
 from migrator.transfers import Transfer
 from tests.scenarios import batch, bits, perceptron
-from tests.unit.test_backoff import reversals
+from tests.unit.migrator.test_backoff import reversals
 from tiers.monitor.calibration import Calibration
 from tiers.monitor.sensors import Choice
 from tiers.monitor.sensors.copies import Copies

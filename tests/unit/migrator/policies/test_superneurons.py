@@ -3,7 +3,7 @@ from __future__ import annotations
 from allocator.sizes import MiB
 from migrator.policies import POLICIES
 from migrator.trace import Recipe
-from tests.unit.policies.worked import LINKS, moves, remade, worked
+from tests.unit.migrator.policies.worked import LINKS, moves, remade, worked
 
 TRACE = worked(
     [4] * 8,

@@ -11,12 +11,12 @@ from random import Random
 import pytest
 
 from migrator.backoff import FLOOR, Backoff, Verdict
-from tests.unit.test_backoff import reversals
+from tests.unit.migrator.test_backoff import reversals
 from tiers.monitor.calibration import Calibration, curves_of, kind_of
 from tiers.monitor.sensors import Reading
 from tiers.monitor.verdict import BLIND, CALM, GAP, MIDDLING, STALE, Judge, verdicts
 
-RECORDED = Path(__file__).parent / "data" / "contention_readings.json"
+RECORDED = Path(__file__).parents[1] / "data" / "contention_readings.json"
 NOTHING: dict[str, float] = {}
 
 

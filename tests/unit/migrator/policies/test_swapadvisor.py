@@ -5,7 +5,7 @@ from migrator.planner.decisions import Trip
 from migrator.planner.draft import Draft
 from migrator.policies import POLICIES
 from migrator.policies.swapadvisor import Chromosome, swaps
-from tests.unit.policies.worked import LINKS, moves, worked
+from tests.unit.migrator.policies.worked import LINKS, moves, worked
 
 TRACE = worked([4] * 6, forward=4.0, backward=8.0)
 

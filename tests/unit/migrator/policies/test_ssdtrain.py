@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from allocator.sizes import MiB
 from migrator.policies import POLICIES
-from tests.unit.policies.worked import LINKS, moves, worked
+from tests.unit.migrator.policies.worked import LINKS, moves, worked
 
 
 def test_ssdtrain_by_hand() -> None:

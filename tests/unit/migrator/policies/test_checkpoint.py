@@ -5,7 +5,7 @@ import pytest
 from allocator.sizes import MiB
 from migrator.policies import POLICIES
 from migrator.trace import Region
-from tests.unit.policies.worked import LINKS, worked
+from tests.unit.migrator.policies.worked import LINKS, worked
 
 TRACE = worked(
     [4, 4, 8, 4, 4, 4],

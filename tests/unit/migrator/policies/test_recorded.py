@@ -15,7 +15,7 @@ from migrator.policies import POLICIES
 from migrator.simulator import simulate
 from migrator.trace import Trace
 
-TRACES = Path(__file__).parents[2] / "data" / "traces"
+TRACES = Path(__file__).parents[3] / "data" / "traces"
 CELLS = {
     ("reference_gpt", 28.5): 0.965,
     ("reference_gpt", 22.8): 0.93,

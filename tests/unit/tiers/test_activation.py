@@ -13,7 +13,7 @@ import pytest
 
 from allocator.sizes import MiB
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # `import torch` calls the gate where the package is installed. So that these tests do not depend on that, it is
 # called by hand, right after, and PyTorch's own call is switched off; one test below has it the way users do.

@@ -23,7 +23,7 @@ from allocator.sequence import Log, foresee
 from allocator.sharing import shared_share
 from allocator.sizes import GiB, round_up
 
-SEQUENCES = Path(__file__).parents[2] / "data" / "sequences"
+SEQUENCES = Path(__file__).parents[3] / "data" / "sequences"
 PYTORCH = {"gpt-1.3b": 1.049, "gpt-1.3b-checkpointed": 1.177, "resnet152-b256": 1.063, "unet-b16-512": 1.090}
 
 

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from allocator.sizes import PAGE
+from tests.unit.by_hand import HandStore
+from tests.unit.migrator.engine.rig import Rig, graph
+
+
+@pytest.fixture(autouse=True)
+def by_reference_count_alone() -> Iterator[None]:
+    """Memory must not wait for the garbage collector, which many trainers switch off."""
+    gc.disable()
+    yield
+    gc.enable()
+    graph.clear()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def disk() -> Iterator[Rig]:
+    store = HandStore(1 << 30, at_once=True)
+    rig = Rig(dram=4 * PAGE, store=store)
+    yield rig
+    store.finish()
+    rig.close()

@@ -1,0 +1,101 @@
+"""Groups that leave HBM: when their memory is let go, and in whose order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from allocator.errors import TierFull
+from allocator.sizes import PAGE, MiB
+from migrator.group import State
+from migrator.lanes import SLOT
+from tests.unit.migrator.engine.rig import NBYTES, Held, Rig
+
+
+def test_within_the_limit_memory_is_not_let_go(rig: Rig) -> None:
+    rig.engine.limit = NBYTES
+    (held,) = rig.sent()
+    assert held.group.state is State.LEAVING
+    assert not held.memory.expired()
+
+
+def test_over_the_limit_the_oldest_are_let_go(rig: Rig) -> None:
+    rig.engine.limit = 2 * NBYTES
+    groups = [rig.sent()[0].group for _ in range(4)]
+    assert [group.state for group in groups] == [State.AWAY, State.AWAY, State.LEAVING, State.LEAVING]
+    assert rig.engine.resident == 2 * NBYTES
+
+
+def test_what_is_let_go_has_no_memory_in_hbm(rig: Rig) -> None:
+    (held,) = rig.sent()
+    rig.out.run()
+    assert held.memory.expired()
+    assert held.saved.alias.untyped_storage().nbytes() == 0
+
+
+def test_memory_is_let_go_in_the_order_of_the_stream(rig: Rig) -> None:
+    (held,) = rig.sent()
+    assert held.group.parcel is not None
+    assert rig.compute.waits == [(held.group.parcel.filled, 1)]
+
+
+def test_an_alias_without_memory_still_tells_of_changes_in_place(rig: Rig) -> None:
+    x = torch.zeros(NBYTES, dtype=torch.uint8)
+    group = rig.group()
+    held = Held(rig.engine, group, x)
+    rig.engine.send(group)
+    x.add_(1)
+    assert held.saved.alias._version == held.saved.version + 1
+
+
+def test_a_tensor_saved_again_after_its_storage_left_holds_no_memory(rig: Rig) -> None:
+    x = torch.zeros(NBYTES, dtype=torch.uint8)
+    group = rig.group()
+    first = Held(rig.engine, group, x)
+    rig.engine.send(group)
+    again = Held(rig.engine, group, x, first.saved)
+    rig.out.run()
+    del x
+    assert again.memory.expired()
+    assert again.use().numel() == NBYTES
+
+
+def test_a_group_without_members_does_not_leave(rig: Rig) -> None:
+    rig.engine.send(rig.group())
+    assert rig.out.copies == 0
+
+
+def test_members_lie_in_slots_the_large_ones_first(rig: Rig) -> None:
+    group = rig.group()
+    members = [rig.held(group, nbytes) for nbytes in (1, 5 * MiB, 700, 6 * MiB)]
+    rig.engine.send(group)
+    assert [held.saved.offset for held in members] == [11 * MiB, 0, 11 * MiB + SLOT, 5 * MiB]
+    rig.out.run()
+    for held in members:
+        view = held.use()
+        rig.back.run()
+        assert torch.equal(view, held.expected)
+
+
+def test_a_full_tier_leaves_the_group_where_it_is(rig: Rig) -> None:
+    small = Rig(dram=PAGE)
+    (first,) = small.sent()
+    group = small.group()
+    second = small.held(group)
+    with pytest.raises(TierFull, match="tier dram is full"):
+        small.engine.send(group)
+    assert torch.equal(second.saved.alias, second.expected)
+    first.die()
+    small.out.run()
+    small.engine.send(group)
+    assert group.state is State.AWAY
+    small.close()
+
+
+def test_a_group_waits_for_the_stream_it_was_made_on(rig: Rig) -> None:
+    group = rig.group()
+    rig.held(group)
+    rig.compute.current = 2
+    rig.engine.send(group)
+    assert rig.out.followed == [1]
+    assert [stream for _, stream in rig.compute.waits] == [1]
