@@ -161,9 +161,13 @@ def report(dram: str, *, by_call: bool = False) -> None:
         print(f"hooks, policy {policy}, host time a tensor, pack and unpack together: {times}", flush=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", action="store_true", help="also what one step calls, by cProfile")
     parser.add_argument("--dram", default="4GiB")
     options = parser.parse_args()
     report(options.dram, by_call=options.profile)
+
+
+if __name__ == "__main__":
+    main()

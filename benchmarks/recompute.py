@@ -49,12 +49,12 @@ def found_by_operation(step: Callable[[], torch.Tensor], arguments: dict[str, st
     """Print, by operation, the bytes that have recipes and those that have none, and what the recipes take."""
     operations: dict[int, str] = {}
 
-    def note(tensor: torch.Tensor, packed: Any) -> None:
+    def note(tensor: torch.Tensor, packed: Any, key: str) -> None:
         record = packed[3] if isinstance(packed, tuple) else packed.record
         if record is not None and record.known is not None:
             node: Any = base_of(tensor).grad_fn
             operations[record.known.ident] = "(not differentiable)" if node is None else node.name()
-        hooks_note(tensor, packed)
+        hooks_note(tensor, packed, key)
 
     hooks_note = hooks.note
     with mock.patch.object(hooks, "note", note), tiers.session(**{**arguments, "policy": "keep"}) as session:

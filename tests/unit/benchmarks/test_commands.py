@@ -1,0 +1,31 @@
+"""Benchmarks that need no test of their parts: each runs, small and without a GPU, and prints its table."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+SMALL = "--tiny --rounds 1 --steps 1 --dram 1GiB"
+
+
+@pytest.mark.parametrize(
+    ("command", "shows"),
+    [
+        (f"activation_path {SMALL} --moved", ["plain", "moved"]),
+        (f"recompute {SMALL}", ["AddmmBackward0", "plain", "light"]),
+        ("disk_store --directory . --size 8MiB --rounds 2", ["plain"]),
+        ("hook_times", ["policy keep", "policy move"]),
+    ],
+)
+def test_it_runs(
+    command: str, shows: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *arguments = command.split()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    import_module(f"benchmarks.{name}").main()
+    printed = capsys.readouterr().out
+    assert [word for word in shows if word not in printed] == []
