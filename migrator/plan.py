@@ -30,13 +30,13 @@ class NoPlanFits(TiersError):
     smallest : int
         The smallest budget for which there is one.
     holds : str
-        What lies in HBM then, where it holds most.
+        What lies in HBM then where it holds most, and where that is.
     """
 
     def __init__(self, budget: int, smallest: int, holds: str) -> None:
         super().__init__(
-            f"no plan keeps this program within {format_size(budget)} of hbm: it needs {format_size(smallest)}, which "
-            f"{holds}; raise TIERS_HBM above that, or make the batch smaller"
+            f"no plan keeps this program within {format_size(budget)} of hbm: it needs {format_size(smallest)} "
+            f"({holds}); raise TIERS_HBM above that, or make the batch smaller"
         )
         self.budget = budget
         self.smallest = smallest

@@ -56,7 +56,7 @@ class Recipe:
     inputs : tuple of int
         Storages it is made from. They are saved in the same period; each is kept, moved or has a recipe itself.
     seconds : float
-        what recomputing it takes on the device.
+        What recomputing it takes on the device.
     """
 
     op: str

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allocator.lifetimes import Lifetime
+from allocator.sizes import format_size
 from migrator.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -93,3 +94,19 @@ def occupancy(trace: Trace) -> Bytes:
         changes[first] += life.nbytes
         changes[end] -= life.nbytes
     return np.cumsum(changes)[:-1]
+
+
+def where_fullest(trace: Trace, hbm: Bytes) -> str:
+    """Where HBM holds most, and what lies in it there, in words; `hbm` is by stretch."""
+    stretch = int(hbm.argmax())
+    others = trace.others[stretch] if trace.others else 0
+    before = max((site for site in trace.sites if site.birth < stretch), key=lambda site: site.birth, default=None)
+    after = [site.key for site in trace.sites if stretch - 1 in site.uses]
+    where = f"when backward asks for {_named(after[0])}" if after else "at the begin"
+    if before and not after:
+        where = f"after {_named(before.key)} was saved"
+    return f"{format_size(int(hbm.max()) - others)} of saved tensors and {format_size(others)} of all else {where}"
+
+
+def _named(key: str) -> str:
+    return f"tensor {key[1:]} of those that no module saves" if key.startswith(":") else key

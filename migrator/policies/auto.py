@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from allocator.sizes import format_size
 from migrator.links import Links
 from migrator.plan import NoPlanFits, Plan
 from migrator.planner.effects import obtainable
-from migrator.planner.intervals import Bytes
+from migrator.planner.intervals import Bytes, where_fullest
 from migrator.planner.levers import Choice, State, extremes
 from migrator.planner.schedule import fit
 from migrator.planner.search import PLAIN, How, Search
@@ -185,7 +184,7 @@ class _Planner:
 
     def _too_small(self) -> NoPlanFits:
         least = min((self._least(choice) for choice in extremes(self.trace)), key=lambda hbm: int(hbm.max()))
-        return NoPlanFits(self.budget, int(least.max()), _holds(self.trace, least))
+        return NoPlanFits(self.budget, int(least.max()), where_fullest(self.trace, least))
 
     def _least(self, choice: Choice) -> Bytes:
         """What HBM holds under the smallest budget that a choice meets."""
@@ -195,13 +194,3 @@ class _Planner:
             if hbm.max() <= budget:
                 return hbm
             budget = int(hbm.max())  # with more room groups are larger, and may need more in turn
-
-
-def _holds(trace: Trace, hbm: Bytes) -> str:
-    """What lies in HBM where it holds most, in words."""
-    stretch = int(hbm.argmax())
-    others = trace.others[stretch] if trace.others else 0
-    before = max((site for site in trace.sites if site.birth < stretch), key=lambda site: site.birth, default=None)
-    after = [site.key for site in trace.sites if stretch - 1 in site.uses]
-    where = f"when backward asks for {after[0]}" if after else f"after {before.key}" if before else "at the begin"
-    return f"{where} holds {format_size(others)} besides {format_size(int(hbm.max()) - others)} of saved tensors"

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from allocator.sizes import parse_size
-from migrator.links import Links, links_from
 from migrator.policies import MODULES
-from tiers.cli.verb import CliError, print_json, print_tables
-from tiers.config import load
+from migrator.trace import Trace
+from tiers.cli.run_files import LANES, known_links, read_json
+from tiers.cli.verb import print_json, print_tables
 from tiers.config_keys import RATE
-
-if TYPE_CHECKING:
-    from migrator.trace import Trace
-
-LANES = ("d2h", "h2d", "disk_write", "disk_read")
 
 
 class PlanVerb:
@@ -65,8 +58,9 @@ class PlanVerb:
 
         if args.plot:
             check(args.plot, force=args.force)
-        trace = _read(args.trace)
-        links = _known_links(args.links)
+        file = args.trace / "trace.json" if args.trace.is_dir() else args.trace
+        trace = read_json(file, Trace.from_json)
+        links = known_links(args.links)
         outcomes = compare(trace, args.budget, links, args.policy)
         lines = list(explain(trace, links, outcomes, args.explain)) if args.explain else []
         if args.json:
@@ -78,24 +72,6 @@ class PlanVerb:
             plot.draw(trace, args.budget, outcomes, args.plot)
         fit = (outcome for outcome in outcomes.values() if isinstance(outcome, Candidate) and outcome.fits(args.budget))
         return 0 if any(fit) else 1
-
-
-def _read(path: Path) -> Trace:
-    from migrator.trace import Trace
-
-    file = path / "trace.json" if path.is_dir() else path
-    try:
-        return Trace.from_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CliError(f"{file} does not exist; run with TIERS_RUN={path} to have it written") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CliError(f"{file} cannot be read: {error}") from None
-
-
-def _known_links(given: dict[str, float]) -> Links:
-    config = load().config
-    rates = {lane: given.get(lane) or asdict(config.links)[lane] for lane in LANES}
-    return links_from(rates, disk=bool(rates["disk_write"] and rates["disk_read"]))
 
 
 def _size(text: str) -> int:

@@ -12,15 +12,19 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from allocator.sizes import format_size
+from migrator.plan import Plan
+from migrator.trace import Trace
+from tiers.cli.run_files import known_links, read_json
 from tiers.cli.verb import CliError, print_json, print_tables
+from tiers.planning import why
 
 _BAR = 20
 
 
 class ReportVerb:
-    """Print what a run did: peak per tier, bytes moved per lane, stalls, step time.
+    """Print what a run did, and why its steps take what they take: tiers, lanes, stalls, the plan and what it costs.
 
-    Reads stats.json of a directory that TIERS_RUN named.
+    Reads stats.json, and where there was a plan trace.json and plan.json, of a directory that TIERS_RUN named.
     """
 
     name = "report"
@@ -33,11 +37,12 @@ class ReportVerb:
         """Read and print."""
         path = args.run_dir / "stats.json"
         stats = _read(path)
-        if args.json:
-            print_json(stats)
-            return 0
         try:
-            parts = list(render(stats))
+            account = _account(args.run_dir, stats)
+            if args.json:
+                print_json(stats if account is None else stats | {"why": why.to_json(account)})
+                return 0
+            parts = [*render(stats), *([] if account is None else why.render(account))]
         except (KeyError, TypeError, AttributeError) as error:
             raise CliError(f"{path} is not as this version writes it: {error!r}") from None
         print_tables(parts)
@@ -74,13 +79,16 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         yield from monitor["changes"]
 
 
+def _account(directory: Path, stats: dict[str, Any]) -> why.Why | None:
+    """Why the steps took what they took; None where the run ended before there was a plan."""
+    if not (directory / "plan.json").exists():
+        return None
+    plan = read_json(directory / "plan.json", Plan.from_json)
+    return why.why(read_json(directory / "trace.json", Trace.from_json), plan, known_links({}), stats)
+
+
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        stats = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CliError(f"{path} does not exist; run with TIERS_RUN={path.parent} to have it written") from None
-    except (OSError, ValueError) as error:
-        raise CliError(f"{path} cannot be read: {error}") from None
+    stats: Any = read_json(path, json.loads)
     if not isinstance(stats, dict):
         raise CliError(f"{path} is not as this version writes it: no object")
     return stats

@@ -123,5 +123,5 @@ def test_json_keeps_what_is_recomputed_and_the_limits() -> None:
 
 
 def test_a_budget_that_is_too_small_is_told_in_terms_of_what_it_is_a_part_of() -> None:
-    error = NoPlanFits(95, 190, "after a:0 holds 190 B besides 0 B of saved tensors").out_of(100)
+    error = NoPlanFits(95, 190, "0 B of saved tensors and 190 B of all else after a:0").out_of(100)
     assert (error.budget, error.smallest) == (100, 200)

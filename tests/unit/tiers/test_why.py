@@ -1,0 +1,113 @@
+"""Why a step takes what it takes, as `tiers report` tells it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.table import Table
+
+from allocator.sizes import GiB, MiB
+from migrator.links import PCIE_GEN5
+from migrator.plan import Plan
+from migrator.planner.schedule import fit
+from migrator.policies import POLICIES
+from tests.unit.modelled import gpt
+from tests.unit.tiers.test_cli import STATS
+from tests.unit.traces import chain
+from tiers.cli.main import main
+from tiers.planning.why import Why, render, why
+
+MODEL = gpt(blocks=6)
+
+
+def planned(budget: int, policy: str = "auto") -> Plan:
+    return POLICIES[policy](MODEL, budget, PCIE_GEN5)
+
+
+def account(plan: Plan, *, seconds: float | None = None, budget: int = 12 * GiB, periods: int = 10) -> Why:
+    stats: dict[str, Any] = {"step_s": {"median": seconds}, "steps": 10, "periods": periods, "budget": {"hbm": budget}}
+    return why(MODEL, plan, PCIE_GEN5, stats)
+
+
+def test_what_was_saved_is_kept_moved_or_recomputed() -> None:
+    plan = planned(11 * GiB)
+    actions = account(plan).actions
+    assert plan.recompute and not plan.regions
+    assert sum(action.nbytes for action in actions) == MODEL.saved_bytes
+    assert sum(action.sites for action in actions) == len(MODEL.sites)
+
+
+def test_what_is_recomputed_is_told_by_operation_the_most_bytes_first() -> None:
+    recomputed = [a for a in account(planned(11 * GiB)).actions if a.what.startswith("recomputed by")]
+    assert "recomputed by GeluBackward0" in [action.what for action in recomputed]
+    assert [a.nbytes for a in recomputed] == sorted((a.nbytes for a in recomputed), reverse=True)
+
+
+def test_regions_are_told_with_what_they_free() -> None:
+    whole = fit("test", MODEL, 12 * GiB, [], regions=["blocks.1"])
+    action = next(action for action in account(whole).actions if "1 regions" in action.what)
+    assert action.nbytes > 500 * MiB and action.seconds > 0
+
+
+def test_the_parts_of_a_period_add_up_to_what_was_predicted() -> None:
+    told = account(planned(8 * GiB), seconds=1.0)
+    *_, table = (part for part in render(told) if isinstance(part, Table))
+    parts = list(table.columns[0].cells)
+    assert parts[0] == "everything kept (ideal)" and parts[-2:] == ["predicted", "measured (median)"]
+    result = told.result
+    assert result.seconds >= result.ideal + result.recomputing + sum(result.stalls.values()) - 1e-9
+
+
+def test_a_step_of_several_periods_is_measured_by_the_period() -> None:
+    assert account(planned(12 * GiB), seconds=0.8, periods=40).measured == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("budget", "policy", "seconds", "hint"),
+    [
+        (6 * GiB, "move", None, "waiting for d2h"),
+        (11 * GiB, "superneurons", None, "another budget"),
+        (40 * GiB, "keep", 1.0, "times what was predicted"),
+    ],
+)
+def test_it_says_what_would_help(budget: int, policy: str, seconds: float | None, hint: str) -> None:
+    assert any(hint in text for text in account(planned(budget, policy), seconds=seconds).hints)
+
+
+def test_it_says_where_the_budget_goes_that_no_activation_takes() -> None:
+    assert "optimizer state" in account(planned(40 * GiB, "keep"), budget=max(MODEL.others)).hints[0]
+
+
+def test_where_nothing_is_lost_nothing_is_advised() -> None:
+    assert account(planned(40 * GiB), budget=40 * GiB).hints == ()
+
+
+def test_a_trace_without_times_is_told_by_bytes_alone() -> None:
+    trace = chain([MiB] * 8)
+    plan = POLICIES["flashneuron"](trace, 4 * MiB, PCIE_GEN5)
+    told = why(trace, plan, PCIE_GEN5, STATS)
+    assert told.hints == () and len([*render(told)]) == 2
+
+
+def test_the_report_accounts_for_the_plan_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "stats.json").write_text(json.dumps(STATS))
+    (tmp_path / "trace.json").write_text(MODEL.to_json())
+    (tmp_path / "plan.json").write_text(planned(11 * GiB).to_json())
+    assert main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "recomputed by GeluBackward0" in printed and "hbm at its fullest" in printed
+    assert main(["report", "--json", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["why"]["predicted_s"] == pytest.approx(account(planned(11 * GiB)).result.seconds)
+    assert {key: told[key] for key in STATS} == STATS
+
+
+def test_a_plan_without_its_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "stats.json").write_text(json.dumps(STATS))
+    (tmp_path / "plan.json").write_text(replace(planned(11 * GiB)).to_json())
+    assert main(["report", str(tmp_path)]) == 2
+    assert "trace.json does not exist" in capsys.readouterr().err

@@ -1,0 +1,39 @@
+"""What verbs read that look at a run afterwards: files of its directory, and the links of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from migrator.links import Links, links_from
+from tiers.cli.verb import CliError
+from tiers.config import load
+
+LANES = ("d2h", "h2d", "disk_write", "disk_read")
+
+Content = TypeVar("Content")
+
+
+def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
+    """Read a file of a run directory.
+
+    Raises
+    ------
+    CliError
+        If there is none, or `parse` does not take it.
+    """
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CliError(f"{file} does not exist; run with TIERS_RUN={file.parent} to have it written") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CliError(f"{file} cannot be read: {error}") from None
+
+
+def known_links(given: Mapping[str, float]) -> Links:
+    """The links as `given`, and else as tiers.toml has them."""
+    config = load().config
+    rates = {lane: given.get(lane) or asdict(config.links)[lane] for lane in LANES}
+    return links_from(rates, disk=bool(rates["disk_write"] and rates["disk_read"]))

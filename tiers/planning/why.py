@@ -1,0 +1,173 @@
+"""Why a step takes what it takes: what the last plan does with saved tensors, what that costs, what would help."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from allocator.sizes import format_size
+from migrator.links import Links
+from migrator.plan import Plan
+from migrator.planner.intervals import where_fullest
+from migrator.simulator import Simulated, simulate
+from migrator.trace import Trace
+
+CLOSE = 0.98  # of ideal: nothing worth a word is left
+LATE = 1.1  # times the predicted period: something happens that no plan knows of
+CROWDED = 0.8  # of the budget in use by what is no saved tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a plan does with some of the saved tensors.
+
+    Attributes
+    ----------
+    what : str
+        ``kept``, ``moved``, or what they are recomputed by.
+    sites : int
+        How many.
+    nbytes : int
+        Of their storages, each counted once.
+    seconds : float
+        What that takes the device in a period; what the lanes carry meanwhile is not in it.
+    """
+
+    what: str
+    sites: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """A plan, and what it comes to beside what was measured.
+
+    Attributes
+    ----------
+    actions : tuple of Action
+        What is done with what was saved.
+    result : Simulated
+        What that comes to.
+    measured : float or None
+        Seconds that a period took, in the median of the last steps.
+    fullest : str
+        Where HBM holds most, and what.
+    hints : tuple of str
+        What would help, where something would.
+    """
+
+    actions: tuple[Action, ...]
+    result: Simulated
+    measured: float | None
+    fullest: str
+    hints: tuple[str, ...]
+
+
+def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
+    """Account for a run whose last trace and plan these are, and whose stats.json held `stats`."""
+    result = simulate(trace, links, plan)
+    median = stats["step_s"]["median"]
+    measured = None if median is None else median * stats["steps"] / max(stats["periods"], stats["steps"], 1)
+    actions = tuple(_actions(trace, plan))
+    hints = tuple(_hints(trace, plan, result, measured, stats["budget"]["hbm"]))
+    return Why(actions, result, measured, where_fullest(trace, result.hbm), hints)
+
+
+def to_json(why: Why) -> dict[str, Any]:
+    """The account as JSON; seconds are of one period."""
+    result = why.result
+    return {
+        "actions": [{"what": d.what, "sites": d.sites, "bytes": d.nbytes, "seconds": d.seconds} for d in why.actions],
+        "ideal_s": result.ideal,
+        "recomputing_s": result.recomputing,
+        "stalls_s": dict(result.stalls),
+        "predicted_s": result.seconds,
+        "measured_s": why.measured,
+        "fullest": why.fullest,
+        "hints": list(why.hints),
+    }
+
+
+def render(why: Why) -> Iterator[RenderableType]:
+    """The account as tables and lines."""
+    table = Table("what", "sites", "bytes", "time", title="saved tensors, by the last plan", title_justify="left")
+    for action in why.actions:
+        table.add_row(
+            action.what, str(action.sites), format_size(action.nbytes), _ms(action.seconds) if action.seconds else ""
+        )
+    yield table
+    yield f"hbm at its fullest: {why.fullest}"
+    result = why.result
+    if result.ideal:
+        table = Table("part", "time", "of ideal", title="a period, as it was predicted", title_justify="left")
+        stalls = {f"waiting for {lane}": seconds for lane, seconds in result.stalls.items() if seconds > 5e-5}
+        rest = result.seconds - result.ideal - result.recomputing - sum(result.stalls.values())
+        parts = {"everything kept (ideal)": result.ideal, "recomputing": result.recomputing, **stalls}
+        parts |= {"slower beside busy lanes": rest, "predicted": result.seconds}
+        if why.measured is not None:
+            parts["measured (median)"] = why.measured
+        for part, seconds in parts.items():
+            if seconds > 5e-5:
+                table.add_row(part, _ms(seconds), f"{seconds / result.ideal:.1%}")
+        yield table
+    yield from why.hints
+
+
+def _actions(trace: Trace, plan: Plan) -> Iterator[Action]:
+    storage_of = {site.key: site.storage for site in trace.sites}
+    yield Action("kept", len(plan.keep), plan.kept_bytes, 0.0)
+    if plan.groups:
+        sites = sum(len(group.sites) for group in plan.groups)
+        yield Action(f"moved, in {len(plan.groups)} groups", sites, plan.moved_bytes, 0.0)
+    by_operation: dict[str, list[str]] = defaultdict(list)
+    for key in plan.recompute:
+        recipe = trace.recipes.get(storage_of.get(key, -1))
+        by_operation[recipe.op if recipe else "?"].append(key)
+    recomputed = []
+    for operation, keys in by_operation.items():
+        storages = {storage_of[key] for key in keys if key in storage_of}
+        nbytes = sum(trace.storage_bytes.get(ident, 0) for ident in storages)
+        seconds = sum(trace.recipes[ident].seconds for ident in storages)
+        recomputed.append(Action(f"recomputed by {operation}", len(keys), nbytes, seconds))
+    yield from sorted(recomputed, key=lambda action: -action.nbytes)
+    regions = [region for region in trace.regions if region.path in plan.regions]
+    if regions:
+        within = {site.key: site.storage for region in regions for site in trace.sites_of(region)}
+        held = {ident for region in regions for ident in region.inputs}
+        nbytes = sum(trace.storage_bytes.get(ident, 0) for ident in set(within.values()) - held)
+        seconds = sum(region.seconds for region in regions)
+        yield Action(f"recomputed with {len(plan.regions)} regions", len(within), nbytes, seconds)
+
+
+def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, budget: int) -> Iterator[str]:
+    others = max(trace.others, default=0)
+    if budget and others > CROWDED * budget:
+        yield (
+            f"{format_size(others)} of the budget are weights, gradients, optimizer state and the work of a layer: "
+            "moving or recomputing activations frees no more than the rest"
+        )
+    if not result.ideal:
+        return
+    if measured is not None and measured > LATE * result.seconds:
+        yield (
+            f"a period takes {measured / result.seconds:.2f} times what was predicted: too few steps to settle, a host "
+            "that is slower than the device, or others on the memory bus (tiers top)"
+        )
+    if result.fraction >= CLOSE:
+        return
+    stalled = max(result.stalls, key=lambda lane: result.stalls[lane], default=None)
+    if stalled is not None and result.stalls[stalled] > result.recomputing:
+        yield f"most of the difference is waiting for {stalled}: more hbm helps, or a faster link (tiers probe)"
+    elif plan.recompute or plan.regions:
+        yield "most of the difference is recomputing: more hbm helps, or a link that carries more (tiers probe)"
+    yield "what another budget would do: tiers plan RUN_DIR --budget SIZE"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
