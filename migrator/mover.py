@@ -66,6 +66,7 @@ class Mover:
         self._outlived: set[str] = set()
         self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
         self.recorder: Recorder | None = self._new_recorder()
+        self._keeps = keeps
         self._room = budget if keeps else learning_room(budget)
         self._open: dict[tuple[PageGroup, Stream], _Open] = {}
         self._opened: set[PageGroup] = set()
@@ -122,7 +123,7 @@ class Mover:
                 filling.missing -= 1
                 if not filling.missing:
                     self._complete(filling.planned)
-            if self._loose:
+            if self._loose and not self._keeps:
                 self._send_loose(stream)
         return moved
 

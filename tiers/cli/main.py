@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from allocator.errors import TiersError
+from tiers.cli.bench import BenchVerb
 from tiers.cli.config import ConfigVerb
 from tiers.cli.doctor import DoctorVerb
 from tiers.cli.plan import PlanVerb
@@ -17,7 +18,16 @@ from tiers.cli.run import RunVerb
 from tiers.cli.top import TopVerb
 from tiers.cli.verb import BAD_INPUT, Verb
 
-VERBS: tuple[Verb, ...] = (ProbeVerb(), RunVerb(), ConfigVerb(), DoctorVerb(), ReportVerb(), PlanVerb(), TopVerb())
+VERBS: tuple[Verb, ...] = (
+    ProbeVerb(),
+    RunVerb(),
+    ConfigVerb(),
+    DoctorVerb(),
+    ReportVerb(),
+    TopVerb(),
+    PlanVerb(),
+    BenchVerb(),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

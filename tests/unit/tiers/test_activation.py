@@ -91,12 +91,12 @@ def test_a_program_prints_the_same_losses_and_moves(run: Path) -> None:
     assert stats_of(run)["moved"]["h2d"] > 0
 
 
-def test_with_keep_nothing_comes_back_because_nothing_had_left(tmp_path: Path) -> None:
+def test_with_keep_nothing_moves(tmp_path: Path) -> None:
     """Nor while the first periods are recorded, which would have the allocator see another program."""
     done = tiered(TRAIN, TIERS_POLICY="keep", TIERS_HBM=SMALL, TIERS_RUN=tmp_path)
     assert done.returncode == 0, done.stderr
     assert stats_of(tmp_path)["periods"] == 6
-    assert stats_of(tmp_path)["moved"]["h2d"] == 0
+    assert not any(stats_of(tmp_path)["moved"].values())
 
 
 @pytest.mark.skipif(

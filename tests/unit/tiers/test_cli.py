@@ -58,7 +58,7 @@ def show(name: str) -> list[str]:
 
 
 def test_the_verbs_are_frozen():
-    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report", "plan", "top"]
+    assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report", "top", "plan", "bench"]
 
 
 @pytest.mark.parametrize("verb", [verb.name for verb in VERBS])

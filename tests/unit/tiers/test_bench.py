@@ -1,0 +1,123 @@
+"""`tiers bench`: one program at several budgets, side by side."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.tiers.test_cli import STATS
+from tiers.cli.main import main
+
+SECONDS = {None: 0.2, "20GiB": 0.25, "10GiB": 0.4}  # a step, by budget
+
+PROGRAM = f"""
+import json, os, pathlib, sys, time
+stats = {STATS!r}
+hbm = os.environ.get("TIERS_HBM")
+stats["step_s"]["median"] = {SECONDS!r}[hbm]
+if hbm in sys.argv[1:]:
+    sys.exit(f"no room in {{hbm}}")
+run = pathlib.Path(os.environ["TIERS_RUN"]) / os.environ.get("SUBDIRECTORY", "")
+run.mkdir(exist_ok=True)
+try:
+    if "for-ever" in sys.argv:
+        time.sleep(60)
+finally:
+    (run / "stats.json").write_text(json.dumps(stats))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A program that takes as long as it says, and fails at the budgets that are named to it."""
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "train.py").write_text(PROGRAM)
+    return ["--", sys.executable, str(tmp_path / "train.py")]
+
+
+def entries(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def test_variants_are_measured_against_the_one_that_keeps_everything(
+    program: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--json", "--hbm", "20GiB, 10GiB", *program]) == 0
+    told = entries(capsys)
+    assert [(run["policy"], run["hbm"]) for run in told] == [("keep", None), ("auto", "20GiB"), ("auto", "10GiB")]
+    assert [run["fraction_of_ideal"] for run in told] == pytest.approx([1.0, 0.8, 0.5])
+
+
+def test_every_policy_runs_at_every_budget(program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hbm", "20GiB,10GiB", "--policy", "auto,capuchin", "--no-ideal"]
+    assert main(["bench", "--json", *words, *program]) == 0
+    told = entries(capsys)
+    assert [(run["hbm"], run["policy"]) for run in told] == [
+        ("20GiB", "auto"),
+        ("20GiB", "capuchin"),
+        ("10GiB", "auto"),
+        ("10GiB", "capuchin"),
+    ]
+    assert {run["fraction_of_ideal"] for run in told} == {None}
+
+
+def test_the_table_has_a_row_for_each(program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--hbm", "20GiB", *program]) == 0
+    printed = capsys.readouterr().out
+    assert "250.0 ms" in printed and "0.800" in printed
+
+
+def test_one_that_fails_says_why_and_the_others_run_all_the_same(
+    program: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--hbm", "10GiB,20GiB", *program, "10GiB"]) == 1
+    printed = capsys.readouterr().out
+    assert "auto at 10GiB ended with code 1: no room in 10GiB" in printed
+    assert "250.0 ms" in printed
+
+
+def test_a_program_that_trains_for_ever_is_interrupted(program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--json", "--no-ideal", "--hbm", "20GiB", "--seconds", "3", *program, "for-ever"]) == 0
+    (run,) = entries(capsys)
+    assert not run["failed"] and run["stats"]["step_s"]["median"] == 0.25
+
+
+def test_of_several_ranks_the_first_speaks(
+    program: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBDIRECTORY", "rank0")
+    assert main(["bench", "--json", "--no-ideal", "--hbm", "20GiB", *program]) == 0
+    assert entries(capsys)[0]["stats"]["steps"] == STATS["steps"]
+
+
+def test_run_directories_and_outputs_stay_where_they_are_asked_for(program: list[str], tmp_path: Path) -> None:
+    assert main(["bench", "--hbm", "20GiB", "--out", str(tmp_path / "out"), *program]) == 0
+    assert {path.name for path in (tmp_path / "out" / "1").iterdir()} == {"stats.json", "output.txt"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hbm", "lots"], "TIERS_HBM"),
+        (["--hbm", "20GiB", "--policy", "capuchn"], "capuchin"),
+        (["--hbm", "20GiB", "--out", "."], "is there already"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_runs(
+    program: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (tmp_path / "train.py").unlink()  # nothing may try
+    assert main(["bench", *words, *program]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [[], ["--", "no-such-program"]])
+def test_a_program_is_needed(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--hbm", "20GiB", *command]) == 2
+    assert "program" in capsys.readouterr().err

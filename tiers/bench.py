@@ -1,0 +1,141 @@
+"""One program at several budgets and under several policies, a process each, one after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiers.run_directory import STATS
+
+GRACE = 30.0  # seconds from the request to end until a program is killed: it may be writing a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How the program runs.
+
+    Attributes
+    ----------
+    policy : str
+        A name that `TIERS_POLICY` takes.
+    hbm : str or None
+        Its budget, as `TIERS_HBM` takes it; None is all that is free.
+    """
+
+    policy: str
+    hbm: str | None
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Variables to set."""
+        return {"TIERS_POLICY": self.policy} | ({} if self.hbm is None else {"TIERS_HBM": self.hbm})
+
+    def __str__(self) -> str:
+        return f"{self.policy} at {self.hbm or 'all of hbm'}"
+
+
+IDEAL = Variant("keep", None)
+"""Everything stays, in all the HBM there is: what the others are measured against."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one run.
+
+    Attributes
+    ----------
+    code : int
+        Exit code; negative is the number of the signal that ended it.
+    ended : bool
+        Its time was over.
+    stats : dict or None
+        What it wrote into stats.json; of the first rank, where there are several.
+    last_words : str
+        The last line that it printed.
+    """
+
+    variant: Variant
+    code: int
+    ended: bool
+    stats: dict[str, Any] | None
+    last_words: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether it says nothing of the step: it broke off, or never stepped."""
+        return (self.code != 0 and not self.ended) or self.step is None
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a step, in the median of the last ones."""
+        return None if self.stats is None else self.stats["step_s"]["median"]
+
+
+def run(
+    variant: Variant,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    directory: Path,
+    seconds: float | None = None,
+) -> Outcome:
+    """Run the program once.
+
+    Parameters
+    ----------
+    environ
+        What it finds in its environment besides the variant's.
+    directory
+        For its run directory and `output.txt`; made, and may not be there yet.
+    seconds
+        Time after which it is interrupted, as by Ctrl-C.
+
+    Raises
+    ------
+    OSError
+        If it cannot be started.
+    """
+    directory.mkdir(parents=True)
+    output = directory / "output.txt"
+    environ = {**environ, **variant.environ, "TIERS_RUN": str(directory)}
+    with open(output, "wb") as file:
+        # In a group of its own: what launches ranks passes the request to end on, or leaves them to us.
+        child = subprocess.Popen(command, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        ended = False
+        try:
+            try:
+                child.wait(seconds)
+            except subprocess.TimeoutExpired:
+                ended = True
+                _signal(child, signal.SIGINT)
+                child.wait(GRACE)
+        except BaseException as error:
+            _signal(child, signal.SIGKILL)
+            child.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+    return Outcome(variant, child.returncode, ended, _stats(directory), _last_line(output))
+
+
+def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, number)
+
+
+def _stats(directory: Path) -> dict[str, Any] | None:
+    found = sorted(directory.glob(f"rank*/{STATS}"), key=lambda path: (len(path.parent.name), path.parent.name))
+    for file in (directory / STATS, *found):
+        if file.exists():
+            stats: dict[str, Any] = json.loads(file.read_text())
+            return stats
+    return None
+
+
+def _last_line(file: Path) -> str:
+    lines = file.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
