@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from allocator.sequence import Foreseen
 
 LIBRARY = Path(__file__).with_name("libtiers_core.so")
-_FULL = 1
 _U64, _P64 = ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)
 
 REQUEST = np.dtype([("bytes", "u8"), ("stream", "u8"), ("birth", "i8"), ("death", "i8"), ("class", "i8")])
@@ -45,6 +44,13 @@ class CoreError(TiersError):
 
 class CoreFull(CoreError):
     """No tier that the device can address has room."""
+
+
+class CoreBusy(CoreError):
+    """A stream is being captured into a graph, and nobody may wait for it: nothing was done."""
+
+
+_FAILURES: dict[int, type[CoreError]] = {1: CoreFull, 4: CoreBusy}
 
 
 class _Stat(ctypes.Structure):
@@ -173,7 +179,7 @@ def checked(status: int) -> None:
     """
     if status:
         text = library().tn_last_error().decode()
-        raise (CoreFull if status == _FULL else CoreError)(text)
+        raise _FAILURES.get(status, CoreError)(text)
 
 
 class Core:
@@ -257,12 +263,15 @@ class Core:
         self._library.tn_mark(self._core)
 
     def log(self, ago: int = 0) -> tuple[npt.NDArray[Any], int]:
-        """The requests of the last whole period, or of the one before it, as `REQUEST`; and its number of events."""
+        """The requests of the last whole period, or of the one before it, as `REQUEST`; and its number of events.
+
+        None of a period with more of them than anybody could lay out.
+        """
         events = _U64()
         count = self._library.tn_log(self._core, ago, None, 0, ctypes.byref(events))
         requests = np.empty(count, REQUEST)
-        self._library.tn_log(self._core, ago, requests.ctypes.data, count, ctypes.byref(events))
-        return requests, events.value
+        there = self._library.tn_log(self._core, ago, requests.ctypes.data, count, ctypes.byref(events))
+        return requests[: min(count, there)], events.value  # another thread may have ended a period in between
 
     def plan(self, *foreseen: Foreseen) -> None:
         """Lay out the periods to come, the present one included; each is one of those foreseen.
@@ -276,6 +285,8 @@ class Core:
         ------
         CoreFull
             If the tiers have no room for the region; then there is no layout any more.
+        CoreBusy
+            If the stream is being captured; then the layout is what it was.
         """
         counts = np.array([len(one.sizes) for one in foreseen], np.uint64)
         sizes = np.concatenate([one.sizes.astype(np.uint64) for one in foreseen])
@@ -288,7 +299,15 @@ class Core:
         checked(self._library.tn_plan(self._core, foreseen[0].stream, len(foreseen), *pointers))
 
     def move(self, address: int, tier: int) -> None:
-        """Put the whole pages of a block on `tier`, under the same address; waits for all streams."""
+        """Put the whole pages of a block on `tier`, under the same address; waits for all streams.
+
+        Raises
+        ------
+        CoreFull
+            If the tier has no room; the pages that were moved by then stay there.
+        CoreBusy
+            If a stream is being captured.
+        """
         checked(self._library.tn_move(self._core, address, tier))
 
     def on(self, address: int, tier: int) -> int:

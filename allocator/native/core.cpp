@@ -10,6 +10,7 @@ namespace {
 constexpr uint64_t kSmall = uint64_t{1} << 20;          // requests up to here share pages apart from larger ones
 constexpr uint64_t kRange = uint64_t{1} << 40;          // addresses of a heap; they cost nothing
 constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the address space is short
+constexpr char kCapturing[] = "a stream is being captured into a graph";
 
 void add(tn_stat &stat, int64_t amount) {
   stat.current += amount;
@@ -26,22 +27,23 @@ Status tn_core::heap(const Key &key, Heap **out) {
   Status status = primitives->reserve(bytes, &base);
   while (status != Status::Ok && bytes > kSmallestRange) status = primitives->reserve(bytes /= 2, &base);
   if (status != Status::Ok) return status;
-  auto made = std::make_unique<Heap>(*primitives, pages, Tier(std::get<2>(key)), std::get<1>(key), base, bytes,
-                                     std::get<3>(key) == State);
+  auto [pool, stream, tier, kind] = key;
+  auto made = std::make_unique<Heap>(*primitives, pages, Tier(tier), stream, pool, kind == State, base, bytes);
   *out = by_key[key] = made.get();
-  heaps.emplace(base, std::make_pair(std::move(made), std::get<0>(key)));
+  heaps.emplace(base, std::move(made));
   return Status::Ok;
 }
 
 Heap *tn_core::heap_of(uint64_t address) {
   auto after = heaps.upper_bound(address);
   if (after == heaps.begin()) return nullptr;
-  Heap *heap = std::prev(after)->second.first.get();
+  Heap *heap = std::prev(after)->second.get();
   return heap->contains(address) ? heap : nullptr;
 }
 
-uint64_t tn_core::pool_of(const Heap *heap) const {
-  return std::prev(heaps.upper_bound(heap->blocks().begin()->first))->second.second;
+bool tn_core::is_retired(uint64_t pool) const {
+  auto found = pools.find(pool);
+  return found != pools.end() && found->second.retired;
 }
 
 Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
@@ -56,6 +58,7 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     // While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
     Range region = place == plan.heap && plan.followed() ? Range{plan.base, plan.base + plan.total} : Range{};
     if ((*block = place->fit(bytes, region))) return Status::Ok;
+    uint64_t refused = 0;  // pages that the limit allows and the device does not give: other processes use it, too
     for (bool reclaimed : {false, true}) {
       Heap::Growth growth;
       if (!place->growth(bytes, region, &growth)) {  // no addresses but those of the region
@@ -65,14 +68,14 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
       }
       if (growth.pages <= pages[tier].available()) {
         status = place->grow(growth, bytes, block);
-        // What is said to be available may still be refused: other processes use the device, too.
         if (status != Status::Full) return status;
+        refused = pages[tier].available() - pages[tier].idle();
       }
       if (reclaimed) break;
       settle();
       if ((*block = place->fit(bytes))) return Status::Ok;
       ++stats.retries;
-      status = reclaim(growth.pages, Tier(tier), place);
+      status = reclaim(growth.pages + refused, Tier(tier), place);
       if (status != Status::Ok && status != Status::Full) return status;
     }
   }
@@ -81,29 +84,40 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
 
 // Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again.
 Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
+  auto missing = [&] { return goal - std::min(goal, pages[tier].available()); };
   for (bool itself : {false, true}) {
-    for (auto &[base, entry] : heaps) {
-      Heap *heap = entry.first.get();
-      if (pages[tier].available() >= goal) return Status::Ok;
-      if ((heap == but) != itself || heap->tier() != tier) continue;
-      auto pool = pools.find(entry.second);
-      if (entry.second != 0 && pool != pools.end() && !pool->second.retired) continue;
-      if (!heap->idle_pages()) continue;
-      Status status = wait(heap);
-      if (status == Status::Invalid) continue;
-      uint64_t got = 0;
-      if (status == Status::Ok) status = heap->surrender(goal - pages[tier].available(), &got);
+    for (auto &[base, heap] : heaps) {
+      if ((heap.get() == but) != itself || !missing()) continue;
+      Status status = surrender(*heap, tier, missing());
       if (status != Status::Ok) return status;
     }
   }
-  return pages[tier].available() >= goal ? Status::Ok : fail(Status::Full, "no idle pages");
+  return missing() ? fail(Status::Full, "no idle pages") : Status::Ok;
 }
 
-// Wait for the work on a heap's stream, so that its idle pages may be unmapped. `Invalid` while it is captured.
-Status tn_core::wait(Heap *heap) {
-  if (primitives->capturing(heap->stream())) return Status::Invalid;
+// Unmap up to `count` idle pages of a heap that lie in `tier`; none of a private pool, or while they may be in use.
+Status tn_core::surrender(Heap &heap, Tier tier, uint64_t count) {
+  bool is_private = heap.pool() != 0;
+  if ((is_private && !is_retired(heap.pool())) || !heap.idle_pages(tier)) return Status::Ok;
+  // A graph may still be replaying, on any stream: that for which it was captured has nothing to do with it.
+  Status status = is_private ? wait_for_all() : wait(heap.stream());
+  if (status == Status::Busy) return Status::Ok;
+  return status == Status::Ok ? heap.surrender(tier, count) : status;
+}
+
+// Wait for the work on a stream, so that pages may be unmapped. `Busy` while it is captured.
+Status tn_core::wait(Stream stream) {
+  if (primitives->capturing(stream)) return fail(Status::Busy, kCapturing);
   ++stats.waits;
-  return primitives->synchronize(heap->stream());
+  return primitives->synchronize(stream);
+}
+
+// The same for all streams, those included from which no memory was asked for.
+Status tn_core::wait_for_all() {
+  for (auto &[base, heap] : heaps)
+    if (primitives->capturing(heap->stream())) return fail(Status::Busy, kCapturing);
+  ++stats.waits;
+  return primitives->synchronize_all();
 }
 
 Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address) {
@@ -118,22 +132,22 @@ Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint6
       return status;
     }
   }
-  took(heap, block, requested, pool);
+  took(heap, block, requested);
   *address = block->address;
   return Status::Ok;
 }
 
-void tn_core::took(Heap *heap, Block *block, uint64_t requested, uint64_t pool) {
+void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
   block->requested = requested;
   block->small = block->bytes <= kSmall;
   block->period = period;
   block->request = UINT32_MAX;
-  if (pool == 0) {
+  if (heap->pool() == 0) {
     Log &now = log[0];
     block->request = now.requests.size();
     now.requests.push_back({block->bytes, heap->stream(), int64_t(now.events++), -1, lifetime_class});
   }
-  pools[pool].used += block->bytes;
+  pools[heap->pool()].used += block->bytes;
   for (int size : {int(TN_ALL), int(block->small ? TN_SMALL : TN_LARGE)}) {
     add(stats.allocations[size], 1);
     add(stats.allocated[size], block->bytes);
@@ -148,8 +162,7 @@ Status tn_core::free(uint64_t address) {
   Heap *heap = heap_of(address);
   Block *block = heap ? heap->find(address) : nullptr;
   if (!block) return fail(Status::Invalid, "nothing in use begins at this address");
-  uint64_t pool = pool_of(heap);
-  pools[pool].used -= block->bytes;
+  pools[heap->pool()].used -= block->bytes;
   if (block->request != UINT32_MAX) {
     uint32_t ago = period - block->period;
     int64_t now = log[0].events++;
@@ -165,19 +178,22 @@ Status tn_core::free(uint64_t address) {
     return Status::Ok;
   }
   block->kind = Kind::Held;
-  Waiting entry{heap, block, {}, true};
-  for (Stream stream : block->streams) {
-    Event event = 0;
-    if (primitives->capturing(stream)) {
-      entry.recorded = false;
-      break;
-    }
-    Status status = primitives->record(stream, &event);
-    if (status != Status::Ok) return status;  // it stays held: memory that may be in use is not handed out
-    entry.events.push_back(event);
-  }
-  waiting.push_back(std::move(entry));
+  waiting.push_back({heap, block, {}});
+  record_ends(waiting.back());
   return Status::Ok;
+}
+
+// Note how far the streams are that use a block besides its own. Those of which that cannot be told, as they are being
+// captured or the driver refuses, stay on its list: until it can, the block is held.
+void tn_core::record_ends(Waiting &entry) {
+  auto recorded = [&](Stream stream) {
+    Event event = 0;
+    if (primitives->capturing(stream) || primitives->record(stream, &event) != Status::Ok) return false;
+    entry.events.push_back(event);
+    return true;
+  };
+  auto &left = entry.block->streams;
+  left.erase(std::remove_if(left.begin(), left.end(), recorded), left.end());
 }
 
 void tn_core::release(Heap *heap, Block *block) {
@@ -191,26 +207,11 @@ void tn_core::release(Heap *heap, Block *block) {
 // Release blocks that no other stream uses any more.
 void tn_core::settle() {
   for (auto entry = waiting.begin(); entry != waiting.end();) {
-    if (!entry->recorded) {
-      bool captured = false;
-      for (Stream stream : entry->block->streams) captured = captured || primitives->capturing(stream);
-      // One that could not be recorded is tried again: memory that may be in use is not handed out.
-      auto &left = entry->block->streams;
-      while (!captured && !left.empty()) {
-        Event event = 0;
-        if (primitives->record(left.back(), &event) != Status::Ok) break;
-        entry->events.push_back(event);
-        left.pop_back();
-      }
-      entry->recorded = left.empty();
-    }
+    record_ends(*entry);
     auto &events = entry->events;
-    while (entry->recorded && !events.empty()) {
-      bool passed = false;
-      if (primitives->query(events.back(), &passed) != Status::Ok || !passed) break;
-      events.pop_back();
-    }
-    if (entry->recorded && events.empty()) {
+    bool passed = true;
+    while (!events.empty() && primitives->query(events.back(), &passed) == Status::Ok && passed) events.pop_back();
+    if (events.empty() && entry->block->streams.empty()) {
       release(entry->heap, entry->block);
       entry = waiting.erase(entry);
     } else {
@@ -219,17 +220,22 @@ void tn_core::settle() {
   }
 }
 
-// Unmap all idle pages, but not those of the heap `but`.
+// Unmap all idle pages, but not those of the heap `but`; and let go of heaps that nobody asks for memory any more.
 Status tn_core::surrender_all(const Heap *but) {
-  for (auto &[base, entry] : heaps) {
-    Heap *heap = entry.first.get();
-    auto pool = pools.find(entry.second);
-    if (entry.second != 0 && pool != pools.end() && !pool->second.retired) continue;
-    if (heap == but || !heap->idle_pages()) continue;
-    Status status = wait(heap);
-    if (status == Status::Invalid) continue;
-    uint64_t got = 0;
-    if (status == Status::Ok) status = heap->surrender(UINT64_MAX, &got);
+  for (auto next = heaps.begin(); next != heaps.end();) {
+    auto here = next++;
+    Heap &heap = *here->second;
+    if (&heap == but) continue;
+    for (Tier tier : {kHbm, kDram}) {
+      Status status = surrender(heap, tier, UINT64_MAX);
+      if (status != Status::Ok) return status;
+    }
+    if (heap.mapped() || !is_retired(heap.pool())) continue;
+    maps += heap.maps();
+    unmaps += heap.unmaps();
+    Status status = heap.close();
+    by_key.erase(std::find_if(by_key.begin(), by_key.end(), [&](auto &entry) { return entry.second == &heap; }));
+    heaps.erase(here);
     if (status != Status::Ok) return status;
   }
   return Status::Ok;

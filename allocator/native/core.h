@@ -14,7 +14,8 @@
 extern "C" {
 #endif
 
-enum { TN_OK = 0, TN_FULL = 1, TN_DRIVER = 2, TN_INVALID = 3 };
+/* TN_BUSY: a stream is being captured into a graph, and nobody may wait for it; nothing was done. */
+enum { TN_OK = 0, TN_FULL = 1, TN_DRIVER = 2, TN_INVALID = 3, TN_BUSY = 4 };
 enum { TN_HBM = 0, TN_DRAM = 1 };
 /* Lifetime classes a program can tell us about: where requests go while nothing is known of their deaths. */
 enum { TN_ANY = 0, TN_STATE = 1 };
@@ -48,7 +49,8 @@ TN_API int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint6
 /* The class of the requests that follow. */
 TN_API void tn_class(tn_core *core, int lifetime_class);
 TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
-/* Return idle memory of all pools that are not private to the system; waits for their streams. */
+/* Return idle memory of all pools that are not private to the system, and the addresses of retired ones with nothing in
+ * use; waits for their streams. */
 TN_API int tn_trim(tn_core *core);
 
 /* ---- The sequence of requests, and the layout planned for it ---- */
@@ -70,7 +72,7 @@ TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacit
  * a region of `pages` pages; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts` requests each, one
  * after the other in `bytes` and `offsets`; its first requests tell which. Where HBM does not hold the region, the pages
  * that come last in `order`, a permutation of them, lie in DRAM. Waits for the stream. TN_FULL: the tiers have no room
- * for the region, and there is no layout any more. */
+ * for the region, and there is no layout any more. TN_BUSY: the layout is what it was. */
 TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
                    const uint64_t *offsets, uint64_t pages, const uint32_t *order);
 
@@ -82,7 +84,7 @@ TN_API int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births,
 
 /* ---- Where memory lies ---- */
 
-/* Put the whole pages of a block on `tier`. Waits for all streams. */
+/* Put the whole pages of a block on `tier`. Waits for all streams, or is TN_BUSY. */
 TN_API int tn_move(tn_core *core, uint64_t address, int tier);
 /* Bytes of a block that lie on `tier`. */
 TN_API uint64_t tn_on(tn_core *core, uint64_t address, int tier);

@@ -52,6 +52,7 @@ struct Driver {
   Result (*access)(Pointer, size_t, const Access *, size_t);
   Result (*copy)(Pointer, Pointer, size_t);
   Result (*synchronize)(void *);
+  Result (*synchronize_all)();
   Result (*event_create)(void **, unsigned);
   Result (*event_record)(void *, void *);
   Result (*event_query)(void *);
@@ -84,6 +85,7 @@ bool load(Driver *driver) {
   find(driver->access, "cuMemSetAccess");
   find(driver->copy, "cuMemcpy");
   find(driver->synchronize, "cuStreamSynchronize");
+  find(driver->synchronize_all, "cuCtxSynchronize");
   find(driver->event_create, "cuEventCreate");
   find(driver->event_record, "cuEventRecord");
   find(driver->event_query, "cuEventQuery");
@@ -157,12 +159,19 @@ class Cuda final : public Primitives {
 
   Status copy(uint64_t to, uint64_t from, uint64_t bytes) override {
     Current current(driver_, context_);
-    return check(driver_.copy(to, from, bytes), "cuMemcpy");
+    Status status = check(driver_.copy(to, from, bytes), "cuMemcpy");
+    // From device memory to device memory that returns before it is done, and our pages in DRAM may count as such.
+    return status == Status::Ok ? synchronize(0) : status;
   }
 
   Status synchronize(Stream stream) override {
     Current current(driver_, context_);
     return check(driver_.synchronize(reinterpret_cast<void *>(stream)), "cuStreamSynchronize");
+  }
+
+  Status synchronize_all() override {
+    Current current(driver_, context_);
+    return check(driver_.synchronize_all(), "cuCtxSynchronize");
   }
 
   Status record(Stream stream, Event *event) override {
@@ -180,7 +189,7 @@ class Cuda final : public Primitives {
     Relaxed relaxed(driver_);
     void *made = reinterpret_cast<void *>(event);
     Result result = driver_.event_query(made);
-    *passed = result != kNotReady;
+    *passed = result == kSuccess;
     if (*passed) driver_.event_destroy(made);
     return result == kNotReady ? Status::Ok : check(result, "cuEventQuery");
   }
@@ -205,10 +214,13 @@ class Cuda final : public Primitives {
 
   // Streams and events belong to a context, which the calling thread need not have.
   struct Current {
-    Current(const Driver &with, Context context) : driver(with) { driver.push(context); }
-    ~Current() { driver.pop(&popped); }
+    Current(const Driver &with, Context context) : driver(with), pushed(driver.push(context) == kSuccess) {}
+    ~Current() {
+      Context popped = nullptr;
+      if (pushed) driver.pop(&popped);
+    }
     const Driver &driver;
-    Context popped = nullptr;
+    bool pushed;
   };
 
   Status check(Result result, const char *call) {

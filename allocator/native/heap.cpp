@@ -5,9 +5,10 @@
 
 namespace tiers {
 
-Heap::Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t base, uint64_t bytes,
-           bool state)
-    : primitives_(primitives), pages_(pages), tier_(tier), stream_(stream), base_(base), bytes_(bytes), state_(state) {
+Heap::Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t pool, bool state,
+           uint64_t base, uint64_t bytes)
+    : primitives_(primitives), pages_(pages), tier_(tier), stream_(stream), pool_(pool), state_(state), base_(base),
+      bytes_(bytes) {
   Block all;
   all.address = base;
   all.bytes = bytes;
@@ -151,26 +152,27 @@ void Heap::free(Block *block) {
   merge(place);
 }
 
-uint64_t Heap::idle_pages() const {
-  uint64_t pages = 0;
+uint64_t Heap::idle_pages(Tier tier) const {
+  uint64_t idle = 0;
   for (auto &[bytes, address] : free_) {
     uint64_t begin = up(address, kPage), end = down(address + bytes, kPage);
-    if (end > begin) pages += (end - begin) / kPage;
+    if (end > begin) idle += on(tier, begin, end - begin);
   }
-  return pages;
+  return idle / kPage;
 }
 
-Status Heap::surrender(uint64_t count, uint64_t *surrendered) {
-  *surrendered = 0;
+Status Heap::surrender(Tier tier, uint64_t count) {
   std::vector<std::pair<uint64_t, uint64_t>> largest(free_.rbegin(), free_.rend());
   for (auto &[bytes, address] : largest) {
     uint64_t begin = up(address, kPage), end = down(address + bytes, kPage);
-    if (bytes < kPage || *surrendered == count) break;
-    if (end <= begin) continue;
-    uint64_t pages = std::min((end - begin) / kPage, count - *surrendered);
-    Status status = unmap(end - pages * kPage, pages);  // from its end: what is left stays in one piece with its page
-    if (status != Status::Ok) return status;
-    *surrendered += pages;
+    while (end > begin && count) {  // from its end: what is left stays in one piece with its page
+      uint64_t pages = 0;
+      while (pages < count && end - pages * kPage > begin && table_[index(end) - pages - 1].tier == tier) ++pages;
+      Status status = pages ? unmap(end - pages * kPage, pages) : Status::Ok;
+      if (status != Status::Ok) return status;
+      count -= pages;
+      end -= std::max<uint64_t>(pages, 1) * kPage;
+    }
   }
   return Status::Ok;
 }

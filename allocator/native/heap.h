@@ -39,8 +39,8 @@ inline uint64_t down(uint64_t value, uint64_t unit) { return value / unit * unit
 
 class Heap {
  public:
-  Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t base, uint64_t bytes,
-       bool state);
+  Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t pool, bool state,
+       uint64_t base, uint64_t bytes);
 
   bool contains(uint64_t address) const { return address >= base_ && address < base_ + bytes_; }
 
@@ -60,10 +60,10 @@ class Heap {
   Block *find(uint64_t address);  // the block in use that begins at `address`, or null
   void free(Block *block);
 
-  // Whole free pages, which `surrender` could unmap.
-  uint64_t idle_pages() const;
-  // Unmap up to `count` whole free pages, from the largest blocks first. The stream must have been synchronised.
-  Status surrender(uint64_t count, uint64_t *surrendered);
+  // Whole free pages that lie in `tier`, which `surrender` could unmap.
+  uint64_t idle_pages(Tier tier) const;
+  // Unmap up to `count` of them, from the largest blocks first. The stream must have been synchronised.
+  Status surrender(Tier tier, uint64_t count);
   // Unmap the whole free pages outside of `[address, address + bytes)`. The stream must have been synchronised.
   Status surrender_outside(uint64_t address, uint64_t bytes);
 
@@ -86,6 +86,7 @@ class Heap {
   Status close();
 
   Stream stream() const { return stream_; }
+  uint64_t pool() const { return pool_; }
   Tier tier() const { return tier_; }
   bool state() const { return state_; }  // whether what lives as long as the program lies here, apart from the rest
   uint64_t mapped() const { return mapped_; }
@@ -116,8 +117,9 @@ class Heap {
   Pages (&pages_)[kTiers];
   Tier tier_;
   Stream stream_;
-  uint64_t base_, bytes_;
+  uint64_t pool_;
   bool state_;
+  uint64_t base_, bytes_;
   uint64_t mapped_ = 0, maps_ = 0, unmaps_ = 0;
   std::map<uint64_t, Block> blocks_;                 // by address; they cover the range
   std::set<std::pair<uint64_t, uint64_t>> free_;     // (bytes, address) of Free blocks

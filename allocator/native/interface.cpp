@@ -43,10 +43,8 @@ int tn_close(tn_core *core) {
   int result = enter(core, [&] {
     Status worst = Status::Ok;
     auto note = [&](Status status) { worst = worst == Status::Ok ? status : worst; };
-    for (auto &[base, entry] : core->heaps) {
-      note(core->primitives->synchronize(entry.first->stream()));
-      note(entry.first->close());
-    }
+    note(core->primitives->synchronize_all());
+    for (auto &[base, heap] : core->heaps) note(heap->close());
     for (Pages &tier : core->pages) note(tier.trim());
     note(core->primitives->unreserve(core->alias, kAliasPages * kPage));
     return worst;
@@ -106,10 +104,10 @@ uint64_t tn_pool_used(tn_core *core, uint64_t pool) {
 
 int tn_pool_clear(tn_core *core, uint64_t pool) {
   return enter(core, [&] {
-    for (auto &[base, entry] : core->heaps) {
-      if (entry.second != pool) continue;
+    for (auto &[base, heap] : core->heaps) {
+      if (heap->pool() != pool) continue;
       std::vector<uint64_t> used;
-      for (auto &[address, block] : entry.first->blocks())
+      for (auto &[address, block] : heap->blocks())
         if (block.kind == Kind::Used) used.push_back(address);
       for (uint64_t address : used) {
         Status status = core->free(address);
@@ -125,7 +123,7 @@ int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint64_t req
     Heap *heap = core->heap_of(address);
     Block *block = heap ? heap->place(address, bytes) : nullptr;
     if (!block) return fail(Status::Invalid, "the place is taken");
-    core->took(heap, block, requested, core->pool_of(heap));
+    core->took(heap, block, requested);
     return Status::Ok;
   });
 }
@@ -146,8 +144,8 @@ int tn_limit(tn_core *core, int tier, uint64_t bytes) {
 int tn_share(tn_core *core, int device) {
   return enter(core, [&] {
     Status status = core->primitives->share(device, 0, 0);
-    for (auto &[base, entry] : core->heaps)
-      if (status == Status::Ok) status = entry.first->share(device);
+    for (auto &[base, heap] : core->heaps)
+      if (status == Status::Ok) status = heap->share(device);
     return status;
   });
 }
@@ -223,11 +221,8 @@ int tn_move(tn_core *core, uint64_t address, int tier) {
     Heap *heap = core->heap_of(address);
     Block *block = heap ? heap->find(address) : nullptr;
     if (!block || tier < 0 || tier >= kTiers) return fail(Status::Invalid, "no such block, or no such tier");
-    // Pages at its ends hold parts of other blocks, of other streams only through `used_on`.
-    for (auto &[base, entry] : core->heaps) {
-      Status status = core->wait(entry.first.get());
-      if (status != Status::Ok) return status;
-    }
+    Status status = core->wait_for_all();
+    if (status != Status::Ok) return status;
     return heap->move(block->address, block->bytes, Tier(tier), core->alias, kAliasPages);
   });
 }
@@ -248,11 +243,13 @@ void tn_get_stats(tn_core *core, tn_stats *out) {
   stats.dram_peak = core->pages[kDram].most() * kPage;
   stats.hbm_limit = core->pages[kHbm].limit() * kPage;
   stats.dram_limit = core->pages[kDram].limit() * kPage;
-  stats.maps = stats.unmaps = stats.idle_bytes = stats.largest_idle = 0;
-  for (auto &[base, entry] : core->heaps) {
-    stats.maps += entry.first->maps();
-    stats.unmaps += entry.first->unmaps();
-    for (auto &[address, block] : entry.first->blocks()) {
+  stats.maps = core->maps;
+  stats.unmaps = core->unmaps;
+  stats.idle_bytes = stats.largest_idle = 0;
+  for (auto &[base, heap] : core->heaps) {
+    stats.maps += heap->maps();
+    stats.unmaps += heap->unmaps();
+    for (auto &[address, block] : heap->blocks()) {
       if (block.kind != Kind::Free) continue;
       stats.idle_bytes += block.bytes;
       stats.largest_idle = std::max<int64_t>(stats.largest_idle, block.bytes);
@@ -285,19 +282,18 @@ void tn_reset_totals(tn_core *core) {
 uint64_t tn_blocks(tn_core *core, tn_block *out, uint64_t capacity) {
   std::lock_guard<std::mutex> guard(core->mutex);
   uint64_t count = 0;
-  for (auto &[base, entry] : core->heaps) {
+  for (auto &[base, heap] : core->heaps) {
     uint64_t segment = 0;
-    const Heap &heap = *entry.first;
-    for (auto &[address, block] : heap.blocks()) {
+    for (auto &[address, block] : heap->blocks()) {
       if (block.kind == Kind::Void) {
         segment = 0;
         continue;
       }
       segment = segment ? segment : address;
       if (count < capacity) {
-        bool foreign = heap.on(heap.tier(), address, block.bytes) < block.bytes;
-        out[count] = {address, block.bytes, block.requested, heap.stream(), entry.second, int32_t(block.kind),
-                      foreign ? int32_t(kDram) : int32_t(heap.tier()), segment, heap.state()};
+        bool foreign = heap->on(heap->tier(), address, block.bytes) < block.bytes;
+        out[count] = {address, block.bytes, block.requested, heap->stream(), heap->pool(), int32_t(block.kind),
+                      foreign ? int32_t(kDram) : int32_t(heap->tier()), segment, heap->state()};
       }
       ++count;
     }

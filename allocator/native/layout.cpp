@@ -62,11 +62,11 @@ Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
 }
 
 Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_t size, const uint32_t *order) {
-  plan = {};
   Heap *heap = nullptr;
   Status status = this->heap({0, stream, kHbm, General}, &heap);
-  if (status == Status::Ok) status = wait(heap);
+  if (status == Status::Ok) status = wait(stream);
   if (status != Status::Ok) return status;
+  plan = {};
   settle();
   Plan next;
   next.heap = heap;

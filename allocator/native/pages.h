@@ -20,6 +20,8 @@ class Pages {
 
   // How many more can be taken without asking anybody to give up theirs.
   uint64_t available() const { return idle_.size() + (limit_ > made_ ? limit_ - made_ : 0); }
+  // Those of them that are there already.
+  uint64_t idle() const { return idle_.size(); }
   uint64_t made() const { return made_; }
   uint64_t most() const { return most_; }
   void reset_most() { most_ = made_; }

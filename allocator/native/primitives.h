@@ -17,8 +17,9 @@ constexpr uint64_t kPage = uint64_t{2} << 20;
 
 enum Tier : int { kHbm = 0, kDram = 1, kTiers = 2 };
 
-// What every call returns. `Full` is no failure of the driver: there is no memory left, and the caller may go on.
-enum class Status : int { Ok = 0, Full = 1, Driver = 2, Invalid = 3 };
+// What every call returns. `Full` and `Busy` are no failures of the driver: there is no memory left, or nobody may wait
+// for a stream that is being captured into a graph, and the caller may go on.
+enum class Status : int { Ok = 0, Full = 1, Driver = 2, Invalid = 3, Busy = 4 };
 
 using Handle = uint64_t;  // 0 is none
 using Stream = uint64_t;  // the driver's own handle of a stream; 0 is the default stream
@@ -56,9 +57,11 @@ class Primitives {
 
   // Wait until all work that `stream` was given is done.
   virtual Status synchronize(Stream stream) = 0;
+  // The same for all streams. None may be captured.
+  virtual Status synchronize_all() = 0;
   // The end of what `stream` was given so far.
   virtual Status record(Stream stream, Event *event) = 0;
-  // Whether it was passed. The event is destroyed when `*passed` is set.
+  // Whether it was passed. The event is destroyed when `*passed` is set, and not before.
   virtual Status query(Event event, bool *passed) = 0;
   // Whether `stream` is being captured into a graph: its work has not run, and no event of it can be waited for.
   virtual bool capturing(Stream stream) = 0;

@@ -46,8 +46,7 @@ struct Plan {
 struct Waiting {  // a block that was freed while other streams used it
   Heap *heap;
   Block *block;
-  std::vector<Event> events;
-  bool recorded;  // within a capture no event can be recorded: then it is done once the capture is over
+  std::vector<Event> events;  // of the streams that are not on the block's list any more
 };
 
 struct Pool {
@@ -69,7 +68,7 @@ struct tn_core {
   std::unique_ptr<tiers::Primitives> primitives;
   tiers::Pages pages[tiers::kTiers];
   std::map<Key, Heap *> by_key;
-  std::map<uint64_t, std::pair<std::unique_ptr<Heap>, uint64_t>> heaps;  // by base; with the pool
+  std::map<uint64_t, std::unique_ptr<Heap>> heaps;  // by base
   std::unordered_map<uint64_t, tiers::Pool> pools;
   std::deque<tiers::Waiting> waiting;
   uint64_t alias = 0;
@@ -78,6 +77,7 @@ struct tn_core {
   uint32_t period = 0;
   tiers::Plan plan;
   tn_stats stats{};
+  uint64_t maps = 0, unmaps = 0;  // of heaps that are gone
   int64_t lap = 0;  // the most bytes in use since it was last asked for
 
   tn_core(std::unique_ptr<tiers::Primitives> made, uint64_t hbm, uint64_t dram)
@@ -87,17 +87,20 @@ struct tn_core {
 
   Status heap(const Key &key, Heap **out);
   Heap *heap_of(uint64_t address);
+  bool is_retired(uint64_t pool) const;
   size_t follow(uint64_t bytes);
   Block *planned(uint64_t bytes, Stream stream, Heap **out);
   Status find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Status reclaim(uint64_t goal, Tier tier, const Heap *but);
+  Status surrender(Heap &heap, Tier tier, uint64_t count);
   Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
-  void took(Heap *heap, Block *block, uint64_t requested, uint64_t pool);
+  void took(Heap *heap, Block *block, uint64_t requested);
   Status free(uint64_t address);
   void release(Heap *heap, Block *block);
+  void record_ends(tiers::Waiting &entry);
   void settle();
-  Status wait(Heap *heap);
+  Status wait(Stream stream);
+  Status wait_for_all();
   Status surrender_all(const Heap *but);
   Status set_plan(Stream stream, std::vector<tiers::Sequence> sequences, uint64_t size, const uint32_t *order);
-  uint64_t pool_of(const Heap *heap) const;
 };

@@ -10,8 +10,10 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 
 #include "../../allocator/native/gather.h"
+#include "fake_streams.h"
 
 namespace {
 
@@ -26,6 +28,8 @@ struct Step {
 
 thread_local void* current = nullptr;
 long made = 0, clock_ = 0, refuse_in = 0;
+int broken = 0;
+std::set<long> captured;  // streams
 std::map<long, std::shared_ptr<Point>> recorded;  // by event: where it was last recorded
 std::map<long, std::deque<Step>> streams;
 std::minstd_rand chance;
@@ -62,6 +66,16 @@ void fake_go_on() { go_on(); }
 void fake_refuse(long call) { refuse_in = call; }  // of those to come that give streams work or make events, from 1 on
 long fake_events() { return made; }
 long fake_pending(long stream) { return static_cast<long>(streams[stream].size()); }
+bool fake_pending_anywhere() {
+    for (auto& [stream, steps] : streams)
+        if (!steps.empty()) return true;
+    return false;
+}
+void fake_break(int error) { broken = error; }  // what queries of events answer from now on, as after a failed kernel
+void fake_capture(long stream, bool on) {
+    if (on) captured.insert(stream);
+    else captured.erase(stream);
+}
 
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal < 2 ? 0 : 101; }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -87,7 +101,15 @@ int cuEventRecord(void* event, void* stream) {
     ask(stream, nullptr, [point] { *point = {true, ++clock_}; });
     return 0;
 }
-int cuEventQuery(void* event) { return recorded[number(event)]->passed ? 0 : 600; }
+int cuEventQuery(void* event) {
+    auto found = recorded.find(number(event));
+    if (found == recorded.end()) std::printf("no such event\n"), std::fflush(stdout), std::abort();
+    return broken ? broken : found->second->passed ? 0 : 600;
+}
+int cuEventDestroy_v2(void* event) {
+    recorded.erase(number(event));
+    return 0;
+}
 int cuEventSynchronize(void* event) {
     go_on_until([point = recorded[number(event)]] { return point->passed; });
     return 0;
@@ -104,6 +126,15 @@ int cuStreamWaitEvent(void* stream, void* event, unsigned) {
 }
 int cuStreamSynchronize(void* stream) {
     go_on_until([stream] { return streams[number(stream)].empty(); });
+    return 0;
+}
+int cuCtxSynchronize() {
+    if (!captured.empty()) return 900;
+    go_on_until([] { return !fake_pending_anywhere(); });
+    return 0;
+}
+int cuStreamIsCapturing(void* stream, int* status) {
+    *status = static_cast<int>(captured.count(number(stream)));
     return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {

@@ -1,4 +1,4 @@
-"""A process in which the native lane meets a driver that is none: `fake_cuda.cpp`."""
+"""A process in which the native lane or core meets a driver that is none: `fake_cuda.cpp` and `fake_pages.cpp`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def build(directory: Path) -> Path:
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     for sources, target, visibility in (
         ((ROOT / "allocator" / "native").glob("lane*.cpp"), "liblane.so", "hidden"),  # as CMake builds it
-        ([ROOT / "tests" / "unit" / "fake_cuda.cpp"], "libcuda.so.1", "default"),
+        ((ROOT / "tests" / "unit").glob("fake_*.cpp"), "libcuda.so.1", "default"),
     ):
         out = ["-o", str(directory / target), "-ldl"]
         subprocess.run(["g++", *flags, f"-fvisibility={visibility}", *map(str, sources), *out], check=True)

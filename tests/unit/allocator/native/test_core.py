@@ -126,6 +126,42 @@ def test_idle_hbm_in_fragments_is_taken_before_dram(core: Core) -> None:
     assert core.counts().dram == 0
 
 
+@pytest.mark.parametrize("visits", [[1] * 32 + [2] * 8, [2] * 32 + [1] * 8], ids=["first", "last"])
+def test_idle_hbm_is_taken_from_a_region_of_which_a_part_lies_in_dram(core: Core, visits: list[int]) -> None:
+    plan(core, [80 * MiB], [0], visits)
+    block = core.allocate(32 * MiB, stream=2)
+    assert core.on(block, HBM) == 32 * MiB
+    counts = core.counts()
+    assert (counts.hbm, counts.dram) == (64 * MiB, 16 * MiB)
+
+
+def test_idle_dram_of_a_region_serves_whoever_finds_no_hbm(core: Core) -> None:
+    plan(core, [80 * MiB], [0], [1] * 8 + [2] * 32)
+    core.allocate(64 * MiB, stream=2)
+    core.allocate(64 * MiB, stream=2)
+    counts = core.counts()
+    assert (counts.allocated, counts.idle) == (128 * MiB, 0)
+
+
+def test_retired_pools_use_up_neither_memory_nor_addresses(core: Core) -> None:
+    for pool in range(1, 400):  # twice as many as there are addresses for
+        core.free(core.allocate(4 * MiB, pool=pool))
+        core.retire(pool)
+        core.trim()
+    counts = core.counts()
+    assert (counts.hbm, counts.maps, counts.unmaps) == (0, 2 * 399, 2 * 399)
+
+
+def test_a_retired_pool_is_there_as_long_as_something_of_it_is_in_use(core: Core) -> None:
+    block = core.allocate(4 * MiB, pool=1)
+    core.retire(1)
+    core.trim()
+    fill(block, 4 * MiB, 7)
+    core.free(block)
+    core.trim()
+    assert core.counts().hbm == 0
+
+
 def test_a_private_pool_keeps_its_memory_until_it_is_retired(core: Core) -> None:
     core.free(core.allocate(64 * MiB, pool=1))
     block = core.allocate(32 * MiB)

@@ -1,0 +1,154 @@
+"""The core against a driver that is none: when it waits, what it waits for, and what becomes of what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.unit.fake_driver import asked, build
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("native"))
+
+
+START = """
+from allocator.native import Core, CoreBusy
+from allocator.sizes import MiB
+HBM, DRAM = 0, 1
+core = Core("cuda", hbm=64 * MiB, dram=64 * MiB)
+
+def work(stream):  # something for a stream to do that is not done before somebody waits
+    library.copy(0, stream, array("Q"), []); assert fake.fake_pending(stream)
+
+def held(): return sum(block["kind"] == 3 for block in core.blocks())
+"""
+END = "\nassert not fake.fake_contexts()"
+
+
+def holds(built: Path, program: str) -> None:
+    """Run it; an assertion of its own or of the driver's fails."""
+    asked(built, START + program + END)
+
+
+def test_idle_pages_are_unmapped_when_their_stream_is_done(built: Path) -> None:
+    holds(built, "core.free(core.allocate(8 * MiB, stream=7)); work(7); core.trim(); assert core.counts().hbm == 0")
+
+
+def test_a_block_moves_when_all_streams_are_done_with_it_and_its_bytes_are_there(built: Path) -> None:
+    """Those, too, that never asked for memory: a copy of a checkpoint, say, which the host alone waits for."""
+    program = """
+block = core.allocate(8 * MiB, stream=7)
+ctypes.memset(block, 3, 8 * MiB)
+work(9)
+core.move(block, DRAM)
+assert ctypes.string_at(block, 8 * MiB) == bytes([3]) * (8 * MiB)
+"""
+    holds(built, program)
+
+
+def test_memory_of_a_graph_that_is_gone_is_kept_until_its_last_replay_is_over(built: Path) -> None:
+    """That may be on any stream, not the one on which it was captured."""
+    program = """
+core.free(core.allocate(8 * MiB, stream=7, pool=1))
+work(9)  # where the graph is replayed
+core.retire(1)
+core.trim()
+assert core.counts().hbm == 0 and not fake.fake_pending(9)
+"""
+    holds(built, program)
+
+
+def test_a_block_is_held_until_the_other_streams_have_passed_it(built: Path) -> None:
+    program = """
+block = core.allocate(8 * MiB, stream=7)
+core.used_on(block, 8); core.used_on(block, 9)
+work(9)
+core.free(block)
+assert core.allocate(8 * MiB, stream=7) != block and held() == 1
+library.copy(0, 9, array("Q"), [], 8).synchronize()
+assert core.allocate(8 * MiB, stream=7) == block
+"""
+    holds(built, program)
+
+
+def test_a_block_that_a_captured_stream_uses_is_held_until_the_capture_is_over(built: Path) -> None:
+    program = """
+block = core.allocate(8 * MiB, stream=7)
+core.used_on(block, 8); core.used_on(block, 9)
+fake.fake_capture(9, True)
+core.free(block)
+library.copy(0, 8, array("Q"), []).synchronize()
+core.allocate(MiB); assert held() == 1
+fake.fake_capture(9, False)
+core.allocate(MiB)
+library.copy(0, 9, array("Q"), []).synchronize()
+core.allocate(MiB); assert held() == 0
+"""
+    holds(built, program)
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3, 4])
+def test_a_block_whose_end_cannot_be_recorded_is_held_until_it_can(built: Path, refused: int) -> None:
+    program = f"""
+block = core.allocate(8 * MiB, stream=7)
+core.used_on(block, 8); core.used_on(block, 9)
+fake.fake_refuse({refused})
+core.free(block)
+assert held() == 1
+fake.fake_refuse(0)
+core.allocate(MiB)
+for stream in (8, 9): library.copy(0, stream, array("Q"), []).synchronize()
+core.allocate(MiB); assert held() == 0
+"""
+    holds(built, program)
+
+
+def test_an_event_that_cannot_be_asked_for_is_asked_for_again_and_not_destroyed(built: Path) -> None:
+    """As after a kernel that failed: the driver answers every call with its error."""
+    program = """
+block = core.allocate(8 * MiB, stream=7)
+core.used_on(block, 9)
+core.free(block)
+fake.fake_break(700)
+core.allocate(MiB); core.allocate(MiB)
+assert held() == 1
+"""
+    holds(built, program)
+
+
+def test_while_a_stream_is_captured_nothing_moves_and_the_layout_stays(built: Path) -> None:
+    program = """
+import numpy as np
+from allocator.sequence import Foreseen
+def plan(): core.plan(Foreseen(7, np.array([4 * MiB]), np.array([0], np.uint64), np.array([1, 1])))
+plan()
+block = core.allocate(4 * MiB, stream=7)
+fake.fake_capture(7, True)
+for refused in (plan, lambda: core.move(block, DRAM)):
+    try: refused()
+    except CoreBusy as busy: assert str(busy) == "a stream is being captured into a graph"
+    else: raise AssertionError("it was not refused")
+core.trim()
+core.mark()
+core.free(block)
+assert core.allocate(4 * MiB, stream=7) == block and core.counts().planned == 2
+fake.fake_capture(7, False)
+"""
+    holds(built, program)
+
+
+def test_idle_memory_is_taken_from_where_it_lies_when_the_device_gives_less_than_the_limit(built: Path) -> None:
+    """Other processes use it, too."""
+    program = """
+fake.fake_has_pages(16)
+core.free(core.allocate(24 * MiB, stream=1))
+block = core.allocate(32 * MiB, stream=2)
+assert core.on(block, HBM) == 32 * MiB
+"""
+    holds(built, program)
