@@ -142,7 +142,7 @@ void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
   block->small = block->bytes <= kSmall;
   block->period = period;
   block->request = UINT32_MAX;
-  if (heap->pool() == 0) {
+  if (heap->pool() == 0 && log[0].requests.size() <= kLongest) {
     Log &now = log[0];
     block->request = now.requests.size();
     now.requests.push_back({block->bytes, heap->stream(), int64_t(now.events++), -1, lifetime_class});

@@ -66,7 +66,7 @@ typedef struct {
 /* A period ends and the next begins. */
 TN_API void tn_mark(tn_core *core);
 /* The log of the period before the present one (0), or the one before that (1), of pool 0. Returns how many requests
- * it has; copies at most `capacity`. */
+ * it has; copies at most `capacity`. A period of more than 32768 has none: nobody could lay it out. */
 TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events);
 /* From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at `offsets[k]` in
  * a region of `pages` pages; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts` requests each, one

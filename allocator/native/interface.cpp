@@ -175,8 +175,10 @@ void tn_mark(tn_core *core) {
 
 uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events) {
   std::lock_guard<std::mutex> guard(core->mutex);
+  *events = 0;
   if (ago < 0 || ago > 1) return 0;
   const Log &log = core->log[1 + ago];
+  if (log.requests.size() > kLongest) return 0;
   uint64_t count = std::min<uint64_t>(capacity, log.requests.size());
   std::copy(log.requests.begin(), log.requests.begin() + count, out);
   *events = log.events;

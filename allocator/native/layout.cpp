@@ -72,7 +72,9 @@ Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_
   next.heap = heap;
   next.total = size * kPage;
   next.sequences = std::move(sequences);
-  next.next = log[0].requests.size();  // those that the period had before go on as they are
+  // Those that the period had before go on as they are.
+  next.next = std::count_if(log[0].requests.begin(), log[0].requests.end(),
+                            [&](const tn_request &request) { return request.stream == stream; });
   if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the region");
   // What lies idle outside of the region is what the region is made of.
   status = surrender_all(heap);

@@ -18,12 +18,13 @@ namespace tiers {
 
 constexpr uint64_t kAliasPages = 32;  // through which pages are copied to another tier
 constexpr size_t kNone = SIZE_MAX;
+constexpr size_t kLongest = size_t{1} << 15;  // requests of a period that is laid out: time goes by their square
 constexpr size_t kLost = 4;  // requests that nobody foresaw, beyond those that came as foreseen: another sequence
 
 enum Class : int { General = 0, Small = 1, State = 2 };  // of heaps
 
 struct Log {
-  std::vector<tn_request> requests;
+  std::vector<tn_request> requests;  // at most one more than `kLongest`: then nobody is told of them
   uint64_t events = 0;
 };
 

@@ -49,6 +49,14 @@ def plan(core: Core, sizes: list[int], offsets: list[int], visits: list[int] | N
     core.plan(foreseen(sizes, offsets, visits))
 
 
+def test_a_layout_made_late_in_a_period_counts_the_requests_of_its_own_stream(core: Core) -> None:
+    core.free(core.allocate(MiB, stream=7))
+    plan(core, [2 * MiB, 4 * MiB], [0, 2 * MiB])
+    core.allocate(2 * MiB)
+    core.allocate(4 * MiB)
+    assert core.counts().planned == 2
+
+
 def test_a_layout_made_late_in_a_period_of_many_requests_is_not_read_past_its_end(core: Core) -> None:
     for _ in range(40):
         core.free(core.allocate(MiB, stream=7))  # of another stream, and in no sequence
@@ -232,6 +240,22 @@ def test_the_log_tells_the_events_of_births_and_deaths(core: Core) -> None:
     core.mark()
     before, _ = core.log(1)
     assert before["death"].tolist() == [2, 3]  # the first event of the period after it
+
+
+def test_a_period_without_end_has_no_log(core: Core) -> None:
+    """Such as an evaluation, or a program that never trains: it would grow for ever, and take hours to lay out."""
+    core.free(core.allocate(512))
+    core.mark()
+    last = core.allocate(512)
+    for _ in range(40_000):
+        core.free(core.allocate(512))
+    core.mark()
+    core.free(last)
+    core.mark()
+    assert [len(core.log(ago)[0]) for ago in (0, 1)] == [0, 0]
+    core.free(core.allocate(512))
+    core.mark()
+    assert len(core.log()[0]) == 1
 
 
 def test_a_layout_puts_requests_where_it_says(core: Core) -> None:
