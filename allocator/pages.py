@@ -16,7 +16,7 @@ import torch
 from allocator import adapter
 from allocator.kinds import Kinds
 from allocator.ledger import Account
-from allocator.native import Core, CoreError, CoreFull, Counts
+from allocator.native import Core, CoreBusy, CoreError, CoreFull, Counts
 from allocator.room import Room, RoomWatch
 from allocator.sequence import STATE, Foreseen, Log, Watch, foresee, repeats
 from allocator.sinking import State, sink_or_rise
@@ -55,7 +55,7 @@ class PageAllocator:
         self._dram = dram
         self._account = account
         self._room = RoomWatch(room)
-        self._granted = 0 if account or room else dram
+        self._granted: dict[int, int] = {}  # by GPU: what it may map
         self._lock = threading.Lock()  # guards what was granted, and the room
         self._watches: dict[int, Watch] = {}
         self._kinds: dict[int, Kinds] = {}
@@ -71,7 +71,7 @@ class PageAllocator:
         NoAdapter
             If CUDA is initialised already.
         """
-        adapter.install(self._library, self._hbm, self._granted, self._more)
+        adapter.install(self._library, self._hbm, 0, self._more)
 
     def cores(self) -> Iterator[tuple[int, Core]]:
         """The GPUs from which memory was asked for, and their cores."""
@@ -138,6 +138,9 @@ class PageAllocator:
             try:
                 core.plan(*layouts)
                 return
+            except CoreBusy:
+                self._watches.pop(device, None)  # which is to look anew once the graph is captured
+                return
             except CoreFull as full:
                 if self._more(device, GiB):  # the part of the region that does not fit into HBM
                     continue
@@ -166,17 +169,25 @@ class PageAllocator:
         moved = 0
         for tier, addresses in ((DRAM, sink), (HBM, rise)):
             for address in addresses:
-                try:
-                    core.move(address, tier)
-                except CoreFull:
-                    if tier == HBM or not self._more(device, GiB):
-                        break
-                    core.move(address, tier)
+                if not self._move(device, core, address, tier):
+                    break
                 moved += 1
         if moved:
             text = "%d blocks of optimizer state now lie in %s, to keep in hbm what is used more"
             log.info(text, moved, "dram" if sink else "hbm")
         return bool(moved and sink)
+
+    def _move(self, device: int, core: Core, address: int, tier: int) -> bool:
+        """Put a block on a tier, claiming DRAM for it as long as there is some; whether all of it lies there."""
+        while True:
+            try:
+                core.move(address, tier)
+                return True
+            except CoreBusy:
+                return False
+            except CoreFull:
+                if tier == HBM or not self._more(device, GiB):
+                    return False
 
     def state(self, on: bool) -> None:
         """Whether what is asked for from now on lives as long as the program, as an optimizer's state does."""
@@ -192,21 +203,22 @@ class PageAllocator:
         if core is None:
             return False
         with self._lock:
-            wanted = min(max(STEP, round_up(nbytes, PAGE)), self._dram - self._granted)
+            granted = sum(self._granted.values())
+            wanted = min(max(STEP, round_up(nbytes, PAGE)), self._dram - granted)
             if wanted <= 0:
                 return False
             left = self._room.left()
             wanted = min(wanted, left - left % PAGE)
             if wanted <= 0:
-                self._room.say_once("dram", self._granted, self._dram)
+                self._room.say_once("dram", granted, self._dram)
                 return False
             claimed = wanted if self._account is None else self._account.claim(wanted, least=PAGE)
             if not claimed:
                 return False
             self._room.taken(claimed)
-            self._granted += claimed
+            self._granted[device] = self._granted.get(device, 0) + claimed
             try:
-                core.limit(DRAM, self._granted)
+                core.limit(DRAM, self._granted[device])
             except CoreError:
                 log.exception("the core does not take %s more of dram", format_size(claimed))
                 return False

@@ -159,9 +159,11 @@ class Saver:
             return False
         if not torch.is_grad_enabled() or _graph_task() != -1:
             return False
-        if not self.on_top():
-            return False
-        return not any(mover.engine.compute.capturing() for mover in self.armed_movers)
+        return self.on_top() and not self.capturing()
+
+    def capturing(self) -> bool:
+        """Whether what the program does now goes into a CUDA graph."""
+        return any(mover.engine.compute.capturing() for mover in self.armed_movers)
 
     def adopt(self, actions: Iterable[tuple[str, Action]], regions: Iterable[str] = ()) -> None:
         """From the next period on, do this at these sites, and recompute these regions."""

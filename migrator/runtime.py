@@ -158,9 +158,9 @@ class Runtime:
         return mover
 
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
-        if self._leader_stepped and torch.is_grad_enabled():
+        if self._leader_stepped and torch.is_grad_enabled() and not saver.capturing():
             # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
-            # that does not live as long as the program.
+            # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
             self._leader_stepped = False
             if (pages := self.options.pages()) is not None:
                 if self._steps.count:

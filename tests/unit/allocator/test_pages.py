@@ -10,7 +10,7 @@ import pytest
 
 from allocator import adapter
 from allocator.ledger import Ledger
-from allocator.native import Core
+from allocator.native import Core, CoreBusy, CoreFull
 from allocator.pages import DRAM, HBM, PATIENCE, PageAllocator
 from allocator.room import FRESH, Room
 from allocator.sizes import PAGE, MiB
@@ -194,3 +194,47 @@ def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> N
         pages.period_over()
     assert core.on(state, HBM) == 16 * MiB
     assert core.counts().unmaps - unmapped <= 16 * MiB // PAGE  # its own pages: nothing else was laid out anew
+
+
+def test_a_block_larger_than_what_is_claimed_at_a_time_sinks_whole(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allocator.pages.STEP", PAGE)
+    monkeypatch.setattr("allocator.pages.GiB", 4 * MiB)
+    core.state(True)
+    state = core.allocate(40 * MiB)
+    core.state(False)
+    pages._more(0, 8 * MiB)
+    pages.begin()
+    for _ in range(PATIENCE):
+        step(core, 24 * MiB, 8 * MiB)
+        pages.period_over()
+    assert core.on(state, DRAM) == 40 * MiB
+
+
+def test_gpus_share_the_dram_that_there_is(pages: OnOneCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = [Core("memfd", hbm=0, dram=0) for _ in range(2)]
+    monkeypatch.setattr(adapter, "core_of", lambda library, device: cores[device])
+    monkeypatch.setattr("allocator.pages.STEP", PAGE)
+    for device, core in enumerate(cores):
+        assert pages._more(device, 24 * MiB)
+        core.allocate(24 * MiB)
+        with pytest.raises(CoreFull):
+            core.allocate(PAGE)
+
+
+def test_a_layout_that_has_to_wait_for_a_capture_is_made_after_it(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*foreseen: object) -> None:
+        raise CoreBusy("a stream is being captured into a graph")
+
+    pages.begin()
+    step(core, 4 * MiB, 8 * MiB)
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "plan", busy)
+        pages.period_over()
+    for _ in range(2):
+        step(core, 4 * MiB, 8 * MiB)
+        pages.period_over()
+    assert core.counts().planned == 2
