@@ -161,14 +161,7 @@ Result tiers_stream_follow(int device, Handle stream, Handle event, Handle* reac
     return 0;
 }
 
-// Have the driver compile the gathering kernel for a device.
-Result tiers_lane_prepare(int device) {
-    Within within(device);
-    Handle kernel = nullptr;
-    return within.error ? within.error : gathering_kernel(device, &kernel);
-}
-
-// Make a staging for one lane; `Staging` says of what.
+// Make a staging for one lane; `Staging` says of what. Where the driver cannot compile the kernel there is none.
 Result tiers_staging_open(int device, Handle beside, uint64_t address, uint64_t nbytes, uint64_t largest,
                           Staging** staging) {
     Within within(device);

@@ -94,8 +94,6 @@ class Library:
         self._record.argtypes = (c_int, c_void_p, POINTER(c_void_p))
         self._follow = library.tiers_stream_follow
         self._follow.argtypes = (c_int, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_void_p))
-        self._prepare = library.tiers_lane_prepare
-        self._prepare.argtypes = (c_int,)
         self._open_staging = library.tiers_staging_open
         self._open_staging.argtypes = (c_int, c_void_p, c_uint64, c_uint64, c_uint64, POINTER(c_void_p))
         self.close_staging = library.tiers_staging_close
@@ -115,19 +113,16 @@ class Library:
             POINTER(c_void_p),
         )
 
-    def prepare(self, device: int) -> bool:
-        """Make the gathering kernel ready; False where the driver cannot compile it, and nothing is gathered."""
-        return not self._prepare(device)
-
-    def staging(self, device: int, beside: int, address: int, nbytes: int, largest: int) -> Staging:
+    def staging(self, device: int, beside: int, address: int, nbytes: int, largest: int) -> Staging | None:
         """A staging in `nbytes` bytes of HBM at `address`, for spans of up to `largest` bytes.
 
-        The stream `beside` gathers in one half of it while the lane sends the other. Nobody else may touch that memory
-        until the lane is done with all copies.
+        None where the driver cannot compile the gathering kernel. The stream `beside` gathers in one half of it while
+        the lane sends the other. Nobody else may touch that memory, which is aligned to 512 bytes, until the lane is
+        done with all copies.
         """
         handle = c_void_p()
-        _check(self._open_staging(device, beside, address, nbytes, largest, byref(handle)))
-        return Staging(self, handle.value or 0)
+        error = self._open_staging(device, beside, address, nbytes, largest, byref(handle))
+        return None if error else Staging(self, handle.value or 0)
 
     def record(self, device: int, stream: int) -> TimedEvent:
         """The end of everything that `stream` was given so far."""

@@ -162,6 +162,8 @@ class CudaLane:
         self._name = name
         self._counters = counters
         self._staging: torch.Tensor | None = None
+        # Several threads may train on the device, and what it gathers in is for one copy at a time.
+        self._submitting = threading.RLock()
         self._timed: deque[tuple[int, TimedEvent, TimedEvent]] = deque()
         self._asking = threading.Lock()
         self._untimed = TIMED_EVERY  # bytes since a copy was timed
@@ -175,12 +177,13 @@ class CudaLane:
             # Gathered on the lane's own stream, whose copy engine idles meanwhile: larger ones would lose by it.
             (small if piece.nbytes < FULL_SPEED and piece.source.is_cuda else large).append(piece)
         nbytes = sum(piece.nbytes for piece in pieces)
-        if self._is_timed(pieces, nbytes):
-            begin = self._reach(after)
-            done = self._carry_out(large, small, (), timed=True)
-            self._timed.append((nbytes, begin, done))
-        else:
-            done = self._carry_out(large, small, after, timed=False)
+        with self._submitting:
+            if self._is_timed(pieces, nbytes):
+                begin = self._reach(after)
+                done = self._carry_out(large, small, (), timed=True)
+                self._timed.append((nbytes, begin, done))
+            else:
+                done = self._carry_out(large, small, after, timed=False)
         self._counters.moved[self._name] += nbytes
         return done
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -162,7 +163,11 @@ class HostLane:
         return None
 
     def over(self, since: Event) -> list[Transfer]:
-        return [self._over.popleft() for _ in range(len(self._over))]
+        found: list[Transfer] = []
+        with suppress(IndexError):  # no more: other threads ask, too
+            while True:
+                found.append(self._over.popleft())
+        return found
 
     def close(self) -> None:
         with self._closing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -46,9 +45,7 @@ class NativeLane(CudaLane):
         self._library = library
         self._handle: int = self._stream.cuda_stream
         self._room: torch.Tensor | None = None  # what the gathering writes to
-        self._gathering = self._open_staging() if name == "d2h" and library.prepare(device.index) else None
-        # Several threads may train on the device, and a staging is for one copy at a time.
-        self._submitting = threading.RLock()
+        self._gathering = self._open_staging() if name == "d2h" else None
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> lane.Event:
         numbers: list[int] = []  # not yet an array, which takes six times as long to grow
@@ -73,7 +70,7 @@ class NativeLane(CudaLane):
         return done
 
     def _open_staging(self) -> lane.Staging | None:
-        """Where to gather; None if there is no room for it any more, and each piece is to leave by itself.
+        """Where to gather; None if there is no room or no kernel for it, and each piece is to leave by itself.
 
         Made with the lane, before HBM is full: later it would come off what a plan counts on.
         """
@@ -81,11 +78,13 @@ class NativeLane(CudaLane):
         beside = torch.cuda.Stream(self._device, priority=-1)
         try:
             with torch.cuda.stream(beside):  # which is the first to write there
-                self._room = torch.empty(STAGING, dtype=torch.uint8, device=self._device)
+                room = torch.empty(STAGING, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
             return None
-        self._room.record_stream(self._stream)  # which reads it to the last
-        return self._library.staging(self._device.index, beside.cuda_stream, self._room.data_ptr(), STAGING, GATHERED)
+        room.record_stream(self._stream)  # which reads it to the last
+        staging = self._library.staging(self._device.index, beside.cuda_stream, room.data_ptr(), STAGING, GATHERED)
+        self._room = None if staging is None else room
+        return staging
 
 
 def _native(events: Sequence[Event]) -> list[lane.Event]:

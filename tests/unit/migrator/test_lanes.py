@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from random import Random
 
@@ -16,6 +17,7 @@ from migrator.counters import Counters
 from migrator.lanes import SLOT, TIMED, Piece, whole
 from migrator.lanes.cuda import STAGING, _adjacent
 from migrator.lanes.host import HostCompute, HostEvent, HostLane
+from migrator.transfers import Transfer
 from tests.unit.by_hand import eventually
 
 
@@ -134,6 +136,19 @@ def test_a_lane_tells_once_how_long_its_copies_took(counters: Counters) -> None:
     assert second.begin >= first.end
     assert lane.over(now) == []
     lane.close()
+
+
+def test_threads_that_ask_at_once_share_what_there_is_to_tell(lane: HostLane) -> None:
+    class Asked(deque[Transfer]):
+        """Another thread takes one whenever this one does."""
+
+        def popleft(self) -> Transfer:
+            super().popleft()
+            return super().popleft()
+
+    one, other = (Transfer("d2h", MiB, 0.0, end) for end in (1.0, 2.0))
+    lane._over = Asked([one, other])
+    assert lane.over(HostEvent()) == [other]
 
 
 def test_the_time_of_a_copy_is_without_what_it_had_to_wait_for(lane: HostLane) -> None:

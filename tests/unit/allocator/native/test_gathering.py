@@ -29,7 +29,7 @@ for nbytes in sizes:
     spans.extend((at + offset, start + offset + {skew}, nbytes))
     offsets.append(offset)
     offset = -(-(offset + nbytes) // 512) * 512 + {gap}
-staging = library.staging(0, 20, (-(-start // 512) + 1024) * 512, {room}, 4096) if library.prepare({device}) else None
+staging = library.staging({device}, 20, (-(-start // 512) + 1024) * 512, {room}, 4096)
 assert (staging is None) is ({device} == 1)
 fake.fake_refuse({refused})
 copy = getattr(library, "{call}")
