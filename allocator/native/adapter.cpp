@@ -196,8 +196,8 @@ extern "C" TN_API int tiers_install(uint64_t hbm, uint64_t dram, bool (*more)(in
   try {
     auto made = std::make_shared<tiers::Adapter>(hbm, dram, more);
     torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(made);
-    tiers::instance = made.get();
-    static auto forever = made;  // tensors outlive the interpreter
+    // Never destroyed: tensors outlive the interpreter, and those that other libraries hold our own static objects.
+    tiers::instance = (new auto(made))->get();
     return 0;
   } catch (const std::exception &problem) {
     snprintf(error, capacity, "%s", problem.what());
