@@ -62,6 +62,10 @@ Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
 }
 
 Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_t size, const uint32_t *order) {
+  for (const Sequence &one : sequences)
+    for (size_t k = 0; k < one.bytes.size(); ++k)
+      if (one.offsets[k] != kElsewhere && (one.bytes[k] > size * kPage || one.offsets[k] > size * kPage - one.bytes[k]))
+        return fail(Status::Invalid, "a request reaches past its region");
   Heap *heap = nullptr;
   Status status = this->heap({0, stream, kHbm, General}, &heap);
   if (status == Status::Ok) status = wait(stream);

@@ -348,6 +348,12 @@ def test_a_region_can_grow_where_it_lies_though_something_unforeseen_came(core: 
     assert core.allocate(32 * MiB) == region
 
 
+@pytest.mark.parametrize("offset", [MiB, GiB, 2**62])
+def test_a_layout_that_reaches_past_its_region_is_refused(core: Core, offset: int) -> None:
+    with pytest.raises(CoreError, match="reaches past its region"):
+        plan(core, [2 * MiB], [offset], visits=[1])
+
+
 def test_what_is_elsewhere_in_a_layout_goes_where_it_fits(core: Core) -> None:
     plan(core, [2 * MiB, 2 * MiB], [ELSEWHERE, 0])
     a, b = core.allocate(2 * MiB), core.allocate(2 * MiB)
