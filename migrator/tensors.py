@@ -1,7 +1,7 @@
 """What the hooks do with every tensor that is saved, and with what is packed in its place.
 
 All that happens once a tensor stands here, apart from what happens once a group, so that it can be done twice: in
-Python, and again in C++ (`native/tensors.cpp`) at a fraction of the host's time, where that can be built. `Tensors`
+Python, and again in C++ (`native/`) at a fraction of the host's time, where that can be built. `Tensors`
 is what the two have in common; the tests of this module hold both to it.
 
 A storage is known by the address of its C++ object for as long as a weak reference to it is held:

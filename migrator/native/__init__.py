@@ -19,6 +19,7 @@ from migrator.tensors import Tensors
 log = logging.getLogger("tiers")
 
 SOURCE = Path(__file__).with_name("tensors.cpp")
+HEADERS = tuple(SOURCE.with_name(name) for name in ("moved.h", "object.h", "storages.h"))
 
 
 def obstacle() -> str | None:
@@ -40,7 +41,7 @@ def build(cache_dir: Path) -> Path:
         name="tensors",
         title="the native part of the hooks",
         sources=(SOURCE,),
-        headers=(),
+        headers=HEADERS,
         includes=(root / "include" / "torch" / "csrc" / "api" / "include", _headers()),
         libraries=tuple(root / "lib" / name for name in libraries),
     )

@@ -68,6 +68,11 @@ def test_a_compiler_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "CXX names no program" in (native.obstacle() or "")
 
 
+def test_the_hooks_are_compiled_anew_when_any_part_of_them_changes() -> None:
+    parts = {native.SOURCE, *native.HEADERS}
+    assert parts == {path for path in native.SOURCE.parent.iterdir() if path.suffix in (".cpp", ".h")}
+
+
 def test_where_the_hooks_cannot_be_compiled_they_stay_in_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

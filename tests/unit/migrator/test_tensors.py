@@ -253,6 +253,28 @@ def test_what_autograd_saves_comes_back_with_its_graph(tensors: Tensors) -> None
     torch.testing.assert_close(again, (2 + 4 * x * x) * (x * x).exp())
 
 
+def test_a_collection_in_the_midst_of_a_search_may_search_itself(tensors: Tensors) -> None:
+    """As a finalizer does that saves tensors."""
+    storages, x = tensors.Storages(), torch.zeros(8)
+    storages.find(x)
+    x.add_(1)
+
+    def search(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            storages.find(x)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(search)
+    gc.set_threshold(1)
+    try:
+        known = storages.find(x)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(search)
+    assert known.cdata == storages.find(x).cdata == x.untyped_storage()._cdata
+    gc.collect()
+
+
 class Group:
     """Refers to its members, and they to it."""
 
