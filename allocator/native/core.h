@@ -48,6 +48,7 @@ TN_API int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint6
 
 /* The class of the requests that follow. */
 TN_API void tn_class(tn_core *core, int lifetime_class);
+/* The most of a tier to make from now on. What is there already stays until it goes back to the system. */
 TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
 /* Return idle memory of all pools that are not private to the system, and the addresses of retired ones with nothing in
  * use; waits for their streams. */

@@ -151,10 +151,10 @@ class Cuda final : public Primitives {
   Status share(int device, uint64_t address, uint64_t count) override {
     Relaxed relaxed(driver_);
     Access given = access(device);
-    Status status = count ? check(driver_.access(address, count * kPage, &given, 1), "cuMemSetAccess") : Status::Ok;
+    if (count) return check(driver_.access(address, count * kPage, &given, 1), "cuMemSetAccess");
     auto is_given = [&](const Access &user) { return user.location.id == device; };
-    if (status == Status::Ok && std::none_of(users_.begin(), users_.end(), is_given)) users_.push_back(given);
-    return status;
+    if (std::none_of(users_.begin(), users_.end(), is_given)) users_.push_back(given);
+    return Status::Ok;
   }
 
   Status copy(uint64_t to, uint64_t from, uint64_t bytes) override {

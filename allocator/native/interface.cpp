@@ -143,10 +143,11 @@ int tn_limit(tn_core *core, int tier, uint64_t bytes) {
 
 int tn_share(tn_core *core, int device) {
   return enter(core, [&] {
-    Status status = core->primitives->share(device, 0, 0);
-    for (auto &[base, heap] : core->heaps)
-      if (status == Status::Ok) status = heap->share(device);
-    return status;
+    for (auto &[base, heap] : core->heaps) {
+      Status status = heap->share(device);
+      if (status != Status::Ok) return status;
+    }
+    return core->primitives->share(device, 0, 0);  // last: with a GPU that cannot, nothing could be mapped any more
   });
 }
 

@@ -26,7 +26,7 @@ class Pages {
   uint64_t most() const { return most_; }
   void reset_most() { most_ = made_; }
   uint64_t limit() const { return limit_; }
-  // A limit below what is there takes effect as pages come back.
+  // What is there already stays, and may be taken again until it is given back to the system.
   void set_limit(uint64_t pages) { limit_ = pages; }
 
  private:

@@ -49,7 +49,7 @@ class Primitives {
   // Unmap `count` pages at `address`. No work under way may touch them: the caller waits for it first.
   virtual Status unmap(uint64_t address, uint64_t count) = 0;
 
-  // Have another GPU read and write `count` pages mapped at `address`, too, and whatever is mapped from now on. `count` may be 0.
+  // Have another GPU read and write `count` pages mapped at `address`, too; with 0, what is mapped from now on.
   virtual Status share(int device, uint64_t address, uint64_t count) = 0;
 
   // Copy between mapped addresses; done when it returns.

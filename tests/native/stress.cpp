@@ -36,6 +36,7 @@ bool intact(const Block &block) {
 void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::time_point until) {
   std::mt19937 random(seed * 1000 + thread);
   std::vector<Block> blocks;
+  uint64_t pool = 1 + thread;  // of this thread alone
   auto drop = [&](size_t i) {
     expect(intact(blocks[i]), "a block holds what was written");
     expect(tn_free(core, blocks[i].address) == TN_OK, "a block in use can be freed");
@@ -46,7 +47,7 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
     unsigned dice = random() % 1000;
     if (blocks.empty() || (dice < 500 && blocks.size() < 60)) {
       uint64_t bytes = dice % 4 ? 1 + random() % 8192 : 1 + random() % (4 * kMiB), address = 0;
-      int status = tn_allocate(core, bytes, thread % 4, dice % 10 == 0, &address);
+      int status = tn_allocate(core, bytes, thread % 4, dice % 10 ? 0 : pool, &address);
       expect(status == TN_OK || status == TN_FULL, "a request is served, or the tiers are full");
       if (status != TN_OK) {
         while (!blocks.empty()) drop(0);
@@ -67,6 +68,8 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
       expect(status == TN_OK || status == TN_FULL, "a layout is taken, or the tiers are full");
       tn_mark(core);
     } else if (dice < 995) {
+      expect(tn_pool_retire(core, pool) == TN_OK, "a pool can be retired");
+      pool += kThreads;
       expect(tn_trim(core) == TN_OK, "idle memory goes back");
     } else {
       tn_stats stats;

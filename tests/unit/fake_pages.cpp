@@ -64,7 +64,12 @@ int cuMemUnmap(uint64_t address, size_t bytes) {
     void* place = mmap(at(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     return place == MAP_FAILED ? 1 : 0;
 }
-int cuMemSetAccess(uint64_t, size_t, const void*, size_t) { return 0; }
+int cuMemSetAccess(uint64_t, size_t, const void* users, size_t count) {
+    auto* user = static_cast<const int*>(users);  // what kind of place, its number, and what it may do
+    for (size_t k = 0; k < count; ++k, user += 3)
+        if (user[1] > 1) return 217;  // the first two devices are peers
+    return 0;
+}
 int cuMemcpy(uint64_t to, uint64_t from, size_t bytes) { return cuMemcpyAsync(to, from, bytes, nullptr); }
 int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
 int cuGetErrorName(int, const char** name) { return *name = "CUDA_ERROR_FAKE", 0; }

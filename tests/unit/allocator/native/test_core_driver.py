@@ -64,6 +64,19 @@ assert core.counts().hbm == 0 and not fake.fake_pending(9)
     holds(built, program)
 
 
+def test_a_gpu_that_cannot_reach_the_memory_is_refused_and_harms_nobody(built: Path) -> None:
+    program = """
+from allocator.native import CoreError
+core.allocate(2 * MiB)
+core.share(1)
+try: core.share(2)
+except CoreError as error: assert "cuMemSetAccess" in str(error)
+else: raise AssertionError("it was not refused")
+core.allocate(8 * MiB)
+"""
+    holds(built, program)
+
+
 def test_a_block_is_held_until_the_other_streams_have_passed_it(built: Path) -> None:
     program = """
 block = core.allocate(8 * MiB, stream=7)
