@@ -59,7 +59,7 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     Range region = place == plan.heap && plan.followed() ? Range{plan.base, plan.base + plan.total} : Range{};
     if ((*block = place->fit(bytes, region))) return Status::Ok;
     uint64_t refused = 0;  // pages that the limit allows and the device does not give: other processes use it, too
-    for (bool reclaimed : {false, true}) {
+    for (bool reclaimed = false;; reclaimed = true) {
       Heap::Growth growth;
       if (!place->growth(bytes, region, &growth)) {  // no addresses but those of the region
         settle();
@@ -71,12 +71,16 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
         if (status != Status::Full) return status;
         refused = pages[tier].available() - pages[tier].idle();
       }
-      if (reclaimed) break;
-      settle();
-      if ((*block = place->fit(bytes))) return Status::Ok;
-      ++stats.retries;
+      if (!reclaimed) {
+        settle();
+        if ((*block = place->fit(bytes))) return Status::Ok;
+        ++stats.retries;
+      }
+      // What was mapped beside the place may be unmapped with the rest: then there is more to map, and to reclaim.
+      uint64_t idle = pages[tier].idle();
       status = reclaim(growth.pages + refused, Tier(tier), place);
       if (status != Status::Ok && status != Status::Full) return status;
+      if (pages[tier].idle() == idle) break;
     }
   }
   return fail(Status::Full, "every tier is full");

@@ -134,6 +134,15 @@ def test_idle_hbm_in_fragments_is_taken_before_dram(core: Core) -> None:
     assert core.counts().dram == 0
 
 
+def test_idle_hbm_beside_a_hole_is_taken_though_more_is_mapped_anew_then() -> None:
+    core = Core("memfd", hbm=12 * PAGE, dram=12 * PAGE)
+    blocks = [core.allocate(pages * PAGE) for pages in (3, 1, 3, 1, 4)]
+    for block in blocks[::2]:
+        core.free(block)  # the last lies beside what was never mapped, and is the largest
+    block = core.allocate(9 * PAGE)
+    assert core.on(block, HBM) == 9 * PAGE
+
+
 @pytest.mark.parametrize("visits", [[1] * 32 + [2] * 8, [2] * 32 + [1] * 8], ids=["first", "last"])
 def test_idle_hbm_is_taken_from_a_region_of_which_a_part_lies_in_dram(core: Core, visits: list[int]) -> None:
     plan(core, [80 * MiB], [0], visits)
