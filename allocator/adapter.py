@@ -56,17 +56,18 @@ def build(cache_dir: Path) -> Path:
     return adapter.build(cache_dir)
 
 
-def install(library: Path, hbm: int, dram: int, more: Callable[[int, int], bool]) -> None:
+def install(library: Path, hbm: int, more: Callable[[int, int], bool]) -> None:
     """Make the core PyTorch's allocator for CUDA memory. Before CUDA is initialised; for good.
 
     Parameters
     ----------
     library : Path
         What `build` returned.
-    hbm, dram : int
-        Limits per GPU, in bytes; `hbm` 0 means all that is free when the first memory is asked for.
+    hbm : int
+        Limit per GPU, in bytes; 0 means all that is free when the first memory is asked for.
     more : callable
-        Called with a device and a size when every tier is full; whether it made room, so that it is worth another try.
+        Called with a device and a size when every tier is full, and of DRAM there is none until it raises that limit;
+        whether it made room, so that it is worth another try.
 
     Raises
     ------
@@ -78,7 +79,7 @@ def install(library: Path, hbm: int, dram: int, more: Callable[[int, int], bool]
     text = ctypes.create_string_buffer(1024)
     called = _More(more)
     _called_for_good.append(called)  # the adapter lasts as long as the process
-    if adapter.tiers_install(hbm, dram, called, text, len(text)):
+    if adapter.tiers_install(hbm, called, text, len(text)):
         raise NoAdapter(f"PyTorch does not take the allocator: {text.value.decode().splitlines()[0]}")
 
 
@@ -94,7 +95,7 @@ def _load(library: Path) -> ctypes.CDLL:
         adapter = ctypes.CDLL(str(library))
     except OSError as error:
         raise NoAdapter(f"the adapter does not load: {error}; remove {library} to have it built again") from error
-    adapter.tiers_install.argtypes = [ctypes.c_uint64, ctypes.c_uint64, _More, ctypes.c_char_p, ctypes.c_uint64]
+    adapter.tiers_install.argtypes = [ctypes.c_uint64, _More, ctypes.c_char_p, ctypes.c_uint64]
     adapter.tiers_core_of.restype = ctypes.c_void_p
     return adapter
 

@@ -71,7 +71,7 @@ class PageAllocator:
         NoAdapter
             If CUDA is initialised already.
         """
-        adapter.install(self._library, self._hbm, 0, self._more)
+        adapter.install(self._library, self._hbm, self._more)
 
     def cores(self) -> Iterator[tuple[int, Core]]:
         """The GPUs from which memory was asked for, and their cores."""

@@ -33,10 +33,9 @@ bool others_let_go() {
 
 }  // namespace
 
-Adapter::Adapter(uint64_t hbm, uint64_t dram, bool (*more)(int, uint64_t))
+Adapter::Adapter(uint64_t hbm, bool (*more)(int, uint64_t))
     : Pluggable([](size_t, int, cudaStream_t) -> void * { return nullptr; }, [](void *, size_t, int, cudaStream_t) {}),
       hbm_(hbm),
-      dram_(dram),
       more_(more) {}
 
 void Adapter::init(int count) {
@@ -65,7 +64,7 @@ tn_core *Adapter::core(c10::DeviceIndex device) {
   of.total = total;
   of.limit = hbm_ ? hbm_ : (free > kMargin ? free - kMargin : free);
   tn_core *opened = nullptr;
-  TORCH_CHECK(tn_open("cuda", device, of.limit, dram_, &opened) == TN_OK, failure());
+  TORCH_CHECK(tn_open("cuda", device, of.limit, 0, &opened) == TN_OK, failure());
   of.core.store(opened, std::memory_order_release);
   return opened;
 }
@@ -191,10 +190,9 @@ void Adapter::setMemoryFraction(double fraction, c10::DeviceIndex device) {
 }  // namespace tiers
 
 // Makes the core PyTorch's allocator, before CUDA is initialised. `hbm` 0: all that is free, less a margin.
-extern "C" TN_API int tiers_install(uint64_t hbm, uint64_t dram, bool (*more)(int, uint64_t), char *error,
-                                    uint64_t capacity) {
+extern "C" TN_API int tiers_install(uint64_t hbm, bool (*more)(int, uint64_t), char *error, uint64_t capacity) {
   try {
-    auto made = std::make_shared<tiers::Adapter>(hbm, dram, more);
+    auto made = std::make_shared<tiers::Adapter>(hbm, more);
     torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(made);
     // Never destroyed: tensors outlive the interpreter, and those that other libraries hold our own static objects.
     tiers::instance = (new auto(made))->get();

@@ -36,8 +36,8 @@ using Pluggable = torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
 
 class Adapter final : public Pluggable {
  public:
-  // `more` asks Python whether there is more DRAM to be had.
-  Adapter(uint64_t hbm, uint64_t dram, bool (*more)(int, uint64_t));
+  // `more` asks Python whether there is DRAM to be had; in the beginning there is none.
+  Adapter(uint64_t hbm, bool (*more)(int, uint64_t));
 
   // What tensors carry as their deleter.
   static void drop(void *pointer);
@@ -136,7 +136,7 @@ class Adapter final : public Pluggable {
   void list(c10::DeviceIndex device, MempoolId_t wanted, std::vector<caching::SegmentInfo> *out);
   std::vector<tn_block> all_blocks(c10::DeviceIndex device);
 
-  const uint64_t hbm_, dram_;
+  const uint64_t hbm_;
   bool (*const more_)(int, uint64_t);
   std::deque<Device> devices_;  // made by `init`, before any memory is asked for; a deque, as they cannot be moved
   std::mutex mutex_;  // guards what follows and what devices hold but the core; never waited for with the core's held
