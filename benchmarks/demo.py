@@ -129,11 +129,17 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the demo and return its exit code."""
     parser = argparse.ArgumentParser(prog="demo", description="Train a small GPT without tiers and with them.")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--hbm", type=size, help=f"budget such as 48MiB (default: {SHARE:.0%} of what is needed)")
+    parser.add_argument("--steps", type=positive, default=12, metavar="N", help="steps to train (default: 12)")
+    parser.add_argument("--hbm", type=size, help=f"budget such as 48MiB (default: {SHARE:.0%}% of what is needed)")
     parser.add_argument("--json", action="store_true", help="print what was seen as JSON instead of tables")
     arguments = parser.parse_args(argv)
     try:

@@ -85,14 +85,18 @@ def times(demo: Demo) -> Table:
 
 
 def verdict(demo: Demo) -> Text:
-    """Return the one line to remember."""
+    """Return the line to remember, and why the budget was not kept where it was not."""
     steps = len(demo.plain.losses)
     if not demo.equal:
         same = sum(a == b for a, b in zip(demo.plain.losses, demo.tiers.losses, strict=True))
         return Text(f"Only {same} of {steps} losses are equal.", style="bold red")
-    peak = demo.stats["peak"]["hbm"]
-    return Text(
+    peak, budget = demo.stats["peak"]["hbm"], demo.stats["budget"]["hbm"]
+    text = Text(
         f"All {steps} losses are equal to the last bit, with {format_size(peak)} of HBM "
         f"where {format_size(demo.needed_hbm)} were needed ({peak / demo.needed_hbm:.0%}).",
         style="bold green",
     )
+    if peak > budget and demo.stats["device"] == "cpu":
+        over = f"\nThe peak is {format_size(peak - budget)} over the budget, which without a GPU is counted, not enforced."
+        text.append(over, style="not bold yellow")
+    return text

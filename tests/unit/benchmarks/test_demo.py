@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def test_equal_losses_are_said_to_be_equal() -> None:
     text = shown(demo(["5.5", "5.25"]))
     assert "All 2 losses are equal to the last bit" in text
     assert "59.0 MiB of HBM where 100.0 MiB were needed (59%)" in text
+
+
+def test_a_peak_over_the_budget_is_explained() -> None:
+    over = demo(["5.5", "5.25"])
+    assert "over the budget" not in shown(over)
+    over = replace(over, stats=STATS | {"peak": {"hbm": 61 * MiB, "dram": 0, "nvme": 0}})
+    assert "1.0 MiB over the budget, which without a GPU is counted, not enforced" in shown(over)
 
 
 def test_a_loss_that_differs_is_marked_and_counted() -> None:
@@ -138,8 +146,21 @@ def test_json_holds_everything_and_the_exit_code_tells_equality(
     assert printed["tiers"]["losses"] == losses
 
 
-def test_a_size_that_is_none_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--hbm", "plenty", "'plenty' is not a size"), ("--steps", "0", "'0' is not a whole number above 0")],
+)
+def test_a_wrong_argument_is_refused_before_anything_runs(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as refused:
-        main(["--hbm", "plenty"])
+        main([option, value])
     assert refused.value.code == 2
-    assert "'plenty' is not a size" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_help_tells_the_default_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    assert "60% of what is needed" in " ".join(capsys.readouterr().out.split())
