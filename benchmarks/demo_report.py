@@ -97,6 +97,6 @@ def verdict(demo: Demo) -> Text:
         style="bold green",
     )
     if peak > budget and demo.stats["device"] == "cpu":
-        over = f"\nThe peak is {format_size(peak - budget)} over the budget, which without a GPU is counted, not enforced."
-        text.append(over, style="not bold yellow")
+        over = f"{format_size(peak - budget)} over the budget, which without a GPU is counted, not enforced"
+        text.append(f"\nThat is {over}.", style="not bold yellow")
     return text

@@ -145,7 +145,10 @@ class Session:
         if self._dram is not None:
             self._dram.close()
         if self._run is not None and self.runtime.armed:
-            run_directory.write(self._run, stats, self.runtime.learned, force=self._config.run_force)
+            try:
+                run_directory.write(self._run, stats, self.runtime.learned, force=self._config.run_force)
+            except OSError as error:  # the training is done, and an error of its own matters more than this one
+                log.error("TIERS_RUN: %s cannot be written: %s", self._run, error.strerror or error)
 
     def stats(self) -> dict[str, Any]:
         """What happened so far. Bytes are integers, times are seconds, peaks are this rank's."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console, RenderableType
@@ -13,6 +15,7 @@ from rich.console import Console, RenderableType
 from allocator.errors import TiersError
 
 BAD_INPUT = 2
+FAILED = 1
 
 
 class CliError(TiersError):
@@ -45,13 +48,28 @@ class Verb(Protocol):
 
 def print_json(data: object) -> None:
     """Write `data` on stdout; paths and such as their text."""
-    json.dump(data, sys.stdout, indent=2, default=str)
-    sys.stdout.write("\n")
+    with _writing():
+        print(json.dumps(data, indent=2, default=str))
 
 
 def print_tables(parts: Iterable[RenderableType]) -> None:
     """Write tables and lines on stdout, in colour where that is a terminal and NO_COLOR is not set."""
     # No markup: a path or a hint such as torch-tiers[cuda13] is text, not a style.
     console = Console(markup=False, highlight=False, emoji=False)
-    for part in parts:
-        console.print(part)
+    with _writing():
+        for part in parts:
+            console.print(part)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Turn what keeps stdout from being written into an end of the verb; silent where its reader left, as `head` does."""
+    try:
+        yield
+        print(end="", flush=True)
+    except OSError as error:
+        # What is still in the buffer would fail once more, with a traceback, when Python flushes it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(FAILED) from None
+        raise CliError(f"stdout cannot be written: {error.strerror}", FAILED) from None

@@ -162,6 +162,11 @@ def test_stats_are_written_after_an_exception(tmp_path: Path) -> None:
     assert stats_of(tmp_path)["steps"] == 2
 
 
+def test_a_run_directory_that_cannot_be_written_at_the_end_is_one_line(tmp_path: Path) -> None:
+    done = tiered(START + "step(0)\nopen(os.environ['TIERS_RUN'], 'w')", TIERS_RUN=tmp_path / "run")
+    assert (done.returncode, done.stderr) == (0, f"tiers: TIERS_RUN: {tmp_path}/run cannot be written: File exists\n")
+
+
 def test_an_exit_code_of_the_program_stays(tmp_path: Path) -> None:
     assert tiered(START + "step(0)\nsys.exit(7)", TIERS_RUN=tmp_path).returncode == 7
     assert stats_of(tmp_path)["steps"] == 1

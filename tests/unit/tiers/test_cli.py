@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -39,17 +40,34 @@ STATS = {
 }
 
 
-def tiers(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+def tiers(*words: str, cwd: Path, stdout=subprocess.PIPE, **environ: str) -> subprocess.CompletedProcess[str]:
     """`tiers` in a process of its own, which `run` needs, as it replaces the process."""
     root = Path(__file__).parents[3]
     return subprocess.run(
         [sys.executable, "-m", "tiers", *words],
         cwd=cwd,
         env={"PATH": "/usr/bin:/bin", "HOME": str(cwd), "PYTHONPATH": str(root), **environ},
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("words", [["config"], ["config", "--json"]])
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path, words):
+    with open("/dev/full", "w") as full:
+        done = tiers(*words, cwd=tmp_path, stdout=full)
+    assert (done.returncode, done.stderr) == (1, "tiers: stdout cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("words", [["config"], ["config", "--json"]])
+def test_a_reader_that_leaves_ends_a_verb_silently(tmp_path, words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = tiers(*words, cwd=tmp_path, stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def show(name: str) -> list[str]:
