@@ -100,5 +100,5 @@ def _links(text: str) -> dict[str, float]:
         except ValueError:
             rates[lane.strip()] = 0.0
         if not 0 < rates[lane.strip()] < float("inf"):
-            raise argparse.ArgumentTypeError(f"{part.strip()!r} does not give {RATE.accepts}")
+            raise argparse.ArgumentTypeError(f"{part.strip()!r}: {RATE.accepts}")
     return rates

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
+from allocator.errors import TiersError
 from allocator.sizes import format_size
 from migrator.plan import Plan
 from migrator.trace import Trace
@@ -31,18 +32,20 @@ class ReportVerb:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Take the run directory."""
-        parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a directory that TIERS_RUN named")
+        parser.add_argument(
+            "run_dir", type=Path, metavar="RUN_DIR", help="a directory that TIERS_RUN named, or its stats.json"
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         """Read and print."""
-        path = args.run_dir / "stats.json"
+        path = args.run_dir if args.run_dir.is_file() else args.run_dir / "stats.json"
         stats = _read(path)
         try:
-            account = _account(args.run_dir, stats)
+            account = _account(path.parent, stats)
             if args.json:
-                print_json(stats if account is None else stats | {"why": why.to_json(account)})
+                print_json(stats | {"why": why.to_json(account)} if isinstance(account, why.Why) else stats)
                 return 0
-            parts = [*render(stats), *([] if account is None else why.render(account))]
+            parts = [*render(stats), *(why.render(account) if isinstance(account, why.Why) else account)]
         except (KeyError, TypeError, AttributeError) as error:
             raise CliError(f"{path} is not as this version writes it: {error!r}") from None
         print_tables(parts)
@@ -56,22 +59,27 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         f"device {stats['device']}, allocator {stats['allocator']}, policy {stats['policy']}: "
         f"{stats['steps']} steps, {stats['periods']} periods, {stats['groups']} page groups"
     )
-    yield (
-        f"step {_ms(step['median'])} (median; {_ms(step['min'])} to {_ms(step['max'])}), "
-        f"unmanaged {format_size(stats['unmanaged_bytes'])}"
-    )
+    if step["median"] is None:
+        yield "no step was completed"
+    else:
+        yield f"step {_ms(step['median'])} (median; {_ms(step['min'])} to {_ms(step['max'])})"
+    if stats["unmanaged_bytes"]:
+        yield f"unmanaged: {format_size(stats['unmanaged_bytes'])} that custom functions keep without save_for_backward"
     tiers = Table("tier", "peak", "budget", "", title="tiers", title_justify="left")
     for tier, peak in stats["peak"].items():
         budget = stats["budget"][tier]
         tiers.add_row(tier, format_size(peak), _size(budget), _bar(peak, budget))
     yield tiers
+    if stats["device"] == "cpu" and stats["peak"]["hbm"] > stats["budget"]["hbm"]:
+        yield "hbm is over its budget, which without a GPU is counted, not enforced"
     lanes = Table("lane", "moved", "per period", title="lanes", title_justify="left")
     for lane, moved in stats["moved"].items():
         lanes.add_row(lane, format_size(moved), format_size(moved // max(stats["periods"], 1)))
     yield lanes
-    stalls = Table("cause", "count", "time", title="stalls", title_justify="left")
+    stalls = Table("waiting for", "count", "time", "per period", title="stalls", title_justify="left")
     for cause, stall in stats["stalls"].items():
-        stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]))
+        each = stall["seconds"] / max(stats["periods"], 1)
+        stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(each))
     yield stalls if stalls.rows else "no stalls"
     if stats["monitor"] is not None:
         monitor = stats["monitor"]
@@ -79,15 +87,23 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         yield from monitor["changes"]
 
 
-def _account(directory: Path, stats: dict[str, Any]) -> why.Why | None:
-    """Why the steps took what they took; None where the run ended before there was a plan."""
+def _account(directory: Path, stats: dict[str, Any]) -> why.Why | list[str]:
+    """Why the steps took what they took, or what keeps that from being told: nothing where there was no plan."""
     if not (directory / "plan.json").exists():
-        return None
-    plan = read_json(directory / "plan.json", Plan.from_json)
-    return why.why(read_json(directory / "trace.json", Trace.from_json), plan, known_links({}), stats)
+        return []
+    try:
+        plan = read_json(directory / "plan.json", Plan.from_json)
+        trace = read_json(directory / "trace.json", Trace.from_json)
+        links = known_links({}, disk=bool(stats["budget"]["nvme"]))
+    except TiersError as error:  # of a trace of another version, or of a configuration, of which stats need nothing
+        return [f"no account of the plan: {error}"]
+    return why.why(trace, plan, links, stats)
 
 
 def _read(path: Path) -> dict[str, Any]:
+    several = [] if path.exists() else sorted(str(other.parent) for other in path.parent.glob("*/stats.json"))
+    if several:
+        raise CliError(f"{path.parent} holds a directory for each process; name one of {', '.join(several)}")
     stats: Any = read_json(path, json.loads)
     if not isinstance(stats, dict):
         raise CliError(f"{path} is not as this version writes it: no object")

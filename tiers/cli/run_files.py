@@ -32,8 +32,8 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
         raise CliError(f"{file} cannot be read: {error}") from None
 
 
-def known_links(given: Mapping[str, float]) -> Links:
-    """The links as `given`, and else as tiers.toml has them."""
+def known_links(given: Mapping[str, float], *, disk: bool = False) -> Links:
+    """The links as `given`, and else as tiers.toml has them; with `disk`, those of a drive even where it has none."""
     config = load().config
     rates = {lane: given.get(lane) or asdict(config.links)[lane] for lane in LANES}
-    return links_from(rates, disk=bool(rates["disk_write"] and rates["disk_read"]))
+    return links_from(rates, disk=disk or bool(rates["disk_write"] and rates["disk_read"]))

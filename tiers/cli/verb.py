@@ -63,7 +63,7 @@ def print_tables(parts: Iterable[RenderableType]) -> None:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Turn what keeps stdout from being written into an end of the verb; silent where its reader left, as `head` does."""
+    """End the verb in one line where stdout cannot be written, and silently where its reader left, as `head` does."""
     try:
         yield
         print(end="", flush=True)

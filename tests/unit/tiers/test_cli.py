@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from migrator.links import links_from
+from migrator.policies import POLICIES
+from tests.unit.modelled import gpt
 from tiers.cli import doctor as doctor_verb
 from tiers.cli.main import VERBS, main
 from tiers.config import Config, HbmConfig, NvmeConfig
@@ -189,6 +192,30 @@ def test_report_of_a_run_that_never_stepped(tmp_path, capsys):
     (tmp_path / "stats.json").write_text(json.dumps(idle))
     assert main(["report", str(tmp_path)]) == 0
     assert "no stalls" in capsys.readouterr().out
+
+
+def test_report_does_without_what_accounts_for_the_plan(tmp_path, capsys, monkeypatch):
+    trace = gpt(blocks=2)
+    (tmp_path / "stats.json").write_text(json.dumps(STATS))
+    (tmp_path / "trace.json").write_text(trace.to_json())
+    (tmp_path / "plan.json").write_text(POLICIES["move"](trace, 40 * GiB, links_from({}, disk=False)).to_json())
+    assert main(["report", str(tmp_path / "stats.json")]) == 0  # the file will do as well as its directory
+    assert "a period, as it was predicted" in capsys.readouterr().out
+    monkeypatch.setenv("TIERS_HBM", "much")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "no account of the plan: hbm.capacity" in capsys.readouterr().out
+    monkeypatch.delenv("TIERS_HBM")
+    (tmp_path / "trace.json").write_text("{}")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "no account of the plan: " in capsys.readouterr().out
+
+
+def test_report_of_several_processes_names_their_directories(tmp_path, capsys):
+    for name in ("rank0", "rank1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stats.json").write_text(json.dumps(STATS))
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"name one of {tmp_path}/rank0, {tmp_path}/rank1" in capsys.readouterr().err
 
 
 def test_report_as_json_is_the_file(tmp_path, capsys):
