@@ -45,7 +45,11 @@ class PlanVerb:
             metavar="RATES",
             help="bytes per second of lanes, such as d2h=55e9,h2d=55e9 (default: [links] of tiers.toml)",
         )
-        parser.add_argument("--explain", metavar="SITE", help="say why this site was kept, moved or recomputed")
+        parser.add_argument(
+            "--explain",
+            metavar="SITE",
+            help="say why this saved tensor, such as GPT.blocks.3.contract:0, was kept, moved or recomputed",
+        )
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory and moves: .svg, .png or .pdf")
         parser.add_argument("--force", action="store_true", help="replace a plot that is there already")
 

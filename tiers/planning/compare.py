@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from allocator.sizes import format_size
 from migrator.links import Links
@@ -46,7 +47,9 @@ def compare(trace: Trace, budget: int, links: Links, policies: Sequence[str]) ->
         try:
             plan = POLICIES[name](trace, budget, links)
         except NoPlanFits as error:
-            outcomes[name] = Refused(str(error))
+            # The error's own text names the variable of a run, where here it is the budget that was asked about.
+            within = f"no plan keeps this program within {format_size(budget)} of hbm"
+            outcomes[name] = Refused(f"{within}: it needs {format_size(error.smallest)}, which {error.holds}")
         else:
             outcomes[name] = Candidate(plan, simulate(trace, links, plan))
     return outcomes
@@ -91,7 +94,9 @@ def render(trace: Trace, budget: int, outcomes: Outcomes) -> Iterator[Renderable
         yield "the trace does not tell what else lies in hbm: the budget is taken as room for saved tensors alone"
     if not trace.times:
         yield "the trace has no times: memory only"
-    table = Table("policy", "step", "of ideal", "peak hbm", "", "moved", "recomputed", "regions", "stalls")
+    # On 80 columns words wrap, names and numbers do not.
+    columns = (Column(name, no_wrap=name != "peak hbm") for name in ("policy", "step", "of ideal", "peak hbm", "moved"))
+    table = Table(*columns, "recomputed", "stalls", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     found = [(name, outcome) for name, outcome in outcomes.items() if isinstance(outcome, Candidate)]
     for name, outcome in sorted(found, key=lambda pair: (not pair[1].fits(budget), pair[1].result.seconds)):
         plan, result = outcome.plan, outcome.result
@@ -99,17 +104,21 @@ def render(trace: Trace, budget: int, outcomes: Outcomes) -> Iterator[Renderable
             name,
             _ms(result.seconds) if trace.times else "unknown",
             f"{result.fraction:.3f}" if trace.times else "unknown",
-            format_size(result.peak["hbm"]),
-            "" if outcome.fits(budget) else "over the budget",
+            format_size(result.peak["hbm"]) + ("" if outcome.fits(budget) else ", over"),
             format_size(plan.moved_bytes),
-            f"{len(plan.recompute)} sites" if plan.recompute else "",
-            str(len(plan.regions) or ""),
+            _recomputed(plan),
             ", ".join(f"{lane} {_ms(seconds)}" for lane, seconds in result.stalls.items() if seconds > 5e-5),
         )
-    yield table
+    if found:
+        yield table
     for name, refused in outcomes.items():
         if isinstance(refused, Refused):
             yield f"{name}: {refused.text}"
+
+
+def _recomputed(plan: Plan) -> str:
+    counts = ((len(plan.recompute), "sites"), (len(plan.regions), "modules"))
+    return ", ".join(f"{count} {name}" for count, name in counts if count)
 
 
 def _ms(seconds: float) -> str:

@@ -23,8 +23,10 @@ def explain(trace: Trace, links: Links, outcomes: Outcomes, key: str) -> Iterato
     """
     site = trace.by_key.get(key)
     if site is None:
-        near = get_close_matches(key, trace.by_key, n=1)
-        raise TiersError(f"the trace has no site {key}" + (f": did you mean {near[0]}?" if near else ""))
+        near = get_close_matches(key, trace.by_key, n=1) or [other for other in trace.by_key if key in other]
+        largest = max(trace.sites, key=lambda other: other.nbytes, default=None)
+        hint = f"did you mean {near[0]}?" if near else f"its largest is {largest.key}" if largest else "it has none"
+        raise TiersError(f"the trace has no site {key}: {hint}")
     yield from _facts(trace, links, site)
     for name, outcome in outcomes.items():
         if isinstance(outcome, Candidate):
@@ -50,22 +52,22 @@ def _facts(trace: Trace, links: Links, site: Site) -> Iterator[str]:
         )
     recipe = trace.recipes.get(site.storage)
     if recipe is None:
-        yield "to recompute: there is no recipe"
+        yield "to recompute alone: there is no recipe"
     else:
         held = ", ".join(_name(trace, ident) for ident in recipe.inputs)
-        yield f"to recompute: {_ms(recipe.seconds)} by {recipe.op} from {held}: {_rate(recipe.seconds, nbytes)}"
+        yield f"to recompute alone: {_ms(recipe.seconds)} by {recipe.op} from {held}: {_rate(recipe.seconds, nbytes)}"
     for region in _around(trace, site):
         inner = {s.storage for s in trace.sites_of(region)} - set(region.inputs)
         freed = sum(trace.storage_bytes[ident] for ident in inner)
         cost = f"{_ms(region.seconds)} for {format_size(freed)}, {_rate(region.seconds, freed)}"
-        yield f"with region {region.path}: {cost}"
+        yield f"to recompute with the module {region.path}: {cost}"
 
 
 def _action(trace: Trace, outcome: Candidate, site: Site) -> str:
     plan = outcome.plan
     for region in _around(trace, site):
         if region.path in plan.regions:
-            return f"recomputed with region {region.path}"
+            return f"recomputed with the module {region.path}"
     if site.key in plan.recompute:
         return "recomputed by its recipe when it is first needed"
     for group, move in zip(plan.groups, outcome.result.moves, strict=True):

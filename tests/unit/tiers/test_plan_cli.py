@@ -8,6 +8,7 @@ import pytest
 
 from allocator.sizes import MiB
 from migrator.links import PCIE_GEN5, links_from
+from migrator.policies import MODULES
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from tiers.cli.main import main
@@ -46,8 +47,17 @@ def test_policies_stand_side_by_side(trace: Path, capsys: pytest.CaptureFixture[
 
 def test_the_table_has_the_same_numbers(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, trace, "--budget", "12GiB", "--policy", "keep,auto")
-    assert "over the budget" in text
+    assert "GiB, over" in text
     assert text.index("auto") < text.index("keep")
+
+
+def test_names_and_numbers_stay_whole_on_80_columns(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = output(capsys, trace, "--budget", "12GiB", "--policy", "all")
+    assert "…" not in text
+    assert all(f" {name} " in text for name in MODULES)
 
 
 def test_a_run_directory_will_do(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +72,7 @@ def test_all_means_every_policy(trace: Path, capsys: pytest.CaptureFixture[str])
 def test_a_budget_that_no_plan_meets_is_told_and_is_a_failure(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, trace, "--budget", "1GiB", code=1)
     assert "no plan keeps this program within 1.0 GiB" in " ".join(text.split())
+    assert "TIERS_HBM" not in text and "peak hbm" not in text  # the variable is a run's, and there is no row
     data = json.loads(output(capsys, trace, "--budget", "1GiB", "--json", code=1))
     assert "needs" in data["policies"]["auto"]["error"]
 
@@ -86,7 +97,7 @@ def test_links_are_those_of_tiers_toml(
 @pytest.mark.parametrize(
     ("site", "lines"),
     [
-        ("blocks.2.gelu:0", ["256.0 MiB", "to move", "no recipe", "with region blocks.2"]),
+        ("blocks.2.gelu:0", ["256.0 MiB", "to move", "no recipe", "with the module blocks.2"]),
         ("blocks.2.contract:0", ["by GeluBackward0 from blocks.2.gelu:0", "auto: recomputed by its recipe"]),
     ],
 )
@@ -105,6 +116,8 @@ def test_what_is_kept_is_explained_too(trace: Path, capsys: pytest.CaptureFixtur
     ("words", "message"),
     [
         (["--explain", "blocks.2.gelu:7"], "did you mean blocks.2.gelu:0?"),
+        (["--explain", "gelu"], "did you mean blocks.0.gelu:0?"),
+        (["--explain", "nothing like it"], "its largest is "),
         (["--plot", "plan.txt"], "a plot is one of"),
     ],
 )
