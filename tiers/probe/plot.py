@@ -63,6 +63,7 @@ def check(path: Path, *, force: bool) -> None:
 def draw(report: Report, path: Path) -> None:
     """Draw the chart of sizes and, if there was load, that of host traffic beside it."""
     from matplotlib.figure import Figure  # the object, not pyplot, which would look for a display
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     loaded = by_traffic(report.results)
     figure = Figure(figsize=(16 if loaded else 9, 6), layout="constrained")
@@ -74,6 +75,9 @@ def draw(report: Report, path: Path) -> None:
     axes[0].set_xscale("log", base=2)
     axes[0].set_xticks(sizes, [short_size(int(size)) for size in sizes])
     axes[0].set(xlabel="size of a copy", yscale="log")
+    axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes[0].yaxis.set_major_formatter("{x:g}")  # 0.5, 20: a reader of bandwidths wants no powers of ten
+    axes[0].yaxis.set_minor_formatter(NullFormatter())
     for line in loaded:
         axes[1].plot(line.x, line.y, marker="o", label=line.label)
     if loaded:
