@@ -38,7 +38,7 @@ class HbmConfig:
 
 @dataclass(frozen=True, slots=True)
 class DramConfig:
-    """``[dram]``: bytes per node; None means half of what the cgroup leaves."""
+    """``[dram]``: bytes per node; None means half of what machine and cgroup leave."""
 
     capacity: int | None = None
 

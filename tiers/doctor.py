@@ -11,7 +11,7 @@ from typing import Literal
 from allocator.sizes import format_size
 from tiers.config import Config, NvmeConfig
 from tiers.monitor.sensors import Choice
-from tiers.topology import Filesystem, Topology, default_dram_capacity, filesystem_of, gds_obstacle
+from tiers.topology import Filesystem, Memory, Topology, default_dram_capacity, filesystem_of, gds_obstacle
 
 Status = Literal["ok", "degraded", "missing"]
 
@@ -78,7 +78,7 @@ def examine(
     yield _kvikio(topology)
     yield _gds(topology, config.nvme)
     yield _pinning(topology, config)
-    yield _memory(topology)
+    yield _memory(topology, config)
     yield _cgroup(topology, config)
     yield from _nvme(config.nvme, filesystem_of, lambda path: shutil.disk_usage(path).free)
     yield from _monitor(sensors)
@@ -147,6 +147,8 @@ def _gds(topology: Topology, nvme: NvmeConfig) -> Finding:
         return Finding("GDS", "ok", found, "run tiers probe --paths 'hbm_*.gds', which verifies the data")
     if nvme.gds == "require":
         return Finding("GDS", "missing", f"not in use: {obstacle}", 'set nvme.gds to "prefer", or mend that')
+    if not topology.gpus:
+        return Finding("GDS", "ok", "not in use; of no use without a GPU")
     return Finding("GDS", "degraded", f"not in use: {obstacle}", "NVMe goes through host memory")
 
 
@@ -168,14 +170,20 @@ def _pinning(topology: Topology, config: Config) -> Finding:
     )
 
 
-def _memory(topology: Topology) -> Finding:
+def _memory(topology: Topology, config: Config) -> Finding:
     memory = topology.memory
-    return Finding(
-        "memory",
-        "ok",
+    found = (
         f"{format_size(memory.available)} available of {format_size(memory.total)}, "
-        f"{topology.cores} cores, {len(topology.numa) or 1} NUMA node(s)",
+        f"{topology.cores} cores, {len(topology.numa) or 1} NUMA node(s)"
     )
+    if config.dram.capacity is not None and config.dram.capacity > memory.available:
+        asked = f"dram.capacity asks for {format_size(config.dram.capacity)}"
+        return Finding("memory", "degraded", f"{found}; {asked}", _lower_dram(memory))
+    return Finding("memory", "ok", found)
+
+
+def _lower_dram(memory: Memory) -> str:
+    return f"set dram.capacity to {format_size(default_dram_capacity(memory))} or less"
 
 
 def _cgroup(topology: Topology, config: Config) -> Finding:
@@ -188,7 +196,7 @@ def _cgroup(topology: Topology, config: Config) -> Finding:
             "cgroup memory limit",
             "degraded",
             f"{found}, below dram.capacity",
-            f"set dram.capacity to {format_size(default_dram_capacity(topology.memory))} or less",
+            _lower_dram(topology.memory),
         )
     return Finding("cgroup memory limit", "ok", found)
 

@@ -59,7 +59,7 @@ def _unset(key: str) -> str:
     if key == "hbm.capacity":
         return "all that is free, less a margin"
     if key == "dram.capacity":
-        return f"half of what the cgroup leaves: {format_size(default_dram_capacity(read_memory()))}"
+        return f"half of the memory that is left: {format_size(default_dram_capacity(read_memory()))}"
     if key == "nvme.capacity":
         return "off"
     if key == "ledger":

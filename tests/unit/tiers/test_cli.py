@@ -16,7 +16,7 @@ from migrator.policies import POLICIES
 from tests.unit.modelled import gpt
 from tiers.cli import doctor as doctor_verb
 from tiers.cli.main import VERBS, main
-from tiers.config import Config, HbmConfig, NvmeConfig
+from tiers.config import Config, DramConfig, HbmConfig, NvmeConfig
 from tiers.doctor import Finding, TorchFacts, examine
 from tiers.monitor.sensors import Choice
 from tiers.monitor.sensors.pressure import Pressure
@@ -311,6 +311,17 @@ def test_an_entry_point_that_is_not_loaded_is_missing():
 @pytest.mark.parametrize(("mode", "status"), [("prefer", "degraded"), ("off", "ok"), ("require", "missing")])
 def test_gds_that_is_not_there_weighs_as_much_as_it_is_wanted(mode, status):
     assert findings(config=Config(nvme=NvmeConfig(gds=mode)))["GDS"].status == status
+
+
+def test_gds_is_of_no_use_without_a_gpu_unless_it_is_required():
+    assert findings(CPU)["GDS"].status == "ok"
+    assert findings(CPU, config=Config(nvme=NvmeConfig(gds="require")))["GDS"].status == "missing"
+
+
+def test_more_dram_than_there_is_is_degraded():
+    found = findings(CPU, config=Config(dram=DramConfig(capacity=17 * GiB)))["memory"]
+    assert (found.status, found.advice) == ("degraded", "set dram.capacity to 8.0 GiB or less")
+    assert findings(CPU, config=Config(dram=DramConfig(capacity=16 * GiB)))["memory"].status == "ok"
 
 
 def test_a_pinning_limit_below_the_dram_tier_is_degraded():
