@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
@@ -28,7 +29,7 @@ from migrator.options import Options
 from migrator.runtime import Runtime
 from migrator.tensors import Tensors
 from tiers import paging, run_directory
-from tiers.config import Config, load
+from tiers.config import Config, ConfigError, load
 from tiers.monitor.build import build as build_monitor
 from tiers.places import cache_directory
 from tiers.shares import Shares, node_of_gpu, room, step
@@ -51,12 +52,14 @@ class Session:
     Raises
     ------
     ConfigError
-        If the run directory holds an earlier run, or the ledger that was named cannot be used.
+        If the run directory holds an earlier run, the ledger that was named cannot be used, or the policy needs
+        an extra that is not installed.
     """
 
     def __init__(self, config: Config, refuse: Callable[[TiersError], None] | None = None) -> None:
         self._config = config
         self._pid = os.getpid()
+        _check_policy(config.policy)
         self._run = run_directory.find(config)
         self._shares = Shares(config)
         self._dram: DramArena | None = None
@@ -172,6 +175,12 @@ class Session:
             **numbers,
             "monitor": self._monitor.watch.summary() if self._monitor is not None else None,
         }
+
+
+def _check_policy(policy: str) -> None:
+    """Refuse a policy that lacks what it needs before training starts: it would fail at the first plan."""
+    if policy == "autotm" and find_spec("scipy") is None:
+        raise ConfigError("policy autotm needs scipy: pip install 'torch-tiers[plan]'")
 
 
 def install(config: Config) -> None:

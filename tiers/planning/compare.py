@@ -49,7 +49,9 @@ def compare(trace: Trace, budget: int, links: Links, policies: Sequence[str]) ->
         except NoPlanFits as error:
             # The error's own text names the variable of a run, where here it is the budget that was asked about.
             within = f"no plan keeps this program within {format_size(budget)} of hbm"
-            outcomes[name] = Refused(f"{within}: it needs {format_size(error.smallest)}, which {error.holds}")
+            outcomes[name] = Refused(f"{within}: it needs {format_size(error.smallest)} ({error.holds})")
+        except ModuleNotFoundError as error:  # a policy that wants an extra must not take the others with it
+            outcomes[name] = Refused(str(error))
         else:
             outcomes[name] = Candidate(plan, simulate(trace, links, plan))
     return outcomes

@@ -238,6 +238,12 @@ def test_a_budget_below_the_weights_says_how_much_they_need() -> None:
     assert f"{WEIGHTS / MiB:.1f} MiB" in done.stderr
 
 
+def test_a_policy_that_lacks_its_extra_is_refused_before_training() -> None:
+    done = tiered("import sys; sys.modules['scipy'] = None\n" + TRAIN, TIERS_POLICY="autotm")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "tiers: policy autotm needs scipy: pip install 'torch-tiers[plan]'\n"
+
+
 def test_a_run_directory_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = tiered(TRAIN, TIERS_RUN=tmp_path / "file" / "run")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,15 @@ def test_a_budget_that_no_plan_meets_is_told_and_is_a_failure(trace: Path, capsy
     assert "TIERS_HBM" not in text and "peak hbm" not in text  # the variable is a run's, and there is no row
     data = json.loads(output(capsys, trace, "--budget", "1GiB", "--json", code=1))
     assert "needs" in data["policies"]["auto"]["error"]
+
+
+def test_a_policy_that_lacks_its_extra_leaves_the_others_their_rows(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    data = json.loads(output(capsys, trace, "--budget", "12GiB", "--policy", "autotm,keep,auto", "--json"))
+    assert data["policies"]["autotm"]["error"] == "the policy autotm needs scipy: pip install 'torch-tiers[plan]'"
+    assert data["policies"]["auto"]["fits"]
 
 
 def test_slower_links_make_a_slower_step(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
