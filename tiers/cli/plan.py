@@ -16,7 +16,7 @@ from tiers.config_keys import RATE
 class PlanVerb:
     """Predict what policies make of a trace: step time, peak, moves, side by side and without a GPU.
 
-    Reads trace.json of a directory that TIERS_RUN named, or the file itself. Exit code 1 if no plan fits.
+    Reads trace.json of a directory that TIERS_RUN named. Exit code 1 if no plan fits.
     """
 
     name = "plan"
@@ -36,7 +36,7 @@ class PlanVerb:
             default=("auto",),
             type=_policies,
             metavar="NAMES",
-            help=f"which, with commas between them: {', '.join(MODULES)}, or all (default: auto)",
+            help=f"policies, separated by commas: {', '.join(MODULES)}, or all (default: auto)",
         )
         parser.add_argument(
             "--links",
@@ -51,7 +51,7 @@ class PlanVerb:
             help="say why this saved tensor, such as GPT.blocks.3.contract:0, was kept, moved or recomputed",
         )
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory and moves: .svg, .png or .pdf")
-        parser.add_argument("--force", action="store_true", help="replace a plot that is there already")
+        parser.add_argument("--force", action="store_true", help="replace an existing plot")
 
     def run(self, args: argparse.Namespace) -> int:
         """Plan, simulate and print."""

@@ -27,9 +27,10 @@ _QUICK_SAMPLES = 3
 
 
 class ProbeVerb:
-    """Measure every path between HBM, DRAM and NVMe, with the arenas and stores that run.
+    """Measure every path between HBM, DRAM and NVMe, with the arenas and stores that a run uses.
 
-    Exit code 1 if a path failed; one that cannot run here is waived, with the reason.
+    With --write, runs and tiers plan use what was measured. Exit code 1 if a path failed; one that cannot run here is
+    waived, with the reason.
     """
 
     name = "probe"
@@ -48,12 +49,12 @@ class ProbeVerb:
         )
         parser.add_argument("--seconds", type=_seconds, metavar="S", help="time to measure for, about (default: 40)")
         parser.add_argument("--quick", action="store_true", help="four sizes and a few runs each, in 10 seconds")
-        parser.add_argument("--sustained", action="store_true", help="go past the drives' caches, in 120 seconds")
-        parser.add_argument("--contention", action="store_true", help="also under load of the memory bus")
+        parser.add_argument("--sustained", action="store_true", help="write past the drives' caches, in 120 seconds")
+        parser.add_argument("--contention", action="store_true", help="measure also while the memory bus is under load")
         parser.add_argument("--no-verify", action="store_true", help="do not check the data")
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart: .svg, .png or .pdf")
         parser.add_argument("--write", action="store_true", help="put the results into [links] of tiers.toml")
-        parser.add_argument("--force", action="store_true", help="replace links or a plot that are there already")
+        parser.add_argument("--force", action="store_true", help="replace existing links or an existing plot")
 
     def run(self, args: argparse.Namespace) -> int:
         """Check everything that can be checked at once, then measure, print and write."""

@@ -20,8 +20,9 @@ _NOT_EXECUTABLE = 126
 class RunVerb:
     """Run a program with tiers, such as: tiers run --hbm 20GiB -- python train.py.
 
-    Sets the environment and becomes the program, so process id, signals and exit code are the program's own.
-    The allocator is what is configured, or "pages" if that is off.
+    Sets the environment and replaces itself by the program, so process id, signals and exit code are the program's
+    own. The allocator is the one configured, or "pages" if that is off. With -v or --json it says on stderr what it
+    sets. tiers config lists the values, and tiers report what a run with --run DIR did.
     """
 
     name = "run"

@@ -17,13 +17,13 @@ from tiers.monitor.board import read_all
 from tiers.places import LEDGERS, of_user
 
 _EVERY = 1.0  # seconds
-_NOBODY = "no program of this user runs with tiers and its monitor now"
+_NOBODY = "no program of this user is running with tiers and its monitor"
 
 
 class TopVerb:
     """Show what the monitors of this user's running programs see, and what they do about it.
 
-    Lanes, traffic, verdict and back-off, anew every second; once with --once or --json.
+    Lanes, traffic, verdict and back-off, refreshed every second until Ctrl-C; once with --once or --json.
     """
 
     name = "top"
@@ -61,8 +61,8 @@ def render(programs: list[dict[str, Any]]) -> Iterator[RenderableType]:
         verdict, values = state["verdict"], state["values"]
         whose = f" by {verdict['cause']}" if verdict["state"] == "saturated" else ""
         yield f"{state['pid']}: {state['program']}"
-        yield f"bus {verdict['state']}{whose}, {verdict['bus']:.0%} left; {_deed(state['response'])}"
-        lanes = Table("lane", "now", "of its bandwidth")
+        yield f"memory bus {verdict['state']}{whose}, {verdict['bus']:.0%} left; {_deed(state['response'])}"
+        lanes = Table("lane", "now", "bandwidth left")
         for lane in (name.removesuffix(".moved") for name in values if name.endswith(".moved")):
             left = verdict["left"].get(lane)
             lanes.add_row(lane, _rate(values[f"{lane}.moved"]), "" if left is None else f"{left:.0%}")
@@ -74,7 +74,7 @@ def render(programs: list[dict[str, Any]]) -> Iterator[RenderableType]:
 
 def _deed(response: dict[str, Any]) -> str:
     if response["ahead"] is None:
-        return "in full use"
+        return "not backed off"
     plans = ", plans count on what is left" if response["plan"] else ""
     return f"backed off to {response['share']:.0%}: {response['ahead']} groups ahead{plans}"
 
