@@ -46,6 +46,8 @@ def _run(options: argparse.Namespace) -> None:
 def _show(options: argparse.Namespace) -> None:
     from benchmarks.fractions.table import show
 
+    if not options.file.exists():
+        raise ValueError(f"{options.file} does not exist")
     print(show(Results(options.file), markdown=options.markdown, every=options.every))
 
 

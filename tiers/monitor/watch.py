@@ -178,11 +178,11 @@ class Watch:
 
 def _describe(verdict: Verdict, values: Mapping[str, float]) -> str:
     lanes = ", ".join(f"{lane} {part:.0%}" for lane, part in verdict.left.items())
-    facts = [f"of their bandwidth the lanes give {lanes}"] if lanes else ["nothing of ours moves"]
+    facts = [f"bandwidth left: {lanes}"] if lanes else ["nothing of ours moves"]
     if "traffic" in values:
         facts.append(f"{values['traffic'] / 1e9:.0f} GB/s on the bus, {values.get('ours', 0) / 1e9:.0f} of it ours")
     if "others" in values and "tree" in values:
-        facts.append(f"{values['tree']:.1f} cores busy with our workers, {values['others']:.1f} with others")
+        facts.append(f"cores busy: {values['tree']:.1f} with our workers, {values['others']:.1f} with others")
     by = f" by {verdict.cause}" if verdict.state == "saturated" else ""
     return f"memory bus {verdict.state}{by} ({'; '.join(facts)})"
 
@@ -190,7 +190,7 @@ def _describe(verdict: Verdict, values: Mapping[str, float]) -> str:
 def _deed(backoff: Backoff) -> str:
     response = backoff.response
     if response.ahead is None:
-        return "back to full use"
+        return "no longer backed off"
     deed = f"at most {response.ahead} groups come back ahead"
     if response.left:
         deed += ", plans count on the bandwidth that is left"

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fractions.__main__ import main as fractions_main
+from benchmarks.request_latency import whole_steps
+
 SMALL = "--tiny --rounds 1 --steps 1 --dram 1GiB"
 
 
@@ -29,3 +32,13 @@ def test_it_runs(
     import_module(f"benchmarks.{name}").main()
     printed = capsys.readouterr().out
     assert [word for word in shows if word not in printed] == []
+
+
+def test_latency_is_taken_on_whole_steps() -> None:
+    assert {"gpt-1.3b", "resnet152-b256"} <= set(whole_steps())
+    assert "long-context-moving" not in whole_steps()  # lifetimes for packing, without the events of a step
+
+
+def test_results_that_are_not_there_are_not_an_empty_table(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="does not exist"):
+        fractions_main(["show", str(tmp_path / "none.json")])

@@ -219,7 +219,7 @@ def test_what_changed_is_said_once_with_the_numbers(caplog: pytest.LogCaptureFix
     assert len(lines) == 4  # less, plans, rising with plans as before, full
     assert "saturated by others" in lines[0]
     assert "h2d 85%" in lines[0]
-    assert lines[-1].endswith("back to full use")
+    assert lines[-1].endswith("no longer backed off")
 
 
 def test_the_training_thread_hardly_notices() -> None:
