@@ -28,7 +28,9 @@ def find(config: Config) -> Path | None:
     directory = config.run / f"rank{rank}" if rank else config.run
     standing = next(parent for parent in (directory, *directory.parents) if parent.exists())
     if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise ConfigError(f"TIERS_RUN: {directory} cannot be written: {standing} is not a directory that you may write to")
+        raise ConfigError(
+            f"TIERS_RUN: {directory} cannot be written: {standing} is not a directory that you may write to"
+        )
     if (directory / STATS).exists() and not config.run_force:
         raise ConfigError(
             f"TIERS_RUN: {directory} holds an earlier run: name another directory or set TIERS_RUN_FORCE=1"

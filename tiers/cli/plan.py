@@ -9,7 +9,7 @@ from allocator.sizes import parse_size
 from migrator.policies import MODULES
 from migrator.trace import Trace
 from tiers.cli.run_files import LANES, known_links, read_json
-from tiers.cli.verb import print_json, print_tables
+from tiers.cli.verb import FAILED, CliError, print_json, print_tables
 from tiers.config_keys import RATE
 
 
@@ -72,10 +72,12 @@ class PlanVerb:
             print_json(data | {"explained": lines} if lines else data)
         else:
             print_tables([*render(trace, args.budget, outcomes), *lines])
+        found = [outcome for outcome in outcomes.values() if isinstance(outcome, Candidate)]
+        if args.plot and not found:
+            raise CliError(f"{args.plot} is not written: there is no plan to draw", FAILED)
         if args.plot:
             plot.draw(trace, args.budget, outcomes, args.plot)
-        fit = (outcome for outcome in outcomes.values() if isinstance(outcome, Candidate) and outcome.fits(args.budget))
-        return 0 if any(fit) else 1
+        return 0 if any(outcome.fits(args.budget) for outcome in found) else FAILED
 
 
 def _size(text: str) -> int:

@@ -74,6 +74,8 @@ def test_a_budget_that_no_plan_meets_is_told_and_is_a_failure(trace: Path, capsy
     text = output(capsys, trace, "--budget", "1GiB", code=1)
     assert "no plan keeps this program within 1.0 GiB" in " ".join(text.split())
     assert "TIERS_HBM" not in text and "peak hbm" not in text  # the variable is a run's, and there is no row
+    assert main(["plan", str(trace), "--budget", "1GiB", "--plot", str(trace.with_name("plan.svg"))]) == 1
+    assert "there is no plan to draw" in capsys.readouterr().err
     data = json.loads(output(capsys, trace, "--budget", "1GiB", "--json", code=1))
     assert "needs" in data["policies"]["auto"]["error"]
 
