@@ -13,7 +13,7 @@ from rich.text import Text
 from tiers.cli.verb import print_json, print_tables
 from tiers.config import Config, ConfigError, load
 from tiers.doctor import Finding, TorchFacts, examine
-from tiers.monitor.build import available_sensors
+from tiers.monitor.build import available_sensors, read_curves
 from tiers.topology import discover
 
 _STYLE = {"ok": "green", "degraded": "yellow", "missing": "red"}
@@ -50,6 +50,8 @@ def _config() -> tuple[Config, Finding]:
     """The configuration and what is to be said of it; the defaults if it is wrong, to look at the rest."""
     try:
         resolved = load()
+        if resolved.config.monitor.enabled:
+            read_curves(resolved.config.monitor.calibration)
     except ConfigError as error:
         return Config(), Finding("config", "missing", str(error), "correct it; the rest assumes the defaults")
     if resolved.warnings:

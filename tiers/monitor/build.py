@@ -43,13 +43,14 @@ def build(config: Config, directory: Path | None) -> Monitor | None:
     """
     if not config.monitor.enabled:
         return None
-    calibration = Calibration(asdict(config.links), _curves(config.monitor.calibration))
+    calibration = Calibration(asdict(config.links), read_curves(config.monitor.calibration))
     probe = config.monitor.probe
     watch = Watch(lambda: available_sensors(probe=probe), Copies(calibration), Judge(calibration))
     return Monitor(watch, Board(directory) if directory is not None else None)
 
 
-def _curves(path: Path | None) -> dict[str, Curve]:
+def read_curves(path: Path | None) -> dict[str, Curve]:
+    """The curves of ``monitor.calibration``; ConfigError if it is no report of ``tiers probe --contention``."""
     if path is None:
         return {}
     try:

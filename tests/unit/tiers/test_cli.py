@@ -353,6 +353,16 @@ def test_doctor_prints_its_findings_and_hints_as_they_are(capsys):
 
 
 @pytest.mark.usefixtures("known_machine")
+def test_doctor_says_that_a_calibration_cannot_be_read(capsys, monkeypatch, tmp_path):
+    (tmp_path / "tiers.toml").write_text('[monitor]\ncalibration = "nowhere.json"\n')
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "--json"]) == 1
+    config = json.loads(capsys.readouterr().out)["findings"][0]
+    assert config["status"] == "missing"
+    assert "nowhere.json" in config["found"]
+
+
+@pytest.mark.usefixtures("known_machine")
 def test_doctor_examines_the_rest_when_the_configuration_is_wrong(capsys, monkeypatch):
     monkeypatch.setenv("TIERS_HBM", "lots")
     assert main(["doctor", "--json"]) == 1
