@@ -208,7 +208,8 @@ class session(contextlib.AbstractContextManager[Session]):
     Parameters
     ----------
     **arguments
-        Values by name as on the command line, such as ``hbm="20GiB"``; they go before environment and files.
+        Values by name as on the command line, such as ``hbm="20GiB"``; they go before environment and files. The
+        allocator is the one configured, or ``torch`` where that is off.
 
     Raises
     ------
@@ -222,7 +223,8 @@ class session(contextlib.AbstractContextManager[Session]):
     """
 
     def __init__(self, **arguments: object) -> None:
-        self._config = load({"allocator": "torch", **arguments}).config
+        config = load(arguments).config
+        self._config = replace(config, allocator="torch") if config.allocator == "off" else config
         self._session: Session | None = None
 
     def __enter__(self) -> Session:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from allocator.sizes import MiB
+from tiers.session import session
 
 ROOT = Path(__file__).parents[3]
 
@@ -236,6 +237,14 @@ def test_a_budget_below_the_weights_says_how_much_they_need() -> None:
     assert done.stderr.count("\n") == 1
     assert "500.0 KiB" in done.stderr
     assert f"{WEIGHTS / MiB:.1f} MiB" in done.stderr
+
+
+def test_a_session_takes_the_allocator_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert session()._config.allocator == "torch"
+    (tmp_path / "tiers.toml").write_text('allocator = "pages"')
+    assert session()._config.allocator == "pages"
+    assert session(allocator="torch")._config.allocator == "torch"
 
 
 def test_a_policy_that_lacks_its_extra_is_refused_before_training() -> None:
