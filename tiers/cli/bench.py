@@ -16,7 +16,8 @@ from rich.table import Table
 
 from allocator.sizes import format_size
 from tiers.bench import IDEAL, Outcome, Variant, run
-from tiers.cli.verb import CliError, print_json, print_tables
+from tiers.cli.run import refuse_without_autoload
+from tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
 from tiers.config import load
 
 
@@ -32,9 +33,11 @@ class BenchVerb:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Take the variants and the program."""
-        parser.add_argument("--hbm", required=True, metavar="SIZES", help="budgets, with commas between: 20GiB,30GiB")
-        parser.add_argument("--policy", default="auto", metavar="NAMES", help="policies, with commas (default: auto)")
-        parser.add_argument("--seconds", type=_seconds, metavar="S", help="interrupt each run after so long")
+        parser.add_argument("--hbm", required=True, metavar="SIZES", help="budgets, separated by commas: 20GiB,30GiB")
+        parser.add_argument(
+            "--policy", default="auto", metavar="NAMES", help="policies, separated by commas (default: auto)"
+        )
+        parser.add_argument("--seconds", type=positive_seconds, metavar="S", help="interrupt each run after so long")
         parser.add_argument("--no-ideal", action="store_true", help="leave out the run that keeps everything")
         parser.add_argument("--out", type=Path, metavar="DIR", help="keep the run directories and outputs there")
         parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD ...", help="the program")
@@ -44,9 +47,12 @@ class BenchVerb:
         command = args.command[1:] if args.command[:1] == ["--"] else args.command
         if not command or shutil.which(command[0]) is None:
             raise CliError(f"{command[0]}: no such program" if command else "no program; write: -- python train.py")
+        refuse_without_autoload(os.environ)
         if args.out is not None and args.out.exists():
             raise CliError(f"--out {args.out} is there already: name another directory")
         sizes, policies = ([word.strip() for word in text.split(",")] for text in (args.hbm, args.policy))
+        if not all(sizes) or not all(policies):
+            raise CliError("--hbm or --policy holds an empty entry; separate them by single commas: 20GiB,30GiB")
         variants = [Variant(policy, size) for size in sizes for policy in policies]
         environ = _environ(variants)
         outcomes: list[Outcome] = []
@@ -63,7 +69,7 @@ class BenchVerb:
 
 def render(outcomes: Sequence[Outcome]) -> Iterator[RenderableType]:
     """The runs side by side, and what those that failed said last."""
-    table = Table("policy", "hbm", "step", "of ideal", "peak hbm", "peak dram", "moved a period")
+    table = Table("policy", "hbm", "step", "of ideal", "peak hbm", "peak dram", "moved per period")
     for outcome in outcomes:
         row = [outcome.variant.policy, outcome.variant.hbm or "all"]
         stats, step, fraction = outcome.stats, outcome.step, _fraction(outcome, outcomes)
@@ -78,8 +84,8 @@ def render(outcomes: Sequence[Outcome]) -> Iterator[RenderableType]:
     yield table
     for outcome in outcomes:
         if outcome.failed:
-            what = "wrote no step" if outcome.code == 0 or outcome.ended else f"ended with code {outcome.code}"
-            yield f"{outcome.variant} {what}: {outcome.last_words}"
+            what = "took no step" if outcome.code == 0 or outcome.ended else f"ended with code {outcome.code}"
+            yield f"{outcome.variant} {what}" + (f": {outcome.last_words}" if outcome.last_words else "")
 
 
 def _fraction(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:
@@ -115,10 +121,3 @@ def _directory(kept: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="tiers-bench-") as directory:
         yield Path(directory)
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError("a number of seconds above 0")
-    return seconds

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from tiers.cli.verb import CliError, print_json, print_tables
+from tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
 from tiers.config import load
 from tiers.config_keys import CONFIG_ENV
 from tiers.log import set_up
@@ -47,7 +47,9 @@ class ProbeVerb:
             metavar="DIR",
             help="directory to measure; may be repeated (default: nvme.paths)",
         )
-        parser.add_argument("--seconds", type=_seconds, metavar="S", help="time to measure for, about (default: 40)")
+        parser.add_argument(
+            "--seconds", type=positive_seconds, metavar="S", help="time to measure for, about (default: 40)"
+        )
         parser.add_argument("--quick", action="store_true", help="four sizes and a few runs each, in 10 seconds")
         parser.add_argument("--sustained", action="store_true", help="write past the drives' caches, in 120 seconds")
         parser.add_argument("--contention", action="store_true", help="measure also while the memory bus is under load")
@@ -95,16 +97,6 @@ class ProbeVerb:
             written = links.write_links(file, links.measured_links(report), force=args.force)
             print(f"tiers: wrote {', '.join(written)} to [links] of {file}", file=sys.stderr)
         return int(any(result.status == "failed" for result in report.results))
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
 
 
 def _default_seconds(args: argparse.Namespace) -> float:

@@ -45,8 +45,7 @@ class RunVerb:
         command = args.command[1:] if args.command[:1] == ["--"] else args.command
         if not command:
             raise CliError("no program to run; write: tiers run -- python train.py")
-        if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-            raise CliError("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps PyTorch from loading tiers; unset it")
+        refuse_without_autoload(os.environ)
         changes = _changes(args, os.environ)
         if args.verbose or args.json:
             print(_describe(changes, command, as_json=args.json), file=sys.stderr)
@@ -57,6 +56,12 @@ class RunVerb:
             raise CliError(f"{command[0]}: no such program", _NOT_FOUND) from None
         except OSError as error:
             raise CliError(f"{command[0]}: {error.strerror}", _NOT_EXECUTABLE) from None
+
+
+def refuse_without_autoload(environ: Mapping[str, str]) -> None:
+    """Raise CliError where PyTorch's own switch keeps the program from having tiers."""
+    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        raise CliError("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps PyTorch from loading tiers; unset it")
 
 
 def _changes(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:

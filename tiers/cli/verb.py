@@ -46,6 +46,17 @@ class Verb(Protocol):
         """Do it and return the exit code; a TiersError becomes one line."""
 
 
+def positive_seconds(text: str) -> float:
+    """The type of an argument that is a time in seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
 def print_json(data: object) -> None:
     """Write `data` on stdout; paths and such as their text."""
     with _writing():

@@ -106,6 +106,7 @@ def test_run_directories_and_outputs_stay_where_they_are_asked_for(program: list
         (["--hbm", "lots"], "TIERS_HBM"),
         (["--hbm", "20GiB", "--policy", "capuchn"], "capuchin"),
         (["--hbm", "20GiB", "--out", "."], "is there already"),
+        (["--hbm", "20GiB,"], "empty entry"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_runs(
@@ -121,3 +122,17 @@ def test_bad_input_is_one_line_before_anything_runs(
 def test_a_program_is_needed(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--hbm", "20GiB", *command]) == 2
     assert "program" in capsys.readouterr().err
+
+
+def test_a_switch_that_keeps_tiers_away_is_told_before_anything_runs(
+    program: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert main(["bench", "--hbm", "20GiB", *program]) == 2
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in capsys.readouterr().err
+
+
+def test_seconds_are_a_number(program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--hbm", "20GiB", "--seconds", "soon", *program])
+    assert "'soon' is not a number of seconds above 0" in capsys.readouterr().err
