@@ -26,8 +26,8 @@ class Listener(Protocol):
     def enter(self, module: nn.Module, args: Any) -> None:
         """A forward begins in this thread."""
 
-    def leave(self, module: nn.Module, output: Any) -> None:
-        """A forward ends in this thread, also when it raised."""
+    def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
+        """A forward ends in this thread, also when it raised: then `named`, its arguments by name, is None."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""
@@ -62,7 +62,7 @@ def install(listener: Listener) -> None:
         [
             module_hooks.register_module_forward_pre_hook(_enter),
             # Called when the forward raises, too: the path of modules must not keep what was left.
-            module_hooks.register_module_forward_hook(_leave, always_call=True),
+            module_hooks.register_module_forward_hook(_leave, with_kwargs=True, always_call=True),
             optimizer_hooks.register_optimizer_step_pre_hook(_stepping),
             optimizer_hooks.register_optimizer_step_post_hook(_stepped),
         ]
@@ -93,11 +93,13 @@ def _enter(module: nn.Module, args: Any) -> None:
         _active.enter(module, args)
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
+def _leave(module: nn.Module, args: Any, *rest: Any) -> None:
     if torch.compiler.is_compiling():
         return
     if _active is not None:
-        _active.leave(module, output)
+        # After an exception PyTorch leaves the arguments by name out.
+        named, output = rest if len(rest) == 2 else (None, *rest)
+        _active.leave(module, args, named, output)
 
 
 def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -143,10 +143,12 @@ class Saver:
             if mover is not None:
                 self._observer.enter(mover, self.modules.here.path, module, tensors)
 
-    def leave(self, module: nn.Module, output: object) -> None:
-        """A forward ends."""
-        if self.recording:
-            self._observer.leave(self.armed_movers, self.modules.here.path, module, output)
+    def leave(
+        self, module: nn.Module, args: Sequence[object], named: Mapping[str, object] | None, output: object
+    ) -> None:
+        """A forward ends; without its arguments by name, by an exception."""
+        if self.recording and named is not None:
+            self._observer.leave(self.armed_movers, self.modules.here.path, module, args, named, output)
         self.modules.leave()
 
     def _may_recompute(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from migrator.recompute.dropped import Dropped
 from migrator.recompute.finder import Verified, base_of, find, layout
 from migrator.recompute.formulas import Formula
 from migrator.recompute.origins import Origins, note_epsilon
-from migrator.recompute.regions import Regions, other_state
+from migrator.recompute.regions import Regions, leaves_alone, state_of, version
 from migrator.recompute.trials import Trial
 from migrator.recorder import Recorder
 
@@ -67,16 +67,30 @@ class Observer:
         """The forward of a module begins that others have called, with these tensors."""
         if mover.recorder is None or self._began == NO_FORWARD or not self._regions.know(path, module):
             return
+        if any(tensor.is_inference() for tensor in tensors):
+            return  # no checkpoint can save those
         tensors = [tensor for tensor in tensors if tensor.numel()]  # see `sites.Node.of_inputs`
         inputs = [mover.storages.find(tensor) if self._movable(tensor) else None for tensor in tensors]
-        mover.recorder.enter(path, inputs, other_state(module))
+        mover.recorder.enter(path, inputs, state_of(module, tensors))
 
-    def leave(self, movers: Sequence[Mover], path: str, module: nn.Module, output: object) -> None:
-        """A forward ends."""
+    def leave(
+        self,
+        movers: Sequence[Mover],
+        path: str,
+        module: nn.Module,
+        args: Sequence[object],
+        named: Mapping[str, object],
+        output: object,
+    ) -> None:
+        """A forward ends that was given these arguments."""
         note_epsilon(module, output)
-        for mover in movers:
-            if mover.recorder is not None and mover.recorder.visits(path):
-                mover.recorder.leave(path, other_state(module))
+        recorders = [mover.recorder for mover in movers if mover.recorder is not None and mover.recorder.visits(path)]
+        # Arguments by name are not known when a forward begins: of a tensor that was ever changed nobody can say when.
+        if not recorders or not leaves_alone((*args, *named.values())) or any(map(_was_changed, named.values())):
+            return
+        state = state_of(module, [arg for arg in args if isinstance(arg, Tensor) and arg.numel()])
+        for recorder in recorders:
+            recorder.leave(path, state)
 
     def origins(self, epsilon: float | None = None) -> Origins:
         """Where formulas find their inputs now."""
@@ -111,6 +125,10 @@ def _parameters(root: nn.Module) -> list[weakref.ref[nn.Parameter]] | None:
     if weights.is_sharded(root):
         return None
     return [weakref.ref(parameter) for parameter in root.parameters()]
+
+
+def _was_changed(argument: object) -> bool:
+    return isinstance(argument, Tensor) and version(argument) > 0
 
 
 def _inputs(what: Formula, recorder: Recorder) -> tuple[int, ...] | None:

@@ -120,10 +120,10 @@ class Runtime:
         if saver is not None:
             saver.enter(module, args)
 
-    def leave(self, module: nn.Module, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
         """A forward ends in this thread, also when it raised."""
         if self._thread.saver is not None:
-            self._thread.saver.leave(module, output)
+            self._thread.saver.leave(module, args, named, output)
 
     def _arm(self) -> Saver | None:
         if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:

@@ -7,15 +7,18 @@ are set aside, so that a batch is counted once.
 
 from __future__ import annotations
 
+import random
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -43,8 +46,11 @@ class Regions:
         self._patched: dict[str, weakref.ref[nn.Module]] = {}
 
     def know(self, path: str, module: nn.Module) -> bool:
-        """Remember the module of a path; whether it can be recomputed as a whole."""
-        if any(_is_compiled(child) for child in module.modules()):
+        """Remember the module of a path; whether it can be recomputed as a whole.
+
+        Not if it is compiled, or if the program has hooks on modules within it, which would be called again.
+        """
+        if any(_is_compiled(child) or (child is not module and _has_hooks(child)) for child in module.modules()):
             return False
         self._known[path] = weakref.ref(module)
         return True
@@ -116,12 +122,61 @@ def statistics_aside(module: nn.Module) -> Iterator[None]:
             norm._buffers.update(buffers)
 
 
-def other_state(module: nn.Module) -> list[tuple[int, int]]:
-    """Buffers that are no running statistics, and their versions: a module that changes them cannot be recomputed."""
-    kept = (
-        buffer for child in module.modules() if not isinstance(child, _NormBase) for buffer in child._buffers.values()
+def state_of(module: nn.Module, tensors: Iterable[Tensor]) -> list[object]:
+    """What a forward may change besides making its result: one that does cannot be run again.
+
+    These are its arguments, buffers that are no running statistics, attributes of the program's own modules (of what
+    lies in a container only how much it is), and random numbers of Python and NumPy, which no checkpoint sets back.
+    """
+    state: list[object] = [version(tensor) for tensor in tensors]
+    state += (random.getstate(), _numpy_state())
+    for child in module.modules():
+        if not isinstance(child, _NormBase):
+            state += map(_mark, child._buffers.values())
+        if not type(child).__module__.startswith("torch.nn."):
+            state += map(_mark, vars(child).values())
+    return state
+
+
+def leaves_alone(arguments: Iterable[object]) -> bool:
+    """Whether a forward has surely put nothing into its arguments that it would find there when it is run again.
+
+    What is no plain data, such as a cache of keys and values, may have grown; a list that is empty has not.
+    """
+    return all(
+        isinstance(argument, _PLAIN)
+        or (isinstance(argument, tuple) and leaves_alone(argument))
+        or (isinstance(argument, list | dict) and not argument)
+        for argument in arguments
     )
-    return [(id(buffer), buffer._version) for buffer in kept if buffer is not None]
+
+
+_PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+def _mark(value: object) -> object:
+    if isinstance(value, Tensor):
+        return id(value), version(value)
+    if isinstance(value, _PLAIN):
+        return value
+    return id(value), len(value) if isinstance(value, list | dict | set | deque) else 0
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 for those of inference mode, which nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _numpy_state() -> object:
+    numpy: Any = sys.modules.get("numpy.random")  # importing it is the program's affair
+    if numpy is None:
+        return None
+    _, key, position, *_ = numpy.get_state()
+    return int(key[0]), position
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_compiled(module: nn.Module) -> bool:

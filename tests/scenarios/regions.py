@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -221,6 +224,168 @@ def holds_after_an_exception_in_a_region(device: torch.device) -> None:
         return results + train(model, device)
 
     assert_same(program, device, moves=False, **WHOLE)
+
+
+def _recomputes_whole(program: Callable[[torch.device], Sequence[Tensor]], device: torch.device) -> set[str]:
+    """The regions that are recomputed once `program`, which does the same with tiers as without, was learned."""
+    assert_same(program, device, moves=False, **WHOLE)
+    with moving(**WHOLE) as session:
+        program(device)
+        return _recomputed(session)
+
+
+class _Wide(nn.Module):
+    """Two halves, each a module that would be recomputed as a whole if nothing spoke against it."""
+
+    def __init__(self, half: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(half() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for half in self.halves:
+            x = half(x)
+        return x
+
+
+class _Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def inner(self, x: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+        return x + self.last((self.first(x) * scale).tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _trained(half: Callable[[], nn.Module]) -> Callable[[torch.device], list[Tensor]]:
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        return [*train(_Wide(half).to(device), device), torch.tensor([random.random(), numpy.random.rand()])]
+
+    return program
+
+
+def recomputes_what_changes_nothing(device: torch.device) -> None:
+    assert _recomputes_whole(_trained(_Half), device) == {"_Wide.halves.0", "_Wide.halves.1"}
+
+
+def leaves_modules_alone_that_count_in_an_attribute(device: torch.device) -> None:
+    class Counts(_Half):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.inner(x, 1 / self.calls)
+
+    assert not _recomputes_whole(_trained(Counts), device)
+
+
+def leaves_modules_alone_that_keep_a_tensor_from_call_to_call(device: torch.device) -> None:
+    class Averages(_Half):
+        mean: Tensor | float = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+            return self.inner(x, self.mean)
+
+    assert not _recomputes_whole(_trained(Averages), device)
+
+
+def leaves_modules_alone_that_draw_from_python_or_numpy(device: torch.device) -> None:
+    class Draws(_Half):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, random.random())
+
+    class DrawsFromNumpy(_Half):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, numpy.random.rand())
+
+    assert not _recomputes_whole(_trained(Draws), device)
+    assert not _recomputes_whole(_trained(DrawsFromNumpy), device)
+
+
+def leaves_modules_alone_that_change_their_input(device: torch.device) -> None:
+    class Clamps(_Half):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.relu_())
+
+    class Given(_Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            for half in self.halves:
+                x = half(self.scale * x)
+            return x
+
+        scale = 1.5
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        return train(Given(Clamps).to(device), device)
+
+    assert not _recomputes_whole(program, device)
+
+
+def leaves_modules_alone_that_fill_what_they_are_given(device: torch.device) -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.entries: list[Tensor] = []
+
+    class Fills(_Half):
+        def forward(self, x: Tensor, cache: Cache | list[Tensor] | None = None) -> Tensor:
+            entries = cache.entries if isinstance(cache, Cache) else cache
+            assert entries is not None
+            entries.append(x.detach().mean())
+            return self.inner(x, 1 / len(entries))
+
+    class Cached(_Wide):
+        def __init__(self, make: Callable[[], Any], *, by_name: bool) -> None:
+            super().__init__(Fills)
+            self.make, self.by_name = make, by_name
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache = self.make()
+            for half in self.halves:
+                x = half(x, cache=cache) if self.by_name else half(x, cache)
+            return x
+
+    for make in (Cache, list):
+        for by_name in (True, False):
+
+            def program(device: torch.device, make: Any = make, by_name: bool = by_name) -> list[Tensor]:
+                torch.manual_seed(0)
+                return train(Cached(make, by_name=by_name).to(device), device)
+
+            assert not _recomputes_whole(program, device)
+
+
+def leaves_modules_alone_that_are_given_tensors_of_inference_mode(device: torch.device) -> None:
+    class Copies(_Half):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.clone())
+
+    def features(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            x = x.sigmoid()
+        return model(x).square().mean()
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        return train(_Wide(Copies).to(device), device, loss_of=features)
+
+    assert _recomputes_whole(program, device) == {"_Wide.halves.1"}
+
+
+def leaves_modules_alone_with_the_program_s_hooks_inside(device: torch.device) -> None:
+    calls = []
+    model = _Wide(_Half).to(device)
+    model.halves[0].first.register_forward_hook(lambda *_: calls.append("forward"))
+    with moving(**WHOLE) as session:
+        train(model, device, steps=6)
+        assert _recomputed(session) == {"_Wide.halves.1"}
+    assert len(calls) == 6
 
 
 if __name__ == "__main__":
