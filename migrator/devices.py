@@ -99,6 +99,7 @@ class Devices:
             RECORDINGS if device.type == "cuda" else 1,
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
             must_fit=device.type == "cuda" and options.pages() is None,
+            budget=shared.budget,
         )
         return Mover(engine, learner, shared.budget, keeps=options.policy == "keep")
 

@@ -65,6 +65,8 @@ class Learner:
     must_fit : bool
         Whether a target that no plan meets is an error. Where what exceeds it has another place to be, the plan that
         comes closest is carried out, and that is said once.
+    budget : int, optional
+        What the target is a part of, which the user has set and is told of; the target without it.
     """
 
     def __init__(
@@ -76,11 +78,13 @@ class Learner:
         recordings: int = 1,
         *,
         must_fit: bool = True,
+        budget: int | None = None,
     ) -> None:
         self._policy = policy
         self._target = target
         self._submit = submit
         self._must_fit = must_fit
+        self._budget = target if budget is None else budget
         self._refusal_said = False
         self._feedback = Feedback(target, links)
         self._pending: Future[tuple[Made, ...]] | None = None
@@ -273,7 +277,7 @@ class Learner:
         for made in self._made:
             if made.refused is not None and not self._refusal_said:
                 self._refusal_said = True
-                log.warning("%s; it runs all the same, with more", made.refused)
+                log.warning("%s; it runs all the same, with more", made.refused.out_of(self._budget))
         return True
 
 

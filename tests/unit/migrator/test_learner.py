@@ -334,6 +334,15 @@ def test_a_target_that_need_not_be_met_is_met_as_far_as_can_be(caplog: pytest.Lo
     assert "no plan keeps this program within" in caplog.text
 
 
+def test_what_is_said_of_a_target_that_is_not_met_names_the_budget_it_is_a_part_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    learner = Learner(POLICIES["auto"], 90 * MiB, must_fit=False, budget=100 * MiB)
+    with caplog.at_level("WARNING", logger="tiers"):
+        learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    assert "within 100.0 MiB" in caplog.text
+
+
 def test_feedback_never_asks_for_less_than_there_is_a_plan_for() -> None:
     with pytest.raises(NoPlanFits) as error:
         POLICIES["auto"](MODEL, 0, PCIE_GEN5)
