@@ -92,6 +92,7 @@ class Learner:
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
         self._recordings = self._to_record = recordings
         self._periods = 0
+        self._whole = False  # whether any period was
         self._steady = 0  # periods as foreseen since the last drift
         self._pause = PERIODS_AFTER_DRIFT  # from one look at a drift to the next, longer each time
         self._look_again = 0
@@ -162,6 +163,10 @@ class Learner:
             If the target is too small for any plan.
         """
         self._periods += 1
+        if whole and not self._whole:
+            self._whole = True
+            if self._traces:  # the patience was too short: what was recorded lacks the optimizer's state
+                self._record_anew()
         planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
         changed = self._adopt()
         if not (whole or self._periods >= PATIENCE):
@@ -180,7 +185,7 @@ class Learner:
             self._to_record = PERIODS_AFTER_DRIFT
             self._look_again = self._periods + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        if changed or self._pending is not None or not self._made:
+        if changed or self._pending is not None or not (self._made and self._traces):
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
         return self._correct(peak, pressed, overflow, None if drifted else lap)
 
@@ -248,8 +253,12 @@ class Learner:
 
     def forget(self) -> None:
         """Begin anew: what was learned cannot be carried out."""
-        self._traces.clear()
         self._made = self._planned = ()
+        self._record_anew()
+
+    def _record_anew(self) -> None:
+        """Forget the traces; the plans that there are hold until there are others."""
+        self._traces.clear()
         self._pending = None
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)

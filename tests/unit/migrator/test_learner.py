@@ -70,6 +70,20 @@ def test_a_program_without_an_optimizer_is_learned_after_some_patience() -> None
     assert changed == [False] * (PATIENCE - 1) + [True]
 
 
+def test_what_was_learned_for_want_of_an_optimizer_is_learned_anew_after_its_first_step() -> None:
+    learner = Learner(FLASHNEURON, TARGET)
+    for _ in range(PATIENCE):  # and as many micro-batches before the first step
+        learner.period_over(TRACE, MiB, whole=False, pressed=False, drifted=False)
+    plans = learner.plans
+    assert plans
+    assert not quiet(learner, 10 * MiB)
+    assert learner.plans == plans
+    assert learner.records_next
+    learner.period_over(TRACE, 10 * MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.records_next
+    assert learner.plans != plans
+
+
 def test_a_period_that_saves_nothing_teaches_nothing() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     assert not learner.period_over(Trace((), 0), MiB, whole=True, pressed=False, drifted=False)
