@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from allocator.at_exit import close_at_exit
 from allocator.extents import Extent, ExtentMap
 from allocator.keeper import Keeper
 from allocator.ledger import Account
@@ -132,6 +133,7 @@ class DramArena:
         self._goal = 0
         self._resting = False  # gave memory back: it grows on demand until it is asked for more than it has
         self._keeper = Keeper(self._tend)
+        close_at_exit(self)
 
     @property
     def capacity(self) -> int:

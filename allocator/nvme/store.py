@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from allocator.at_exit import close_at_exit
 from allocator.errors import StoreError
 from allocator.ledger import Account
 from allocator.nvme.backend import BLOCK, Backend, read_all, write_all
@@ -119,6 +120,7 @@ class NvmeStore:
         self._takes_device_memory = all(volume.backend.device_memory for volume in self._volumes)
         self._drives = RequestPool(depth, "nvme")
         self._sums = RequestPool(_summing_threads(), "checksum") if checksum else None
+        close_at_exit(self)
 
     @property
     def capacity(self) -> int:

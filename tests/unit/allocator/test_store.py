@@ -417,3 +417,21 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_ends_with_writes_under_way_ends_as_it_would(tmp_path: Path) -> None:
+    """A thread that the interpreter stops within C++ takes the process down, so the store is closed before."""
+    program = """
+import sys
+from pathlib import Path
+from allocator.dram import DramArena
+from allocator.nvme.store import NvmeStore
+
+MiB = 1 << 20
+store = NvmeStore([Path(sys.argv[1])], 256 * MiB, gds="off", step=64 * MiB)
+arena = DramArena(256 * MiB, pinned=False)
+for _ in range(12):
+    store.write(store.allocate(16 * MiB), arena.allocate(16 * MiB).tensor)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
