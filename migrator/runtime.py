@@ -249,26 +249,27 @@ class Runtime:
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""
-        self._set_state(on=True)
+        self._set_state(optimizer, on=True)
 
-    def _set_state(self, *, on: bool) -> None:
-        if self._steps.count < FIRST_STEPS and (pages := self.options.pages()) is not None:
+    def _set_state(self, optimizer: torch.optim.Optimizer, *, on: bool) -> None:
+        new = optimizer not in self._optimizers
+        if (new or self._steps.count < FIRST_STEPS) and (pages := self.options.pages()) is not None:
             pages.state(on)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
-        self._set_state(on=False)
+        self._set_state(optimizer, on=False)
         leader = self._leader and self._leader()
         if leader is None:
             leader, self._leader = optimizer, weakref.ref(optimizer)
         # One of several ends the period, or a program that trains two models in turn had two kinds of them.
         self._leader_stepped |= leader is optimizer
         self._steps.step(time.perf_counter())
-        if self._steps.count <= FIRST_STEPS:
+        if self._steps.count <= FIRST_STEPS or optimizer not in self._optimizers:  # there may be one for each parameter
             self._optimizers[optimizer] = weights.bytes_on(torch.device("cpu"), weights.of_optimizer(optimizer))
             self._recount_static()
         saver = self._thread.saver
-        if saver is not None:
+        if saver is not None and torch._C._current_graph_task_id() == -1:  # hooks of backward may step, too
             saver.modules.leave_all()
             saver.end_period()
 

@@ -104,6 +104,30 @@ def a_gan_with_two_optimizers(device: torch.device) -> None:
     assert_same(program, device)
 
 
+def optimizers_that_step_within_backward(device: torch.device) -> None:
+    """Each parameter has an optimizer of its own, which steps as soon as its gradient is there."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        model = perceptron(device)
+        optimizers = {p: torch.optim.Adam([p], lr=1e-3) for p in model.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        results = []
+        for i in range(6):
+            loss = model(batch(device, i)).square().mean()
+            loss.backward()
+            results += [loss.detach(), *(p.detach().clone() for p in model.parameters())]
+        return results
+
+    # The last one is over when the next forward begins, which does not come.
+    assert assert_same(program, device)["periods"] == 5
+
+
 def losses_dropped_without_backward(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         model = perceptron(device)
