@@ -192,7 +192,7 @@ class Learner:
     def _learn(self, trace: Trace, peak: int) -> bool:
         kind = frozenset(site.key for site in trace.sites)
         before = self._traces.get(kind)
-        if before is not None and self._made and before.sites == trace.sites:
+        if before is not None and self._made and before.sites == trace.sites and _paths(before) == _paths(trace):
             if not self._to_record and not self._news:
                 # What departed from the plan is nothing that a trace tells of. To record costs time, and the memory
                 # of what is otherwise recomputed: this is looked at again, but rarely.
@@ -288,6 +288,11 @@ class Learner:
                 self._refusal_said = True
                 log.warning("%s; it runs all the same, with more", made.refused.out_of(self._budget))
         return True
+
+
+def _paths(trace: Trace) -> set[str]:
+    """The regions: one may have turned out to be none."""
+    return {region.path for region in trace.regions}
 
 
 def _make_all(

@@ -16,8 +16,9 @@ from migrator.recompute.dropped import Dropped
 from migrator.recompute.finder import Verified, base_of, find, layout
 from migrator.recompute.formulas import Formula
 from migrator.recompute.origins import Origins, note_epsilon
-from migrator.recompute.regions import Regions, leaves_alone, state_of, version
+from migrator.recompute.regions import Regions, repeatable
 from migrator.recompute.trials import Trial
+from migrator.recompute.watch import Watch
 from migrator.recorder import Recorder
 
 EPSILONS = (1e-5, 1e-6)
@@ -71,7 +72,9 @@ class Observer:
             return  # no checkpoint can save those
         tensors = [tensor for tensor in tensors if tensor.numel()]  # see `sites.Node.of_inputs`
         inputs = [mover.storages.find(tensor) if self._movable(tensor) else None for tensor in tensors]
-        mover.recorder.enter(path, inputs, state_of(module, tensors))
+        with mover.recorder.aside():
+            watch = Watch(module, tensors)
+        mover.recorder.enter(path, inputs, watch.unchanged)
 
     def leave(
         self,
@@ -86,11 +89,9 @@ class Observer:
         note_epsilon(module, output)
         recorders = [mover.recorder for mover in movers if mover.recorder is not None and mover.recorder.visits(path)]
         # Arguments by name are not known when a forward begins: of a tensor that was ever changed nobody can say when.
-        if not recorders or not leaves_alone((*args, *named.values())) or any(map(_was_changed, named.values())):
-            return
-        state = state_of(module, [arg for arg in args if isinstance(arg, Tensor) and arg.numel()])
-        for recorder in recorders:
-            recorder.leave(path, state)
+        if recorders and repeatable((*args, *named.values())) and not any(map(_was_changed, named.values())):
+            for recorder in recorders:
+                recorder.leave(path)
 
     def origins(self, epsilon: float | None = None) -> Origins:
         """Where formulas find their inputs now."""
@@ -128,7 +129,7 @@ def _parameters(root: nn.Module) -> list[weakref.ref[nn.Parameter]] | None:
 
 
 def _was_changed(argument: object) -> bool:
-    return isinstance(argument, Tensor) and version(argument) > 0
+    return isinstance(argument, Tensor) and not argument.is_inference() and argument._version > 0
 
 
 def _inputs(what: Formula, recorder: Recorder) -> tuple[int, ...] | None:

@@ -43,12 +43,12 @@ def check(packed: Packed) -> None:
         raise modified(source.alias, packed.dtype, packed.size, source.version)
 
 
-def modified(alias: Tensor, dtype: torch.dtype, size: torch.Size, version: int) -> RuntimeError:
-    """PyTorch's own error for a saved tensor that was changed before backward used it."""
+def modified(alias: Tensor, dtype: torch.dtype, size: torch.Size, version: int, more: str = "") -> RuntimeError:
+    """PyTorch's own error for a saved tensor that was changed before backward used it; `more` follows its hint."""
     kind = torch.empty(0, dtype=dtype, device=alias.device).type()  # the alias may be empty, and of another type
     return RuntimeError(
         f"one of the variables needed for gradient computation has been {MODIFIED}: "
         f"[{kind} {list(size)}] is at version {alias._version}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-        "with torch.autograd.set_detect_anomaly(True)."
+        f"with torch.autograd.set_detect_anomaly(True).{more and ' '}{more}"
     )

@@ -62,7 +62,7 @@ class _Visit:
 
     begin: int
     inputs: Sequence[Known | None]
-    state: object
+    unchanged: Callable[[], bool]
     start: Any
     end: int = -1
     over: Any = None
@@ -145,21 +145,26 @@ class Recorder:
             self._coming.append((known, key))
         return Record(self, known, entry.uses)
 
-    def enter(self, path: str, inputs: Sequence[Known | None], state: object) -> None:
-        """The forward of a module begins that could be recomputed as a whole from `inputs`, if `state` stays."""
+    def enter(self, path: str, inputs: Sequence[Known | None], unchanged: Callable[[], bool]) -> None:
+        """The forward of a module begins that could be recomputed as a whole from `inputs`, if it leaves no trace."""
         if self._meter is not None:
-            visit = _Visit(self._position, inputs, state, self._meter.mark())
+            visit = _Visit(self._position, inputs, unchanged, self._meter.mark())
             self._visits[path] = None if path in self._visits else visit
 
     def visits(self, path: str) -> bool:
         """Whether `enter` has been told of that module."""
         return self._visits.get(path) is not None
 
-    def leave(self, path: str, state: object) -> None:
+    def leave(self, path: str) -> None:
         """It ends."""
         visit = self._visits.get(path)
-        if visit is not None and self._meter is not None and visit.state == state:
-            visit.end, visit.over = self._position, self._meter.mark()
+        if visit is None or self._meter is None:
+            return
+        over = self._meter.mark()
+        with self._meter.aside():
+            if visit.unchanged():
+                visit.end, visit.over = self._position, over
+            visit.unchanged = bool  # what it holds need not live on
 
     def turn(self) -> None:
         """Backward begins. What we let go of and is still alive, somebody else holds."""
@@ -214,7 +219,7 @@ class Recorder:
         )
 
     def _regions(self, meter: Meter) -> list[Region]:
-        # The others were entered twice, left by an exception or with another state, or nothing was saved in them.
+        # The others were entered twice, left by an exception or with something changed, or nothing was saved in them.
         visits = {path: visit for path, visit in self._visits.items() if visit is not None and visit.end > visit.begin}
         spans = meter.spans([(visit.start, visit.over) for visit in visits.values()])
         regions = []

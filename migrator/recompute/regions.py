@@ -1,16 +1,13 @@
 """Recomputation of whole modules: PyTorch's own non-reentrant checkpoint, put around `forward` from outside.
 
 `forward` is replaced, not `__call__`: hooks of the module are called once. What the checkpoint saves, the tensors among
-the arguments, comes to our hooks as sites of its own. While backward recomputes, statistics that normalisations keep
-are set aside, so that a batch is counted once.
+the arguments, comes to our hooks as sites of its own. While backward recomputes, modules have the attributes and
+parameters that they had in forward, and what a recomputation makes of them is forgotten: a batch is counted once.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import update_wrapper
@@ -22,7 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from migrator.packed import modified
 from migrator.plan import checkpoint_key
+from migrator.recompute.dropped import FOR_RECOMPUTING
+from migrator.recompute.watch import SETTINGS
 from migrator.sites import Modules, Node
 
 _graph_task = torch._C._current_graph_task_id
@@ -43,14 +43,14 @@ class Regions:
         self._modules = modules
         self._is_on = is_on
         self._known: dict[str, weakref.ref[nn.Module]] = {}
-        self._patched: dict[str, weakref.ref[nn.Module]] = {}
+        self._patched: dict[str, _Checkpointed] = {}
+        self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # called in a way that cannot be repeated
 
     def know(self, path: str, module: nn.Module) -> bool:
-        """Remember the module of a path; whether it can be recomputed as a whole.
-
-        Not if it is compiled, or if the program has hooks on modules within it, which would be called again.
-        """
-        if any(_is_compiled(child) or (child is not module and _has_hooks(child)) for child in module.modules()):
+        """Remember the module of a path; whether it can be recomputed as a whole."""
+        if any(_is_compiled(child) or _observes(child) for child in module.modules()) or _has_hooks_within(module):
+            return False
+        if module in self._refused:
             return False
         self._known[path] = weakref.ref(module)
         return True
@@ -58,41 +58,75 @@ class Regions:
     def apply(self, paths: Collection[str]) -> None:
         """From now on, recompute the modules of these paths and no others."""
         for path in [path for path in self._patched if path not in paths]:
-            module = self._patched.pop(path)()
-            if module is not None:
+            patch = self._patched.pop(path)
+            patch.on = False  # the program may have put a `forward` of its own around it, and that is not ours to undo
+            module = patch.module()
+            if module is not None and vars(module).get("forward") is patch:
                 del module.forward
         for path in paths:
             module = self._known[path]() if path in self._known else None
             # A `forward` of the instance's own is somebody else's patch: not ours to undo.
             if module is not None and path not in self._patched and "forward" not in vars(module):
-                module.forward = _Checkpointed(module, path, self._modules, self._is_on)
-                self._patched[path] = weakref.ref(module)
+                module.forward = self._patched[path] = _Checkpointed(
+                    module, path, self._modules, self._is_on, self._refused.add
+                )
 
 
 class _Checkpointed:
-    """A `forward` that backward runs again. A copy of its module, or a pickled one, has the plain `forward`."""
+    """A `forward` that backward runs again. A copy of its module, or a pickled one, has the plain `forward`.
 
-    def __init__(self, module: nn.Module, path: str, modules: Modules[Any], is_on: Callable[[], bool]) -> None:
+    Attributes
+    ----------
+    on : bool
+        Whether to recompute.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        modules: Modules[Any],
+        is_on: Callable[[], bool],
+        refuse: Callable[[nn.Module], None],
+    ) -> None:
         update_wrapper(self, module.forward)
         self._forward = module.forward
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
+        self.on = True
         self._inputs: Node[Any] = Node(checkpoint_key(path, 0).rpartition(":")[0], of_inputs=True)
         self._modules = modules
         self._is_on = is_on
+        self._refuse = refuse
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _graph_task() != -1 or not self._is_on():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return self._forward(*args, **kwargs)
+        if not torch.is_grad_enabled() or _graph_task() != -1:
+            return self._forward(*args, **kwargs)
+        module = self.module()
+        if module is None or not self.on or not self._is_on():
+            return self._forward(*args, **kwargs)
+        try:
+            # Of tensors the checkpoint looks after itself; here they would only be held.
+            given = [None if isinstance(arg, Tensor) else _copy(arg) for arg in args]
+            named = {name: _copy(arg) for name, arg in kwargs.items() if not isinstance(arg, Tensor)}
+        except TypeError:
+            given = None
+        if given is None or _has_hooks_within(module):
+            self._refuse(module)
             return self._forward(*args, **kwargs)
         modules = self._modules
         here, modules.here = modules.here, self._inputs  # what the checkpoint itself saves
+        as_it_is, backends = _Snapshot(module), _attention()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if _graph_task() == -1:
                 modules.here = here
                 return self._forward(*args, **kwargs)
-            module = self._module()
-            assert module is not None, "its forward holds it"
-            with statistics_aside(module):
+            # Containers may have changed since, and may change again.
+            args = tuple(arg if own is None else _copy(own) for arg, own in zip(args, given, strict=True))
+            kwargs |= {name: _copy(own) for name, own in named.items()}
+            with as_it_is.back(), _attended_by(backends):
                 return self._forward(*args, **kwargs)
 
         try:
@@ -100,83 +134,123 @@ class _Checkpointed:
         finally:
             modules.here = here
 
+    # Whoever inspects a `forward`, such as TorchScript, finds the method that it was, with its code and its globals.
+
+    __class__ = property(lambda self: MethodType)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_forward":  # a copy that is being made has none yet
+            raise AttributeError(name)
+        return getattr(self._forward, name)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module: Any = self._module()
+        module: Any = self.module()
         return MethodType(type(module).forward, memo[id(module)])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module(), "forward")
+        return getattr, (self.module(), "forward")
+
+
+class _Snapshot:
+    """What a module and those within were when forward began: their parameters, buffers, modes and other settings.
+
+    Attributes that are more than numbers and names are not held: a tensor among them would hold the graph of an earlier
+    step. That forward leaves them alone is what `migrator.watch` has seen.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [(child, _settings(child)) for child in module.modules()]
+        tensors = [tensor for _, own in self._modules for tensor in own["_parameters"].values()]
+        self._versions = [(tensor, tensor._version) for tensor in tensors if tensor is not None]
+
+    @contextmanager
+    def back(self) -> Iterator[None]:
+        """Have the modules be so again; what is done to their attributes meanwhile is forgotten.
+
+        Raises
+        ------
+        RuntimeError
+            If a parameter has been changed since.
+        """
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise modified(tensor, tensor.dtype, tensor.size(), version, FOR_RECOMPUTING)
+        own = [(child, vars(child)) for child, _ in self._modules]
+        for child, was in self._modules:
+            buffers = was["_buffers"]
+            if isinstance(child, _NormBase):  # which would count the batch a second time
+                buffers = {name: None if t is None else t.clone() for name, t in buffers.items()}
+            object.__setattr__(child, "__dict__", {**vars(child), **was, "_buffers": dict(buffers)})
+        try:
+            yield
+        finally:
+            for child, attributes in own:
+                object.__setattr__(child, "__dict__", attributes)
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    own = vars(module)
+    settings = {name: value for name, value in own.items() if type(value) in SETTINGS}
+    return {**settings, "_parameters": dict(own["_parameters"]), "_buffers": dict(own["_buffers"])}
+
+
+_PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+
+
+def _copy(arg: Any) -> Any:
+    """An argument that stays as it is when the program changes the containers in it.
+
+    Raises
+    ------
+    TypeError
+        If it is of a kind of which that cannot be told, such as a cache of keys and values.
+    """
+    if isinstance(arg, _PLAIN):
+        return arg
+    if type(arg) in (tuple, list, set):
+        return type(arg)(map(_copy, arg))
+    if type(arg) is dict:
+        return {name: _copy(value) for name, value in arg.items()}
+    raise TypeError(type(arg).__name__)
+
+
+def repeatable(arguments: Iterable[Any]) -> bool:
+    """Whether a forward that was given these can be given them again as they were."""
+    try:
+        for argument in arguments:
+            _copy(argument)
+    except TypeError:
+        return False
+    return True
+
+
+_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _attention() -> list[bool]:
+    """Which kernels attention may choose among: the program may have said so for forward only."""
+    return [getattr(torch._C, f"_get_{kernel}_sdp_enabled")() for kernel in _KERNELS]
 
 
 @contextmanager
-def statistics_aside(module: nn.Module) -> Iterator[None]:
-    """Have normalisations update copies of their running statistics."""
-    norms = [child for child in module.modules() if isinstance(child, _NormBase) and child.training]
-    own = [dict(norm._buffers) for norm in norms]
-    for norm in norms:
-        norm._buffers.update({name: None if t is None else t.clone() for name, t in norm._buffers.items()})
+def _attended_by(chosen: list[bool]) -> Iterator[None]:
+    """Have attention choose among these kernels."""
+    before = _attention()
+    _choose(chosen)
     try:
         yield
     finally:
-        for norm, buffers in zip(norms, own, strict=True):
-            norm._buffers.update(buffers)
+        _choose(before)
 
 
-def state_of(module: nn.Module, tensors: Iterable[Tensor]) -> list[object]:
-    """What a forward may change besides making its result: one that does cannot be run again.
-
-    These are its arguments, buffers that are no running statistics, attributes of the program's own modules (of what
-    lies in a container only how much it is), and random numbers of Python and NumPy, which no checkpoint sets back.
-    """
-    state: list[object] = [version(tensor) for tensor in tensors]
-    state += (random.getstate(), _numpy_state())
-    for child in module.modules():
-        if not isinstance(child, _NormBase):
-            state += map(_mark, child._buffers.values())
-        if not type(child).__module__.startswith("torch.nn."):
-            state += map(_mark, vars(child).values())
-    return state
+def _choose(kernels: list[bool]) -> None:
+    for kernel, allowed in zip(_KERNELS, kernels, strict=True):
+        getattr(torch._C, f"_set_sdp_use_{kernel}")(allowed)
 
 
-def leaves_alone(arguments: Iterable[object]) -> bool:
-    """Whether a forward has surely put nothing into its arguments that it would find there when it is run again.
-
-    What is no plain data, such as a cache of keys and values, may have grown; a list that is empty has not.
-    """
-    return all(
-        isinstance(argument, _PLAIN)
-        or (isinstance(argument, tuple) and leaves_alone(argument))
-        or (isinstance(argument, list | dict) and not argument)
-        for argument in arguments
-    )
-
-
-_PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
-
-
-def _mark(value: object) -> object:
-    if isinstance(value, Tensor):
-        return id(value), version(value)
-    if isinstance(value, _PLAIN):
-        return value
-    return id(value), len(value) if isinstance(value, list | dict | set | deque) else 0
-
-
-def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 for those of inference mode, which nobody counts."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _numpy_state() -> object:
-    numpy: Any = sys.modules.get("numpy.random")  # importing it is the program's affair
-    if numpy is None:
-        return None
-    _, key, position, *_ = numpy.get_state()
-    return int(key[0]), position
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _has_hooks_within(module: nn.Module) -> bool:
+    """Whether modules within have hooks around their forwards: a recomputation would call these again."""
+    return any(child._forward_hooks or child._forward_pre_hooks for child in module.modules() if child is not module)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -185,3 +259,8 @@ def _is_compiled(module: nn.Module) -> bool:
         or module._compiled_call_impl is not None
         or type(module).__name__ == "OptimizedModule"
     )
+
+
+def _observes(module: nn.Module) -> bool:
+    """Whether it keeps statistics for quantization: its kernels update them without counting a version."""
+    return any(base.__module__.startswith("torch.ao.quantization") for base in type(module).__mro__)
