@@ -17,6 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from migrator.packed import modified
@@ -104,7 +108,7 @@ class _Checkpointed:
         if not torch.is_grad_enabled() or _graph_task() != -1:
             return self._forward(*args, **kwargs)
         module = self.module()
-        if module is None or not self.on or not self._is_on():
+        if module is None or not self.on or not self._is_on() or _in_a_mode():
             return self._forward(*args, **kwargs)
         try:
             # Of tensors the checkpoint looks after itself; here they would only be held.
@@ -117,7 +121,7 @@ class _Checkpointed:
             return self._forward(*args, **kwargs)
         modules = self._modules
         here, modules.here = modules.here, self._inputs  # what the checkpoint itself saves
-        as_it_is, backends = _Snapshot(module), _attention()
+        as_it_is, choices = _Snapshot(module), _choices()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if _graph_task() == -1:
@@ -126,7 +130,7 @@ class _Checkpointed:
             # Containers may have changed since, and may change again.
             args = tuple(arg if own is None else _copy(own) for arg, own in zip(args, given, strict=True))
             kwargs |= {name: _copy(own) for name, own in named.items()}
-            with as_it_is.back(), _attended_by(backends):
+            with as_it_is.back(), _chosen(*choices):
                 return self._forward(*args, **kwargs)
 
         try:
@@ -227,29 +231,38 @@ def repeatable(arguments: Iterable[Any]) -> bool:
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
-def _attention() -> list[bool]:
-    """Which kernels attention may choose among: the program may have said so for forward only."""
-    return [getattr(torch._C, f"_get_{kernel}_sdp_enabled")() for kernel in _KERNELS]
+def _choices() -> tuple[torch.dtype, list[bool]]:
+    """Default dtype, and the kernels that attention may use: the program may have chosen them for forward only."""
+    return torch.get_default_dtype(), [getattr(torch._C, f"_get_{kernel}_sdp_enabled")() for kernel in _KERNELS]
 
 
-@contextmanager
-def _attended_by(chosen: list[bool]) -> Iterator[None]:
-    """Have attention choose among these kernels."""
-    before = _attention()
-    _choose(chosen)
-    try:
-        yield
-    finally:
-        _choose(before)
-
-
-def _choose(kernels: list[bool]) -> None:
+def _choose(dtype: torch.dtype, kernels: list[bool]) -> None:
+    torch.set_default_dtype(dtype)
     for kernel, allowed in zip(_KERNELS, kernels, strict=True):
         getattr(torch._C, f"_set_sdp_use_{kernel}")(allowed)
 
 
+@contextmanager
+def _chosen(dtype: torch.dtype, kernels: list[bool]) -> Iterator[None]:
+    """Have the choices be these."""
+    before = _choices()
+    _choose(dtype, kernels)
+    try:
+        yield
+    finally:
+        _choose(*before)
+
+
+def _in_a_mode() -> bool:
+    """Whether the program intercepts operations here: it need not do so in backward."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
 def _has_hooks_within(module: nn.Module) -> bool:
-    """Whether modules within have hooks around their forwards: a recomputation would call these again."""
+    """Whether there are hooks around forwards within, other than ours: a recomputation would call these again."""
+    if len(_global_forward_hooks) > 1 or len(_global_forward_pre_hooks) > 1:
+        return True
     return any(child._forward_hooks or child._forward_pre_hooks for child in module.modules() if child is not module)
 
 

@@ -18,6 +18,8 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 import migrator.recompute.regions
 from tests.scenarios import assert_same, batch, main, moved, moving, train
@@ -285,6 +287,21 @@ def recomputes_with_the_attention_that_forward_was_told_to_use(device: torch.dev
         assert _recomputed(session)
 
 
+def leaves_forwards_alone_whose_operations_are_intercepted(device: torch.device) -> None:
+    """The mode that does so may be gone in backward."""
+
+    class Larger(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            return 1.5 * result if function is F.linear else result
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        with Larger():
+            return model(x).square().mean()
+
+    assert_same(lambda device: train(_model(device), device, loss_of=loss_of), device, moves=False, **WHOLE)
+
+
 class _Passing(nn.Module):
     """Hands a container on from block to block."""
 
@@ -337,6 +354,17 @@ def calls_hooks_of_modules_within_once(device: torch.device) -> None:
             train(model, device, steps=12)
             assert _recomputed(session) == {"Sequential.0.layers", "Sequential.2.layers"}
         assert len(calls) == 12
+
+
+def calls_hooks_of_all_modules_once(device: torch.device) -> None:
+    calls = []
+    model = _model(device)
+    with moving(**WHOLE) as session:
+        train(model, device, steps=6)
+        assert _recomputed(session)
+        with register_module_forward_hook(lambda module, *_: calls.append(module)):
+            train(model, device, steps=6)
+    assert len(calls) == 6 * len(list(model.modules()))
 
 
 def refuses_a_parameter_that_changed_since_forward(device: torch.device) -> None:
