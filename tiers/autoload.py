@@ -7,6 +7,9 @@ spawned trainers. So it only registers; the session arms at the first training f
 from __future__ import annotations
 
 import os
+import sys
+
+_put_off = False
 
 
 def gate() -> None:
@@ -20,6 +23,12 @@ def gate() -> None:
     """
     if os.environ.get("TIERS_ALLOCATOR", "").strip().lower() in ("", "off"):
         return
+    session = sys.modules.get("tiers.session")
+    if session is not None and not hasattr(session, "install"):
+        # It is the session itself that imports torch, and half-made: it calls `catch_up` when it is whole.
+        global _put_off
+        _put_off = True
+        return
     import logging
 
     try:
@@ -30,10 +39,17 @@ def gate() -> None:
         )
 
 
+def catch_up() -> None:
+    """Go through the gate now, if it came too early."""
+    global _put_off
+    if _put_off:
+        _put_off = False
+        gate()
+
+
 def _install() -> None:
     import logging
     import multiprocessing
-    import sys
 
     from tiers.config import ConfigError, load
     from tiers.log import set_up

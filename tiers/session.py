@@ -29,6 +29,7 @@ from migrator.options import Options
 from migrator.runtime import Runtime
 from migrator.tensors import Tensors
 from tiers import paging, run_directory
+from tiers.autoload import catch_up
 from tiers.config import Config, ConfigError, load
 from tiers.monitor.build import build as build_monitor
 from tiers.places import cache_directory
@@ -237,3 +238,6 @@ class session(contextlib.AbstractContextManager[Session]):
     ) -> None:
         if self._session is not None:
             self._session.close()
+
+
+catch_up()

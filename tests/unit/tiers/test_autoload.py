@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,13 @@ def test_session_stays_the_class_after_its_module_is_imported():
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error():
     assert "AttributeError: module 'tiers' has no attribute 'sesion'" in python("import tiers; tiers.sesion").stderr
+
+
+@pytest.mark.skipif(
+    not any(point.value == "tiers.autoload:gate" for point in entry_points(group="torch.backends")),
+    reason="the package is not installed, so PyTorch does not know of it",
+)
+def test_the_gate_is_not_missed_where_our_session_is_what_imports_torch() -> None:
+    code = "import tiers; tiers.session; from migrator import entry; print(entry._active is not None)"
+    done = python(code, TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB")
+    assert (done.stdout, done.stderr) == ("True\n", "")
