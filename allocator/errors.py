@@ -35,9 +35,10 @@ class TierFull(TiersError):
 
     def __str__(self) -> str:
         place = f" at {self.path}" if self.path else ""
+        variables = " or ".join(f"TIERS_{name.upper()}" for name in self.tier.split(" and "))
         return (
             f"tier {self.tier}{place} is full: {format_size(self.requested)} requested, "
-            f"{format_size(self.used)} of {format_size(self.capacity)} in use; raise its capacity"
+            f"{format_size(self.used)} of {format_size(self.capacity)} in use; raise {variables}"
         )
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
+from allocator.sizes import format_size
 from migrator.background import at_once
 from migrator.feedback import Feedback
 from migrator.links import PCIE_GEN5, Links
@@ -35,11 +36,33 @@ AT_ONCE = 100  # sites with times, up to which planning takes but some milliseco
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A plan, and what it comes to; None where the trace does not tell enough to say."""
+    """A plan, and what it comes to.
+
+    Attributes
+    ----------
+    predicted : Simulated or None
+        None where the trace does not tell enough to say.
+    refused : NoPlanFits or None
+        Why the plan is for more than the budget, if it is.
+    least : bool
+        Whether no plan holds less.
+    """
 
     plan: Plan
     predicted: Simulated | None
-    refused: NoPlanFits | None = None  # why the plan is for more than the budget
+    refused: NoPlanFits | None = None
+    least: bool = False
+
+    def __str__(self) -> str:
+        plan, predicted = self.plan, self.predicted
+        does = (
+            f"{format_size(plan.kept_bytes)} stay, {format_size(plan.moved_bytes)} move in {len(plan.groups)} groups, "
+            f"{len(plan.recompute)} tensors and {len(plan.regions)} modules are recomputed"
+        )
+        if predicted is None:
+            return does
+        step = f"{predicted.seconds * 1e3:.1f} ms, {predicted.fraction:.3f} of ideal, in " if predicted.ideal else ""
+        return f"{does}; predicted: {step}{format_size(predicted.peak['hbm'])} of hbm"
 
 
 Job = Callable[[], tuple[Made, ...]]
@@ -217,6 +240,8 @@ class Learner:
 
     def _correct(self, peak: int, pressed: bool, overflow: int, lap: Lap | None) -> bool:
         predictions = [predicted for predicted in self.predictions if predicted is not None]
+        if all(made.least for made in self._made) and (overflow or peak > self._target):
+            return False  # there is no plan that holds less
         changed = self._feedback.peak(
             peak,
             max((predicted.peak["hbm"] for predicted in predictions), default=None),
@@ -284,9 +309,10 @@ class Learner:
         self._made, self._planned = pending.result(), self._asked
         self._feedback.adopted()
         for made in self._made:
+            log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
             if made.refused is not None and not self._refusal_said:
                 self._refusal_said = True
-                log.warning("%s; it runs all the same, with more", made.refused.out_of(self._budget))
+                log.warning("%s; it runs anyway, using more hbm", made.refused.out_of(self._budget))
         return True
 
 
@@ -309,13 +335,14 @@ def _make_all(
 
 
 def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool) -> Made:
-    refused = None
+    refused, least = None, False
     try:
         plan = policy(trace, max(0, budget + correction), links)
     except NoPlanFits as error:
+        least = True
         if error.smallest > budget:
             refused = NoPlanFits(budget, error.smallest, error.holds)
             if must_fit:
                 raise refused from None
         plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
-    return Made(plan, simulate(trace, links, plan) if trace.others else None, refused)
+    return Made(plan, simulate(trace, links, plan) if trace.others else None, refused, least)

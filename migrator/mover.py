@@ -164,7 +164,7 @@ class Mover:
             if not self._full_said:
                 self._full_said = True
                 # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
-                log.warning("%s; what no plan has foreseen stays in hbm", str(full))
+                log.warning("%s; tensors that no plan covers stay in hbm", str(full))
 
     # ------------------------------------------------------------------------------------- back
 

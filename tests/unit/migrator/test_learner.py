@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -610,3 +611,21 @@ def test_what_no_trace_tells_of_is_looked_for_but_rarely() -> None:
         learner.period_over(trace, TARGET, whole=True, pressed=False, drifted=True)
     assert recorded <= 2 * PERIODS_AFTER_DRIFT
     assert learner.plans == plans
+
+
+def test_where_no_plan_holds_less_nothing_is_asked_for_in_vain() -> None:
+    """What exceeds the target has another place to be: it would be asked for less and less, in every period."""
+    learner = Learner(POLICIES["auto"], max(MODEL.others) // 2, must_fit=False)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    (plan,) = learner.plans
+    assert not any(quiet(learner, 2 * peak_of(MODEL)) for _ in range(20))
+    assert learner.plans == (plan,)
+
+
+def test_a_plan_is_told_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="tiers"):
+        Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4).period_over(
+            MODEL, 0, whole=True, pressed=False, drifted=False
+        )
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("period 1, plan by auto: ") and "of ideal" in line

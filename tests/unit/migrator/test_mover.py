@@ -183,8 +183,8 @@ def test_while_nothing_is_planned_a_full_tier_leaves_tensors_in_hbm(monkeypatch:
     tensors = [torch.full((PAGE,), value, dtype=torch.uint8) for value in range(6)]
     moved = [rig.save(f"a:{k}", tensor=tensor) for k, tensor in enumerate(tensors)]
     assert said == [
-        "tier dram is full: 2.0 MiB requested, 4.0 MiB of 4.0 MiB in use; raise its capacity; "
-        "what no plan has foreseen stays in hbm"
+        "tier dram is full: 2.0 MiB requested, 4.0 MiB of 4.0 MiB in use; raise TIERS_DRAM; "
+        "tensors that no plan covers stay in hbm"
     ]
     memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
     expected = [tensor.clone() for tensor in tensors]
