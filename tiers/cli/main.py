@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 
+import tiers
 from allocator.errors import TiersError
 from tiers.cli.bench import BenchVerb
 from tiers.cli.config import ConfigVerb
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="tiers",
         description="Run PyTorch programs in less GPU memory than they need.",
     )
+    parser.add_argument("--version", action="version", version=f"torch-tiers {tiers.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in VERBS:
         text = inspect.getdoc(verb) or ""

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_VIRTUAL = ("vd", "xvd")  # drives of a hypervisor, which the kernel takes to spin whatever they are
 
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """A block device: the whole drive's name (``nvme0n1``, not its partition) and whether it spins."""
+    """A block device: the whole drive's name (``nvme0n1``, not its partition) and whether it spins, if known."""
 
     name: str
-    rotational: bool
+    rotational: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class Filesystem:
         """One phrase: ``ext4 on nvme0n1 (solid state)``."""
         if self.drive is None:
             return f"{self.kind} on {self.source}"
-        return f"{self.kind} on {self.drive.name} ({'spinning' if self.drive.rotational else 'solid state'})"
+        medium = {True: "spinning", False: "solid state", None: "virtual"}[self.drive.rotational]
+        return f"{self.kind} on {self.drive.name} ({medium})"
 
 
 def filesystem_of(path: Path, root: Path = Path("/")) -> Filesystem:
@@ -81,6 +83,8 @@ def _drive(device: str, root: Path) -> Drive | None:
     for candidate in (folder, folder.parent):
         rotational = candidate / "queue/rotational"
         if rotational.exists():
+            if candidate.name.startswith(_VIRTUAL):
+                return Drive(candidate.name, None)
             return Drive(candidate.name, rotational.read_text().strip() == "1")
     return None
 

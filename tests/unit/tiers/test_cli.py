@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -76,6 +77,13 @@ def test_a_reader_that_leaves_ends_a_verb_silently(tmp_path, words):
 def show(name: str) -> list[str]:
     """A program that prints variables."""
     return ["--", sys.executable, "-c", f"import os; print(os.environ.get({name!r}))"]
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"torch-tiers \d+\.\d+.*\n", capsys.readouterr().out)
 
 
 def test_the_verbs_are_frozen():

@@ -199,7 +199,8 @@ MOUNTS = """\
 23 22 0:24 / /dev/shm rw - tmpfs tmpfs rw
 24 22 8:0 / /mnt/my\\040disk rw shared:1 master:2 - xfs /dev/sda rw
 25 22 0:30 / /mnt rw - overlay overlay rw
-26 22 0:31 / /mnt rw - nfs server:/export rw"""
+26 22 0:31 / /mnt rw - nfs server:/export rw
+27 22 254:0 / /srv rw - ext4 /dev/vda rw"""
 
 
 @pytest.fixture
@@ -211,11 +212,13 @@ def mounts(tmp_path):
             "sys/devices/pci0/nvme0n1/queue/rotational": 0,
             "sys/devices/pci0/nvme0n1/nvme0n1p2/partition": 2,
             "sys/devices/pci0/sda/queue/rotational": 1,
+            "sys/devices/pci0/vda/queue/rotational": 1,
             "sys/dev/block/README": "",
         },
     )
     (root / "sys/dev/block/259:2").symlink_to("../../devices/pci0/nvme0n1/nvme0n1p2")
     (root / "sys/dev/block/8:0").symlink_to("../../devices/pci0/sda")
+    (root / "sys/dev/block/254:0").symlink_to("../../devices/pci0/vda")
     return root
 
 
@@ -224,6 +227,7 @@ def mounts(tmp_path):
     [
         ("/var/tiers", "ext4 on nvme0n1 (solid state)"),
         ("/mnt/my disk/tiers", "xfs on sda (spinning)"),
+        ("/srv/tiers", "ext4 on vda (virtual)"),
         ("/dev/shm", "tmpfs on tmpfs"),
         ("/mnt/elsewhere", "nfs on server:/export"),
     ],
