@@ -109,4 +109,4 @@ def where_fullest(trace: Trace, hbm: Bytes) -> str:
 
 
 def _named(key: str) -> str:
-    return f"tensor {key[1:]} of those that no module saves" if key.startswith(":") else key
+    return f"tensor {key[1:]} outside of all modules" if key.startswith(":") else key
