@@ -80,7 +80,9 @@ def uninstall() -> None:
     global _active
     _active = None
     while _handles:
-        _handles.pop().remove()
+        handle = _handles.pop()
+        handle.remove()
+        module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # PyTorch leaves that there
     _autograd._saved_tensors_hooks_disable = _plain_disable
     _autograd._saved_tensors_hooks_enable = _plain_enable
     peaks.uninstall()
