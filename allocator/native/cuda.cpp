@@ -102,6 +102,7 @@ class Cuda final : public Primitives {
       : driver_(driver), device_(device), numa_(numa), context_(context), users_{access(device)} {}
 
   Status reserve(uint64_t bytes, uint64_t *address) override {
+    Relaxed relaxed(driver_);
     Pointer pointer = 0;
     Result result = driver_.reserve(&pointer, bytes, kPage, 0, 0);
     *address = pointer;
@@ -109,6 +110,7 @@ class Cuda final : public Primitives {
   }
 
   Status unreserve(uint64_t address, uint64_t bytes) override {
+    Relaxed relaxed(driver_);
     return check(driver_.unreserve(address, bytes), "cuMemAddressFree");
   }
 
@@ -186,7 +188,7 @@ class Cuda final : public Primitives {
   }
 
   Status query(Event event, bool *passed) override {
-    Relaxed relaxed(driver_);
+    Current current(driver_, context_);
     void *made = reinterpret_cast<void *>(event);
     Result result = driver_.event_query(made);
     *passed = result == kSuccess;
@@ -202,7 +204,8 @@ class Cuda final : public Primitives {
   }
 
  private:
-  // Memory may be made while this thread captures a graph; it is no part of the graph.
+  // What is done here is no part of a graph that this thread captures, or another. In the default mode the driver would
+  // refuse it meanwhile, even to ask for an event, and give up the graph as well.
   struct Relaxed {
     explicit Relaxed(const Driver &with) : driver(with) { driver.capture_mode(&mode); }
     ~Relaxed() { driver.capture_mode(&mode); }
@@ -213,13 +216,12 @@ class Cuda final : public Primitives {
   static Access access(int device) { return {{kLocationDevice, device}, kReadWrite}; }
 
   // Streams and events belong to a context, which the calling thread need not have.
-  struct Current {
-    Current(const Driver &with, Context context) : driver(with), pushed(driver.push(context) == kSuccess) {}
+  struct Current : Relaxed {
+    Current(const Driver &with, Context context) : Relaxed(with), pushed(driver.push(context) == kSuccess) {}
     ~Current() {
       Context popped = nullptr;
       if (pushed) driver.pop(&popped);
     }
-    const Driver &driver;
     bool pushed;
   };
 

@@ -23,6 +23,7 @@ Driver open_driver() {
               look_up(library, "cuDevicePrimaryCtxRetain", d.retain) &&
               look_up(library, "cuCtxGetCurrent", d.get_context) &&
               look_up(library, "cuCtxSetCurrent", d.set_context) &&
+              look_up(library, "cuThreadExchangeStreamCaptureMode", d.exchange_capture_mode) &&
               look_up(library, "cuEventCreate", d.event_create) &&
               look_up(library, "cuEventRecord", d.event_record) &&
               look_up(library, "cuEventQuery", d.event_query) &&
@@ -88,6 +89,7 @@ Within::Within(int device) {
         error = kNoDriver;
         return;
     }
+    driver().exchange_capture_mode(&mode_);
     Handle wanted = nullptr;
     if ((error = primary(device, &wanted))) return;
     if ((error = driver().get_context(&before_)) || before_ == wanted) return;
@@ -97,6 +99,7 @@ Within::Within(int device) {
 }
 
 Within::~Within() {
+    if (driver().found) driver().exchange_capture_mode(&mode_);
     if (changed_) driver().set_context(before_);
 }
 

@@ -26,6 +26,7 @@ struct Driver {
     Result (*retain)(Handle*, int);
     Result (*get_context)(Handle*);
     Result (*set_context)(Handle);
+    Result (*exchange_capture_mode)(int*);
     Result (*event_create)(Handle*, unsigned);
     Result (*event_record)(Handle, Handle);
     Result (*event_query)(Handle);
@@ -43,7 +44,8 @@ struct Driver {
 
 const Driver& driver();
 
-// Within it, calls go to the device's primary context, which is PyTorch's.
+// Within it, calls go to the device's primary context, which is PyTorch's; and none of them harms a graph that another
+// thread captures. In the default mode even to ask for an event would be refused then, and the graph given up.
 class Within {
   public:
     explicit Within(int device);
@@ -56,6 +58,7 @@ class Within {
   private:
     Handle before_ = nullptr;
     bool changed_ = false;
+    int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, and then what the thread had
 };
 
 // Give an event back to the pool. Who waits for it already goes on waiting for what it was recorded for.

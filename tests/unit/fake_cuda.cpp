@@ -1,5 +1,8 @@
 // A driver without a GPU, for tests. Its log says in what order it was asked. Streams do nothing before somebody waits,
 // and then go on in an order that is drawn at random: only what events demand can be relied on.
+//
+// Where the documentation leaves open whether a call needs a current context, or may harm a graph that some thread
+// captures in the default mode, it does here.
 
 #include <cstdint>
 #include <cstdio>
@@ -11,6 +14,8 @@
 #include <memory>
 #include <random>
 #include <set>
+#include <thread>
+#include <vector>
 
 #include "../../allocator/native/gather.h"
 #include "fake_streams.h"
@@ -26,19 +31,28 @@ struct Step {
     std::function<void()> run;
 };
 
-thread_local void* current = nullptr;
-long made = 0, clock_ = 0, refuse_in = 0;
+constexpr int kNoContext = 201, kCapturing = 900;
+enum Mode { kGlobal, kThreadLocal, kRelaxed };
+
+thread_local std::vector<void*> contexts = {nullptr};  // the current one last
+thread_local int mode = kGlobal;                       // of captures
+long made = 0, clock_ = 0, refuse_in = 0, spoilt = 0;
 int broken = 0;
-std::set<long> captured;  // streams
+std::map<long, std::thread::id> captured;  // streams, in the default mode, by whom
+std::set<long> in_graphs;                  // events
 std::map<long, std::shared_ptr<Point>> recorded;  // by event: where it was last recorded
 std::map<long, std::deque<Step>> streams;
 std::minstd_rand chance;
 
 long number(void* handle) { return reinterpret_cast<long>(handle); }
+int spoil(bool conflicts) { return conflicts ? ++spoilt, kCapturing : 0; }
 bool refused() { return refuse_in && --refuse_in == 0; }
 void ask(void* stream, std::shared_ptr<Point> after, std::function<void()> run) {
     streams[number(stream)].push_back({std::move(after), std::move(run)});
 }
+
+// What a call answers that needs a context, and that a capture may forbid.
+int asked_wrongly() { return contexts.back() ? fake_unsafe() : kNoContext; }
 
 // Let one stream do some of what it can.
 void go_on() {
@@ -73,77 +87,109 @@ bool fake_pending_anywhere() {
 }
 void fake_break(int error) { broken = error; }  // what queries of events answer from now on, as after a failed kernel
 void fake_capture(long stream, bool on) {
-    if (on) captured.insert(stream);
+    if (on) captured[stream] = std::this_thread::get_id();
     else captured.erase(stream);
 }
+long fake_spoilt() { return spoilt; }  // how often a capture was
+int fake_unsafe() {
+    bool mine = false;
+    for (auto& [stream, thread] : captured) mine |= thread == std::this_thread::get_id();
+    return spoil(mode == kGlobal ? !captured.empty() : mode == kThreadLocal && mine);
+}
+long fake_contexts() { return static_cast<long>(contexts.size()) - 1; }  // that this thread pushed and did not pop
+int cuThreadExchangeStreamCaptureMode(int* given) { return std::swap(*given, mode), 0; }
 
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal < 2 ? 0 : 101; }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
     *context = reinterpret_cast<void*>(1000L + device);
     return 0;
 }
-int cuCtxGetCurrent(void** context) { return *context = current, 0; }
+int cuCtxGetCurrent(void** context) { return *context = contexts.back(), 0; }
 int cuCtxSetCurrent(void* context) {
     std::printf("context %ld\n", number(context));
-    current = context;
+    contexts.back() = context;
+    return 0;
+}
+int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(context), 0; }
+int cuCtxPopCurrent_v2(void** context) {
+    if (contexts.size() == 1) std::printf("a context is popped that nobody pushed\n"), std::fflush(stdout), std::abort();
+    *context = contexts.back();
+    contexts.pop_back();
     return 0;
 }
 int cuEventCreate(void** event, unsigned flags) {
+    if (int error = asked_wrongly()) return error;
     if (refused()) return 700;
     std::printf("create %ld%s\n", ++made, flags == 2 ? " untimed" : "");
     *event = reinterpret_cast<void*>(made);
     return 0;
 }
 int cuEventRecord(void* event, void* stream) {
+    if (!contexts.back()) return kNoContext;
     if (refused()) return 700;
+    if (captured.count(number(stream))) return in_graphs.insert(number(event)), 0;
+    in_graphs.erase(number(event));
     std::printf("record %ld on %ld\n", number(event), number(stream));
     auto point = recorded[number(event)] = std::make_shared<Point>();
     ask(stream, nullptr, [point] { *point = {true, ++clock_}; });
     return 0;
 }
 int cuEventQuery(void* event) {
+    if (int error = asked_wrongly()) return error;
+    if (int error = spoil(in_graphs.count(number(event)))) return error;
     auto found = recorded.find(number(event));
     if (found == recorded.end()) std::printf("no such event\n"), std::fflush(stdout), std::abort();
     return broken ? broken : found->second->passed ? 0 : 600;
 }
 int cuEventDestroy_v2(void* event) {
+    if (int error = asked_wrongly()) return error;
     recorded.erase(number(event));
     return 0;
 }
 int cuEventSynchronize(void* event) {
+    if (int error = asked_wrongly()) return error;
+    if (int error = spoil(in_graphs.count(number(event)))) return error;
     go_on_until([point = recorded[number(event)]] { return point->passed; });
     return 0;
 }
 int cuEventElapsedTime(float* ms, void* start, void* end) {
+    if (int error = asked_wrongly()) return error;
     *ms = static_cast<float>(recorded[number(end)]->time - recorded[number(start)]->time);
     return 0;
 }
 int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+    if (!contexts.back()) return kNoContext;
     if (refused()) return 700;
     std::printf("%ld waits for %ld\n", number(stream), number(event));
     ask(stream, recorded[number(event)], nullptr);  // as of now; nothing to wait for if it was never recorded
     return 0;
 }
 int cuStreamSynchronize(void* stream) {
+    if (int error = asked_wrongly()) return error;
+    if (int error = spoil(captured.count(number(stream)))) return error;
     go_on_until([stream] { return streams[number(stream)].empty(); });
     return 0;
 }
 int cuCtxSynchronize() {
-    if (!captured.empty()) return 900;
+    if (int error = asked_wrongly()) return error;
+    if (int error = spoil(!captured.empty())) return error;  // in whatever mode
     go_on_until([] { return !fake_pending_anywhere(); });
     return 0;
 }
 int cuStreamIsCapturing(void* stream, int* status) {
+    if (!contexts.back()) return kNoContext;
     *status = static_cast<int>(captured.count(number(stream)));
     return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
+    if (int error = asked_wrongly()) return error;
     *module = const_cast<void*>(image);
-    return number(current) == 1001 ? 222 : 0;  // the second device's driver cannot compile
+    return number(contexts.back()) == 1001 ? 222 : 0;  // the second device's driver cannot compile
 }
 int cuModuleGetFunction(void** function, void* module, const char*) { return *function = module, 0; }
 int cuLaunchKernel(void*, unsigned x, unsigned y, unsigned, unsigned threads, unsigned, unsigned, unsigned, void* stream,
                    void** parameters, void**) {
+    if (!contexts.back()) return kNoContext;
     if (refused()) return 701;
     std::printf("gather %u on %ld, %u blocks of %u each\n", y, number(stream), x, threads);
     ask(stream, nullptr, [y, batch = **reinterpret_cast<GatherBatch**>(parameters)] {
@@ -156,6 +202,7 @@ int cuLaunchKernel(void*, unsigned x, unsigned y, unsigned, unsigned threads, un
     return 0;
 }
 int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream) {
+    if (!contexts.back()) return kNoContext;
     if (refused()) return 700;
     std::printf("copy %zu on %ld\n", nbytes, number(stream));
     ask(stream, nullptr, [=] {

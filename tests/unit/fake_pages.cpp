@@ -1,5 +1,7 @@
 // The part of the driver without a GPU that has pages: one anonymous file is all the memory of the device. A page that
 // is unmapped while any stream has something left to do would be one that a GPU may still be at work on: that ends it.
+// What the documentation forbids is refused: to map what is mapped, to unmap or give access to parts of mappings or to
+// what is not mapped, to free addresses in which something is. Nobody reaches what nobody was given access to.
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -9,16 +11,27 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <vector>
 
 #include "fake_streams.h"
 
 namespace {
 
 constexpr size_t kPage = size_t{2} << 20;
-constexpr int kFull = 2;
+constexpr int kInvalid = 1, kFull = 2;
 
-long there = 1 << 20, made = 0, depth = 0;
+struct Page {
+    int mapped = 0;
+    bool held = true;  // by its handle
+};
+
+long there = 1 << 20, made = 0;
 int file = -1;
+std::map<uint64_t, Page> pages;           // by handle
+std::vector<uint64_t> gone;               // handles
+std::map<uint64_t, uint64_t> mappings;    // handles by address
+std::map<uint64_t, size_t> reservations;  // bytes by address
 
 void expect(bool holds, const char* what) {
     if (!holds) std::printf("%s\n", what), std::fflush(stdout), std::abort();
@@ -26,51 +39,100 @@ void expect(bool holds, const char* what) {
 
 void* at(uint64_t address) { return reinterpret_cast<void*>(address); }
 
+void drop(std::map<uint64_t, Page>::iterator page) {
+    if (page->second.held || page->second.mapped) return;
+    gone.push_back(page->first);
+    pages.erase(page);
+}
+
+// Whether whole mappings, each of a page, are all that lies there.
+bool all_mapped(uint64_t address, size_t bytes) {
+    bool all = bytes && bytes % kPage == 0;
+    for (size_t k = 0; k < bytes; k += kPage) all = all && mappings.count(address + k);
+    return all;
+}
+
 }  // namespace
 
 extern "C" {
-void fake_has_pages(long pages) { there = made + pages; }  // from now on
-long fake_contexts() { return depth; }                     // that were pushed and not popped
+void fake_has_pages(long more) { there = static_cast<long>(pages.size()) + more; }  // from now on
 
 int cuInit(unsigned) {
     if (file < 0) file = memfd_create("fake", MFD_CLOEXEC);
     return 0;
 }
 int cuDeviceGetAttribute(int* value, int, int) { return *value = 1, 0; }
-int cuCtxPushCurrent_v2(void*) { return ++depth, 0; }
-int cuCtxPopCurrent_v2(void** context) {
-    expect(depth > 0, "a context is popped that nobody pushed");
-    return *context = nullptr, --depth, 0;
-}
 int cuMemAddressReserve(uint64_t* address, size_t bytes, size_t, uint64_t, unsigned long long) {
+    if (int error = fake_unsafe()) return error;
     void* place = mmap(nullptr, bytes + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (place == MAP_FAILED) return kFull;
     *address = (reinterpret_cast<uint64_t>(place) + kPage - 1) / kPage * kPage;
-    return place == MAP_FAILED ? kFull : 0;
+    reservations[*address] = bytes;
+    return 0;
 }
-int cuMemAddressFree(uint64_t address, size_t bytes) { return munmap(at(address), bytes); }
-int cuMemCreate(uint64_t* handle, size_t, const void*, unsigned long long) {
-    if (made == there) return kFull;
-    *handle = static_cast<uint64_t>(++made);
+int cuMemAddressFree(uint64_t address, size_t bytes) {
+    if (int error = fake_unsafe()) return error;
+    auto inside = mappings.lower_bound(address);
+    if (inside != mappings.end() && inside->first < address + bytes) return kInvalid;
+    auto found = reservations.find(address);
+    if (found == reservations.end() || found->second != bytes) return kInvalid;
+    reservations.erase(found);
+    return munmap(at(address), bytes);
+}
+int cuMemCreate(uint64_t* handle, size_t bytes, const void*, unsigned long long) {
+    if (int error = fake_unsafe()) return error;
+    if (bytes != kPage) return kInvalid;
+    if (static_cast<long>(pages.size()) >= there) return kFull;
+    if (gone.empty()) gone.push_back(static_cast<uint64_t>(++made));
+    *handle = gone.back();
+    gone.pop_back();
+    pages[*handle] = {};
     return ftruncate(file, made * static_cast<long>(kPage));
 }
-int cuMemRelease(uint64_t) { return 0; }
+int cuMemRelease(uint64_t handle) {
+    if (int error = fake_unsafe()) return error;
+    auto page = pages.find(handle);
+    if (page == pages.end() || !page->second.held) return kInvalid;
+    page->second.held = false;
+    drop(page);
+    return 0;
+}
 int cuMemMap(uint64_t address, size_t bytes, size_t, uint64_t handle, unsigned long long) {
+    if (int error = fake_unsafe()) return error;
+    auto page = pages.find(handle);
+    auto after = reservations.upper_bound(address);
+    if (bytes != kPage || mappings.count(address) || page == pages.end() || after == reservations.begin()) return kInvalid;
+    auto& [begin, reserved] = *std::prev(after);
+    if ((address - begin) % kPage || address + bytes > begin + reserved) return kInvalid;
+    mappings[address] = handle;
+    ++page->second.mapped;
     long offset = static_cast<long>((handle - 1) * kPage);
-    void* place = mmap(at(address), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, offset);
-    return place == MAP_FAILED ? 1 : 0;
+    return mmap(at(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, offset) == MAP_FAILED;
 }
 int cuMemUnmap(uint64_t address, size_t bytes) {
+    if (int error = fake_unsafe()) return error;
     expect(!fake_pending_anywhere(), "pages are unmapped under work");
+    if (!all_mapped(address, bytes)) return kInvalid;
+    for (size_t k = 0; k < bytes; k += kPage) {
+        auto page = pages.find(mappings[address + k]);
+        mappings.erase(address + k);
+        --page->second.mapped;
+        drop(page);
+    }
     void* place = mmap(at(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    return place == MAP_FAILED ? 1 : 0;
+    return place == MAP_FAILED;
 }
-int cuMemSetAccess(uint64_t, size_t, const void* users, size_t count) {
+int cuMemSetAccess(uint64_t address, size_t bytes, const void* users, size_t count) {
+    if (int error = fake_unsafe()) return error;
+    if (!all_mapped(address, bytes)) return kInvalid;
     auto* user = static_cast<const int*>(users);  // what kind of place, its number, and what it may do
     for (size_t k = 0; k < count; ++k, user += 3)
         if (user[1] > 1) return 217;  // the first two devices are peers
-    return 0;
+    return mprotect(at(address), bytes, PROT_READ | PROT_WRITE);
 }
-int cuMemcpy(uint64_t to, uint64_t from, size_t bytes) { return cuMemcpyAsync(to, from, bytes, nullptr); }
-int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
+int cuMemcpy(uint64_t to, uint64_t from, size_t bytes) {
+    if (int error = fake_unsafe()) return error;
+    return cuMemcpyAsync(to, from, bytes, nullptr);
+}
 int cuGetErrorName(int, const char** name) { return *name = "CUDA_ERROR_FAKE", 0; }
 }
