@@ -150,6 +150,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_pool_used": [_U64],
         "tn_pool_clear": [_U64],
         "tn_allocate_at": [_U64, _U64, _U64],
+        "tn_capture": [ctypes.c_int],
         "tn_class": [ctypes.c_int],
         "tn_limit": [ctypes.c_int, _U64],
         "tn_trim": [],
@@ -249,6 +250,10 @@ class Core:
     def retire(self, pool: int) -> None:
         """A private pool's memory, once it is free, may serve others."""
         checked(self._library.tn_pool_retire(self._core, pool))
+
+    def capture(self, begins: bool) -> None:
+        """A graph may be captured from now on, or is no more; meanwhile nobody waits for all streams."""
+        self._library.tn_capture(self._core, int(begins))
 
     def state(self, on: bool) -> None:
         """Whether the requests that follow live as long as the program (an optimizer makes its state)."""

@@ -42,7 +42,7 @@ void Adapter::createOrIncrefPool(c10::DeviceIndex device, MempoolId_t id, std::s
 }
 
 void Adapter::beginAllocateToPool(c10::DeviceIndex device, MempoolId_t id, std::function<bool(cudaStream_t)> filter) {
-  core(device);
+  tn_capture(core(device), 1);  // PyTorch tells us before the capture begins, and after it has ended
   std::lock_guard<std::mutex> guard(mutex_);
   ++pool(device, id).uses;
   devices_[device].routes.push_back({id, std::move(filter)});
@@ -56,6 +56,7 @@ void Adapter::endAllocateToPool(c10::DeviceIndex device, MempoolId_t id) {
     if (route->id != id) continue;
     routes.erase(route);
     --routes_;
+    tn_capture(devices_[device].made(), 0);
     return;
   }
   TORCH_CHECK(false, "endAllocateToPool: not currently recording to this pool");

@@ -31,7 +31,17 @@ Status tn_core::heap(const Key &key, Heap **out) {
   auto made = std::make_unique<Heap>(*primitives, pages, Tier(tier), stream, pool, kind == State, base, bytes);
   *out = by_key[key] = made.get();
   heaps.emplace(base, std::move(made));
+  std::lock_guard<std::mutex> guard(places_mutex);
+  places[base] = base + bytes;
   return Status::Ok;
+}
+
+// Without the core's lock, which is held while it waits for a stream: work on that may wait for what another GPU's thread
+// is to launch, which first frees a block and asks every core whose it is.
+bool tn_core::owns(uint64_t address) {
+  std::lock_guard<std::mutex> guard(places_mutex);
+  auto after = places.upper_bound(address);
+  return after != places.begin() && address < std::prev(after)->second;
 }
 
 Heap *tn_core::heap_of(uint64_t address) {
@@ -118,8 +128,9 @@ Status tn_core::wait(Stream stream) {
 
 // The same for all streams, those included from which no memory was asked for.
 Status tn_core::wait_for_all() {
-  for (auto &[base, heap] : heaps)
-    if (primitives->capturing(heap->stream())) return fail(Status::Busy, kCapturing);
+  bool capturing = captures > 0;
+  for (auto &[base, heap] : heaps) capturing = capturing || primitives->capturing(heap->stream());
+  if (capturing) return fail(Status::Busy, kCapturing);
   ++stats.waits;
   return primitives->synchronize_all();
 }
@@ -237,6 +248,10 @@ Status tn_core::surrender_all(const Heap *but) {
     if (heap.mapped() || !is_retired(heap.pool())) continue;
     maps += heap.maps();
     unmaps += heap.unmaps();
+    {
+      std::lock_guard<std::mutex> guard(places_mutex);
+      places.erase(here->first);  // before the addresses may be somebody else's
+    }
     Status status = heap.close();
     by_key.erase(std::find_if(by_key.begin(), by_key.end(), [&](auto &entry) { return entry.second == &heap; }));
     heaps.erase(here);

@@ -36,6 +36,7 @@ TN_API int tn_free(tn_core *core, uint64_t address);
 TN_API int tn_used_on(tn_core *core, uint64_t address, uint64_t stream);
 /* Begin and bytes of the block in use that holds `address`. */
 TN_API int tn_block_of(tn_core *core, uint64_t address, uint64_t *begin, uint64_t *bytes);
+/* Never waits for a stream, as other calls may while one of them does. */
 TN_API int tn_owns(tn_core *core, uint64_t address);
 
 /* Pools other than 0 are private, such as a CUDA graph's: their memory stays mapped until they are retired. */
@@ -45,6 +46,9 @@ TN_API uint64_t tn_pool_used(tn_core *core, uint64_t pool);
 /* Take back all blocks of a private pool at once; then put one at a given address (a graph's checkpointed state). */
 TN_API int tn_pool_clear(tn_core *core, uint64_t pool);
 TN_API int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint64_t requested);
+/* A graph may be captured from now on (1), or is no more (0); these nest. Meanwhile nobody waits for all streams, which
+ * would spoil it: the captured one need not have asked for memory yet. */
+TN_API void tn_capture(tn_core *core, int begins);
 
 /* The class of the requests that follow. */
 TN_API void tn_class(tn_core *core, int lifetime_class);

@@ -87,10 +87,7 @@ int tn_block_of(tn_core *core, uint64_t address, uint64_t *begin, uint64_t *byte
   });
 }
 
-int tn_owns(tn_core *core, uint64_t address) {
-  std::lock_guard<std::mutex> guard(core->mutex);
-  return core->heap_of(address) != nullptr;
-}
+int tn_owns(tn_core *core, uint64_t address) { return core->owns(address); }
 
 int tn_pool_retire(tn_core *core, uint64_t pool) {
   return enter(core, [&] { return core->pools[pool].retired = true, Status::Ok; });
@@ -126,6 +123,11 @@ int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint64_t req
     core->took(heap, block, requested);
     return Status::Ok;
   });
+}
+
+void tn_capture(tn_core *core, int begins) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  core->captures += begins ? 1 : -1;
 }
 
 void tn_class(tn_core *core, int lifetime_class) {

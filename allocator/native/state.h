@@ -70,10 +70,13 @@ struct tn_core {
   tiers::Pages pages[tiers::kTiers];
   std::map<Key, Heap *> by_key;
   std::map<uint64_t, std::unique_ptr<Heap>> heaps;  // by base
+  std::mutex places_mutex;            // held for the next alone, and so at any time free at once
+  std::map<uint64_t, uint64_t> places;  // where heaps begin and end
   std::unordered_map<uint64_t, tiers::Pool> pools;
   std::deque<tiers::Waiting> waiting;
   uint64_t alias = 0;
   int lifetime_class = TN_ANY;
+  int captures = 0;  // of graphs that may be under way
   tiers::Log log[3];  // of the present period, the one before, and the one before that
   uint32_t period = 0;
   tiers::Plan plan;
@@ -88,6 +91,7 @@ struct tn_core {
 
   Status heap(const Key &key, Heap **out);
   Heap *heap_of(uint64_t address);
+  bool owns(uint64_t address);
   bool is_retired(uint64_t pool) const;
   size_t follow(uint64_t bytes);
   Block *planned(uint64_t bytes, Stream stream, Heap **out);

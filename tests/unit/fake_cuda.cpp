@@ -4,6 +4,7 @@
 // Where the documentation leaves open whether a call needs a current context, or may harm a graph that some thread
 // captures in the default mode, it does here.
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -38,6 +39,8 @@ thread_local std::vector<void*> contexts = {nullptr};  // the current one last
 thread_local int mode = kGlobal;                       // of captures
 long made = 0, clock_ = 0, refuse_in = 0, spoilt = 0;
 int broken = 0;
+std::atomic<bool> stalled{false};
+std::atomic<long> waiting{0};
 std::map<long, std::thread::id> captured;  // streams, in the default mode, by whom
 std::set<long> in_graphs;                  // events
 std::map<long, std::shared_ptr<Point>> recorded;  // by event: where it was last recorded
@@ -90,6 +93,8 @@ void fake_capture(long stream, bool on) {
     if (on) captured[stream] = std::this_thread::get_id();
     else captured.erase(stream);
 }
+void fake_stall(bool on) { stalled = on; }   // while it is, whoever waits for a stream does so without end
+long fake_waiting() { return waiting; }      // how many do
 long fake_spoilt() { return spoilt; }  // how often a capture was
 int fake_unsafe() {
     bool mine = false;
@@ -167,6 +172,8 @@ int cuStreamWaitEvent(void* stream, void* event, unsigned) {
 int cuStreamSynchronize(void* stream) {
     if (int error = asked_wrongly()) return error;
     if (int error = spoil(captured.count(number(stream)))) return error;
+    for (++waiting; stalled;) std::this_thread::yield();
+    --waiting;
     go_on_until([stream] { return streams[number(stream)].empty(); });
     return 0;
 }

@@ -28,7 +28,7 @@ def work(stream):  # something for a stream to do that is not done before somebo
 
 def held(): return sum(block["kind"] == 3 for block in core.blocks())
 """
-END = "\nassert not fake.fake_contexts()"
+END = "\nassert not fake.fake_contexts() and not fake.fake_spoilt()"
 
 
 def holds(built: Path, program: str) -> None:
@@ -163,5 +163,98 @@ fake.fake_has_pages(16)
 core.free(core.allocate(24 * MiB, stream=1))
 block = core.allocate(32 * MiB, stream=2)
 assert core.on(block, HBM) == 32 * MiB
+"""
+    holds(built, program)
+
+
+# Of a stream that the core has not heard of, in the mode in which whatever another thread asks for may spoil it.
+CAPTURE = """
+import threading
+ready, over = threading.Event(), threading.Event()
+def capture():
+    core.capture(True); fake.fake_capture(9, True); ready.set()
+    over.wait()
+    fake.fake_capture(9, False); core.capture(False)
+thread = threading.Thread(target=capture, daemon=True)
+def begin(): thread.start(); ready.wait()
+def end(): over.set(); thread.join()
+"""
+
+
+def test_a_graph_that_another_thread_captures_is_not_spoilt_by_what_the_core_does(built: Path) -> None:
+    program = """
+block = core.allocate(8 * MiB, stream=7); core.used_on(block, 8)
+idle = core.allocate(56 * MiB, stream=7)
+begin()
+core.free(block)
+core.free(idle); work(7)
+other = core.allocate(48 * MiB, stream=6)
+assert core.on(other, HBM) == 48 * MiB  # of what lay idle
+library.copy(0, 8, array("Q"), []).synchronize()
+core.free(other); core.trim()
+assert core.counts().hbm == held() == 0
+end()
+"""
+    holds(built, CAPTURE + program)
+
+
+def test_nobody_waits_for_all_streams_while_a_graph_may_be_captured_somewhere(built: Path) -> None:
+    """The driver allows that in no mode."""
+    program = """
+block = core.allocate(8 * MiB, stream=7)
+core.free(core.allocate(8 * MiB, stream=7, pool=1)); core.retire(1)
+begin()
+try: core.move(block, DRAM)
+except CoreBusy: pass
+else: raise AssertionError("it was not refused")
+core.trim(); assert core.counts().hbm == 16 * MiB
+end()
+core.move(block, DRAM)
+core.trim(); assert core.counts().hbm == 0
+"""
+    holds(built, CAPTURE + program)
+
+
+def test_a_thread_without_a_context_frees_and_allocates_like_any_other(built: Path) -> None:
+    program = """
+from concurrent.futures import ThreadPoolExecutor
+def use():
+    block = core.allocate(8 * MiB, stream=7); core.used_on(block, 9); work(9); core.free(block)
+    library.copy(0, 9, array("Q"), []).synchronize()
+def settle(): core.allocate(MiB); core.trim(); return held(), fake.fake_contexts()
+for step in (use, settle):
+    with ThreadPoolExecutor(1) as fresh: assert fresh.submit(step).result() in (None, (0, 0))
+"""
+    holds(built, program)
+
+
+def test_whose_an_address_is_can_be_told_while_the_core_waits_for_a_stream(built: Path) -> None:
+    """Whoever frees a block asks the cores of all GPUs, and the stream may wait for what that thread does next."""
+    program = """
+import threading
+core.free(core.allocate(8 * MiB, stream=7)); block = core.allocate(8 * MiB, stream=8)
+owns = core._library.tn_owns
+owns.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+def told(): return [owns(core._core, address) for address in (block, block + 8 * MiB - 1, 0)] == [1, 1, 0]
+fake.fake_stall(True)
+waits = threading.Thread(target=core.trim); waits.start()
+while not fake.fake_waiting(): pass
+answers = []
+asks = threading.Thread(target=lambda: answers.append(told()), daemon=True); asks.start(); asks.join(10)
+fake.fake_stall(False); waits.join()
+assert answers == [True]
+"""
+    holds(built, program)
+
+
+def test_addresses_of_a_pool_that_is_gone_are_nobodys(built: Path) -> None:
+    program = """
+owns = core._library.tn_owns
+owns.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+block = core.allocate(8 * MiB, pool=1)
+core.free(block); core.retire(1)
+assert owns(core._core, block)
+core.trim()
+assert not owns(core._core, block)
 """
     holds(built, program)

@@ -134,6 +134,25 @@ def test_another_device_is_visited_and_left(built: Path) -> None:
     ]
 
 
+def test_a_graph_that_another_thread_captures_is_not_spoilt_by_a_lane(built: Path) -> None:
+    program = """
+import threading
+before = library.record(0, 8)
+capture = threading.Thread(target=fake.fake_capture, args=(7, True)); capture.start(); capture.join()
+reached, on = library.follow(0, 9, before)
+begin, done = library.timed_copy(0, 9, array("Q"), [before])
+assert not done.query()
+done.synchronize()
+assert begin.elapsed_time(done) > 0
+assert library.staging(0, 20, 0, 1 << 20, 1 << 10) is not None
+assert not fake.fake_spoilt()
+mode = ctypes.c_int(1)
+fake.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+assert mode.value == 0  # as it was
+"""
+    asked(built, program)
+
+
 def test_what_the_driver_refuses_is_an_exception_that_names_its_error(built: Path) -> None:
     program = """
 fake.fake_refuse(1)
