@@ -8,9 +8,12 @@ and may have been left open, is closed first. A session closes its own; this is 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import weakref
 from typing import Protocol
+
+log = logging.getLogger("tiers")
 
 
 class Closable(Protocol):
@@ -31,5 +34,9 @@ def close_at_exit(resource: Closable) -> None:
 @atexit.register
 def _close_all() -> None:
     for resource, pid in list(_open.items()):
-        if pid == os.getpid():  # a forked child has none of the threads
+        if pid != os.getpid():  # a forked child has none of the threads
+            continue
+        try:
             resource.close()
+        except Exception:  # the others are to be closed all the same
+            log.exception("%s cannot be closed", type(resource).__name__)

@@ -8,8 +8,10 @@ import mmap
 import os
 import platform
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,8 @@ _MPOL_PREFERRED = 1
 _M_MMAP_THRESHOLD = -3
 _LARGE = 1 << 20
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable (pinned for every GPU) | cudaHostRegisterMapped
+
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 class PinningRefused(TiersError):
@@ -119,7 +123,7 @@ def pin(pages: Pages, device: int) -> None:
     address, nbytes = ctypes.addressof(pages), ctypes.sizeof(pages)
 
     def register() -> str | None:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _beside_captures():
             cudart = torch.cuda.cudart()
             status = cudart.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
             return None if status == cudart.cudaError.success else str(cudart.cudaGetErrorString(status))
@@ -136,8 +140,25 @@ def pin(pages: Pages, device: int) -> None:
 def _unpin(address: int, device: int, pid: int) -> None:
     if os.getpid() != pid:  # a forked child has neither the pages nor a CUDA context
         return
-    with torch.cuda.device(device):  # a thread that has none yet, such as the keeper's, would make a context on GPU 0
+    # A thread that has none yet, such as the keeper's, would make a context on GPU 0.
+    with torch.cuda.device(device), _beside_captures():
         cudart = torch.cuda.cudart()
         status = cudart.cudaHostUnregister(address)
     if status != cudart.cudaError.success:
         log.warning("cannot unpin host memory at %#x: %s", address, cudart.cudaGetErrorString(status))
+
+
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """What this thread does inside is no part of a graph that another captures; else CUDA would give that up."""
+    driver, mode = _driver(), ctypes.c_int(_RELAXED)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")  # there is one where anything is pinned
