@@ -27,9 +27,13 @@ struct Point {  // of a stream, at which an event was recorded
     bool passed = false;
     long time = 0;
 };
+struct Range {
+    uint64_t begin, bytes;
+};
 struct Step {
     std::shared_ptr<Point> after;  // or null
     std::function<void()> run;
+    std::vector<Range> touched;  // empty for an event: what a test has in its place of kernels, which may touch anything
 };
 
 constexpr int kNoContext = 201, kCapturing = 900;
@@ -39,6 +43,7 @@ thread_local std::vector<void*> contexts = {nullptr};  // the current one last
 thread_local int mode = kGlobal;                       // of captures
 long made = 0, clock_ = 0, refuse_in = 0, spoilt = 0;
 int broken = 0;
+bool kernels = true;
 std::atomic<bool> stalled{false};
 std::atomic<long> waiting{0};
 std::map<long, std::thread::id> captured;  // streams, in the default mode, by whom
@@ -50,8 +55,13 @@ std::minstd_rand chance;
 long number(void* handle) { return reinterpret_cast<long>(handle); }
 int spoil(bool conflicts) { return conflicts ? ++spoilt, kCapturing : 0; }
 bool refused() { return refuse_in && --refuse_in == 0; }
-void ask(void* stream, std::shared_ptr<Point> after, std::function<void()> run) {
-    streams[number(stream)].push_back({std::move(after), std::move(run)});
+void ask(void* stream, std::shared_ptr<Point> after, std::function<void()> run, std::vector<Range> touched = {}) {
+    streams[number(stream)].push_back({std::move(after), std::move(run), std::move(touched)});
+}
+bool pending_anywhere() {
+    for (auto& [stream, steps] : streams)
+        if (!steps.empty()) return true;
+    return false;
 }
 
 // What a call answers that needs a context, and that a capture may forbid.
@@ -59,6 +69,7 @@ int asked_wrongly() { return contexts.back() ? fake_unsafe() : kNoContext; }
 
 // Let one stream do some of what it can.
 void go_on() {
+    if (streams.empty()) return;
     auto stream = std::next(streams.begin(), chance() % streams.size());
     for (unsigned steps = chance() % 8; steps && !stream->second.empty(); --steps) {
         Step& step = stream->second.front();
@@ -83,9 +94,14 @@ void fake_go_on() { go_on(); }
 void fake_refuse(long call) { refuse_in = call; }  // of those to come that give streams work or make events, from 1 on
 long fake_events() { return made; }
 long fake_pending(long stream) { return static_cast<long>(streams[stream].size()); }
-bool fake_pending_anywhere() {
+void fake_kernels(bool on) { kernels = on; }  // whether events stand for them
+bool fake_pending_at(uint64_t address, size_t bytes) {
     for (auto& [stream, steps] : streams)
-        if (!steps.empty()) return true;
+        for (const Step& step : steps) {
+            if (step.touched.empty() && kernels) return true;
+            for (auto& [begin, size] : step.touched)
+                if (begin < address + bytes && address < begin + size) return true;
+        }
     return false;
 }
 void fake_break(int error) { broken = error; }  // what queries of events answer from now on, as after a failed kernel
@@ -180,7 +196,7 @@ int cuStreamSynchronize(void* stream) {
 int cuCtxSynchronize() {
     if (int error = asked_wrongly()) return error;
     if (int error = spoil(!captured.empty())) return error;  // in whatever mode
-    go_on_until([] { return !fake_pending_anywhere(); });
+    go_on_until([] { return !pending_anywhere(); });
     return 0;
 }
 int cuStreamIsCapturing(void* stream, int* status) {
@@ -199,13 +215,20 @@ int cuLaunchKernel(void*, unsigned x, unsigned y, unsigned, unsigned threads, un
     if (!contexts.back()) return kNoContext;
     if (refused()) return 701;
     std::printf("gather %u on %ld, %u blocks of %u each\n", y, number(stream), x, threads);
-    ask(stream, nullptr, [y, batch = **reinterpret_cast<GatherBatch**>(parameters)] {
+    const GatherBatch& asked = **reinterpret_cast<GatherBatch**>(parameters);
+    std::vector<Range> touched;
+    for (unsigned k = 0; k < y; ++k) {
+        const GatherSpan& span = asked.spans[k];
+        touched.push_back({asked.target + span.offset, span.nbytes});
+        touched.push_back({span.source, span.nbytes});
+    }
+    ask(stream, nullptr, [y, batch = asked] {
         for (unsigned k = 0; k < y; ++k) {
             const GatherSpan& span = batch.spans[k];
             std::memcpy(reinterpret_cast<char*>(batch.target) + span.offset, reinterpret_cast<char*>(span.source),
                         span.nbytes);
         }
-    });
+    }, touched);
     return 0;
 }
 int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream) {
@@ -214,7 +237,7 @@ int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream)
     std::printf("copy %zu on %ld\n", nbytes, number(stream));
     ask(stream, nullptr, [=] {
         std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), nbytes);
-    });
+    }, {{target, nbytes}, {source, nbytes}});
     return 0;
 }
 }

@@ -33,10 +33,10 @@ def flush(): ctypes.CDLL(None).fflush(None)
 """
 
 
-def asked(built: Path, program: str) -> list[str]:
+def asked(built: Path, program: str, *arguments: str) -> list[str]:
     """What the driver was asked for, and what the program printed, in order."""
     done = subprocess.run(
-        [sys.executable, "-u", "-c", START + program + "\nflush()", str(built)],
+        [sys.executable, "-u", "-c", START + program + "\nflush()", str(built), *arguments],
         env={**os.environ, "LD_LIBRARY_PATH": str(built), "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,

@@ -1,5 +1,5 @@
 // The part of the driver without a GPU that has pages: one anonymous file is all the memory of the device. A page that
-// is unmapped while any stream has something left to do would be one that a GPU may still be at work on: that ends it.
+// is unmapped while a stream has something left to do there is one that a GPU may still be at work on: that ends it.
 // What the documentation forbids is refused: to map what is mapped, to unmap or give access to parts of mappings or to
 // what is not mapped, to free addresses in which something is. Nobody reaches what nobody was given access to.
 
@@ -111,7 +111,7 @@ int cuMemMap(uint64_t address, size_t bytes, size_t, uint64_t handle, unsigned l
 }
 int cuMemUnmap(uint64_t address, size_t bytes) {
     if (int error = fake_unsafe()) return error;
-    expect(!fake_pending_anywhere(), "pages are unmapped under work");
+    expect(!fake_pending_at(address, bytes), "pages are unmapped under work");
     if (!all_mapped(address, bytes)) return kInvalid;
     for (size_t k = 0; k < bytes; k += kPage) {
         auto page = pages.find(mappings[address + k]);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
@@ -258,3 +259,89 @@ core.trim()
 assert not owns(core._core, block)
 """
     holds(built, program)
+
+
+STORM = """
+import random
+import numpy as np
+from allocator.native import CoreFull
+from allocator.sequence import Foreseen
+
+SEED = int(sys.argv[2])
+dice = random.Random(SEED)
+fake.fake_seed(SEED + 1); fake.fake_kernels(False)
+SPAN = 4096  # bytes that are written to the ends of a block, and read there before it is freed
+streams, private, used, reads, pools = (1, 2, 3), 100, {}, [], {0: 0}
+
+def at(buffer): return ctypes.addressof(buffer)
+
+def take():
+    stream, pool = dice.choice(streams), dice.choice((0, 0, 0, private))
+    nbytes = dice.choice((SPAN, 300_000, MiB, 2 * MiB, 3 * MiB, 7 * MiB))
+    block = core.allocate(nbytes, stream, pool)
+    pattern = ctypes.create_string_buffer(bytes([dice.randrange(1, 256)]) * SPAN, SPAN)
+    places = (block, block + nbytes - SPAN)
+    library.copy(0, stream, array("Q", [n for place in places for n in (place, at(pattern), SPAN)]), [])
+    used[block] = (stream, places, pattern, pool)
+    pools[pool] = pools.get(pool, 0) + 1
+
+def drop():
+    if not used: return
+    block = dice.choice(list(used))
+    stream, places, pattern, pool = used.pop(block)
+    reader = stream
+    if dice.random() < 0.4:
+        reader = dice.choice(streams)
+        core.used_on(block, reader)
+    for place in places:
+        found = ctypes.create_string_buffer(SPAN)
+        library.copy(0, reader, array("Q", [at(found), place, SPAN]), [], stream)
+        reads.append((found, pattern))
+    core.free(block)
+    pools[pool] -= 1
+
+def retire():
+    global private
+    core.retire(private)
+    private += 1
+
+def move():
+    blocks = [block for block, (*_, pool) in used.items() if not pool]
+    if blocks: core.move(dice.choice(blocks), dice.choice((HBM, DRAM)))
+
+def plan():
+    sizes = [dice.choice((MiB, 2 * MiB, 3 * MiB)) for _ in range(3)]
+    offsets = np.cumsum([0, *sizes[:-1]]).astype(np.uint64)
+    core.plan(Foreseen(dice.choice(streams), np.array(sizes), offsets, np.arange(-(-sum(sizes) // (2 * MiB)))))
+
+capturing = False
+def capture():
+    global capturing
+    capturing = not capturing
+    if capturing: core.capture(True); fake.fake_capture(9, True)
+    else: fake.fake_capture(9, False); core.capture(False)
+
+def limit(): core.limit(HBM, dice.choice((24, 48, 64)) * MiB); fake.fake_has_pages(dice.choice((0, 4, 1000)))
+
+steps = [take] * 40 + [drop] * 36 + [core.trim, retire, move, plan, core.mark, capture, limit, lambda: core.share(1)]
+for _ in range(1500):
+    try: dice.choice(steps)()
+    except (CoreFull, CoreBusy): pass
+    for _ in range(dice.randrange(4)): fake.fake_go_on()
+if capturing: capture()
+fake.fake_has_pages(1000)
+while used: drop()
+for stream in streams: library.record(0, stream).synchronize()
+assert all(found.raw == pattern.raw for found, pattern in reads) and len(reads) > 500
+core.allocate(1); retire(); core.trim()
+counts = core.counts()
+assert held() == 0 and counts.allocated == 512 and counts.hbm + counts.dram == 2 * MiB, counts
+assert not fake.fake_spoilt()
+"""
+
+
+def test_whatever_is_asked_in_whatever_order_streams_go_on_every_byte_stays_where_it_is(built: Path) -> None:
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    for one in range(seed, seed + 3):
+        asked(built, START + STORM, str(one))
