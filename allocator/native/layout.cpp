@@ -84,7 +84,9 @@ Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_
   status = surrender_all(heap);
   if (status == Status::Ok) status = heap->surrender_outside(next.base, next.total);
   if (status != Status::Ok) return status;
-  uint64_t in_hbm = std::min(size, pages[kHbm].available() + heap->on(kHbm, next.base, next.total) / kPage);
+  uint64_t there = heap->on(kHbm, next.base, next.total) / kPage;
+  // Made now: what the limit allows the device may still refuse, as other processes use it, too.
+  uint64_t in_hbm = there + pages[kHbm].make_idle(size - there);
   if (size - in_hbm > pages[kDram].available() + heap->on(kDram, next.base, next.total) / kPage)
     return fail(Status::Full, "hbm and dram do not hold the region");
   std::vector<bool> where(size);

@@ -1,5 +1,7 @@
 #include "pages.h"
 
+#include <algorithm>
+
 namespace tiers {
 
 std::string &last_error() {
@@ -31,9 +33,20 @@ Status Pages::take(uint64_t count, std::vector<Handle> *out) {
     ++made_;
     taken.push_back(handle);
   }
-  most_ = made_ > most_ ? made_ : most_;
+  most_ = std::max(most_, made_);
   out->insert(out->end(), taken.begin(), taken.end());
   return Status::Ok;
+}
+
+uint64_t Pages::make_idle(uint64_t count) {
+  count = std::min(count, available());
+  Handle handle = 0;
+  while (idle_.size() < count && primitives_.create(tier_, &handle) == Status::Ok) {
+    ++made_;
+    idle_.push_back(handle);
+  }
+  most_ = std::max(most_, made_);
+  return std::min<uint64_t>(count, idle_.size());
 }
 
 Status Pages::trim() {

@@ -13,6 +13,8 @@ class Pages {
 
   // Take `count` pages, idle ones first. `Full` beyond the limit, or when the tier has none left; then none are taken.
   Status take(uint64_t count, std::vector<Handle> *out);
+  // Have at least `count` idle, as far as the limit and the device allow: how many there are then, at most `count`.
+  uint64_t make_idle(uint64_t count);
   // Put pages that are not mapped any more among the idle.
   void give(const std::vector<Handle> &handles) { idle_.insert(idle_.end(), handles.begin(), handles.end()); }
   // Give idle pages back to the system.

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -24,6 +25,7 @@ constexpr int kInvalid = 1, kFull = 2;
 struct Page {
     int mapped = 0;
     bool held = true;  // by its handle
+    bool device = true;
 };
 
 long there = 1 << 20, made = 0;
@@ -38,6 +40,10 @@ void expect(bool holds, const char* what) {
 }
 
 void* at(uint64_t address) { return reinterpret_cast<void*>(address); }
+
+long on_device() {
+    return std::count_if(pages.begin(), pages.end(), [](auto& page) { return page.second.device; });
+}
 
 void drop(std::map<uint64_t, Page>::iterator page) {
     if (page->second.held || page->second.mapped) return;
@@ -55,7 +61,7 @@ bool all_mapped(uint64_t address, size_t bytes) {
 }  // namespace
 
 extern "C" {
-void fake_has_pages(long more) { there = static_cast<long>(pages.size()) + more; }  // from now on
+void fake_has_pages(long more) { there = on_device() + more; }  // the device, from now on
 
 int cuInit(unsigned) {
     if (file < 0) file = memfd_create("fake", MFD_CLOEXEC);
@@ -79,14 +85,15 @@ int cuMemAddressFree(uint64_t address, size_t bytes) {
     reservations.erase(found);
     return munmap(at(address), bytes);
 }
-int cuMemCreate(uint64_t* handle, size_t bytes, const void*, unsigned long long) {
+int cuMemCreate(uint64_t* handle, size_t bytes, const void* properties, unsigned long long) {
     if (int error = fake_unsafe()) return error;
     if (bytes != kPage) return kInvalid;
-    if (static_cast<long>(pages.size()) >= there) return kFull;
+    bool device = static_cast<const int*>(properties)[2] == 1;  // what kind of place
+    if (device && on_device() >= there) return kFull;
     if (gone.empty()) gone.push_back(static_cast<uint64_t>(++made));
     *handle = gone.back();
     gone.pop_back();
-    pages[*handle] = {};
+    pages[*handle].device = device;
     return ftruncate(file, made * static_cast<long>(kPage));
 }
 int cuMemRelease(uint64_t handle) {

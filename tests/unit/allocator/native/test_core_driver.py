@@ -168,6 +168,19 @@ assert core.on(block, HBM) == 32 * MiB
     holds(built, program)
 
 
+def test_what_the_device_refuses_of_a_layout_lies_in_dram(built: Path) -> None:
+    """And nobody claims more and more dram, to be told again that hbm is full."""
+    program = """
+import numpy as np
+from allocator.sequence import Foreseen
+fake.fake_has_pages(4)
+core.plan(Foreseen(7, np.array([16 * MiB]), np.array([0], np.uint64), np.arange(8)))
+block = core.allocate(16 * MiB, stream=7)
+assert (core.on(block, HBM), core.on(block, DRAM)) == (8 * MiB, 8 * MiB) and core.counts().planned == 1
+"""
+    holds(built, program)
+
+
 # Of a stream that the core has not heard of, in the mode in which whatever another thread asks for may spoil it.
 CAPTURE = """
 import threading
