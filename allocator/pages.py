@@ -110,15 +110,22 @@ class PageAllocator:
         """Bytes of DRAM that the last period left mapped, without the state that sank there."""
         return self._overflow.get(device.index, 0)
 
-    def period_over(self) -> None:
-        """A period ends: where its sequence of requests is new, plan the next one's layout after it."""
+    def period_over(self, *, alone: bool = True) -> None:
+        """A period ends: where its sequence of requests is new, plan the next one's layout after it.
+
+        Parameters
+        ----------
+        alone : bool
+            No other thread trains. One that does may launch kernels on state that is mapped nowhere while it moves: no
+            wait for the device helps against what it launches after that.
+        """
         for device, core in self.cores():
             core.mark()
             counts = core.counts()
             departed = counts.departed + counts.misplaced
             since, self._departed[device] = departed - self._departed.get(device, 0), departed
             watch, kinds = self._watches.setdefault(device, Watch()), self._kinds.setdefault(device, Kinds())
-            sank = self._sink(device, core, counts)
+            sank = self._sink(device, core, counts, alone)
             if not (sank or since) and kinds.alone and watch.nothing_departed():
                 # Thousands of requests take half a millisecond to read, in which the device has nothing to do.
                 continue
@@ -148,7 +155,7 @@ class PageAllocator:
                 if not layouts:
                     log.warning("no layout for the next steps (%s): blocks go where they fit best", full)
 
-    def _sink(self, device: int, core: Core, counts: Counts) -> bool:
+    def _sink(self, device: int, core: Core, counts: Counts, alone: bool) -> bool:
         """Have state make room in HBM for what lies in DRAM, or take it back; whether it made room.
 
         What rises goes where nothing lies, so that the layout stays as it is: another one costs a step of a second.
@@ -162,7 +169,7 @@ class PageAllocator:
         blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
         state = [State(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
         self._overflow[device] = max(0, counts.dram - sum(block.sunk for block in state))
-        if self._spilled[device] < PATIENCE:
+        if self._spilled[device] < PATIENCE or not alone:
             return False
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
         sink, rise = sink_or_rise(state, dram=counts.dram, spare=spare, budget=counts.hbm_limit)

@@ -165,7 +165,7 @@ class Runtime:
             if (pages := self.options.pages()) is not None:
                 if self._steps.count:
                     with saver.aside():  # the device has nothing to do meanwhile
-                        pages.period_over()
+                        pages.period_over(alone=len(self._savers) == 1)
                 else:
                     pages.begin()
         if root in self._roots:

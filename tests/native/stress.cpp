@@ -74,6 +74,9 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
     } else {
       tn_stats stats;
       tn_get_stats(core, &stats);
+      expect(blocks.empty() || tn_owns(core, blocks[0].address), "a core knows what it gave out");
+      tn_capture(core, 1);
+      tn_capture(core, 0);
       expect(stats.hbm_bytes <= stats.hbm_limit && stats.dram_bytes <= stats.dram_limit, "the caps hold");
       std::vector<tn_block> all(4096);
       tn_blocks(core, all.data(), all.size());

@@ -105,6 +105,39 @@ def a_captured_graph_replays(device: torch.device) -> None:
     del graph, out
 
 
+def a_graph_is_captured_while_another_thread_frees_and_allocates(device: torch.device) -> None:
+    """In the default mode of captures, in which CUDA has other threads ask for next to nothing."""
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def work() -> None:
+        streams = torch.cuda.Stream(), torch.cuda.Stream()
+        try:
+            while not stop.is_set():
+                for stream in streams:
+                    with torch.cuda.stream(stream):
+                        block = torch.ones(MiB, device=device)
+                        block.record_stream(streams[0])
+                        del block
+        except BaseException as failure:
+            failures.append(failure)
+
+    x = torch.ones(1024, device=device)
+    x * 2  # whose kernel is there by now
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(20):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = x * 2
+            graph.replay()
+            assert float(y.sum()) == 2048
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures, failures
+
+
 def training_in_a_captured_graph_replays(device: torch.device) -> None:
     model = perceptron(device)
     graphed = torch.cuda.make_graphed_callables(model, (batch(device, 0).requires_grad_(),))

@@ -180,6 +180,19 @@ def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) ->
     core.free(hot)
 
 
+def test_state_does_not_move_while_another_thread_trains(pages: OnOneCore, core: Core) -> None:
+    """Which may launch a kernel on it between the wait for the device and the end of the move."""
+    core.state(True)
+    state = core.allocate(48 * MiB)
+    core.state(False)
+    pages._more(0, 64 * MiB)
+    pages.begin()
+    for _ in range(2 * PATIENCE):
+        step(core, 24 * MiB, 16 * MiB)
+        pages.period_over(alone=False)
+    assert core.on(state, HBM) == 48 * MiB
+
+
 def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> None:
     core.state(True)
     state = core.allocate(16 * MiB)
