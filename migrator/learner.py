@@ -269,7 +269,8 @@ class Learner:
         if links == self._feedback.given:
             return False
         self._feedback.given = links
-        return bool(self._made or self._pending) and self._plan()  # else what is recorded now is planned with them
+        # Where traces are missing, what is recorded now is planned with them.
+        return bool(self._traces and (self._made or self._pending)) and self._plan()
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""

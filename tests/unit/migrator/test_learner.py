@@ -504,6 +504,17 @@ def test_other_links_do_not_have_plans_made_before_all_is_recorded() -> None:
     assert learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
 
 
+def test_other_links_wait_for_what_is_learned_anew() -> None:
+    learner, slow = Learner(FLASHNEURON, TARGET), replace(PCIE_GEN5, h2d=20e9)
+    for _ in range(PATIENCE):
+        learner.period_over(TRACE, 700 * MiB, whole=False, pressed=False, drifted=False)
+    before = learner.plans
+    learner.period_over(None, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.relink(slow)
+    assert before and learner.plans == before
+    assert learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+
+
 def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() -> None:
     learner, later = large()
     later.work()
