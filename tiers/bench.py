@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def run(
     """
     directory.mkdir(parents=True)
     output = directory / "output.txt"
-    environ = {**environ, **variant.environ, "TIERS_RUN": str(directory)}
+    environ = {**environ, **variant.environ, "TIERS_RUN": str(directory.absolute())}
     with open(output, "wb") as file:
         # In a group of its own: what launches ranks passes the request to end on, or leaves them to us.
         child = subprocess.Popen(command, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -130,7 +131,7 @@ def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
 def _stats(directory: Path) -> dict[str, Any] | None:
     found = sorted(directory.glob(f"rank*/{STATS}"), key=lambda path: (len(path.parent.name), path.parent.name))
     for file in (directory / STATS, *found):
-        if file.exists():
+        with suppress(FileNotFoundError, ValueError):  # killed while it wrote
             stats: dict[str, Any] = json.loads(file.read_text())
             return stats
     return None

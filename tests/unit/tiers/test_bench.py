@@ -21,11 +21,16 @@ hbm = os.environ.get("TIERS_HBM")
 stats["step_s"]["median"] = {SECONDS!r}[hbm]
 if hbm in sys.argv[1:]:
     sys.exit(f"no room in {{hbm}}")
+if "elsewhere" in sys.argv:
+    os.chdir("/")
 run = pathlib.Path(os.environ["TIERS_RUN"]) / os.environ.get("SUBDIRECTORY", "")
 run.mkdir(exist_ok=True)
 try:
     if "for-ever" in sys.argv:
         time.sleep(60)
+    if "killed" in sys.argv:
+        (run / "stats.json").write_text("{{")
+        os.kill(os.getpid(), 9)
 finally:
     (run / "stats.json").write_text(json.dumps(stats))
 """
@@ -87,6 +92,14 @@ def test_a_program_that_trains_for_ever_is_interrupted(program: list[str], capsy
     assert not run["failed"] and run["stats"]["step_s"]["median"] == 0.25
 
 
+def test_one_that_is_killed_while_it_writes_its_numbers_has_none(
+    program: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--json", "--no-ideal", "--hbm", "20GiB", *program, "killed"]) == 1
+    (run,) = entries(capsys)
+    assert run["failed"] and run["stats"] is None and run["code"] == -9
+
+
 def test_of_several_ranks_the_first_speaks(
     program: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +111,14 @@ def test_of_several_ranks_the_first_speaks(
 def test_run_directories_and_outputs_stay_where_they_are_asked_for(program: list[str], tmp_path: Path) -> None:
     assert main(["bench", "--hbm", "20GiB", "--out", str(tmp_path / "out"), *program]) == 0
     assert {path.name for path in (tmp_path / "out" / "1").iterdir()} == {"stats.json", "output.txt"}
+
+
+def test_a_program_that_goes_to_another_directory_leaves_its_run_here(
+    program: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "--no-ideal", "--hbm", "20GiB", "--out", "out", *program, "elsewhere"]) == 0
+    assert (tmp_path / "out" / "0" / "stats.json").exists()
 
 
 @pytest.mark.parametrize(
