@@ -16,7 +16,7 @@ from migrator.recompute.dropped import Dropped
 from migrator.recompute.finder import Verified, base_of, find, layout
 from migrator.recompute.formulas import Formula
 from migrator.recompute.origins import Origins, note_epsilon
-from migrator.recompute.regions import Regions, repeatable
+from migrator.recompute.regions import Regions, changeable
 from migrator.recompute.trials import Trial
 from migrator.recompute.watch import Watch
 from migrator.recorder import Recorder
@@ -74,7 +74,7 @@ class Observer:
         inputs = [mover.storages.find(tensor) if self._movable(tensor) else None for tensor in tensors]
         with mover.recorder.aside():
             watch = Watch(module, tensors)
-        mover.recorder.enter(path, inputs, watch.unchanged)
+        mover.recorder.enter(path, inputs, watch)
 
     def leave(
         self,
@@ -88,10 +88,14 @@ class Observer:
         """A forward ends that was given these arguments."""
         note_epsilon(module, output)
         recorders = [mover.recorder for mover in movers if mover.recorder is not None and mover.recorder.visits(path)]
-        # Arguments by name are not known when a forward begins: of a tensor that was ever changed nobody can say when.
-        if recorders and repeatable((*args, *named.values())) and not any(map(_was_changed, named.values())):
+        if recorders:
+            others = changeable((*args, *named.values()))
+            # Arguments by name are not known when a forward begins: of a tensor that was ever changed nobody can say
+            # when.
+            if any(map(_was_changed, named.values())):
+                others = None
             for recorder in recorders:
-                recorder.leave(path)
+                recorder.leave(path, others)
 
     def origins(self, epsilon: float | None = None) -> Origins:
         """Where formulas find their inputs now."""

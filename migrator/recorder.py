@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from migrator.lanes import Meter
 from migrator.recompute.dropped import Peek
 from migrator.recompute.finder import Verified
 from migrator.recompute.trials import Trial, Trials
+from migrator.recompute.watch import Watch
 from migrator.tensors import Known
 from migrator.trace import Region, Site, Trace
 
@@ -62,7 +63,7 @@ class _Visit:
 
     begin: int
     inputs: Sequence[Known | None]
-    unchanged: Callable[[], bool]
+    watch: Watch | None  # until backward begins, or it is known that the forward cannot be repeated
     start: Any
     end: int = -1
     over: Any = None
@@ -145,29 +146,38 @@ class Recorder:
             self._coming.append((known, key))
         return Record(self, known, entry.uses)
 
-    def enter(self, path: str, inputs: Sequence[Known | None], unchanged: Callable[[], bool]) -> None:
+    def enter(self, path: str, inputs: Sequence[Known | None], watch: Watch) -> None:
         """The forward of a module begins that could be recomputed as a whole from `inputs`, if it leaves no trace."""
         if self._meter is not None:
-            visit = _Visit(self._position, inputs, unchanged, self._meter.mark())
+            visit = _Visit(self._position, inputs, watch, self._meter.mark())
             self._visits[path] = None if path in self._visits else visit
 
     def visits(self, path: str) -> bool:
         """Whether `enter` has been told of that module."""
         return self._visits.get(path) is not None
 
-    def leave(self, path: str) -> None:
-        """It ends."""
+    def leave(self, path: str, others: Iterable[Tensor] | None) -> None:
+        """It ends, and was given these tensors, too; None where it cannot be given again what it was given."""
         visit = self._visits.get(path)
-        if visit is None or self._meter is None:
+        if visit is None or visit.watch is None or self._meter is None:
             return
         over = self._meter.mark()
         with self._meter.aside():
-            if visit.unchanged():
+            if others is not None and visit.watch.forward_over():
                 visit.end, visit.over = self._position, over
-            visit.unchanged = bool  # what it holds need not live on
+                visit.watch.look_at_given(others)
+            else:
+                visit.watch = None  # what it holds need not live on
 
     def turn(self) -> None:
         """Backward begins. What we let go of and is still alive, somebody else holds."""
+        watched = [visit for visit in self._visits.values() if visit is not None and visit.watch is not None]
+        if watched:
+            with self.aside():
+                for visit in watched:
+                    if visit.watch and not visit.watch.unchanged():  # such as what a model tells its layers for a while
+                        visit.end = -1
+                    visit.watch = None
         self._coming.clear()
         self._let_go.clear()
         known_storages = [entry.known for entry in self._entries if entry.known is not None]
@@ -219,7 +229,7 @@ class Recorder:
         )
 
     def _regions(self, meter: Meter) -> list[Region]:
-        # The others were entered twice, left by an exception or with something changed, or nothing was saved in them.
+        # The others were entered twice, left by an exception, cannot be repeated, or nothing was saved in them.
         visits = {path: visit for path, visit in self._visits.items() if visit is not None and visit.end > visit.begin}
         spans = meter.spans([(visit.start, visit.over) for visit in visits.values()])
         regions = []

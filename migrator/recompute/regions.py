@@ -7,11 +7,12 @@ parameters that they had in forward, and what a recomputation makes of them is f
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import update_wrapper
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from migrator.packed import modified
 from migrator.plan import checkpoint_key
 from migrator.recompute.dropped import FOR_RECOMPUTING
-from migrator.recompute.watch import SETTINGS
+from migrator.recompute.watch import OF_EVERY_MODULE, SETTINGS
 from migrator.sites import Modules, Node
 
 _graph_task = torch._C._current_graph_task_id
@@ -54,23 +55,23 @@ class Regions:
         """Remember the module of a path; whether it can be recomputed as a whole."""
         if any(_is_compiled(child) or _observes(child) for child in module.modules()) or _has_hooks_within(module):
             return False
-        if module in self._refused:
+        if module in self._refused or not _is_plain(module):
             return False
         self._known[path] = weakref.ref(module)
         return True
 
     def apply(self, paths: Collection[str]) -> None:
         """From now on, recompute the modules of these paths and no others."""
-        for path in [path for path in self._patched if path not in paths]:
-            patch = self._patched.pop(path)
-            patch.on = False  # the program may have put a `forward` of its own around it, and that is not ours to undo
+        known = {path: self._known[path]() for path in paths if path in self._known}
+        for path, patch in list(self._patched.items()):
             module = patch.module()
-            if module is not None and vars(module).get("forward") is patch:
-                del module.forward
-        for path in paths:
-            module = self._known[path]() if path in self._known else None
-            # A `forward` of the instance's own is somebody else's patch: not ours to undo.
-            if module is not None and path not in self._patched and "forward" not in vars(module):
+            if module is None or known.get(path) is not module:
+                del self._patched[path]
+                patch.on = False  # the program may have put its own `forward` around it, which is not ours to undo
+                if module is not None and vars(module).get("forward") is patch:
+                    del module.forward
+        for path, module in known.items():
+            if module is not None and path not in self._patched and _is_plain(module):
                 module.forward = self._patched[path] = _Checkpointed(
                     module, path, self._modules, self._is_on, self._refused.add
                 )
@@ -78,6 +79,8 @@ class Regions:
 
 class _Checkpointed:
     """A `forward` that backward runs again. A copy of its module, or a pickled one, has the plain `forward`.
+
+    It does not hold its module: that is to die with its last reference, as ever.
 
     Attributes
     ----------
@@ -93,8 +96,8 @@ class _Checkpointed:
         is_on: Callable[[], bool],
         refuse: Callable[[nn.Module], None],
     ) -> None:
-        update_wrapper(self, module.forward)
-        self._forward = module.forward
+        self._function = type(module).forward
+        update_wrapper(self, self._function)
         self.module = weakref.ref(module)
         self.on = True
         self._inputs: Node[Any] = Node(checkpoint_key(path, 0).rpartition(":")[0], of_inputs=True)
@@ -103,38 +106,39 @@ class _Checkpointed:
         self._refuse = refuse
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.module()
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            return self._forward(*args, **kwargs)
-        if not torch.is_grad_enabled() or _graph_task() != -1:
-            return self._forward(*args, **kwargs)
-        module = self.module()
-        if module is None or not self.on or not self._is_on() or _in_a_mode():
-            return self._forward(*args, **kwargs)
+            return self._function(module, *args, **kwargs)
+        called = sys._getframe(1).f_locals.get("self")
+        if called is not module and isinstance(called, nn.Module) and vars(called).get("forward") is self:
+            return self._function(called, *args, **kwargs)  # a shallow copy, such as DataParallel makes, has it, too
+        forward = MethodType(self._function, module)
+        if not self.on or not torch.is_grad_enabled() or _graph_task() != -1 or not self._is_on() or _in_a_mode():
+            return forward(*args, **kwargs)
         try:
             # Of tensors the checkpoint looks after itself; here they would only be held.
             given = [None if isinstance(arg, Tensor) else _copy(arg) for arg in args]
-            named = {name: _copy(arg) for name, arg in kwargs.items() if not isinstance(arg, Tensor)}
+            named = {name: _copy(arg) for name, arg in kwargs.items()}
         except TypeError:
             given = None
         if given is None or _has_hooks_within(module):
             self._refuse(module)
-            return self._forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         modules = self._modules
         here, modules.here = modules.here, self._inputs  # what the checkpoint itself saves
-        as_it_is, choices = _Snapshot(module), _choices()
+        as_it_is, choices = _Snapshot(module, _tensors((*given, *named.values()))), _choices()
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any) -> Any:
             if _graph_task() == -1:
                 modules.here = here
-                return self._forward(*args, **kwargs)
+                return forward(*args, **kwargs)
             # Containers may have changed since, and may change again.
             args = tuple(arg if own is None else _copy(own) for arg, own in zip(args, given, strict=True))
-            kwargs |= {name: _copy(own) for name, own in named.items()}
             with as_it_is.back(), _chosen(*choices):
-                return self._forward(*args, **kwargs)
+                return forward(*args, **{name: _copy(own) for name, own in named.items()})
 
         try:
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False)  # which has arguments by name of its own
         finally:
             modules.here = here
 
@@ -143,29 +147,37 @@ class _Checkpointed:
     __class__ = property(lambda self: MethodType)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_forward":  # a copy that is being made has none yet
+        if name == "_function":  # a copy that is being made has none yet
             raise AttributeError(name)
-        return getattr(self._forward, name)
+        return getattr(MethodType(self._function, self.module()), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module: Any = self.module()
-        return MethodType(type(module).forward, memo[id(module)])
+        return MethodType(self._function, memo[id(self.module())])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module(), "forward")
 
 
 class _Snapshot:
-    """What a module and those within were when forward began: their parameters, buffers, modes and other settings.
+    """What a module and those within were when forward began: parameters, buffers, tensors, modes and other settings.
 
-    Attributes that are more than numbers and names are not held: a tensor among them would hold the graph of an earlier
-    step. That forward leaves them alone is what `migrator.watch` has seen.
+    Other attributes are not held: a list of tensors would hold the graph of an earlier step. That they are left alone
+    until backward is what `migrator.recompute.watch` has seen.
+
+    Parameters
+    ----------
+    given
+        Tensors that forward is given, of which nobody else sees that they are changed.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, given: Iterable[Tensor]) -> None:
         self._modules = [(child, _settings(child)) for child in module.modules()]
-        tensors = [tensor for _, own in self._modules for tensor in own["_parameters"].values()]
-        self._versions = [(tensor, tensor._version) for tensor in tensors if tensor is not None]
+        tensors: list[Tensor | None] = [*given]
+        for child, was in self._modules:
+            tensors += was["_parameters"].values()
+            if not isinstance(child, _NormBase):  # which changes its own
+                tensors += was["_buffers"].values()
+        self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
 
     @contextmanager
     def back(self) -> Iterator[None]:
@@ -174,7 +186,7 @@ class _Snapshot:
         Raises
         ------
         RuntimeError
-            If a parameter has been changed since.
+            If a parameter, a buffer, or what forward was given, has been changed since.
         """
         for tensor, version in self._versions:
             if tensor._version != version:
@@ -194,8 +206,15 @@ class _Snapshot:
 
 def _settings(module: nn.Module) -> dict[str, Any]:
     own = vars(module)
-    settings = {name: value for name, value in own.items() if type(value) in SETTINGS}
-    return {**settings, "_parameters": dict(own["_parameters"]), "_buffers": dict(own["_buffers"])}
+    settings: dict[str, Any] = {"training": own["training"]}
+    settings |= {"_parameters": dict(own["_parameters"]), "_buffers": dict(own["_buffers"])}
+    for name in own.keys() - OF_EVERY_MODULE:
+        value = own[name]
+        if type(value) in SETTINGS:
+            settings[name] = value
+        elif isinstance(value, Tensor):
+            settings[name] = value if value.grad_fn is None else value.detach().requires_grad_()  # without its graph
+    return settings
 
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
@@ -218,35 +237,51 @@ def _copy(arg: Any) -> Any:
     raise TypeError(type(arg).__name__)
 
 
-def repeatable(arguments: Iterable[Any]) -> bool:
-    """Whether a forward that was given these can be given them again as they were."""
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among what `_copy` has copied."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (tuple, list, set):
+            yield from _tensors(value)
+        elif type(value) is dict:
+            yield from _tensors(value.values())
+
+
+def changeable(arguments: Iterable[Any]) -> list[Tensor] | None:
+    """The tensors that a forward is given; None if it could not be given these arguments again as they were."""
     try:
-        for argument in arguments:
-            _copy(argument)
+        return list(_tensors([_copy(argument) for argument in arguments]))
     except TypeError:
-        return False
-    return True
+        return None
 
 
-_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+_SWITCHES = (
+    *(
+        (f"_get_{kernel}_sdp_enabled", f"_set_sdp_use_{kernel}")
+        for kernel in ("flash", "mem_efficient", "math", "cudnn")
+    ),
+    *((f"_get_{switch}", f"_set_{switch}") for switch in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
+    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+)
 
 
 def _choices() -> tuple[torch.dtype, list[bool]]:
-    """Default dtype, and the kernels that attention may use: the program may have chosen them for forward only."""
-    return torch.get_default_dtype(), [getattr(torch._C, f"_get_{kernel}_sdp_enabled")() for kernel in _KERNELS]
+    """Default dtype, and the kernels that may be used: the program may have chosen them for forward only."""
+    return torch.get_default_dtype(), [getattr(torch._C, get)() for get, _ in _SWITCHES]
 
 
-def _choose(dtype: torch.dtype, kernels: list[bool]) -> None:
+def _choose(dtype: torch.dtype, switches: list[bool]) -> None:
     torch.set_default_dtype(dtype)
-    for kernel, allowed in zip(_KERNELS, kernels, strict=True):
-        getattr(torch._C, f"_set_sdp_use_{kernel}")(allowed)
+    for (_, switch), on in zip(_SWITCHES, switches, strict=True):
+        getattr(torch._C, switch)(on)
 
 
 @contextmanager
-def _chosen(dtype: torch.dtype, kernels: list[bool]) -> Iterator[None]:
+def _chosen(dtype: torch.dtype, switches: list[bool]) -> Iterator[None]:
     """Have the choices be these."""
     before = _choices()
-    _choose(dtype, kernels)
+    _choose(dtype, switches)
     try:
         yield
     finally:
@@ -264,6 +299,11 @@ def _has_hooks_within(module: nn.Module) -> bool:
     if len(_global_forward_hooks) > 1 or len(_global_forward_pre_hooks) > 1:
         return True
     return any(child._forward_hooks or child._forward_pre_hooks for child in module.modules() if child is not module)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether its `forward` is its class's. One of its own is somebody else's patch, and not ours to undo."""
+    return "forward" not in vars(module) and isinstance(type(module).forward, FunctionType)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -1,10 +1,11 @@
 """Whether a module's forward changes what a second one, in backward, would find changed, or change again.
 
-`regions` gives modules back the numbers and names among their attributes. What it cannot undo is looked for
-here: other attributes, global and captured names that are set anew; tensors, containers and generators that are changed
-in place; and the random numbers of Python and NumPy. All that a forward can reach by its modules' attributes, and by
-the globals and captured variables of the functions that they and their classes have, is compared before and after. That
-is not all that a forward can do: a file that it writes to is not seen.
+`regions` gives modules back the numbers, names and tensors among their attributes. What it cannot undo is looked for
+here: other attributes, global and captured names that are set anew; tensors, arrays, containers and generators that
+are changed in place; random numbers of Python and NumPy, and of GPUs that the checkpoint does not know of; and what
+other ranks take part in. All that a forward can reach by its modules' attributes, and by the globals and captured
+variables of the functions that they and their classes have, is compared before and after, and once more when backward
+begins. That is not all that a forward can do: a file that it opens and writes to is not seen.
 """
 
 from __future__ import annotations
@@ -14,22 +15,28 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-SETTINGS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+SETTINGS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 """Kinds of values that cannot be changed in place, and hold nothing."""
 
-_OWN = frozenset(vars(nn.Module()))  # what every module has
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Names of the attributes that every module has."""
+
 _CONTAINERS = (dict, list, set, deque)
 _LIMIT = 1000  # things in a container up to which each is looked at
+_LARGE = 1 << 20  # bytes of an array beyond which it is not
 _ABSENT = object()
+_Look = tuple[Callable[[], Any], Any]  # what to see, and what was seen
 
 
 class Watch:
@@ -38,22 +45,37 @@ class Watch:
     def __init__(self, module: nn.Module, tensors: Iterable[Tensor] = ()) -> None:
         self._seen: set[int] = set()
         self._kept: list[object] = []  # an id is good for as long as the object lives
-        self._looks: list[tuple[Callable[[], Any], Any]] = []
-        self._look(random.getstate)
-        self._look(lambda: pickle.dumps(np.random.get_state()))
-        self._look_at_all(tensors)
+        self._looks: list[_Look] = []
+        self._drawn: list[_Look] = []  # random numbers, and what all ranks must call alike
+        self._look(random.getstate, self._drawn)
+        self._look(lambda: pickle.dumps(np.random.get_state()), self._drawn)
+        self._look(_collectives, self._drawn)
+        devices = {tensor.device for tensor in tensors}
+        self._look_at_all(drawn for drawn in torch.cuda.default_generators if drawn.device not in devices)
+        self.look_at_given(tensors)
         for child in module.modules():
             self._look(partial(_attributes, child))
             self._look_at_all(_attributes(child))
             for function in _functions(type(child)):
                 self._look_at(function)
 
-    def unchanged(self) -> bool:
-        """Whether all of it is what it was."""
-        return all(_is_same(look(), before) for look, before in self._looks)
+    def look_at_given(self, tensors: Iterable[Tensor]) -> None:
+        """Look at tensors that forward is given, too, and hold none of their memory, which the program may give up."""
+        for tensor in tensors:
+            if not tensor.is_inference():  # of those nobody counts the versions
+                self._look(partial(getattr, _without_memory(tensor), "_version"))
 
-    def _look(self, look: Callable[[], Any]) -> None:
-        self._looks.append((look, look()))
+    def forward_over(self) -> bool:
+        """Whether forward, which is over, has drawn nothing and left all of it as it was."""
+        drawn, self._drawn = self._drawn, []
+        return _are_same(drawn) and self.unchanged()
+
+    def unchanged(self) -> bool:
+        """Whether all of it is what it was, but for what the program has drawn since."""
+        return _are_same(self._looks)
+
+    def _look(self, look: Callable[[], Any], among: list[_Look] | None = None) -> None:
+        (self._looks if among is None else among).append((look, look()))
 
     def _look_at_all(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -61,31 +83,45 @@ class Watch:
 
     def _look_at(self, value: Any, depth: int = 2) -> None:
         """Look at what can be changed of a value without giving it another name."""
-        kind = type(value)
-        if id(value) in self._seen or isinstance(value, nn.Module) or kind in SETTINGS:
+        kind = type(value)  # not what the value itself says: it may be a proxy
+        if id(value) in self._seen or kind in SETTINGS or issubclass(kind, (nn.Module, type, ModuleType)):
             return
         self._seen.add(id(value))
         self._kept.append(value)
-        if isinstance(value, Tensor):
-            if not value.is_inference():  # of those nobody counts the versions
-                self._look(lambda: value._version)
-        elif isinstance(value, torch.Generator):
-            self._look(lambda: value.get_state().numpy().tobytes())
-        elif isinstance(value, _CONTAINERS):
+        if issubclass(kind, Tensor):
+            self.look_at_given([value])
+        elif issubclass(kind, torch.Generator):
+            self._look(lambda: value.get_state().numpy().tobytes(), self._drawn)
+        elif issubclass(kind, _CONTAINERS):
             self._look(lambda: _things(value))
-            if depth and len(value) <= _LIMIT:
-                for thing in value.values() if isinstance(value, dict) else value:
+            things = _things(value)
+            if depth and isinstance(things, list):
+                for thing in things:
                     self._look_at(thing, depth - 1)
-        elif isinstance(value, MethodType):
+        elif issubclass(kind, tuple):
+            if depth:
+                for thing in tuple.__iter__(value):
+                    self._look_at(thing, depth - 1)
+        elif issubclass(kind, partial):
+            self._look_at_all((value.func, *value.args, *value.keywords.values()))
+        elif issubclass(kind, MethodType):
             self._look_at(value.__func__)
-        elif isinstance(value, FunctionType):
+        elif issubclass(kind, FunctionType):
             self._look_through(value)
-        elif isinstance(value, random.Random):
-            self._look(value.getstate)
-        elif isinstance(value, np.random.Generator):
-            self._look(lambda: pickle.dumps(value.bit_generator.state))
-        elif depth and not isinstance(value, (type, ModuleType)) and isinstance(getattr(value, "__dict__", None), dict):
-            self._look_at(vars(value), depth - 1)
+        elif issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
+            self._look(value.getstate, self._drawn)
+        elif issubclass(kind, np.random.Generator):
+            self._look(lambda: pickle.dumps(value.bit_generator.state), self._drawn)
+        elif issubclass(kind, np.random.RandomState):
+            self._look(lambda: pickle.dumps(value.get_state(legacy=False)), self._drawn)
+        elif issubclass(kind, np.ndarray):
+            if value.nbytes <= _LARGE:
+                self._look(lambda: pickle.dumps(value))
+        elif issubclass(kind, random.SystemRandom) or hasattr(kind, "__next__"):
+            self._look(object, self._drawn)  # where it stands cannot be seen: never the same
+        elif depth:
+            with suppress(AttributeError):
+                self._look_at(object.__getattribute__(value, "__dict__"), depth - 1)
 
     def _look_through(self, function: FunctionType) -> None:
         """Look at what a function can reach by name."""
@@ -104,7 +140,7 @@ class Watch:
 def _attributes(module: nn.Module) -> list[Any]:
     """The program's attributes that are more than settings; and the buffers."""
     own = vars(module)
-    others = [value for name, value in own.items() if name not in _OWN and type(value) not in SETTINGS]
+    others = [value for name, value in own.items() if name not in OF_EVERY_MODULE and type(value) not in SETTINGS]
     return [*others, *own["_buffers"].values()] if not isinstance(module, _NormBase) else others
 
 
@@ -115,16 +151,48 @@ def _contents(cell: Any) -> Any:
         return _ABSENT
 
 
+def _without_memory(tensor: Tensor) -> Tensor:
+    """A tensor with the same version counter; of a kind that this is not known of, the tensor itself."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return tensor
+    alias = tensor.detach()
+    alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias
+
+
+def _collectives() -> Any:
+    """How many collective operations each group of ranks has begun: the others would wait for what one repeats."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    try:
+        return tuple(group._get_sequence_number_for_group() for group in groups)
+    except RuntimeError:
+        return object()  # not every backend counts
+
+
 def _things(container: Any) -> Any:
-    if len(container) > _LIMIT:
-        return len(container)
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+    # Not by methods of the program's: there are dictionaries that load what they are asked for.
+    kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    if kind.__len__(container) > _LIMIT:
+        return kind.__len__(container)
+    return [*kind.__iter__(container), *(dict.values(container) if kind is dict else ())]
+
+
+def _are_same(looks: Iterable[_Look]) -> bool:
+    return all(_is_same(look(), before) for look, before in looks)
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
     if isinstance(one, list):  # of things of which some may be tensors
         return len(one) == len(other) and all(map(operator.is_, one, other))
-    return one is other or (isinstance(one, (int, bytes, tuple)) and bool(one == other))
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return isinstance(one, (int, bytes)) and one == other
 
 
 def _is_torch(module: str) -> bool:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import itertools
 import random
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.func import functional_call
@@ -197,6 +202,15 @@ def leaves_modules_alone_whose_forward_cannot_be_repeated(device: torch.device) 
     def count(calls: list[int]) -> Callable[[nn.Module, Tensor], Tensor]:
         return lambda self, x: x / (calls.append(0) or len(calls))
 
+    def older(generator: np.random.RandomState) -> Callable[[nn.Module, Tensor], Tensor]:
+        return lambda self, x: x * generator.rand()
+
+    def tally(calls: np.ndarray[Any, Any]) -> Callable[[nn.Module, Tensor], Tensor]:
+        return lambda self, x: x / float(np.add(calls, 1, out=calls)[0])
+
+    def number(calls: itertools.count[int]) -> Callable[[nn.Module, Tensor], Tensor]:
+        return lambda self, x: x / next(calls)
+
     def average(mean: Tensor) -> Callable[[nn.Module, Tensor], Tensor]:
         return lambda self, x: x - mean.mul_(0.9).add_(x.detach().mean(0))
 
@@ -204,7 +218,11 @@ def leaves_modules_alone_whose_forward_cannot_be_repeated(device: torch.device) 
         "random": lambda: lambda self, x: x * random.random(),
         "NumPy": lambda: lambda self, x: x * np.random.rand(),
         "a generator": lambda: draw(torch.Generator().manual_seed(0)),
+        "NumPy's older generator": lambda: older(np.random.RandomState(0)),
         "a list": lambda: count([]),
+        "a list within a partial": lambda: partial(lambda calls, self, x: count(calls)(self, x), []),
+        "an array": lambda: tally(np.zeros(1)),
+        "an iterator": lambda: number(itertools.count(1)),
         "a tensor": lambda: average(torch.zeros(256, device=device)),
         "an observer": lambda: FusedMovingAvgObsFakeQuantize().to(device),
     }
@@ -467,10 +485,6 @@ def holds_after_an_exception_in_a_region(device: torch.device) -> None:
     assert_same(program, device, moves=False, **WHOLE)
 
 
-if __name__ == "__main__":
-    main("regions")
-
-
 def _recomputes_whole(program: Callable[[torch.device], Sequence[Tensor]], device: torch.device) -> set[str]:
     """The regions that are recomputed once `program`, which does the same with tiers as without, was learned."""
     assert_same(program, device, moves=False, **WHOLE)
@@ -595,3 +609,238 @@ def leaves_modules_alone_that_are_given_tensors_of_inference_mode(device: torch.
         return train(_Wide(Copies).to(device), device, loss_of=features)
 
     assert _recomputes_whole(program, device) == {"_Wide.halves.1"}
+
+
+def gives_modules_all_their_arguments_by_name(device: torch.device) -> None:
+    """Also those whose names are arguments of PyTorch's checkpoint."""
+
+    class Named(_Half):
+        def forward(self, x: Tensor, *, function: float, debug: bool = True) -> Tensor:
+            return self.inner(x, 1.0 if debug else function)
+
+    class Given(_Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            for half in self.halves:
+                x = half(x, function=2.0, debug=False)
+            return x
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        return train(Given(Named).to(device), device)
+
+    assert _recomputes_whole(program, device)
+
+
+class _Shifted(_Half):
+    """Nothing that it computes needs to have its shift saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((256,), 0.3))
+
+    def forward(self, x: Tensor, *shifts: list[Tensor], shift: Tensor | None = None) -> Tensor:
+        own = shifts[0][0] if shifts else self.shift if shift is None else shift
+        return x + self.last((self.first(x) + own).tanh())
+
+
+class _Shifting(_Wide):
+    """Changes in place what it has given its halves, when they are through."""
+
+    def __init__(self, how: str, *, since: int = 0) -> None:
+        super().__init__(_Shifted)
+        self.how, self.since, self.calls = how, since, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        shift = torch.full((256,), 0.3, device=x.device)
+        for half in self.halves:
+            x = half(x, [shift]) if self.how == "list" else half(x, shift=shift) if self.how == "name" else half(x)
+        if self.calls > self.since:
+            for changed in [half.shift for half in self.halves] if self.how == "buffer" else [shift]:
+                changed.mul_(0.9)
+        return x
+
+
+def leaves_modules_alone_whose_arguments_and_buffers_change_before_backward(device: torch.device) -> None:
+    for how in ("list", "name", "buffer"):
+
+        def program(device: torch.device, how: str = how) -> list[Tensor]:
+            torch.manual_seed(0)
+            return train(_Shifting(how).to(device), device)
+
+        print(f"  {how}")
+        assert not _recomputes_whole(program, device)
+
+
+def refuses_arguments_and_buffers_that_begin_to_change_before_backward(device: torch.device) -> None:
+    for how in ("list", "name", "buffer"):
+        model = _Shifting(how, since=4).to(device)
+        with moving(**WHOLE) as session:
+            train(model, device)
+            assert _recomputed(session)
+            with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*TIERS_POLICY"):
+                train(model, device, steps=1)
+
+
+class _Told(_Half):
+    """Is told by an attribute what to compute with."""
+
+    scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.scale is not None
+        return self.inner(x, self.scale)
+
+
+class _Telling(_Wide):
+    def __init__(self, *, since: int) -> None:
+        super().__init__(_Told)
+        self.log_scale = nn.Parameter(torch.zeros(()))
+        self.since, self.calls = since, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scale = (self.log_scale + 0.1 * self.calls).exp()
+        for half in self.halves:
+            half.scale = scale
+        x = super().forward(x)
+        for half in self.halves:
+            half.scale = None if self.calls > self.since else scale
+        return x
+
+
+def leaves_modules_alone_that_are_told_something_for_one_forward(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        return train(_Telling(since=0).to(device), device)
+
+    assert not _recomputes_whole(program, device)
+
+
+def recomputes_with_the_tensors_that_modules_had_as_attributes(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        return train(_Telling(since=4).to(device), device, steps=6)
+
+    with moving(**WHOLE) as session:
+        train(_Telling(since=4).to(device), device)
+        assert _recomputed(session)
+    assert_same(program, device, moves=False, **WHOLE)
+
+
+def leaves_modules_alone_in_which_other_ranks_take_part(device: torch.device) -> None:
+    """Each rank plans for itself: what one repeats the others would not join."""
+
+    class Reduces(_Half):
+        def forward(self, x: Tensor) -> Tensor:
+            mean = x.detach().mean()
+            dist.all_reduce(mean)
+            return self.inner(x, 1 + mean)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert not _recomputes_whole(_trained(Reduces), device)
+        assert _recomputes_whole(_trained(_Half), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def bears_whatever_a_forward_can_reach(device: torch.device) -> None:
+    """Pairs of tensors set anew, generators without a state, dictionaries that load what they are asked for."""
+
+    class Lazy(dict[str, int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("it loads everything")
+
+        values = items = keys = __len__ = __iter__
+
+    system, lazy, seen = random.SystemRandom(), Lazy(a=1), (torch.zeros(3), torch.zeros(2))
+
+    class Pairs(_Half):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal seen
+            seen = (x.detach().mean(0), seen[0])
+            return self.inner(x, lazy["a"])
+
+    class Draws(_Half):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, 1.0 if system.random() < 2 else 0.0)
+
+    for half in (Pairs, Draws):
+        assert not _recomputes_whole(_trained(half), device)
+
+
+def frees_a_model_with_its_last_reference(device: torch.device) -> None:
+    with moving(**WHOLE) as session:
+        model = _model(device)
+        train(model, device)
+        assert _recomputed(session)
+        layers = weakref.ref(model[1].layers)
+        gc.collect()
+        gc.disable()
+        try:
+            del model
+            assert layers() is None, "something holds it"
+        finally:
+            gc.enable()
+
+
+def recomputes_a_model_of_the_same_name_that_comes_later(device: torch.device) -> None:
+    with moving(**WHOLE) as session:
+        for _ in range(2):
+            model = _model(device)
+            train(model, device, steps=12)
+            assert _recomputed(session) and all("forward" in vars(block.layers) for block in model)
+            del model
+
+
+def gives_a_shallow_copy_its_own_forward(device: torch.device) -> None:
+    model = _model(device)
+    with moving(**WHOLE) as session:
+        train(model, device)
+        assert _recomputed(session)
+        x = batch(device, 0)
+        twins = [copy.copy(model[1].layers), model[1].layers._replicate_for_data_parallel()]  # what DataParallel does
+    for twin in twins:
+        twin._modules = {"only": nn.Tanh()}
+        assert torch.equal(twin(x), x.tanh())
+
+
+def plans_nothing_for_modules_whose_forward_is_patched(device: torch.device) -> None:
+    model = _model(device)
+    model[1].layers.forward = model[1].layers.forward  # as accelerate and many others do
+    with moving(**WHOLE) as session:
+        train(model, device)
+        assert _recomputed(session) == {"Sequential.0.layers", "Sequential.2.layers"}
+
+
+def moves_the_input_of_modules_that_cannot_be_repeated(device: torch.device) -> None:
+    class Config:
+        """Of a class of the program's own."""
+
+    class Given(_Half):
+        def forward(self, x: Tensor, config: Config | None) -> Tensor:
+            return self.inner(x)
+
+    class Giving(_Wide):
+        def __init__(self, config: Config | None) -> None:
+            super().__init__(Given)
+            self.config = config
+
+        def forward(self, x: Tensor) -> Tensor:
+            for half in self.halves:
+                x = half(x, self.config) * 1.0
+            return x
+
+    planned = []
+    for config in (None, Config()):
+        with moving() as session:
+            train(Giving(config).to(device), device)
+            saver = session.runtime.saver()
+            assert saver is not None
+            planned.append([plan.moved_bytes for mover in saver.armed_movers for plan in mover.learner.plans])
+    assert planned[0] == planned[1]
+
+
+if __name__ == "__main__":
+    main("regions")
