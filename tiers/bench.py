@@ -114,17 +114,16 @@ def run(
             except subprocess.TimeoutExpired:
                 ended = True
                 _signal(child, signal.SIGINT)
-                child.wait(GRACE)
-        except BaseException as error:
-            _signal(child, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(GRACE)
+        finally:
+            _signal(child, signal.SIGKILL)  # also workers that a launcher has left behind
             child.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
     return Outcome(variant, child.returncode, ended, _stats(directory), _last_line(output))
 
 
 def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    if child.poll() is None:
+    with suppress(ProcessLookupError):  # nobody is left
         os.killpg(child.pid, number)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,11 @@ def test_seconds_are_a_number(program: list[str], capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["bench", "--hbm", "20GiB", "--seconds", "soon", *program])
     assert "'soon' is not a number of seconds above 0" in capsys.readouterr().err
+
+
+def test_workers_that_a_program_leaves_behind_do_not_run_beside_the_next(tmp_path: Path) -> None:
+    worker = f"import pathlib, time; time.sleep(3); pathlib.Path({str(tmp_path / 'survived')!r}).touch()"
+    leaves = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}])"
+    assert main(["bench", "--no-ideal", "--hbm", "20GiB", "--", sys.executable, "-c", leaves]) == 1  # it never stepped
+    time.sleep(4)
+    assert not (tmp_path / "survived").exists()
