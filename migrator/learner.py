@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from allocator.sizes import format_size
@@ -46,12 +46,22 @@ class Made:
         Why the plan is for more than the budget, if it is.
     least : bool
         Whether no plan holds less.
+    asked : int
+        The budget that the policy was given, in bytes.
     """
 
     plan: Plan
     predicted: Simulated | None
     refused: NoPlanFits | None = None
     least: bool = False
+    asked: int = 0
+
+    def after(self, before: Made) -> Made:
+        """The same, and `least` where a policy that never refuses was asked for less than `before`, in vain."""
+        if self.predicted is None or before.predicted is None or self.asked >= before.asked:
+            return self
+        peak = self.predicted.peak["hbm"]
+        return replace(self, least=self.least or (peak > self.asked and peak >= before.predicted.peak["hbm"]))
 
     def __str__(self) -> str:
         plan, predicted = self.plan, self.predicted
@@ -307,7 +317,9 @@ class Learner:
         if self._pending is None or not self._pending.done():
             return False
         pending, self._pending = self._pending, None
-        self._made, self._planned = pending.result(), self._asked
+        before, self._made, self._planned = self._made, pending.result(), self._asked
+        if len(before) == len(self._made):
+            self._made = tuple(made.after(old) for made, old in zip(self._made, before, strict=True))
         self._feedback.adopted()
         for made in self._made:
             log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
@@ -336,9 +348,9 @@ def _make_all(
 
 
 def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool) -> Made:
-    refused, least = None, False
+    refused, least, asked = None, False, max(0, budget + correction)
     try:
-        plan = policy(trace, max(0, budget + correction), links)
+        plan = policy(trace, asked, links)
     except NoPlanFits as error:
         least = True
         if error.smallest > budget:
@@ -346,4 +358,4 @@ def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Lin
             if must_fit:
                 raise refused from None
         plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
-    return Made(plan, simulate(trace, links, plan) if trace.others else None, refused, least)
+    return Made(plan, simulate(trace, links, plan) if trace.others else None, refused, least, asked)

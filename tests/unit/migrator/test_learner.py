@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
@@ -631,6 +632,17 @@ def test_where_no_plan_holds_less_nothing_is_asked_for_in_vain() -> None:
     (plan,) = learner.plans
     assert not any(quiet(learner, 2 * peak_of(MODEL)) for _ in range(20))
     assert learner.plans == (plan,)
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"autotm"}))  # which needs scipy
+def test_a_policy_that_refuses_nothing_is_asked_for_less_in_vain_only_once(name: str) -> None:
+    """What a published policy finds may not fit. However little is lacking, that is so after ten periods."""
+    with suppress(NoPlanFits):
+        least = simulate(MODEL, PCIE_GEN5, POLICIES[name](MODEL, 0, PCIE_GEN5)).peak["hbm"]
+        learner = Learner(POLICIES[name], int(least / 1.03), must_fit=False)
+        learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+        changed = [quiet(learner, simulate(MODEL, PCIE_GEN5, learner.plans[0]).peak["hbm"]) for _ in range(30)]
+        assert not any(changed[10:])
 
 
 def test_a_plan_is_told_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
