@@ -24,7 +24,7 @@ PRESSED = 0.03  # of the target: what the budget gives back when the allocator w
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 LATE = 0.004  # of the ideal step: stalls that were not predicted and are shorter do not count,
 LEAST_LATE = 500e-6  # nor those shorter than so many seconds: each wait has a few microseconds of its own
-SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
+SETTLING = 3  # periods under new plans that tell little: what the allocator caches fits those before, or all are short
 PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
 LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
 LOOKS = 2  # times that the program's times or its links are corrected: it is to be settled within ten periods
@@ -60,6 +60,7 @@ class Feedback:
         self._good: int | None = None  # the last correction whose plan kept to the target
         self._overflow: int | None = None  # when the budget was last cut for it
         self._under = 0  # periods under the plans there are
+        self._highest = 0  # of their peaks
         self._presses = 0  # of these, the last ones in a row in which the allocator flushed its cache
 
     @property
@@ -69,7 +70,7 @@ class Feedback:
 
     def adopted(self) -> None:
         """The plans changed: what the allocator caches will have to change, too."""
-        self._under = self._presses = 0
+        self._under = self._presses = self._highest = 0
         self._laps.clear()
 
     def news(self) -> None:
@@ -96,6 +97,7 @@ class Feedback:
             Bytes that the allocator had to put elsewhere, as HBM was full.
         """
         self._under += 1
+        self._highest = max(self._highest, peak)
         self._presses = self._presses + 1 if pressed and self._under > SETTLING else 0
         if predicted is not None:
             # The peak tells already what lies in HBM; a flush tells of fragments alone, and of those that stay.
@@ -118,9 +120,11 @@ class Feedback:
             if predicted is not None and self._good is not None and less < self._good < self.correction:
                 less = self._good  # it grew too far: what was there before kept to the target
             self.correction = self._ceiling = max(-base, less)
-        elif may_grow and (gain := slack if predicted is None else min(slack, predicted - peak)) > 0:
+        elif may_grow and (gain := slack if predicted is None else min(self._target, predicted) - self._highest) > 0:
             most = self._target - base if predicted is None else self._target // 2
-            if predicted is None or (gain > WORTH * self._target and self._growths < GROWTHS):
+            # What one short period leaves free, the next one may need.
+            due = self._under >= SETTLING and self._growths < GROWTHS
+            if predicted is None or (due and gain > WORTH * self._target):
                 self._growths += 1
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
         return self.correction != before

@@ -58,10 +58,12 @@ class Made:
 
     def after(self, before: Made) -> Made:
         """The same, and `least` where a policy that never refuses was asked for less than `before`, in vain."""
-        if self.predicted is None or before.predicted is None or self.asked >= before.asked:
-            return self
-        peak = self.predicted.peak["hbm"]
-        return replace(self, least=self.least or (peak > self.asked and peak >= before.predicted.peak["hbm"]))
+        in_vain = self.asked < before.asked and self.peak() >= max(before.peak(), self.asked + 1)
+        return replace(self, least=self.least or in_vain)
+
+    def peak(self) -> int:
+        """Most bytes in HBM; 0 where that was not predicted."""
+        return 0 if self.predicted is None else self.predicted.peak["hbm"]
 
     def __str__(self) -> str:
         plan, predicted = self.plan, self.predicted
@@ -250,20 +252,28 @@ class Learner:
 
     def _correct(self, peak: int, pressed: bool, overflow: int, lap: Lap | None) -> bool:
         predictions = [predicted for predicted in self.predictions if predicted is not None]
-        if all(made.least for made in self._made) and (overflow or peak > self._target):
-            return False  # there is no plan that holds less
+        if (overflow or peak > self._target) and self._holds_least():
+            return False
+        # Of several kinds of periods nobody says which one this was: what a short one left free, a long one needs.
+        one_kind_or_untold = len(self._made) == 1 or not predictions
         changed = self._feedback.peak(
             peak,
             max((predicted.peak["hbm"] for predicted in predictions), default=None),
             max(self._before_correction(trace) for trace in self._planned),
             pressed=pressed,
-            may_grow=any(plan.groups or plan.recompute or plan.regions for plan in self.plans),
+            may_grow=one_kind_or_untold and any(plan.groups or plan.recompute or plan.regions for plan in self.plans),
             overflow=overflow,
         )
-        # Of several kinds of periods nobody says which one this was; and memory in DRAM is slow whatever the plan.
+        # Nor does it say anything of the pace; and memory in DRAM is slow whatever the plan.
         if lap is not None and len(self._made) == len(predictions) == 1 and not (pressed or overflow):
             changed |= self._feedback.lap(lap, predictions[0])
         return changed and self._plan()
+
+    def _holds_least(self) -> bool:
+        """Whether no plans hold less: of several kinds of periods, one for that which is predicted to hold most."""
+        if all(made.predicted is not None for made in self._made):
+            return max(self._made, key=Made.peak).least
+        return all(made.least for made in self._made)
 
     def _before_correction(self, trace: Trace) -> int:
         return self._target if trace.others else self._room or 0
