@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import copy
 import importlib
 import inspect
 import os
@@ -24,6 +25,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tiers
 from allocator.sizes import MiB
@@ -56,6 +58,7 @@ FAMILIES = (
     "processes",
     "recompute",
     "regions",
+    "repeats",
     "sessions",
     "storages",
     "subclasses",
@@ -169,6 +172,17 @@ def moved(session: Session) -> dict[str, int]:
     return session.stats()["moved"]
 
 
+def recomputed(session: Session) -> set[str]:
+    """Return the paths of the modules that this thread's plans recompute as a whole."""
+    saver = session.runtime.saver()
+    assert saver is not None
+    return {path for mover in saver.armed_movers for plan in mover.learner.plans for path in plan.regions}
+
+
+WHOLE: dict[str, Any] = {"regions": True, "share": 0}
+"""Arguments of `moving`: whole modules are recomputed, and nothing moves."""
+
+
 # ------------------------------------------------------------------------------------------- results
 
 
@@ -203,6 +217,26 @@ def perceptron(device: torch.device, *, width: int = 128, depth: int = 4, seed: 
     torch.manual_seed(seed)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers).to(device)
+
+
+class Block(nn.Module):
+    """Adds to its input what its layers make of it, times a scale."""
+
+    def __init__(self, *extra: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(128, 256), *extra, nn.Tanh(), nn.Linear(256, 128), nn.Dropout(0.1))
+        self.inner: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        h = self.layers(x)
+        self.inner.append(StorageWeakRef(h.untyped_storage()))
+        return x + (h if scale is None else h * scale)
+
+
+def blocks(device: torch.device, *extra: nn.Module) -> nn.Sequential:
+    """Return three blocks, each with a copy of the `extra` layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(*copy.deepcopy(extra)) for _ in range(3))).to(device)
 
 
 def batch(device: torch.device, i: int, *, rows: int = 2048, width: int = 128) -> Tensor:
