@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
-from migrator import peaks
+from migrator import peaks, process_groups
 from migrator.group import claim_died
 from migrator.hooks import Saver
 
@@ -70,6 +70,7 @@ def install(listener: Listener) -> None:
     _autograd._saved_tensors_hooks_disable = _disable
     _autograd._saved_tensors_hooks_enable = _enable
     peaks.install()
+    process_groups.install()
     _keep_dynamo_out()
     # torch.compile warns of module hooks that may fire twice. Ours may.
     warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
@@ -86,6 +87,7 @@ def uninstall() -> None:
     _autograd._saved_tensors_hooks_disable = _plain_disable
     _autograd._saved_tensors_hooks_enable = _plain_enable
     peaks.uninstall()
+    process_groups.uninstall()
 
 
 def _enter(module: nn.Module, args: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -135,6 +136,36 @@ def ddp_over_gloo(device: torch.device) -> None:
             plain, ours = (bits(torch.load(Path(directory) / f"{how}-{rank}")) for how in (False, True))
             print(f"  rank {rank}: {len(plain)} results")
             assert plain == ours
+
+
+def _end_groups(rank: int, directory: str, device: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/groups", rank=rank, world_size=2)
+    model = perceptron(torch.device(device), depth=2)
+
+    def end_one() -> None:
+        group = dist.new_group([0, 1])
+        model_of_group = DistributedDataParallel(model, process_group=group)  # the last that holds it
+        model_of_group(batch(torch.device(device), rank)).sum().backward()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+    with moving(room=MiB):
+        for _ in range(10):
+            end_one()
+    dist.destroy_process_group()
+
+
+def process_groups_that_end_with_ddp(device: torch.device) -> None:
+    """Threads of gloo let go of our hooks, for which they need the interpreter: who waits for them must not have it."""
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = mp.spawn(_end_groups, (directory, str(device)), nprocs=2, join=False)
+        deadline = time.monotonic() + 120
+        while not ranks.join(timeout=5):
+            if time.monotonic() > deadline:
+                for process in ranks.processes:
+                    process.kill()
+                raise AssertionError("the ranks hang")
 
 
 class _Sharded(nn.Module):
