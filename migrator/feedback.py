@@ -24,7 +24,8 @@ PRESSED = 0.03  # of the target: what the budget gives back when the allocator w
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
 LATE = 0.004  # of the ideal step: stalls that were not predicted and are shorter do not count,
 LEAST_LATE = 500e-6  # nor those shorter than so many seconds: each wait has a few microseconds of its own
-SETTLING = 3  # periods under new plans that tell little: what the allocator caches fits those before, or all are short
+SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
+TELLING = 2  # periods under new plans that tell what is left free: where lengths alternate, one may be short
 PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
 LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
 LOOKS = 2  # times that the program's times or its links are corrected: it is to be settled within ten periods
@@ -123,7 +124,7 @@ class Feedback:
         elif may_grow and (gain := slack if predicted is None else min(self._target, predicted) - self._highest) > 0:
             most = self._target - base if predicted is None else self._target // 2
             # What one short period leaves free, the next one may need.
-            due = self._under >= SETTLING and self._growths < GROWTHS
+            due = self._under >= TELLING and self._growths < GROWTHS
             if predicted is None or (due and gain > WORTH * self._target):
                 self._growths += 1
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
 from migrator.background import in_background
-from migrator.feedback import LAPS, LATE, LATE_PACE, LEAST_LATE, OFF_PACE, PRESSED, SETTLED, SETTLING, Feedback
+from migrator.feedback import LAPS, LATE, LATE_PACE, LEAST_LATE, OFF_PACE, PRESSED, SETTLED, SETTLING, TELLING, Feedback
 from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner, Made
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import NoPlanFits, Plan, look_ahead, make_plan
@@ -642,7 +642,7 @@ def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
     def measured(peak: int) -> bool:
         return feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True)
 
-    assert [measured(TARGET * 85 // 100) for _ in range(SETTLING)][-1]
+    assert [measured(TARGET * 85 // 100) for _ in range(TELLING)][-1]
     assert feedback.correction > 0
     assert measured(TARGET * 115 // 100)
     assert feedback.correction == 0
