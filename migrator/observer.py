@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from migrator import weights
 from migrator.mover import Mover
 from migrator.packed import Packed, keep
+from migrator.recompute.arguments import changeable
 from migrator.recompute.dropped import Dropped
 from migrator.recompute.finder import Verified, base_of, find, layout
 from migrator.recompute.formulas import Formula
 from migrator.recompute.origins import Origins, note_epsilon
-from migrator.recompute.regions import Regions, changeable
+from migrator.recompute.regions import Regions
 from migrator.recompute.trials import Trial
 from migrator.recompute.watch import Watch
 from migrator.recorder import Recorder

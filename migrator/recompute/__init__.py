@@ -3,5 +3,6 @@
 While a period is recorded, `finder` looks for a formula for every saved tensor: along the graph (`formulas`, `ways`,
 `origins`), by the operations that are known (`operations`; `fused` does several at once). `trials` sees whether it
 gives the same bits, and what it takes. What the plan then recomputes is held in the graph as `dropped` tensors.
-`regions` puts PyTorch's own checkpoint around whole modules, but for those that `watch` sees cannot be repeated.
+`regions` puts PyTorch's own checkpoint around whole modules, but for those that `watch` sees cannot be repeated; a
+forward that is repeated finds things `as_it_was`, its `arguments` included.
 """

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import update_wrapper
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from migrator.packed import modified
 from migrator.plan import checkpoint_key
-from migrator.recompute.dropped import FOR_RECOMPUTING
-from migrator.recompute.watch import OF_EVERY_MODULE, SETTINGS
+from migrator.recompute.arguments import copy_of, tensors_in
+from migrator.recompute.as_it_was import Snapshot
 from migrator.sites import Modules, Node
 
 _graph_task = torch._C._current_graph_task_id
@@ -117,8 +114,8 @@ class _Checkpointed:
             return forward(*args, **kwargs)
         try:
             # Of tensors the checkpoint looks after itself; here they would only be held.
-            given = [None if isinstance(arg, Tensor) else _copy(arg) for arg in args]
-            named = {name: _copy(arg) for name, arg in kwargs.items()}
+            given = [None if isinstance(arg, Tensor) else copy_of(arg) for arg in args]
+            named = {name: copy_of(arg) for name, arg in kwargs.items()}
         except TypeError:
             given = None
         if given is None or _has_hooks_within(module):
@@ -126,16 +123,16 @@ class _Checkpointed:
             return forward(*args, **kwargs)
         modules = self._modules
         here, modules.here = modules.here, self._inputs  # what the checkpoint itself saves
-        as_it_is, choices = _Snapshot(module, _tensors((*given, *named.values()))), _choices()
+        as_it_is = Snapshot(module, tensors_in((*given, *named.values())))
 
         def run(*args: Any) -> Any:
             if _graph_task() == -1:
                 modules.here = here
                 return forward(*args, **kwargs)
             # Containers may have changed since, and may change again.
-            args = tuple(arg if own is None else _copy(own) for arg, own in zip(args, given, strict=True))
-            with as_it_is.back(), _chosen(*choices):
-                return forward(*args, **{name: _copy(own) for name, own in named.items()})
+            args = tuple(arg if own is None else copy_of(own) for arg, own in zip(args, given, strict=True))
+            with as_it_is.back():
+                return forward(*args, **{name: copy_of(own) for name, own in named.items()})
 
         try:
             return checkpoint(run, *args, use_reentrant=False)  # which has arguments by name of its own
@@ -156,136 +153,6 @@ class _Checkpointed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module(), "forward")
-
-
-class _Snapshot:
-    """What a module and those within were when forward began: parameters, buffers, tensors, modes and other settings.
-
-    Other attributes are not held: a list of tensors would hold the graph of an earlier step. That they are left alone
-    until backward is what `migrator.recompute.watch` has seen.
-
-    Parameters
-    ----------
-    given
-        Tensors that forward is given, of which nobody else sees that they are changed.
-    """
-
-    def __init__(self, module: nn.Module, given: Iterable[Tensor]) -> None:
-        self._modules = [(child, _settings(child)) for child in module.modules()]
-        tensors: list[Tensor | None] = [*given]
-        for child, was in self._modules:
-            tensors += was["_parameters"].values()
-            if not isinstance(child, _NormBase):  # which changes its own
-                tensors += was["_buffers"].values()
-        self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
-
-    @contextmanager
-    def back(self) -> Iterator[None]:
-        """Have the modules be so again; what is done to their attributes meanwhile is forgotten.
-
-        Raises
-        ------
-        RuntimeError
-            If a parameter, a buffer, or what forward was given, has been changed since.
-        """
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                raise modified(tensor, tensor.dtype, tensor.size(), version, FOR_RECOMPUTING)
-        own = [(child, vars(child)) for child, _ in self._modules]
-        for child, was in self._modules:
-            buffers = was["_buffers"]
-            if isinstance(child, _NormBase):  # which would count the batch a second time
-                buffers = {name: None if t is None else t.clone() for name, t in buffers.items()}
-            object.__setattr__(child, "__dict__", {**vars(child), **was, "_buffers": dict(buffers)})
-        try:
-            yield
-        finally:
-            for child, attributes in own:
-                object.__setattr__(child, "__dict__", attributes)
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    own = vars(module)
-    settings: dict[str, Any] = {"training": own["training"]}
-    settings |= {"_parameters": dict(own["_parameters"]), "_buffers": dict(own["_buffers"])}
-    for name in own.keys() - OF_EVERY_MODULE:
-        value = own[name]
-        if type(value) in SETTINGS:
-            settings[name] = value
-        elif isinstance(value, Tensor):
-            settings[name] = value if value.grad_fn is None else value.detach().requires_grad_()  # without its graph
-    return settings
-
-
-_PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
-
-
-def _copy(arg: Any) -> Any:
-    """An argument that stays as it is when the program changes the containers in it.
-
-    Raises
-    ------
-    TypeError
-        If it is of a kind of which that cannot be told, such as a cache of keys and values.
-    """
-    if isinstance(arg, _PLAIN):
-        return arg
-    if type(arg) in (tuple, list, set):
-        return type(arg)(map(_copy, arg))
-    if type(arg) is dict:
-        return {name: _copy(value) for name, value in arg.items()}
-    raise TypeError(type(arg).__name__)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among what `_copy` has copied."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) in (tuple, list, set):
-            yield from _tensors(value)
-        elif type(value) is dict:
-            yield from _tensors(value.values())
-
-
-def changeable(arguments: Iterable[Any]) -> list[Tensor] | None:
-    """The tensors that a forward is given; None if it could not be given these arguments again as they were."""
-    try:
-        return list(_tensors([_copy(argument) for argument in arguments]))
-    except TypeError:
-        return None
-
-
-_SWITCHES = (
-    *(
-        (f"_get_{kernel}_sdp_enabled", f"_set_sdp_use_{kernel}")
-        for kernel in ("flash", "mem_efficient", "math", "cudnn")
-    ),
-    *((f"_get_{switch}", f"_set_{switch}") for switch in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
-    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-)
-
-
-def _choices() -> tuple[torch.dtype, list[bool]]:
-    """Default dtype, and the kernels that may be used: the program may have chosen them for forward only."""
-    return torch.get_default_dtype(), [getattr(torch._C, get)() for get, _ in _SWITCHES]
-
-
-def _choose(dtype: torch.dtype, switches: list[bool]) -> None:
-    torch.set_default_dtype(dtype)
-    for (_, switch), on in zip(_SWITCHES, switches, strict=True):
-        getattr(torch._C, switch)(on)
-
-
-@contextmanager
-def _chosen(dtype: torch.dtype, switches: list[bool]) -> Iterator[None]:
-    """Have the choices be these."""
-    before = _choices()
-    _choose(dtype, switches)
-    try:
-        yield
-    finally:
-        _choose(*before)
 
 
 def _in_a_mode() -> bool:
