@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -35,8 +36,12 @@ Driver open_driver() {
               look_up(library, "cuModuleLoadData", d.load_module) &&
               look_up(library, "cuModuleGetFunction", d.get_function) &&
               look_up(library, "cuLaunchKernel", d.launch);
+    look_up(library, "cuMemcpyBatchAsync", d.copy_batch);
     return d;
 }
+
+// Bytes a copy: with both directions busy, 16 MiB at a time gave 100 GB/s on an H100 where 256 MiB in one gave 95.
+constexpr uint64_t kPart = uint64_t{16} << 20;
 
 std::mutex lock;
 
@@ -107,6 +112,36 @@ void release(int device, Handle event, Kind kind) {
     if (event == nullptr) return;
     std::lock_guard<std::mutex> guard(lock);
     devices()[device].events[kind].push_back(event);
+}
+
+void Batch::add(uint64_t target, uint64_t source, uint64_t nbytes) {
+    for (uint64_t at = 0; at < nbytes; at += kPart) {
+        targets_.push_back(target + at);
+        sources_.push_back(source + at);
+        sizes_.push_back(std::min(kPart, nbytes - at));
+    }
+}
+
+Result Batch::submit(Handle stream) {
+    Result error = kNotSupported;
+    if (sizes_.size() > 1 && driver().copy_batch != nullptr) {
+        CopyAttributes attributes;
+        size_t first = 0, failed = 0;
+        error = driver().copy_batch(targets_.data(), sources_.data(), sizes_.data(), sizes_.size(), &attributes, &first,
+                                    1, &failed, stream);
+    }
+    if (error == kNotSupported) error = one_by_one(stream);
+    targets_.clear();
+    sources_.clear();
+    sizes_.clear();
+    return error;
+}
+
+Result Batch::one_by_one(Handle stream) const {
+    for (size_t k = 0; k < sizes_.size(); ++k) {
+        if (Result error = driver().copy(targets_[k], sources_[k], sizes_[k], stream)) return error;
+    }
+    return 0;
 }
 
 Result Event::record(Handle stream) {

@@ -45,7 +45,7 @@ class Staging {
 
     // Gather a run, and have `lane` wait for that; `beside` must already wait for the sources. The run then lies at
     // `address`, laid out as in its target, and the caller has `lane` copy it before it calls again. 0 if the driver
-    // refused to gather: each span must leave by itself.
+    // refused to gather: spans must leave as they lie.
     Result gather(Handle lane, const Span* run, int length, uint64_t* address);
 
   private:

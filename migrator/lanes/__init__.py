@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from allocator.sizes import MiB
+from allocator.sizes import KiB, MiB
 from migrator.timing import Lap
 from migrator.transfers import Transfer
 
@@ -26,10 +26,9 @@ SLOT = 512
 """Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
 their code path by alignment, so a tensor that comes back must be aligned as it was, or results differ."""
 
-GATHERED = 4 * MiB
-"""The largest piece that is gathered with others, to leave as one copy. A copy of its own costs it 1.6 us of an H100's
-copy engine, 2% of what its bytes take there; for larger ones that is less than the part of HBM's bandwidth that
-gathering takes from the program, 3% while a lane is busy."""
+GATHERED = 256 * KiB
+"""The largest piece that is gathered with others, to leave as one copy. Larger ones leave as they lie, in one call of the
+driver's, at the speed of the link; gathering takes a part of HBM's bandwidth from the program."""
 
 FULL_SPEED = 1 * MiB  # a plain copy of this size reaches 90% of the link
 

@@ -14,7 +14,7 @@ from migrator.devices import open_device
 from migrator.lanes import GATHERED, SLOT, Event, Piece
 from migrator.lanes.native import NativeLane
 
-SIZES = ((1, 600), (SLOT, 64 * KiB), (64 * KiB, MiB), (MiB, GATHERED), (GATHERED, GATHERED), (GATHERED, 6 * MiB))
+SIZES = ((1, 600), (SLOT, 64 * KiB), (64 * KiB, GATHERED), (GATHERED, GATHERED), (GATHERED, MiB), (MiB, 20 * MiB))
 GROUPS, UNDER_WAY = 12, 3
 
 

@@ -43,7 +43,7 @@ thread_local std::vector<void*> contexts = {nullptr};  // the current one last
 thread_local int mode = kGlobal;                       // of captures
 long made = 0, clock_ = 0, refuse_in = 0, spoilt = 0;
 int broken = 0;
-bool kernels = true;
+bool kernels = true, batches = true;
 std::atomic<bool> stalled{false};
 std::atomic<long> waiting{0};
 std::map<long, std::thread::id> captured;  // streams, in the default mode, by whom
@@ -57,6 +57,11 @@ int spoil(bool conflicts) { return conflicts ? ++spoilt, kCapturing : 0; }
 bool refused() { return refuse_in && --refuse_in == 0; }
 void ask(void* stream, std::shared_ptr<Point> after, std::function<void()> run, std::vector<Range> touched = {}) {
     streams[number(stream)].push_back({std::move(after), std::move(run), std::move(touched)});
+}
+void ask_copy(uint64_t target, uint64_t source, size_t nbytes, void* stream) {
+    ask(stream, nullptr, [=] {
+        std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), nbytes);
+    }, {{target, nbytes}, {source, nbytes}});
 }
 bool pending_anywhere() {
     for (auto& [stream, steps] : streams)
@@ -95,6 +100,7 @@ void fake_refuse(long call) { refuse_in = call; }  // of those to come that give
 long fake_events() { return made; }
 long fake_pending(long stream) { return static_cast<long>(streams[stream].size()); }
 void fake_kernels(bool on) { kernels = on; }  // whether events stand for them
+void fake_batches(bool on) { batches = on; }  // whether it takes several copies in one call
 bool fake_pending_at(uint64_t address, size_t bytes) {
     for (auto& [stream, steps] : streams)
         for (const Step& step : steps) {
@@ -235,9 +241,20 @@ int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream)
     if (!contexts.back()) return kNoContext;
     if (refused()) return 700;
     std::printf("copy %zu on %ld\n", nbytes, number(stream));
-    ask(stream, nullptr, [=] {
-        std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), nbytes);
-    }, {{target, nbytes}, {source, nbytes}});
+    ask_copy(target, source, nbytes, stream);
+    return 0;
+}
+int cuMemcpyBatchAsync(uint64_t* targets, uint64_t* sources, size_t* sizes, size_t count, int* attributes,
+                       size_t* first, size_t kinds, size_t*, void* stream) {
+    if (!contexts.back()) return kNoContext;
+    if (!batches) return 801;
+    if (refused()) return 700;
+    if (kinds != 1 || *first != 0 || *attributes != 1) return 1;
+    std::printf("copies");
+    for (size_t k = 0; k < count; ++k) std::printf(" %zu", sizes[k]);
+    std::printf(" on %ld\n", number(stream));
+    // In whatever order.
+    for (size_t k = count; k-- > 0;) ask_copy(targets[k], sources[k], sizes[k], stream);
     return 0;
 }
 }

@@ -36,8 +36,7 @@ assert target.raw == b"efghabcd" and done.query() and before.timed and not done.
         "create 1",
         "record 1 on 7",
         "9 waits for 1",
-        "copy 4 on 9",
-        "copy 4 on 9",
+        "copies 4 4 on 9",
         "create 2 untimed",
         "record 2 on 9",
     ]
@@ -95,14 +94,23 @@ library.timed_copy(0, 9, array("Q", [at + 8, at, 8]), [before])
     ]
 
 
-def test_a_large_span_leaves_in_parts(built: Path) -> None:
-    program = """
+LARGE = """
+fake.fake_batches({batches})
 source, target = (ctypes.create_string_buffer(40 << 20) for _ in range(2))
 ctypes.memset(source, 7, 40 << 20)
 library.copy(0, 9, array("Q", [ctypes.addressof(target), ctypes.addressof(source), 40 << 20]), []).synchronize()
 assert target.raw == source.raw
 """
-    assert [line for line in asked(built, program) if line.startswith("copy")] == [
+
+
+def test_a_large_span_leaves_in_parts(built: Path) -> None:
+    lines = asked(built, LARGE.format(batches=True))
+    assert [line for line in lines if line.startswith("cop")] == ["copies 16777216 16777216 8388608 on 9"]
+
+
+def test_where_the_driver_takes_one_copy_a_call_each_has_its_own(built: Path) -> None:
+    lines = asked(built, LARGE.format(batches=False))
+    assert [line for line in lines if line.startswith("cop")] == [
         "copy 16777216 on 9",
         "copy 16777216 on 9",
         "copy 8388608 on 9",
