@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from migrator.backing import Parcel
-from migrator.lanes import GATHERED, SLOT, Piece, Stream
+from migrator.lanes import FULL_SPEED, SLOT, Piece, Stream
 from migrator.tensors import Saved
 
 NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for
@@ -95,10 +95,10 @@ class Group:
 
     def arrange(self) -> int:
         """Give each member its place in the group; the bytes of all."""
-        # Large members first, then the small ones side by side, so that the lane can gather those.
-        large = [saved for saved in self.members if saved.nbytes > GATHERED]
+        # Large members first, then the small ones side by side: a lane that cannot ask for all at once gathers those.
+        large = [saved for saved in self.members if saved.nbytes >= FULL_SPEED]
         if large:
-            self.members = [*large, *(saved for saved in self.members if saved.nbytes <= GATHERED)]
+            self.members = [*large, *(saved for saved in self.members if saved.nbytes < FULL_SPEED)]
         offset = 0
         for saved in self.members:
             saved.offset = offset

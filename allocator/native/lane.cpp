@@ -4,14 +4,16 @@
 // or the driver's error code, and may be called in any thread.
 
 #include <cstdint>
-#include <utility>
 
 #include "lane_driver.h"
-#include "lane_staging.h"
 
 namespace {
 
 using namespace tiers::lane;
+
+struct Span {
+    uint64_t target, source, nbytes;
+};
 
 Result wait(Handle stream, int count, const Handle* events) {
     for (int k = 0; k < count; ++k) {
@@ -20,88 +22,21 @@ Result wait(Handle stream, int count, const Handle* events) {
     return 0;
 }
 
-// A group on its way. Two streams may work on it, the lane and the one beside it that gathers. Each waits for what the
-// group is to follow when it first gets something to do, so that a lane of gathered spans only waits for the gathering.
-class Group {
-  public:
-    Group(int device, Handle lane, Staging* staging, int waits, const Handle* events, bool timed)
-        : begin(device, kTimed), done(device, timed ? kTimed : kUntimed), lane_(lane), staging_(staging), waits_(waits),
-          events_(events), behind_(device, kUntimed), timed_(timed) {}
+// What was asked of the driver for one group.
+struct Asked {
+    Event begin, done, behind;
 
-    // Also wait for all that `stream` was given so far.
-    Result follow(Handle stream) { return behind_.record(stream); }
-
-    Result copy(const Span* spans, int count) {
-        for (int k = 0; k < count;) {
-            const int length = staging_ == nullptr ? 1 : staging_->run_length(spans + k, count - k);
-            if (length == 1) {
-                add(spans[k]);
-            } else if (Result error = copy_gathered(spans + k, length)) {
-                return error;
-            }
-            k += length;
+    Result copy(Handle lane, const Span* spans, int count, int waits, const Handle* events, bool timed) {
+        if (Result error = wait(lane, waits, events)) return error;
+        if (Result error = behind.hold_back(lane)) return error;
+        if (timed) {
+            if (Result error = begin.record(lane)) return error;
         }
-        if (Result error = submit()) return error;
-        if (Result error = start()) return error;  // if there was nothing to copy
-        return done.record(lane_);
+        Batch batch;
+        for (int k = 0; k < count; ++k) batch.add(spans[k].target, spans[k].source, spans[k].nbytes);
+        if (Result error = batch.submit(lane)) return error;
+        return done.record(lane);
     }
-
-    // After an error: until nothing that was asked for is under way, and memory and events may be used again.
-    void abandon() {
-        driver().stream_synchronize(lane_);
-        if (staging_ != nullptr) driver().stream_synchronize(staging_->beside());
-    }
-
-    Event begin, done;
-
-  private:
-    Result hold_back(Handle stream) {
-        if (Result error = wait(stream, waits_, events_)) return error;
-        return behind_.hold_back(stream);
-    }
-
-    Result start() {
-        if (started_) return 0;
-        if (Result error = hold_back(lane_)) return error;
-        return started();
-    }
-
-    // The lane's waits are over, and its time begins.
-    Result started() {
-        if (std::exchange(started_, true) || !timed_) return 0;
-        return begin.record(lane_);
-    }
-
-    void add(const Span& span) { batch_.add(span.target, span.source, span.nbytes); }
-
-    Result submit() {
-        if (batch_.empty()) return 0;
-        if (Result error = start()) return error;
-        return batch_.submit(lane_);
-    }
-
-    Result copy_gathered(const Span* run, int length) {
-        if (Result error = submit()) return error;  // which need not wait for the gathering
-        if (!std::exchange(gathering_, true)) {
-            if (Result error = hold_back(staging_->beside())) return error;
-        }
-        uint64_t address = 0;
-        if (Result error = staging_->gather(lane_, run, length, &address)) return error;
-        if (Result error = started()) return error;
-        if (address != 0) return driver().copy(run[0].target, address, extent(run, length), lane_);
-        for (int k = 0; k < length; ++k) add(run[k]);
-        return 0;
-    }
-
-    Handle lane_;
-    Staging* staging_;
-    int waits_;
-    const Handle* events_;
-    Event behind_;
-    Batch batch_;  // what was not yet asked for
-    bool timed_;
-    bool started_ = false;    // the lane waits,
-    bool gathering_ = false;  // and so does the stream beside it
 };
 
 }  // namespace
@@ -109,7 +44,7 @@ class Group {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Whether the driver was found.
+// Whether there is a driver that takes all copies of a group in one call: one of CUDA 12.8 or later.
 int tiers_lane_available() { return driver().found; }
 
 // Record an event of the pool at the end of `stream`, and its time.
@@ -161,37 +96,23 @@ Result tiers_stream_follow(int device, Handle stream, Handle event, Handle* reac
     return 0;
 }
 
-// Make a staging for one lane; `Staging` says of what. Where the driver cannot compile the kernel there is none.
-Result tiers_staging_open(int device, Handle beside, uint64_t address, uint64_t nbytes, uint64_t largest,
-                          Staging** staging) {
-    Within within(device);
-    Handle kernel = nullptr;
-    if (within.error) return within.error;
-    if (Result error = gathering_kernel(device, &kernel)) return error;
-    *staging = new Staging(device, kernel, beside, address, nbytes, largest);
-    return 0;
-}
-
-// Forget it. Its memory is in use until the lane is done.
-void tiers_staging_close(Staging* staging) { delete staging; }
-
 // Have `lane` wait for `events`, and for all that the stream at `behind` (unless that is null) was given so far, record
-// `begin` (unless it is null; then neither it nor `done` is timed), copy every span, and record `done`. With `staging`
-// (unless it is null) small spans, which must lie in HBM, are gathered; one call at a time may use it. After an error
+// `begin` (unless it is null; then neither it nor `done` is timed), copy every span, and record `done`. After an error
 // nothing of the group is under way.
-Result tiers_copy(int device, Handle lane, int count, const Span* spans, Staging* staging, int waits,
-                  const Handle* events, const Handle* behind, Handle* begin, Handle* done) {
+Result tiers_copy(int device, Handle lane, int count, const Span* spans, int waits, const Handle* events,
+                  const Handle* behind, Handle* begin, Handle* done) {
     Within within(device);
     if (within.error) return within.error;
-    Group group(device, lane, staging, waits, events, begin != nullptr);
-    Result error = behind == nullptr ? 0 : group.follow(*behind);
-    if (!error) error = group.copy(spans, count);
+    const bool timed = begin != nullptr;
+    Asked asked{{device, kTimed}, {device, timed ? kTimed : kUntimed}, {device, kUntimed}};
+    Result error = behind == nullptr ? 0 : asked.behind.record(*behind);
+    if (!error) error = asked.copy(lane, spans, count, waits, events, timed);
     if (error) {
-        group.abandon();
+        driver().stream_synchronize(lane);  // the caller may give the memory to others
         return error;
     }
-    if (begin != nullptr) *begin = group.begin.hand_on();
-    *done = group.done.hand_on();
+    if (timed) *begin = asked.begin.hand_on();
+    *done = asked.done.hand_on();
     return 0;
 }
 

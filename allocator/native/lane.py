@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_float, c_int, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_float, c_int, c_void_p
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -62,19 +62,6 @@ class TimedEvent(Event):
         return milliseconds.value
 
 
-class Staging:
-    """HBM of one lane in which its small spans are gathered. For one copy at a time."""
-
-    __slots__ = ("_library", "handle")
-
-    def __init__(self, library: Library, handle: int) -> None:
-        self._library = library
-        self.handle = handle
-
-    def __del__(self) -> None:
-        self._library.close_staging(self.handle)
-
-
 class Library:
     """The functions of the library, with their types. Streams are the driver's handles, devices PyTorch's indices."""
 
@@ -94,17 +81,11 @@ class Library:
         self._record.argtypes = (c_int, c_void_p, POINTER(c_void_p))
         self._follow = library.tiers_stream_follow
         self._follow.argtypes = (c_int, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_void_p))
-        self._open_staging = library.tiers_staging_open
-        self._open_staging.argtypes = (c_int, c_void_p, c_uint64, c_uint64, c_uint64, POINTER(c_void_p))
-        self.close_staging = library.tiers_staging_close
-        self.close_staging.argtypes = (c_void_p,)
-        self.close_staging.restype = None
         self._copy = library.tiers_copy
         self._copy.argtypes = (
             c_int,
             c_void_p,
             c_int,
-            c_void_p,
             c_void_p,
             c_int,
             POINTER(c_void_p),
@@ -112,17 +93,6 @@ class Library:
             POINTER(c_void_p),
             POINTER(c_void_p),
         )
-
-    def staging(self, device: int, beside: int, address: int, nbytes: int, largest: int) -> Staging | None:
-        """A staging in `nbytes` bytes of HBM at `address`, for spans of up to `largest` bytes.
-
-        None where the driver cannot compile the gathering kernel. The stream `beside` gathers in one half of it while
-        the lane sends the other. Nobody else may touch that memory, which is aligned to 512 bytes, until the lane is
-        done with all copies.
-        """
-        handle = c_void_p()
-        error = self._open_staging(device, beside, address, nbytes, largest, byref(handle))
-        return None if error else Staging(self, handle.value or 0)
 
     def record(self, device: int, stream: int) -> TimedEvent:
         """The end of everything that `stream` was given so far."""
@@ -145,12 +115,10 @@ class Library:
         spans: Spans,
         after: Sequence[Event],
         behind: int | None = None,
-        staging: Staging | None = None,
     ) -> Event:
         """Copy every span on the stream `lane`; the event says when it is done.
 
-        Once all of `after` have been passed, and all that the stream `behind` was given so far. With a `staging`, spans
-        must come from HBM, and small ones that follow one another in their target are gathered.
+        Once all of `after` have been passed, and all that the stream `behind` was given so far.
 
         Raises
         ------
@@ -158,7 +126,7 @@ class Library:
             None of the spans is being copied any more then.
         """
         done = c_void_p()
-        self._submit(device, lane, spans, after, behind, staging, None, byref(done))
+        self._submit(device, lane, spans, after, behind, None, byref(done))
         return Event(self, device, done.value or 0)
 
     def timed_copy(
@@ -168,11 +136,10 @@ class Library:
         spans: Spans,
         after: Sequence[Event],
         behind: int | None = None,
-        staging: Staging | None = None,
     ) -> tuple[TimedEvent, TimedEvent]:
         """`copy`, and when it began: an event between the waits and the copies."""
         begin, done = c_void_p(), c_void_p()
-        self._submit(device, lane, spans, after, behind, staging, byref(begin), byref(done))
+        self._submit(device, lane, spans, after, behind, byref(begin), byref(done))
         return TimedEvent(self, device, begin.value or 0), TimedEvent(self, device, done.value or 0)
 
     def _submit(
@@ -182,19 +149,17 @@ class Library:
         spans: Spans,
         after: Sequence[Event],
         behind: int | None,
-        staging: Staging | None,
         begin: Any,
         done: Any,
     ) -> None:
         address, length = spans.buffer_info()
         events = (c_void_p * len(after))(*[event.handle for event in after])
         stream = None if behind is None else byref(c_void_p(behind))
-        room = None if staging is None else staging.handle
-        _check(self._copy(device, lane, length // 3, address, room, len(after), events, stream, begin, done))
+        _check(self._copy(device, lane, length // 3, address, len(after), events, stream, begin, done))
 
 
 def load(path: Path = LIBRARY) -> Library | None:
-    """The library; None where it was not built, or there is no driver."""
+    """The library; None where it was not built, or there is no driver of CUDA 12.8 or later."""
     try:
         library = Library(path)
     except OSError:

@@ -33,10 +33,7 @@ Driver open_driver() {
               look_up(library, "cuStreamWaitEvent", d.stream_wait) &&
               look_up(library, "cuStreamSynchronize", d.stream_synchronize) &&
               look_up(library, "cuMemcpyAsync", d.copy) &&
-              look_up(library, "cuModuleLoadData", d.load_module) &&
-              look_up(library, "cuModuleGetFunction", d.get_function) &&
-              look_up(library, "cuLaunchKernel", d.launch);
-    look_up(library, "cuMemcpyBatchAsync", d.copy_batch);
+              look_up(library, "cuMemcpyBatchAsync", d.copy_batch);
     return d;
 }
 
@@ -123,18 +120,12 @@ void Batch::add(uint64_t target, uint64_t source, uint64_t nbytes) {
 }
 
 Result Batch::submit(Handle stream) {
-    Result error = kNotSupported;
-    if (sizes_.size() > 1 && driver().copy_batch != nullptr) {
-        CopyAttributes attributes;
-        size_t first = 0, failed = 0;
-        error = driver().copy_batch(targets_.data(), sources_.data(), sizes_.data(), sizes_.size(), &attributes, &first,
-                                    1, &failed, stream);
-    }
-    if (error == kNotSupported) error = one_by_one(stream);
-    targets_.clear();
-    sources_.clear();
-    sizes_.clear();
-    return error;
+    if (sizes_.size() <= 1) return one_by_one(stream);
+    CopyAttributes attributes;
+    size_t first = 0, failed = 0;
+    const Result error = driver().copy_batch(targets_.data(), sources_.data(), sizes_.data(), sizes_.size(), &attributes,
+                                             &first, 1, &failed, stream);
+    return error == kNotSupported ? one_by_one(stream) : error;
 }
 
 Result Batch::one_by_one(Handle stream) const {

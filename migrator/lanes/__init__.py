@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from allocator.sizes import KiB, MiB
+from allocator.sizes import MiB
 from migrator.timing import Lap
 from migrator.transfers import Transfer
 
@@ -26,11 +26,7 @@ SLOT = 512
 """Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
 their code path by alignment, so a tensor that comes back must be aligned as it was, or results differ."""
 
-GATHERED = 256 * KiB
-"""The largest piece that is gathered with others, to leave as one copy. Larger ones leave as they lie, in one call of the
-driver's, at the speed of the link; gathering takes a part of HBM's bandwidth from the program."""
-
-FULL_SPEED = 1 * MiB  # a plain copy of this size reaches 90% of the link
+FULL_SPEED = 1 * MiB  # a plain copy of this size, a call of its own, reaches 90% of the link
 
 TIMED = 32  # copies between two calls of `Lane.over`: enough to tell
 TIMED_EVERY = 64 * MiB  # copied, at least, between two that are timed: that costs a lane 3 us on an H100, 1/400 of it
@@ -42,7 +38,7 @@ Stream = Hashable
 class Piece(NamedTuple):
     """Bytes to copy: `nbytes` of them from byte `start` of `source` to byte `at` of `target`.
 
-    The pieces of one copy that are no larger than `GATHERED` share their target.
+    The pieces of one copy that are smaller than `FULL_SPEED` share their target.
     """
 
     target: torch.UntypedStorage
@@ -93,7 +89,7 @@ class Lane(Protocol):
         """Copies that ended since this was last called, as far as they were timed; times count from `since`.
 
         That must have been passed. At most `TIMED` between two calls are timed, of those that run at the lane's
-        speed: none of small pieces, and none that is gathered. On a GPU at most one in `TIMED_EVERY` bytes.
+        speed: none of small pieces. On a GPU at most one in `TIMED_EVERY` bytes.
         """
 
     def close(self) -> None:

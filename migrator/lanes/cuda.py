@@ -19,7 +19,7 @@ from migrator.lanes.meter import CudaMeter
 from migrator.timing import CALL, Lap
 from migrator.transfers import Transfer
 
-STAGING = 16 * MiB  # gathered bytes per DMA, or in two halves: the link's full speed
+STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
 
 
 class TimedEvent(Event, Protocol):

@@ -11,15 +11,15 @@ import torch
 from allocator.sizes import KiB, MiB, round_up
 from migrator.counters import Counters
 from migrator.devices import open_device
-from migrator.lanes import GATHERED, SLOT, Event, Piece
+from migrator.lanes import SLOT, Event, Piece
 from migrator.lanes.native import NativeLane
 
-SIZES = ((1, 600), (SLOT, 64 * KiB), (64 * KiB, GATHERED), (GATHERED, GATHERED), (GATHERED, MiB), (MiB, 20 * MiB))
+SIZES = ((1, 600), (SLOT, 64 * KiB), (64 * KiB, MiB), (MiB, 20 * MiB))
 GROUPS, UNDER_WAY = 12, 3
 
 
 def layout(rng: Random) -> list[tuple[int, int]]:
-    """Place and size of each piece of a group: most follow one another, so that they can be gathered."""
+    """Place and size of each piece of a group: most follow one another."""
     kinds = rng.sample(SIZES, rng.randrange(1, 4))
     pieces, end = [], 0
     for _ in range(300 if kinds == [SIZES[0]] else rng.choice((2, 6, 12))):

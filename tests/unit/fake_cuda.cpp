@@ -18,7 +18,6 @@
 #include <thread>
 #include <vector>
 
-#include "../../allocator/native/gather.h"
 #include "fake_streams.h"
 
 namespace {
@@ -208,33 +207,6 @@ int cuCtxSynchronize() {
 int cuStreamIsCapturing(void* stream, int* status) {
     if (!contexts.back()) return kNoContext;
     *status = static_cast<int>(captured.count(number(stream)));
-    return 0;
-}
-int cuModuleLoadData(void** module, const void* image) {
-    if (int error = asked_wrongly()) return error;
-    *module = const_cast<void*>(image);
-    return number(contexts.back()) == 1001 ? 222 : 0;  // the second device's driver cannot compile
-}
-int cuModuleGetFunction(void** function, void* module, const char*) { return *function = module, 0; }
-int cuLaunchKernel(void*, unsigned x, unsigned y, unsigned, unsigned threads, unsigned, unsigned, unsigned, void* stream,
-                   void** parameters, void**) {
-    if (!contexts.back()) return kNoContext;
-    if (refused()) return 701;
-    std::printf("gather %u on %ld, %u blocks of %u each\n", y, number(stream), x, threads);
-    const GatherBatch& asked = **reinterpret_cast<GatherBatch**>(parameters);
-    std::vector<Range> touched;
-    for (unsigned k = 0; k < y; ++k) {
-        const GatherSpan& span = asked.spans[k];
-        touched.push_back({asked.target + span.offset, span.nbytes});
-        touched.push_back({span.source, span.nbytes});
-    }
-    ask(stream, nullptr, [y, batch = asked] {
-        for (unsigned k = 0; k < y; ++k) {
-            const GatherSpan& span = batch.spans[k];
-            std::memcpy(reinterpret_cast<char*>(batch.target) + span.offset, reinterpret_cast<char*>(span.source),
-                        span.nbytes);
-        }
-    }, touched);
     return 0;
 }
 int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream) {
