@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from migrator.recompute.ways import (
@@ -107,8 +108,12 @@ def search(node: Any, source: Source, table: Table) -> tuple[Pattern, Formula] |
     if found is None:
         return None
     what, way = found
-    pattern = Pattern(what, way if seen.repeatable else None)
+    pattern = Pattern(what, _ways.setdefault(repr(way), way) if seen.repeatable else None)
     return pattern, pattern.of(seen.packs)
+
+
+_ways: dict[str, Way] = {}
+"""Equal ways are one: what was read for one site is then in the processor's caches for the next."""
 
 
 class _Search:
@@ -150,6 +155,11 @@ class Operands:
         value = read(self._node)
         self.answers.append(Setting(read, value))
         return value
+
+    def on_gpu(self) -> bool:
+        """Whether the node works on a GPU. Not asked of it again: the layout of what is made says it, too."""
+        device: torch.device = self._node._input_metadata[0].device
+        return device.type == "cuda"
 
     def epsilon(self) -> float | None:
         """The epsilon of a normalisation whose node does not tell."""

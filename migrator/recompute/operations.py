@@ -17,13 +17,14 @@ from migrator.recompute.formulas import Build, Formula, Operands, Table
 from migrator.recompute.ways import is_leaf
 
 
-def _setting(name: str) -> Callable[[Any], Any]:
-    """Reads a setting that a node has saved."""
-    return attrgetter(f"_saved_{name}")
+def _setting(*names: str) -> Callable[[Any], Any]:
+    """Reads settings that a node has saved: a tuple of them if there are several."""
+    return attrgetter(*(f"_saved_{name}" for name in names))
 
 
 _alpha, _beta, _epsilon, _training = (_setting(name) for name in ("alpha", "beta", "eps", "training"))
-_normalized_shape = _setting("normalized_shape")
+_p, _dims, _normalized_shape = (_setting(name) for name in ("p", "dims", "normalized_shape"))
+_dim0_dim1 = _setting("dim0", "dim1")
 
 
 def _of_saved(run: Callable[..., Tensor], *settings: str) -> Build:
@@ -130,7 +131,7 @@ def _batch_norm(run: Callable[..., tuple[Tensor, ...]], setting: str) -> Build:
         if not operands.ask(_training):
             return None
         x, epsilon = operands.saved("input"), operands.ask(read)
-        if run is torch.native_batch_norm and operands.ask(_on_gpu):
+        if run is torch.native_batch_norm and operands.on_gpu():
             return _elementwise(operands, x, epsilon)
         # Without running statistics the kernel computes the batch's, as it did, and updates none.
         return _with_affine(
@@ -163,11 +164,6 @@ def _by_run(*values: Tensor) -> Tensor:
     raise NotImplementedError
 
 
-def _on_gpu(node: Any) -> bool:
-    device: torch.device = node._input_metadata[0].device
-    return device.type == "cuda"
-
-
 def _linear(operands: Operands) -> Formula | None:
     # The matrix product itself: dearer than the rest of the table by far, and still cheaper than all of a block.
     alpha, beta = operands.ask(_alpha), operands.ask(_beta)
@@ -183,15 +179,15 @@ def _product(operands: Operands) -> Formula | None:
     return operands.join(torch.mm, operands.saved("self"), operands.saved("mat2"))
 
 
-_convolved = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+_convolved = _setting("stride", "padding", "dilation", "transposed", "output_padding", "groups", "bias_sym_sizes_opt")
 
 
 def _convolution(operands: Operands) -> Formula | None:
     # The last of a ResNet's bottleneck makes two thirds of what its normalisations save, for a quarter of the work.
     shapes = operands.ask(_shapes)
-    settings = [operands.ask(_setting(name)) for name in _convolved]
+    *settings, bias = operands.ask(_convolved)
     given = [operands.saved("input"), operands.saved("weight")]
-    if any(operands.ask(_setting("bias_sym_sizes_opt")) or ()):
+    if any(bias or ()):
         given.append(operands.input(2))
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -217,28 +213,37 @@ def _shape(node: Any, output: int) -> Sequence[int]:
 
 
 def _dropout(operands: Operands) -> Formula | None:
-    p = operands.ask(_setting("p"))
+    p = operands.ask(_p)
     scale = 1 / (1 - p) if p < 1 else 0.0
     return operands.join(lambda x, mask: x * mask * scale, operands.input(0), operands.saved("result1"))
 
 
+def _dtype(node: Any) -> torch.dtype:
+    dtype: torch.dtype = node._input_metadata[0].dtype
+    return dtype
+
+
+def _made_shape(node: Any) -> tuple[int, ...]:
+    return tuple(node._input_metadata[0].shape)
+
+
 def _cast(operands: Operands) -> Formula | None:
-    dtype = operands.ask(lambda node: node._input_metadata[0].dtype)
+    dtype = operands.ask(_dtype)
     return operands.join(lambda x: x.to(dtype), operands.input(0))
 
 
 def _view(operands: Operands) -> Formula | None:
-    shape = operands.ask(lambda node: tuple(node._input_metadata[0].shape))
+    shape = operands.ask(_made_shape)
     return operands.join(lambda x: x.view(shape), operands.input(0))
 
 
 def _transpose(operands: Operands) -> Formula | None:
-    dims = [_signed(operands.ask(_setting(name))) for name in ("dim0", "dim1")]
+    dims = [_signed(dim) for dim in operands.ask(_dim0_dim1)]
     return operands.join(lambda x: x.transpose(*dims), operands.input(0))
 
 
 def _permute(operands: Operands) -> Formula | None:
-    dims = [_signed(dim) for dim in operands.ask(_setting("dims"))]
+    dims = [_signed(dim) for dim in operands.ask(_dims)]
     return operands.join(lambda x: x.permute(dims), operands.input(0))
 
 

@@ -233,6 +233,15 @@ def test_an_epsilon_that_the_module_has_changed_is_heeded(searches: list[Any]) -
     assert site.again(forward)[0] == "followed"
 
 
+def test_sites_that_are_alike_have_one_way(searches: list[Any]) -> None:
+    """A model of many equal layers reads a handful of them in every step, not hundreds."""
+    gelu, other = (Site(searches, lambda x: F.gelu(x)) for _ in range(2))
+    tanh = Site(searches, lambda x: F.gelu(x, approximate="tanh"))
+    ways = [site.finder._pattern.way for site in (gelu, other, tanh) if site.finder._pattern is not None]
+    assert ways[0] is ways[1]
+    assert ways[0] != ways[2]
+
+
 def test_a_pattern_holds_no_tensor(searches: list[Any]) -> None:
     """Nothing that a step has made lives on in what is kept of the way."""
     packer = Packer()
