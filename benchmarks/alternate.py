@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
+import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -118,11 +120,29 @@ def median_ratio(times: list[float], base: list[float], *, seed: int = 0) -> Rat
     return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
+def host_us(rounds: int = 5) -> float:
+    """Microseconds that one core takes for a fixed piece of the interpreter's work, the fastest of some rounds.
+
+    On machines shared with others a core is half as fast at times, for seconds. A step that the host decides then takes
+    nearly twice as long, and one that the device decides as long as ever.
+    """
+    return min(timeit.repeat(lambda: sum(range(20_000)), number=1, repeat=rounds)) * 1e6
+
+
 def sm_clock(gpu: int = 0) -> int | None:
-    """Return the SM clock of a GPU in MHz, or ``None`` where nvidia-smi is missing or cannot tell."""
+    """Return the SM clock of a GPU in MHz, or ``None`` where nvidia-smi is missing or cannot tell.
+
+    `gpu` is PyTorch's number of it, of those in ``CUDA_VISIBLE_DEVICES``.
+    """
     if shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    query = [
+        "nvidia-smi",
+        f"--id={visible[gpu].strip() if any(visible) else gpu}",
+        "--query-gpu=clocks.sm",
+        "--format=csv,noheader,nounits",
+    ]
     answer = subprocess.run(query, capture_output=True, text=True, check=False)
     text = answer.stdout.strip()
     return int(text) if answer.returncode == 0 and text.isdigit() else None

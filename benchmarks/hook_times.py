@@ -24,6 +24,7 @@ import torch
 import tiers
 from allocator.native import lane
 from benchmarks import workloads
+from benchmarks.alternate import host_us
 from migrator import devices
 from migrator.counters import Counters
 from migrator.hooks import Saver
@@ -154,7 +155,8 @@ def saves_only() -> Callable[[], torch.Tensor]:
 
 def report(dram: str, *, by_call: bool = False) -> None:
     """Print both numbers, each under the policy that brings it about."""
-    print("lanes: native" if lane.load() else "lanes: PyTorch's, as the native library was not found", flush=True)
+    lanes = "native" if lane.load() else "PyTorch's, as the native library or a driver for it was not found"
+    print(f"lanes: {lanes}; host {host_us():.0f} us", flush=True)
     step = workloads.small_gpt("cuda").step if torch.cuda.is_available() else saves_only()
     for policy in ("keep", "move"):
         times = hook_times(step, {"policy": policy, "dram": dram}, by_call=by_call)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import tiers
-from benchmarks.alternate import sm_clock
+from benchmarks.alternate import host_us, sm_clock
 from benchmarks.fractions.cells import Method
 from benchmarks.fractions.methods import Step, blocks_of, prepare
 from benchmarks.workloads import Workload
@@ -127,6 +127,7 @@ class Bench:
             "learning": learning,
             "settled": settled,
             "sm_clock": sm_clock(),
+            "host_us": host_us(),
             "torch": torch.__version__,
             **peaks(),
         }

@@ -55,6 +55,9 @@ class Worker:
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
         environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+        # One of its own: what drivers on other GPUs of this node hold of DRAM is none of this measurement's.
+        self._ledger = tempfile.TemporaryDirectory(prefix="tiers-ledger-")
+        environment["TIERS_LEDGER"] = self._ledger.name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.fractions", "worker", *words],
@@ -119,6 +122,7 @@ class Worker:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._ledger.cleanup()
 
     def close(self, timeout: float = 5.0) -> None:
         """Let it end; idempotent."""
@@ -132,3 +136,4 @@ class Worker:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._errors.close()
+        self._ledger.cleanup()

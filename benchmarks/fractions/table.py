@@ -56,6 +56,8 @@ def conditions(records: Sequence[Record]) -> str:
     text = f"Ideal: {median(ideals):.1f} ms ({min(ideals):.1f} to {max(ideals):.1f}), {median(sizes):.2f} GiB reserved"
     if clocks:
         text += f"; SM clock {min(clocks)} to {max(clocks)} MHz, median {median(clocks):.0f}"
+    if hosts := [record[of] for record in done for of in ("host_us", "ideal_host_us") if of in record]:
+        text += f"; host {min(hosts):.0f} to {max(hosts):.0f} us"
     return f"{text}; its losses differ from its own by {noise:.1e} at most."
 
 

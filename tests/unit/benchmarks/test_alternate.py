@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.alternate import Ratio, alternate, median_ratio, sm_clock
+from benchmarks.alternate import Ratio, alternate, host_us, median_ratio, sm_clock
 
 
 def fake_nvidia_smi(directory: Path, body: str) -> None:
@@ -82,3 +82,16 @@ def test_the_clock_is_what_nvidia_smi_says(
     fake_nvidia_smi(tmp_path, body)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert sm_clock() == clock
+
+
+def test_the_clock_is_that_of_the_gpu_which_the_program_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, "echo ${1#--id=}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert (sm_clock(), sm_clock(1)) == (3, 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert sm_clock(2) == 2
+
+
+def test_the_host_is_timed_by_what_the_interpreter_does_in_no_time_at_all() -> None:
+    assert 10 < host_us() < 100_000

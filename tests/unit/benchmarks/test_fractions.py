@@ -111,6 +111,7 @@ class Fake:
             "reserved": PLAIN if hbm is None else hbm,
             "allocated": PLAIN,
             "sm_clock": 1980,
+            "host_us": 250.0,
             "settled": True,
             "batch": self.batch,
             "took": 10 * step,
@@ -136,10 +137,11 @@ def run(fake: Fake, results: Results, methods: list[str], seconds: float = 1000,
     return lines
 
 
-def test_the_ideal_runs_before_each_method_and_budgets_are_of_what_it_reserves() -> None:
+def test_the_ideal_runs_before_and_after_each_method_and_budgets_are_of_what_it_reserves() -> None:
     fake, results = Fake({"tiers:auto": 0.125}), Results()
     run(fake, results, ["tiers:auto"])
-    assert fake.asked == [("ideal", None), ("tiers:auto", 750), ("ideal", None), ("tiers:auto", 500)]
+    ideal = ("ideal", None)
+    assert fake.asked == [ideal, ("tiers:auto", 750), ideal, ideal, ("tiers:auto", 500), ideal]
     assert fake.started == [W]
     assert [record["fraction"] for record in results.cells] == [pytest.approx(0.8)] * 2
     assert all(record["status"] == "ok" and record["plain_reserved"] == PLAIN for record in results.cells)
@@ -164,7 +166,7 @@ def test_what_was_measured_is_not_measured_again_until_the_code_changes(monkeypa
     assert len(fake.asked) == before
     monkeypatch.setattr("benchmarks.fractions.driver.code", lambda *, ours: "new" if ours else code(ours=False))
     run(fake, results, ["tiers:auto", "checkpoint"])
-    assert [method for method, _ in fake.asked[before:]] == ["ideal", "tiers:auto"] * 2
+    assert [method for method, _ in fake.asked[before:]] == ["ideal", "tiers:auto", "ideal"] * 2
 
 
 def test_a_worker_that_dies_leaves_its_reason_and_a_new_one_goes_on() -> None:
@@ -203,7 +205,7 @@ def test_a_cell_that_does_not_fit_the_time_is_left_and_a_shorter_one_is_still_me
         record["code"] = "old"
     fake.asked.clear()
     run(fake, results, ["tiers:auto", "checkpoint"], seconds=100, machine=GPU)
-    assert [method for method, _ in fake.asked] == ["ideal", "checkpoint"]
+    assert [method for method, _ in fake.asked] == ["ideal", "checkpoint", "ideal"]
 
 
 def test_on_a_machine_without_a_gpu_what_needs_one_is_skipped_with_a_reason() -> None:
@@ -217,12 +219,19 @@ def test_the_best_so_far_runs_beside_auto_on_request() -> None:
     run(fake, results, ["tiers:g10", "tiers:move"])
     fake.asked.clear()
     run(fake, results, ["tiers:auto"], beside=True)
-    assert [method for method, _ in fake.asked] == ["ideal", "tiers:g10", "ideal", "tiers:auto"] * 2
+    assert [method for method, _ in fake.asked] == ["ideal", "tiers:g10", "ideal", "ideal", "tiers:auto", "ideal"] * 2
 
 
 def test_losses_are_compared_step_by_step() -> None:
     measured = {"steps": [2.0], "losses": [2.0, 1.1]}
-    ideal = {"steps": [1.0], "losses": [2.0, 1.0, 0.5], "sm_clock": None, "reserved": 1, "allocated": 1}
+    ideal = {
+        "steps": [1.0],
+        "losses": [2.0, 1.0, 0.5],
+        "sm_clock": None,
+        "host_us": 250.0,
+        "reserved": 1,
+        "allocated": 1,
+    }
     assert compare(measured, ideal, ideal)["loss_difference"] == pytest.approx(0.1)
     assert compare(measured, ideal, ideal)["ideal_loss_difference"] == 0
 
