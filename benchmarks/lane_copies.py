@@ -3,11 +3,11 @@
 ``python -m benchmarks.lane_copies --json FILE`` takes about a minute on an H100.
 
 Ours: groups between HBM and blocks of the arena, through the lanes that the engine uses. A group leaves as one piece or
-as several, each a storage of its own in HBM: up to eight, as many as are of 2 MiB, or of mixed sizes. It comes back in
-one copy, as the engine brings it. Plain: memory of ``torch.empty(pin_memory=True)`` and ``copy_(non_blocking=True)`` on
-a stream per direction, in whole groups; both ways at once also in chunks, and the fastest of those is the base. All are
-queued behind a kernel and timed by events on the device, from the end of that kernel to the end of the last copy. The
-GPU wrote what it gets back.
+as several, each a storage of its own in HBM: up to eight, as many as are of 2 MiB or of 64 KiB, or of mixed sizes. It
+comes back in one copy, as the engine brings it. Plain: memory of ``torch.empty(pin_memory=True)`` and
+``copy_(non_blocking=True)`` on a stream per direction, in whole groups; both ways at once also in chunks, and the
+fastest of those is the base. All are queued behind a kernel and timed by events on the device, from the end of that
+kernel to the end of the last copy. The GPU wrote what it gets back.
 
 Prints speeds per direction (medians), the median ratio of speeds to plain with its 95% bootstrap interval, and last a
 line for each demand. Exits with 1 if one is missed.
@@ -44,8 +44,10 @@ DIRECTIONS = {"d2h": ("d2h",), "h2d": ("h2d",), "both": ("d2h", "h2d")}
 WINDOW = {"d2h": 64 * MiB, "h2d": 64 * MiB, "both": 128 * MiB}  # bytes queued together per lane, or one group if larger
 LEAST = {"d2h": 0.98, "h2d": 0.98, "both": 0.95}  # of the plain speed
 SPEED, FROM = 55, 16 * MiB  # GB/s one way, of groups of that size and more
-ONE, SEVERAL, TWOS, MIXED = "ours, one piece", "ours, several pieces", "ours, 2 MiB pieces", "ours, mixed pieces"
-SPLIT, PLAIN = (SEVERAL, TWOS, MIXED), "plain"
+ONE, SEVERAL, TWOS, SMALL, MIXED = (
+    f"ours, {made_of}" for made_of in ("one piece", "several pieces", "2 MiB pieces", "64 KiB pieces", "mixed pieces")
+)
+SPLIT, PLAIN = (SEVERAL, TWOS, SMALL, MIXED), "plain"
 
 
 class Memory:
@@ -66,7 +68,7 @@ class Memory:
 
 def pieces_of(way: str, size: int) -> list[int]:
     """Bytes of each piece of a group of `size`, as it leaves in one of our ways."""
-    part = {ONE: size, SEVERAL: max(size // PIECES, SMALLEST), TWOS: 2 * MiB}.get(way)
+    part = {ONE: size, SEVERAL: max(size // PIECES, SMALLEST), TWOS: 2 * MiB, SMALL: 64 * KiB}.get(way)
     if part is not None:
         return [part] * (size // part)
     ends = takewhile(lambda end: end < size, accumulate(cycle(MIX)))
