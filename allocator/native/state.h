@@ -47,7 +47,7 @@ struct Plan {
 struct Waiting {  // a block that was freed while other streams used it
   Heap *heap;
   Block *block;
-  std::vector<Event> events;  // of the streams that are not on the block's list any more
+  std::vector<std::pair<Stream, Event>> ends;  // of the streams that are not on the block's list any more
 };
 
 struct Pool {

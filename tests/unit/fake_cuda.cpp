@@ -40,7 +40,7 @@ enum Mode { kGlobal, kThreadLocal, kRelaxed };
 
 thread_local std::vector<void*> contexts = {nullptr};  // the current one last
 thread_local int mode = kGlobal;                       // of captures
-long made = 0, clock_ = 0, refuse_in = 0, spoilt = 0;
+long made = 0, clock_ = 0, refuse_in = 0, spoilt = 0, queries = 0;
 int broken = 0;
 bool kernels = true, batches = true;
 std::atomic<bool> stalled{false};
@@ -97,6 +97,7 @@ void fake_seed(unsigned seed) { chance.seed(seed); }
 void fake_go_on() { go_on(); }
 void fake_refuse(long call) { refuse_in = call; }  // of those to come that give streams work or make events, from 1 on
 long fake_events() { return made; }
+long fake_queries() { return queries; }
 long fake_pending(long stream) { return static_cast<long>(streams[stream].size()); }
 void fake_kernels(bool on) { kernels = on; }  // whether events stand for them
 void fake_batches(bool on) { batches = on; }  // whether it takes several copies in one call
@@ -161,6 +162,7 @@ int cuEventRecord(void* event, void* stream) {
     return 0;
 }
 int cuEventQuery(void* event) {
+    ++queries;
     if (int error = asked_wrongly()) return error;
     if (int error = spoil(in_graphs.count(number(event)))) return error;
     auto found = recorded.find(number(event));

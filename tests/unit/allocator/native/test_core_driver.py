@@ -91,6 +91,23 @@ assert core.allocate(8 * MiB, stream=7) == block
     holds(built, program)
 
 
+def test_of_each_stream_one_event_is_asked_for_at_a_request_however_many_blocks_wait_for_it(built: Path) -> None:
+    program = """
+blocks = [core.allocate(MiB, stream=7) for _ in range(20)]
+work(8); work(9)
+for block in blocks:
+    core.used_on(block, 8); core.used_on(block, 9)
+    core.free(block)
+before = fake.fake_queries()
+core.allocate(MiB, stream=7)
+assert held() == 20 and fake.fake_queries() == before + 2
+library.copy(0, 8, array("Q"), []).synchronize(); library.copy(0, 9, array("Q"), []).synchronize()
+core.allocate(MiB, stream=7)
+assert held() == 0
+"""
+    holds(built, program)
+
+
 def test_a_block_that_a_captured_stream_uses_is_held_until_the_capture_is_over(built: Path) -> None:
     program = """
 block = core.allocate(8 * MiB, stream=7)
