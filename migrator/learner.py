@@ -12,16 +12,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from functools import partial
 
-from allocator.sizes import format_size
 from migrator.background import at_once
 from migrator.feedback import Feedback
 from migrator.links import PCIE_GEN5, Links
-from migrator.plan import NoPlanFits, Plan
+from migrator.made import Made, make_all
+from migrator.plan import Plan
 from migrator.policies import Policy
-from migrator.simulator import Simulated, simulate
+from migrator.simulator import Simulated
 from migrator.timing import Lap, alike, at_pace, together
 from migrator.trace import Trace
 
@@ -32,49 +31,6 @@ LONGEST_PAUSE = 128  # periods
 KINDS = 8  # kinds of periods that are remembered
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
 AT_ONCE = 100  # sites with times, up to which planning takes but some milliseconds
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A plan, and what it comes to.
-
-    Attributes
-    ----------
-    predicted : Simulated or None
-        None where the trace does not tell enough to say.
-    refused : NoPlanFits or None
-        Why the plan is for more than the budget, if it is.
-    least : bool
-        Whether no plan holds less.
-    asked : int
-        The budget that the policy was given, in bytes.
-    """
-
-    plan: Plan
-    predicted: Simulated | None
-    refused: NoPlanFits | None = None
-    least: bool = False
-    asked: int = 0
-
-    def after(self, before: Made) -> Made:
-        """The same, and `least` where a policy that never refuses was asked for less than `before`, in vain."""
-        in_vain = self.asked < before.asked and self.peak() >= max(before.peak(), self.asked + 1)
-        return replace(self, least=self.least or in_vain)
-
-    def peak(self) -> int:
-        """Most bytes in HBM; 0 where that was not predicted."""
-        return 0 if self.predicted is None else self.predicted.peak["hbm"]
-
-    def __str__(self) -> str:
-        plan, predicted = self.plan, self.predicted
-        does = (
-            f"{format_size(plan.kept_bytes)} stay, {format_size(plan.moved_bytes)} move in {len(plan.groups)} groups, "
-            f"{len(plan.recompute)} tensors and {len(plan.regions)} modules are recomputed"
-        )
-        if predicted is None:
-            return does
-        step = f"{predicted.seconds * 1e3:.1f} ms, {predicted.fraction:.3f} of ideal, in " if predicted.ideal else ""
-        return f"{does}; predicted: {step}{format_size(predicted.peak['hbm'])} of hbm"
 
 
 Job = Callable[[], tuple[Made, ...]]
@@ -316,7 +272,7 @@ class Learner:
         budgets = tuple(self._before_correction(trace) for trace in traces)
         policy, correction, links = self._policy, self._feedback.correction, self._feedback.links
 
-        job = partial(_make_all, policy, traces, budgets, correction, links, must_fit=self._must_fit)
+        job = partial(make_all, policy, traces, budgets, correction, links, must_fit=self._must_fit)
         quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
         self._asked = traces
         self._pending = (at_once if quick else self._submit)(job)
@@ -342,30 +298,3 @@ class Learner:
 def _paths(trace: Trace) -> set[str]:
     """The regions: one may have turned out to be none."""
     return {region.path for region in trace.regions}
-
-
-def _make_all(
-    policy: Policy,
-    traces: tuple[Trace, ...],
-    budgets: tuple[int, ...],
-    correction: int,
-    links: Links,
-    *,
-    must_fit: bool = True,
-) -> tuple[Made, ...]:
-    pairs = zip(traces, budgets, strict=True)
-    return tuple(_make(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs)
-
-
-def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool) -> Made:
-    refused, least, asked = None, False, max(0, budget + correction)
-    try:
-        plan = policy(trace, asked, links)
-    except NoPlanFits as error:
-        least = True
-        if error.smallest > budget:
-            refused = NoPlanFits(budget, error.smallest, error.holds)
-            if must_fit:
-                raise refused from None
-        plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
-    return Made(plan, simulate(trace, links, plan) if trace.others else None, refused, least, asked)

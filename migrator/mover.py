@@ -5,41 +5,25 @@ Stands between the hooks, which see one tensor at a time, and the engine, which 
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from allocator.errors import TierFull
 from migrator.actions import Action, Go, Pace, Recompute, Stay
 from migrator.engine import EVERY, Engine
-from migrator.group import NEVER, Group, State
-from migrator.lanes import Stream
+from migrator.filling import Filling
+from migrator.group import State
 from migrator.learner import Learner
 from migrator.links import Links
-from migrator.plan import PageGroup, Plan, checkpoint_key, group_bytes, learning_room
+from migrator.plan import Plan, checkpoint_key, learning_room
 from migrator.recompute.dropped import Dropped, Recomputed
 from migrator.recompute.finder import Finder, Verified, base_of
 from migrator.recompute.origins import Origins
 from migrator.recorder import Recorder
 from migrator.tensors import Moved
 from migrator.trace import Trace
-
-log = logging.getLogger("tiers")
-
-UNFORESEEN = 1 << 60
-"""Groups that no plan orders are expected back last in, first out, and after all that a plan orders."""
-
-
-@dataclass(slots=True)
-class _Open:
-    """A planned group that is filling in this period."""
-
-    planned: PageGroup
-    group: Group
-    missing: int
 
 
 class Mover:
@@ -68,14 +52,8 @@ class Mover:
         self.recorder: Recorder | None = self._new_recorder()
         self._keeps = keeps
         self._room = budget if keeps else learning_room(budget)
-        self._open: dict[tuple[PageGroup, Stream], _Open] = {}
-        self._opened: set[PageGroup] = set()
-        self._completed: set[PageGroup] = set()
-        self._loose: dict[Stream, Group] = {}
-        self._loose_made = 0
-        self._unforeseen = False
+        self.filling = Filling(engine, self._room)
         self._taken = 0  # storages, in this period
-        self._full_said = False
         self._allocated_before = engine.compute.allocated()
         engine.limit = self._room
 
@@ -108,63 +86,22 @@ class Mover:
             # A group takes members of one stream only: its copy waits for that one, and that one lets go of
             # their memory.
             stream = engine.compute.stream()
-            filling = self._filling(go.group, stream) if go is not None else None
+            filling = None if go is None else self.filling.planned(go.group, stream)
             if filling is None and recorder is None:
-                self._unforeseen = True
+                self.filling.unforeseen = True
             saved = known.saved
             if saved is None or saved.group.state is State.GONE:
                 # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
                 # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
-                group = self._loose_group(stream) if filling is None or engine.over_limit() else filling.group
+                group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
             moved = engine.tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
-                filling.missing -= 1
-                if not filling.missing:
-                    self._complete(filling.planned)
-            if self._loose and not self._keeps:
-                self._send_loose(stream)
+                self.filling.came(filling)
+            if self.filling.loose and not self._keeps:
+                self.filling.send_loose(stream)
         return moved
-
-    def _loose_group(self, stream: Stream) -> Group:
-        """The group for what no plan has foreseen."""
-        group = self._loose.get(stream)
-        if group is None or group.state is State.GONE:
-            self._loose_made += 1
-            group = self._loose[stream] = Group(UNFORESEEN - self._loose_made, stream)
-        return group
-
-    def _filling(self, planned: PageGroup, stream: Stream) -> _Open:
-        """What is open for a planned group; opened if it is not, or if all that was in it died too early."""
-        filling = self._open.get((planned, stream))
-        if filling is None:
-            self._opened.add(planned)
-            filling = _Open(planned, _planned_group(planned, stream), len(planned.sites))
-            self._open[planned, stream] = filling
-        elif filling.group.state is State.GONE:
-            filling.group = _planned_group(planned, stream)
-        return filling
-
-    def _complete(self, planned: PageGroup) -> None:
-        self._completed.add(planned)
-        # Groups that should have been complete before it wait for a branch that was not taken.
-        for key in [key for key in self._open if key[0].last_birth <= planned.last_birth]:
-            self.engine.send(self._open.pop(key).group)
-
-    def _send_loose(self, stream: Stream) -> None:
-        group = self._loose.get(stream)
-        if group is None or group.nbytes < group_bytes(self._room):
-            return
-        del self._loose[stream]
-        try:
-            self.engine.send(group)
-        except TierFull as full:
-            # No plan asked for this one to go, so it may stay: the program may well fit.
-            if not self._full_said:
-                self._full_said = True
-                # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
-                log.warning("%s; tensors that no plan covers stay in hbm", str(full))
 
     # ------------------------------------------------------------------------------------- back
 
@@ -244,7 +181,7 @@ class Mover:
                 for key, verified in self.recorder.verified.items():
                     self.verified[key] = verified.besides(self.verified.get(key))
             peak = self.engine.end_period()
-            drifted = self._unforeseen or self._incomplete()
+            drifted = self.filling.unforeseen or self.filling.incomplete(self.learner.plans)
             self._begin()
             pressed = self.engine.compute.pressed()
             # Groups that are held back on purpose are late on purpose.
@@ -283,11 +220,7 @@ class Mover:
                 self.recorder = self._new_recorder()
 
     def _begin(self) -> None:
-        self._open.clear()
-        self._loose.clear()
-        self._opened.clear()
-        self._completed.clear()
-        self._unforeseen = False
+        self.filling.begin()
         self._taken = 0
         self.storages = self.engine.tensors.Storages()
         self.engine.position = -1
@@ -299,12 +232,6 @@ class Mover:
             return min(self._room, learning_room(self.budget))
         return self._room
 
-    def _incomplete(self) -> bool:
-        """Whether sites that were foreseen did not come; of kinds of periods that alternate, one plan must fit."""
-        lacking = self._opened - self._completed
-        touched = [plan for plan in self.learner.plans if not self._opened.isdisjoint(plan.groups)]
-        return bool(lacking) and all(not lacking.isdisjoint(plan.groups) for plan in touched)
-
     def _adopt(self, plans: tuple[Plan, ...]) -> None:
         try:
             needed = max(plan.parcel_bytes for plan in plans)
@@ -313,7 +240,7 @@ class Mover:
         except TierFull:
             self.learner.forget()  # whoever catches this may go on with something smaller
             raise
-        self._room = max(plan.room for plan in plans)
+        self._room = self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
 
     def actions(self) -> Iterator[tuple[str, Action]]:
@@ -332,12 +259,6 @@ class Mover:
             for group in plan.groups:
                 for key in group.sites:
                     yield key, Go(self, group, paces.get(key))
-
-
-def _planned_group(planned: PageGroup, stream: Stream) -> Group:
-    next_use = NEVER if planned.first_use is None else planned.first_use
-    bring_at = -1 if planned.bring_at is None else planned.bring_at
-    return Group(next_use, stream, bring_at=bring_at, tier=planned.tier)
 
 
 def _paces(plan: Plan, trace: Trace) -> dict[str, Pace]:

@@ -62,7 +62,8 @@ def foresees_the_inputs_where_the_checkpoint_saves_an_empty_tensor_first(device:
         loss = model(batch(device, 9)).sum()
         saver = session.runtime.saver()
         assert saver is not None and not saver.recording
-        assert not any(mover._unforeseen for mover in saver.armed_movers), "something was saved that no plan knows"
+        unforeseen = [mover.filling.unforeseen for mover in saver.armed_movers]
+        assert not any(unforeseen), "something was saved that no plan knows"
         loss.backward()
 
 

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from migrator.background import at_once, in_background
-from migrator.learner import _make_all
 from migrator.links import PCIE_GEN5
+from migrator.made import make_all
 from migrator.plan import NoPlanFits
 from migrator.policies import POLICIES
 from tests.unit.modelled import gpt
@@ -22,14 +22,14 @@ def test_a_job_is_done_in_another_process() -> None:
 
 def test_a_plan_is_the_same_wherever_it_is_made() -> None:
     trace = gpt(blocks=2)
-    job = partial(_make_all, POLICIES["auto"], (trace,), (2 * (max(trace.others) + trace.saved_bytes),), 0, PCIE_GEN5)
+    job = partial(make_all, POLICIES["auto"], (trace,), (2 * (max(trace.others) + trace.saved_bytes),), 0, PCIE_GEN5)
     (there,), (here,) = in_background(job).result(timeout=60), at_once(job).result()
     assert there.plan == here.plan
 
 
 def test_what_a_job_raises_comes_back() -> None:
     trace = gpt(blocks=2)
-    job = partial(_make_all, POLICIES["auto"], (trace,), (1,), 0, PCIE_GEN5)
+    job = partial(make_all, POLICIES["auto"], (trace,), (1,), 0, PCIE_GEN5)
     with pytest.raises(NoPlanFits) as error:
         in_background(job).result(timeout=60)
     assert error.value.smallest > 1

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from allocator.sizes import GiB, MiB
 from migrator.background import in_background
 from migrator.feedback import LAPS, LATE, LATE_PACE, LEAST_LATE, OFF_PACE, PRESSED, SETTLED, SETTLING, TELLING, Feedback
-from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner, Made
+from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner
 from migrator.links import PCIE_GEN5, Links
+from migrator.made import Made
 from migrator.plan import NoPlanFits, Plan, look_ahead, make_plan
 from migrator.planner.intervals import occupancy
 from migrator.policies import POLICIES

@@ -16,11 +16,12 @@ from allocator.sizes import PAGE, GiB, KiB, MiB
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine
+from migrator.filling import log
 from migrator.group import State
 from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import Learner
-from migrator.mover import Go, Mover, Stay, log
+from migrator.mover import Go, Mover, Stay
 from migrator.plan import PageGroup
 from migrator.policies import POLICIES
 from migrator.tensors import Moved

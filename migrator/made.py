@@ -1,0 +1,83 @@
+"""Plans, and what they come to: what a policy is asked for, in this process or beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from allocator.sizes import format_size
+from migrator.links import Links
+from migrator.plan import NoPlanFits, Plan
+from migrator.policies import Policy
+from migrator.simulator import Simulated, simulate
+from migrator.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan, and what it comes to.
+
+    Attributes
+    ----------
+    predicted : Simulated or None
+        None where the trace does not tell enough to say.
+    refused : NoPlanFits or None
+        Why the plan is for more than the budget, if it is.
+    least : bool
+        Whether no plan holds less.
+    asked : int
+        The budget that the policy was given, in bytes.
+    """
+
+    plan: Plan
+    predicted: Simulated | None
+    refused: NoPlanFits | None = None
+    least: bool = False
+    asked: int = 0
+
+    def after(self, before: Made) -> Made:
+        """The same, and `least` where a policy that never refuses was asked for less than `before`, in vain."""
+        in_vain = self.asked < before.asked and self.peak() >= max(before.peak(), self.asked + 1)
+        return replace(self, least=self.least or in_vain)
+
+    def peak(self) -> int:
+        """Most bytes in HBM; 0 where that was not predicted."""
+        return 0 if self.predicted is None else self.predicted.peak["hbm"]
+
+    def __str__(self) -> str:
+        plan, predicted = self.plan, self.predicted
+        does = (
+            f"{format_size(plan.kept_bytes)} stay, {format_size(plan.moved_bytes)} move in {len(plan.groups)} groups, "
+            f"{len(plan.recompute)} tensors and {len(plan.regions)} modules are recomputed"
+        )
+        if predicted is None:
+            return does
+        step = f"{predicted.seconds * 1e3:.1f} ms, {predicted.fraction:.3f} of ideal, in " if predicted.ideal else ""
+        return f"{does}; predicted: {step}{format_size(predicted.peak['hbm'])} of hbm"
+
+
+def make_all(
+    policy: Policy,
+    traces: tuple[Trace, ...],
+    budgets: tuple[int, ...],
+    correction: int,
+    links: Links,
+    *,
+    must_fit: bool = True,
+) -> tuple[Made, ...]:
+    """A plan for each trace, for its budget with the correction; NoPlanFits if there is none and it `must_fit`."""
+    pairs = zip(traces, budgets, strict=True)
+    return tuple(_make(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs)
+
+
+def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool) -> Made:
+    refused, least, asked = None, False, max(0, budget + correction)
+    try:
+        plan = policy(trace, asked, links)
+    except NoPlanFits as error:
+        least = True
+        if error.smallest > budget:
+            refused = NoPlanFits(budget, error.smallest, error.holds)
+            if must_fit:
+                raise refused from None
+        plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
+    return Made(plan, simulate(trace, links, plan) if trace.others else None, refused, least, asked)
