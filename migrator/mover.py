@@ -38,7 +38,7 @@ class Mover:
     budget : int
         HBM budget, in bytes.
     keeps : bool
-        The policy moves nothing, so nothing is to leave HBM before there is a plan either.
+        The policy moves and recomputes nothing: before there is a plan nothing is to leave HBM either, nor to be tried.
     """
 
     def __init__(self, engine: Engine, learner: Learner, budget: int, *, keeps: bool = False) -> None:
@@ -49,8 +49,8 @@ class Mover:
         self.storages = engine.tensors.Storages()
         self._outlived: set[str] = set()
         self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
-        self.recorder: Recorder | None = self._new_recorder()
         self._keeps = keeps
+        self.recorder: Recorder | None = self._new_recorder()
         self._room = budget if keeps else learning_room(budget)
         self.filling = Filling(engine, self._room)
         self._taken = 0  # storages, in this period
@@ -59,7 +59,8 @@ class Mover:
 
     def _new_recorder(self) -> Recorder:
         self.engine.used_up = 0
-        return Recorder(self._outlived, self.engine.compute.meter(), self._resident, self.verified)
+        meter = self.engine.compute.meter()
+        return Recorder(self._outlived, meter, self._resident, self.verified, tries=not self._keeps)
 
     def _resident(self) -> int:
         engine = self.engine

@@ -67,7 +67,9 @@ class Observer:
 
     def enter(self, mover: Mover, path: str, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         """The forward of a module begins that others have called, with these tensors."""
-        if mover.recorder is None or self._began == NO_FORWARD or not self._regions.know(path, module):
+        if mover.recorder is None or mover.recorder.trials is None:
+            return
+        if self._began == NO_FORWARD or not self._regions.know(path, module):
             return
         if any(tensor.is_inference() for tensor in tensors):
             return  # no checkpoint can save those

@@ -83,6 +83,8 @@ class Recorder:
         Bytes of saved storages that the engine has had in HBM since it was last called.
     verified : mapping of str to Verified
         Formulas that held in earlier periods, by site.
+    tries : bool
+        Whether it is to be found out what could be recomputed. That takes memory which the program alone would not.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Recorder:
         meter: Meter | None = None,
         resident: Callable[[], int] = int,
         verified: Mapping[str, Verified] = MappingProxyType({}),
+        *,
+        tries: bool = True,
     ) -> None:
         self._position = 0
         self._entries: list[_Entry] = []
@@ -101,7 +105,7 @@ class Recorder:
         self._let_go: dict[Known, str] = {}  # and what it has, as long as the program holds it
         self._held: list[tuple[str, int, int]] = []  # site, stretch, bytes: away, and yet in HBM
         self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
-        self.trials = None if meter is None else Trials(meter, verified)
+        self.trials = Trials(meter, verified) if meter is not None and tries else None
         self.verified: dict[str, Verified] = {}  # by site, the formulas that held; known with the trace
 
     def advance(self) -> int:
@@ -206,7 +210,7 @@ class Recorder:
             if entry.key in self._outlived:
                 nbytes = 0
             sites.append(Site(entry.key, ident, nbytes, entry.birth, tuple(entry.uses), entry.kind))
-        if self._meter is None or self.trials is None:
+        if self._meter is None:
             return Trace(tuple(sites), self._position)
         held = [0] * (self._position + 1)
         for key, stretch, nbytes in self._held:
@@ -214,7 +218,7 @@ class Recorder:
                 held[stretch] += nbytes
         measures = self._meter.finish(self._resident(), held)
         measured = measures.seconds > 0
-        recipes = self.trials.results() if measured else {}
+        recipes = self.trials.results() if measured and self.trials is not None else {}
         regions = self._regions(self._meter) if measured else []
         self._meter = self.trials = None  # graphs that live on have nothing more to tell
         self.verified = {site.key: recipes[site.storage][1] for site in sites if site.storage in recipes}
