@@ -132,14 +132,15 @@ def host_us(rounds: int = 5) -> float:
 def sm_clock(gpu: int = 0) -> int | None:
     """Return the SM clock of a GPU in MHz, or ``None`` where nvidia-smi is missing or cannot tell.
 
-    `gpu` is PyTorch's number of it, of those in ``CUDA_VISIBLE_DEVICES``.
+    `gpu` is PyTorch's number of it, of those in ``CUDA_VISIBLE_DEVICES``; all GPUs are taken to be of one kind, or the
+    two count them in different orders.
     """
-    if shutil.which("nvidia-smi") is None:
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if shutil.which("nvidia-smi") is None or (visible and gpu >= len(visible)):
         return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     query = [
         "nvidia-smi",
-        f"--id={visible[gpu].strip() if any(visible) else gpu}",
+        f"--id={visible[gpu] if visible else gpu}",
         "--query-gpu=clocks.sm",
         "--format=csv,noheader,nounits",
     ]

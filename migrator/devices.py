@@ -47,14 +47,21 @@ class Device:
     holes: int = 0
 
 
-def open_device(device: torch.device, counters: Counters, budget: int, lap: Callable[[], int] | None = None) -> Device:
-    """Make a device's streams and lanes; with the native library where it was built.
+def open_device(
+    device: torch.device,
+    counters: Counters,
+    budget: int,
+    lap: Callable[[], int] | None = None,
+    *,
+    native: bool = True,
+) -> Device:
+    """Make a device's streams and lanes; with the native library where it was built, unless `native` is false.
 
     `lap` tells a GPU's peak since it was last called, where PyTorch's allocator is not the one to ask.
     """
     if device.type != "cuda":
         return Device(HostCompute(counters), HostLane("d2h", counters), HostLane("h2d", counters), budget)
-    library = lane.load()
+    library = lane.load() if native else None
     if library is None:
         out, back = (CudaLane(device, name, counters) for name in ("d2h", "h2d"))
         return Device(CudaCompute(device, counters, lap), out, back, budget)
@@ -106,7 +113,8 @@ class Devices:
     def _open(self, device: torch.device, options: Options) -> Device:
         budget = options.hbm(device)
         pages = options.pages() if device.type == "cuda" else None
-        shared = open_device(device, self._counters, budget, None if pages is None else pages.lap(device))
+        lap = None if pages is None else pages.lap(device)
+        shared = open_device(device, self._counters, budget, lap, native=options.native_lanes)
         if device.type == "cuda" and pages is None:
             shared = replace(shared, holes=holes(device))
         if device.type == "cuda" and options.enforce:

@@ -77,8 +77,8 @@ class Config:
     """What the user asked for; ``Config()`` is the defaults.
 
     What the hooks do with each tensor is native where there is a GPU and a compiler (`native` is auto), always or
-    never. Processes share the capacities of a node with those that name the same `ledger`, a directory; None means the
-    user's own, which all of his processes on the node see.
+    never; if never, copies are asked for through PyTorch, too. Processes share the capacities of a node with those that
+    name the same `ledger`, a directory; None means the user's own, which all of his processes on the node see.
     """
 
     allocator: Literal["off", "torch", "pages"] = "off"

@@ -78,6 +78,7 @@ class Session:
                 links=links_from(asdict(config.links), disk=self._shares.nvme > 0),
                 advisor=self._monitor,
                 tensors=self._tensors,
+                native_lanes=config.native != "off",
             )
         )
 

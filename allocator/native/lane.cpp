@@ -25,6 +25,7 @@ Result wait(Handle stream, int count, const Handle* events) {
 // What was asked of the driver for one group.
 struct Asked {
     Event begin, done, behind;
+    Batch batch;
 
     Result copy(Handle lane, const Span* spans, int count, int waits, const Handle* events, bool timed) {
         if (Result error = wait(lane, waits, events)) return error;
@@ -32,7 +33,6 @@ struct Asked {
         if (timed) {
             if (Result error = begin.record(lane)) return error;
         }
-        Batch batch;
         for (int k = 0; k < count; ++k) batch.add(spans[k].target, spans[k].source, spans[k].nbytes);
         if (Result error = batch.submit(lane)) return error;
         return done.record(lane);
@@ -44,7 +44,7 @@ struct Asked {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Whether there is a driver that takes all copies of a group in one call: one of CUDA 12.8 or later.
+// Whether the driver was found.
 int tiers_lane_available() { return driver().found; }
 
 // Record an event of the pool at the end of `stream`, and its time.
@@ -104,7 +104,7 @@ Result tiers_copy(int device, Handle lane, int count, const Span* spans, int wai
     Within within(device);
     if (within.error) return within.error;
     const bool timed = begin != nullptr;
-    Asked asked{{device, kTimed}, {device, timed ? kTimed : kUntimed}, {device, kUntimed}};
+    Asked asked{{device, kTimed}, {device, timed ? kTimed : kUntimed}, {device, kUntimed}, Batch(device)};
     Result error = behind == nullptr ? 0 : asked.behind.record(*behind);
     if (!error) error = asked.copy(lane, spans, count, waits, events, timed);
     if (error) {

@@ -159,7 +159,7 @@ class Library:
 
 
 def load(path: Path = LIBRARY) -> Library | None:
-    """The library; None where it was not built, or there is no driver of CUDA 12.8 or later."""
+    """The library; None where it was not built, or there is no driver."""
     try:
         library = Library(path)
     except OSError:

@@ -21,6 +21,7 @@ Driver open_driver() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
     if (library == nullptr) return d;
     d.found = look_up(library, "cuDeviceGet", d.device_get) &&
+              look_up(library, "cuDeviceGetAttribute", d.attribute) &&
               look_up(library, "cuDevicePrimaryCtxRetain", d.retain) &&
               look_up(library, "cuCtxGetCurrent", d.get_context) &&
               look_up(library, "cuCtxSetCurrent", d.set_context) &&
@@ -32,19 +33,24 @@ Driver open_driver() {
               look_up(library, "cuEventElapsedTime", d.event_elapsed) &&
               look_up(library, "cuStreamWaitEvent", d.stream_wait) &&
               look_up(library, "cuStreamSynchronize", d.stream_synchronize) &&
-              look_up(library, "cuMemcpyAsync", d.copy) &&
-              look_up(library, "cuMemcpyBatchAsync", d.copy_batch);
+              look_up(library, "cuMemcpyAsync", d.copy);
+    look_up(library, "cuMemcpyBatchAsync", d.copy_batch);
     return d;
 }
 
 // Bytes a copy: with both directions busy, 16 MiB at a time gave 100 GB/s on an H100 where 256 MiB in one gave 95.
 constexpr uint64_t kPart = uint64_t{16} << 20;
 
+constexpr size_t kMost = 1024;  // copies a call: drivers were seen to fail with tens of thousands
+
+constexpr int kRegisteredHasOneAddress = 91;  // CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+
 std::mutex lock;
 
 // What is kept per device, from its first use to the end of the process: nobody could say when to give it back.
 struct Device {
     Handle context = nullptr;
+    int takes_batches = -1;  // not known yet
     std::map<Kind, std::vector<Handle>> events;  // recorded by nobody
 };
 
@@ -63,6 +69,19 @@ Result primary(int device, Handle* context) {
     }
     *context = known.context;
     return 0;
+}
+
+// Whether several copies can be asked for in one call. Where registered host memory has another address for the device
+// (Windows' Linux), single copies translate it and batches do not.
+bool takes_batches(int device) {
+    std::lock_guard<std::mutex> guard(lock);
+    int& known = devices()[device].takes_batches;
+    if (known < 0) {
+        int number = 0, one_address = 0;
+        known = driver().copy_batch != nullptr && driver().device_get(&number, device) == 0 &&
+                driver().attribute(&one_address, kRegisteredHasOneAddress, number) == 0 && one_address != 0;
+    }
+    return known != 0;
 }
 
 // To make an event costs more than to record it, so they are kept.
@@ -120,16 +139,25 @@ void Batch::add(uint64_t target, uint64_t source, uint64_t nbytes) {
 }
 
 Result Batch::submit(Handle stream) {
-    if (sizes_.size() <= 1) return one_by_one(stream);
-    CopyAttributes attributes;
-    size_t first = 0, failed = 0;
-    const Result error = driver().copy_batch(targets_.data(), sources_.data(), sizes_.data(), sizes_.size(), &attributes,
-                                             &first, 1, &failed, stream);
-    return error == kNotSupported ? one_by_one(stream) : error;
+    const bool together = sizes_.size() > 1 && takes_batches(device_);
+    for (size_t first = 0; first < sizes_.size(); first += kMost) {
+        const size_t count = std::min(kMost, sizes_.size() - first);
+        if (together && at_once(first, count, stream) == 0) continue;
+        // Also what the driver refuses at once it may do one by one. To copy some bytes twice does no harm.
+        if (Result error = one_by_one(first, count, stream)) return error;
+    }
+    return 0;
 }
 
-Result Batch::one_by_one(Handle stream) const {
-    for (size_t k = 0; k < sizes_.size(); ++k) {
+Result Batch::at_once(size_t first, size_t count, Handle stream) {
+    CopyAttributes attributes;
+    size_t from = 0, failed = 0;
+    return driver().copy_batch(&targets_[first], &sources_[first], &sizes_[first], count, &attributes, &from, 1, &failed,
+                               stream);
+}
+
+Result Batch::one_by_one(size_t first, size_t count, Handle stream) const {
+    for (size_t k = first; k < first + count; ++k) {
         if (Result error = driver().copy(targets_[k], sources_[k], sizes_[k], stream)) return error;
     }
     return 0;

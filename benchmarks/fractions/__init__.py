@@ -5,5 +5,5 @@
 ``python -m benchmarks.fractions largest --results FILE.json --methods ideal,tiers:auto``
 
 A cell is a workload, a budget and a method, on one machine and for one state of the code. The ideal, which is the plain
-program with unlimited HBM, runs right before each method in the same sitting; the fraction is the ratio of the two.
+program with unlimited HBM, runs right before and right after each method; the fraction is the ratio of the two.
 """

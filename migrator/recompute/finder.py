@@ -9,6 +9,7 @@ from torch import Tensor
 
 from migrator.recompute.formulas import Formula, Pattern, search
 from migrator.recompute.operations import TABLE
+from migrator.recompute.ways import one_of
 
 if TYPE_CHECKING:
     from migrator.recompute.origins import Origins
@@ -101,5 +102,6 @@ class Finder:
         found = search(node, source, TABLE)
         if found is None or found[1].name not in self._verified.held:
             return None
-        self._pattern, what = found
+        pattern, what = found
+        self._pattern = pattern._replace(way=pattern.way and one_of(pattern.way))
         return what

@@ -108,12 +108,8 @@ def search(node: Any, source: Source, table: Table) -> tuple[Pattern, Formula] |
     if found is None:
         return None
     what, way = found
-    pattern = Pattern(what, _ways.setdefault(repr(way), way) if seen.repeatable else None)
+    pattern = Pattern(what, way if seen.repeatable else None)
     return pattern, pattern.of(seen.packs)
-
-
-_ways: dict[str, Way] = {}
-"""Equal ways are one: what was read for one site is then in the processor's caches for the next."""
 
 
 class _Search:

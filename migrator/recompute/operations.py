@@ -18,7 +18,7 @@ from migrator.recompute.ways import is_leaf
 
 
 def _setting(*names: str) -> Callable[[Any], Any]:
-    """Reads settings that a node has saved: a tuple of them if there are several."""
+    """Reads settings that a node has saved: a tuple of them if there are several, none a float (`ways` says why)."""
     return attrgetter(*(f"_saved_{name}" for name in names))
 
 

@@ -139,6 +139,17 @@ class Way(NamedTuple):
         return True
 
 
+_known: dict[str, Way] = {}
+MOST = 4096  # ways: a program of ever new shapes must not fill memory with them
+
+
+def one_of(way: Way) -> Way:
+    """The one object for all equal ways: read for one site, it is in the processor's caches for the next."""
+    if len(_known) >= MOST:
+        _known.clear()
+    return _known.setdefault(repr(way), way)
+
+
 def input_of(node: Any, k: int) -> tuple[Any, int]:
     """The node that made the k-th input of `node`, and which of its outputs that is."""
     inputs: tuple[tuple[Any, int], ...] = node.next_functions
@@ -151,5 +162,8 @@ def is_leaf(node: Any) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two settings are one to every operation: 1 is not 1.0 there, and 0.0 not -0.0."""
+    """Whether two settings are one to every operation: 1 is not 1.0 there, and 0.0 not -0.0.
+
+    Within a tuple they are: numbers of C++ types that may be either are to be asked for by themselves.
+    """
     return type(one) is type(other) and one == other and (bool(one) or str(one) == str(other))

@@ -67,7 +67,8 @@ int cuInit(unsigned) {
     if (file < 0) file = memfd_create("fake", MFD_CLOEXEC);
     return 0;
 }
-int cuDeviceGetAttribute(int* value, int, int) { return *value = 1, 0; }
+// Host memory that is registered has another address for the second device.
+int cuDeviceGetAttribute(int* value, int attribute, int device) { return *value = attribute != 91 || device != 1, 0; }
 int cuMemAddressReserve(uint64_t* address, size_t bytes, size_t, uint64_t, unsigned long long) {
     if (int error = fake_unsafe()) return error;
     void* place = mmap(nullptr, bytes + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

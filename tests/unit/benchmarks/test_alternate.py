@@ -88,7 +88,7 @@ def test_the_clock_is_that_of_the_gpu_which_the_program_sees(tmp_path: Path, mon
     fake_nvidia_smi(tmp_path, "echo ${1#--id=}")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    assert (sm_clock(), sm_clock(1)) == (3, 1)
+    assert (sm_clock(), sm_clock(1), sm_clock(2)) == (3, 1, None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert sm_clock(2) == 2
 

@@ -147,6 +147,14 @@ def test_the_ideal_runs_before_and_after_each_method_and_budgets_are_of_what_it_
     assert all(record["status"] == "ok" and record["plain_reserved"] == PLAIN for record in results.cells)
 
 
+@pytest.mark.parametrize("late", [Failed("CUDA error"), TooLong("")])
+def test_what_was_measured_is_kept_though_the_ideal_after_it_is_not(late: Failed) -> None:
+    fake, results, calls = Fake({"tiers:auto": 0.125}), Results(), iter([0.1, late, 0.1, late])
+    fake.steps["ideal"] = lambda batch: next(calls)
+    run(fake, results, ["tiers:auto"])
+    assert [record["fraction"] for record in results.cells] == [pytest.approx(0.8)] * 2
+
+
 def test_our_allocator_gets_a_process_of_its_own_while_the_ideal_s_goes_on() -> None:
     class Twice(Fake):
         def start(self, workload: str, setting: Setting, batch: int = 1) -> Fake:

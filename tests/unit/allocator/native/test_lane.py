@@ -98,23 +98,47 @@ LARGE = """
 fake.fake_batches({batches})
 source, target = (ctypes.create_string_buffer(40 << 20) for _ in range(2))
 ctypes.memset(source, 7, 40 << 20)
-library.copy(0, 9, array("Q", [ctypes.addressof(target), ctypes.addressof(source), 40 << 20]), []).synchronize()
+spans = array("Q", [ctypes.addressof(target), ctypes.addressof(source), 40 << 20])
+library.copy({device}, 9, spans, []).synchronize()
 assert target.raw == source.raw
 """
 
 
+def copies(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("cop")]
+
+
 def test_a_large_span_leaves_in_parts(built: Path) -> None:
-    lines = asked(built, LARGE.format(batches=True))
-    assert [line for line in lines if line.startswith("cop")] == ["copies 16777216 16777216 8388608 on 9"]
+    lines = asked(built, LARGE.format(batches=True, device=0))
+    assert copies(lines) == ["copies 16777216 16777216 8388608 on 9"]
 
 
-def test_where_the_driver_takes_one_copy_a_call_each_has_its_own(built: Path) -> None:
-    lines = asked(built, LARGE.format(batches=False))
-    assert [line for line in lines if line.startswith("cop")] == [
-        "copy 16777216 on 9",
-        "copy 16777216 on 9",
-        "copy 8388608 on 9",
-    ]
+@pytest.mark.parametrize(("batches", "device"), [(False, 0), (True, 1)])
+def test_where_batches_do_not_work_each_copy_is_a_call_of_its_own(built: Path, batches: bool, device: int) -> None:
+    """The driver refuses them, or would not find registered host memory at the address that it is given."""
+    lines = asked(built, LARGE.format(batches=batches, device=device))
+    assert copies(lines) == ["copy 16777216 on 9", "copy 16777216 on 9", "copy 8388608 on 9"]
+
+
+def test_what_a_batch_is_refused_for_is_copied_one_by_one(built: Path) -> None:
+    """Such as host memory that could not be pinned."""
+    program = """
+source, target = ctypes.create_string_buffer(b"abcdefgh", 8), ctypes.create_string_buffer(8)
+at, start = ctypes.addressof(target), ctypes.addressof(source)
+fake.fake_refuse(1)
+library.copy(0, 9, array("Q", [at, start + 4, 4, at + 4, start, 4]), []).synchronize()
+assert target.raw == b"efghabcd"
+"""
+    assert copies(asked(built, program)) == ["copy 4 on 9", "copy 4 on 9"]
+
+
+def test_no_call_has_more_copies_than_drivers_are_known_to_take(built: Path) -> None:
+    program = """
+bytes_ = ctypes.create_string_buffer(5000)
+at = ctypes.addressof(bytes_)
+library.copy(0, 9, array("Q", [n for k in range(2500) for n in (at + 2500 + k, at + k, 1)]), [])
+"""
+    assert [line.count(" 1") for line in copies(asked(built, program))] == [1024, 1024, 452]
 
 
 def test_events_come_from_a_pool_of_their_device(built: Path) -> None:

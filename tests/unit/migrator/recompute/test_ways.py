@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from migrator.recompute import finder
+from migrator.recompute import finder, ways
 from migrator.recompute.dropped import run
 from migrator.recompute.finder import Finder, Verified, base_of, find, layout
 from migrator.recompute.origins import Origins, note, note_epsilon
@@ -237,9 +237,16 @@ def test_sites_that_are_alike_have_one_way(searches: list[Any]) -> None:
     """A model of many equal layers reads a handful of them in every step, not hundreds."""
     gelu, other = (Site(searches, lambda x: F.gelu(x)) for _ in range(2))
     tanh = Site(searches, lambda x: F.gelu(x, approximate="tanh"))
-    ways = [site.finder._pattern.way for site in (gelu, other, tanh) if site.finder._pattern is not None]
-    assert ways[0] is ways[1]
-    assert ways[0] != ways[2]
+    found = [site.finder._pattern.way for site in (gelu, other, tanh) if site.finder._pattern is not None]
+    assert found[0] is found[1]
+    assert found[0] != found[2]
+
+
+def test_a_program_of_ever_new_shapes_does_not_fill_memory_with_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "_known", known := {})
+    for k in range(ways.MOST + 100):
+        ways.one_of(ways.Way("ConvolutionBackward0", (ways.Absent(k),)))
+    assert len(known) <= ways.MOST
 
 
 def test_a_pattern_holds_no_tensor(searches: list[Any]) -> None:
