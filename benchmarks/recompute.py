@@ -40,8 +40,8 @@ def light(trace: Trace, budget: int, links: Links) -> Plan:
 
 @contextmanager
 def light_everywhere() -> Iterator[None]:
-    """Have the policy ``keep`` mean `light`."""
-    with mock.patch.object(devices, "POLICIES", {**POLICIES, "keep": light}):
+    """Have the policy ``move`` mean `light`."""
+    with mock.patch.object(devices, "POLICIES", {**POLICIES, "move": light}):
         yield
 
 
@@ -57,7 +57,7 @@ def found_by_operation(step: Callable[[], torch.Tensor], arguments: dict[str, st
         hooks_note(tensor, packed, key)
 
     hooks_note = hooks.note
-    with mock.patch.object(hooks, "note", note), tiers.session(**{**arguments, "policy": "keep"}) as session:
+    with mock.patch.object(hooks, "note", note), tiers.session(**{**arguments, "policy": "auto"}) as session:
         for _ in range(8):  # some are recorded, and the plan is made beside the program
             step()
         saver = session.runtime.saver()
@@ -95,7 +95,7 @@ def main() -> None:
     arguments = {"dram": options.dram}
     found_by_operation(workload.step, arguments)
     sittings: list[Sitting] = []
-    variants: dict[str, dict[str, str] | None] = {"plain": None, "light": {**arguments, "policy": "keep"}}
+    variants: dict[str, dict[str, str] | None] = {"plain": None, "light": {**arguments, "policy": "move"}}
     for number in range(options.rounds):
         names = list(variants) if number % 2 == 0 else list(variants)[::-1]
         for name in names:
