@@ -108,7 +108,11 @@ class Backing:
         parcel = Parcel(nbytes, next_use, tier=tier)
         with self._lock:
             self._largest = max(self._largest, nbytes)
-            parcel.after = self._put(parcel, self._find_block(nbytes))
+            block = self._find_block(nbytes)
+            if not self._can_come_back():
+                self._dram.free(block)
+                raise self._full(nbytes)
+            parcel.after = self._put(parcel, block)
             self._counters.groups += 1
             self._demote_ahead()
         return parcel
@@ -136,6 +140,18 @@ class Backing:
                     raise self._full(nbytes)
                 return block
         return block
+
+    def _can_come_back(self) -> bool:
+        """Whether any parcel on NVMe finds a block when it is needed: what is new must not take the last one."""
+        nvme, most = self._nvme, self._largest
+        if nvme is None or not nvme.used or nvme.capacity - nvme.used >= most:
+            return True  # nothing is there, or it can take what is in the way
+        if any(p.extent and p.block is not None and p.block.room >= most for p in self._in_dram):
+            return True  # a block whose bytes are there as well, or will be
+        block = self._dram.allocate(most)
+        if block is not None:
+            self._dram.free(block)
+        return block is not None
 
     def _put(self, parcel: Parcel, block: DramBlock) -> tuple[Event, ...]:
         """Place `parcel` in `block`; the copies that must be over before the block is written to."""
@@ -179,7 +195,7 @@ class Backing:
         nvme, dram = self._nvme, self._dram
         if nvme is None or nbytes > dram.capacity:
             return TierFull("dram", None, nbytes, dram.used, dram.capacity)
-        return TierFull("nvme", nvme.where, nbytes, nvme.used, nvme.capacity)
+        return TierFull("dram and nvme", nvme.where, nbytes, dram.used + nvme.used, dram.capacity + nvme.capacity)
 
     # ------------------------------------------------------------------------------ DRAM to NVMe
 

@@ -23,6 +23,8 @@ class Links:
         Seconds from asking for a transfer to its first byte.
     contended : bool
         Whether others need the memory bus: of plans that are about as fast, the one that moves least is to be taken.
+    below : int
+        Bytes that the tiers at their other end hold.
     """
 
     d2h: float
@@ -32,6 +34,7 @@ class Links:
     disk_read: float = 0.0
     latency: float = 20e-6
     contended: bool = False
+    below: int = 1 << 62
 
     def reduced(self, left: Mapping[str, float], *, direct_disk: bool) -> Links:
         """What is left of the links while the memory bus is busy.
@@ -63,7 +66,7 @@ PCIE_GEN5 = Links(d2h=55.0e9, h2d=55.1e9, both=92.8e9)
 """Measured on an H100 on PCIe Gen5 x16: what is taken for granted where nobody has measured."""
 
 
-def links_from(measured: Mapping[str, float | None], *, disk: bool) -> Links:
+def links_from(measured: Mapping[str, float | None], *, disk: bool, below: int = PCIE_GEN5.below) -> Links:
     """The links as far as they were measured, and what is taken for granted for the rest.
 
     Parameters
@@ -72,11 +75,13 @@ def links_from(measured: Mapping[str, float | None], *, disk: bool) -> Links:
         Bytes per second by the name of the lane; None, or no entry, where it was not measured.
     disk : bool
         Whether there is an NVMe tier.
+    below : int
+        Bytes that the tiers below HBM hold.
     """
     granted = {"d2h": PCIE_GEN5.d2h, "h2d": PCIE_GEN5.h2d}
     if disk:
         granted |= {"disk_write": 2.9e9, "disk_read": 2.9e9}  # one NVMe drive of the same machine
     known: dict[str, Any] = {lane: measured.get(lane) or rate for lane, rate in granted.items()}
-    links = replace(PCIE_GEN5, **known)
+    links = replace(PCIE_GEN5, below=below, **known)
     # Both directions together were not measured: the same part of their sum as where they were.
     return replace(links, both=PCIE_GEN5.both * (links.d2h + links.h2d) / (PCIE_GEN5.d2h + PCIE_GEN5.h2d))

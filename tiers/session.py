@@ -24,7 +24,7 @@ from migrator import native
 from migrator import tensors as in_python
 from migrator.backing import Backing
 from migrator.counters import Counters
-from migrator.links import links_from
+from migrator.links import Links, links_from
 from migrator.options import Options
 from migrator.runtime import Runtime
 from migrator.tensors import Tensors
@@ -38,6 +38,7 @@ from tiers.shares import Shares, node_of_gpu, room, step
 log = logging.getLogger("tiers")
 
 IDLE_SECONDS = 120.0  # after which dram that nobody uses goes back to the system
+SPARE = 16  # one part in so many of what is below hbm is left out of plans
 
 
 class Session:
@@ -75,12 +76,18 @@ class Session:
                 backing=self._make_backing,
                 refuse=refuse,
                 pages=paging.installed,
-                links=links_from(asdict(config.links), disk=self._shares.nvme > 0),
+                links=self._links(),
                 advisor=self._monitor,
                 tensors=self._tensors,
                 native_lanes=config.native != "off",
             )
         )
+
+    def _links(self) -> Links:
+        shares = self._shares
+        below = shares.dram + shares.nvme
+        # Not to the last byte: groups lie in blocks of whole pages, and what is left between those is of no use.
+        return links_from(asdict(self._config.links), disk=shares.nvme > 0, below=below - below // SPARE)
 
     def _tensors(self) -> Tensors:
         if self._config.native == "on":

@@ -74,6 +74,7 @@ class Levers:
     def __init__(self, trace: Trace, budget: int, links: Links, costs: Costs = H100) -> None:
         self.trace = trace
         self.room = room(trace, budget)
+        self.below = links.below
         lives = trace.lifetimes
         self.number = {life.ident: number for number, life in enumerate(lives)}
         self.idents = [life.ident for life in lives]
@@ -224,6 +225,10 @@ class Levers:
     def _overlaps(self, state: State, region: int) -> bool:
         own = self.regions[region]
         return any(self.regions[r].begin < own.end and own.begin < self.regions[r].end for r in state.regions)
+
+    def left_below(self, state: State) -> int:
+        """Bytes that the tiers below HBM still have room for."""
+        return self.below - int(self.nbytes[state.action == MOVE].sum())
 
     def fits(self, state: State, extra: Bytes | int) -> bool:
         """Whether HBM has room for a state, and for `extra` bytes besides, in every stretch."""

@@ -72,6 +72,7 @@ class Search(Levers):
             weight = np.concatenate(([0.0], np.cumsum(over / over.sum())))
             kept = state.action == KEEP
             out, fits = self._moves(state, deadline)
+            fits &= self.nbytes <= self.left_below(state)
             rates = np.concatenate(
                 (
                     _rate(self.move_cost, self._relief(weight, out, self.again), kept & fits & movable),
@@ -123,7 +124,7 @@ class Search(Levers):
                 else:
                     state.action[number] = MOVE
                     moved = self.in_order[state.action[self.in_order] == MOVE]
-                    if pulled and self._left(moved)[-1] > deadline:
+                    if pulled and (self._left(moved)[-1] > deadline or self.left_below(state) < 0):
                         state.action[number] = KEEP
                         continue
                 relieved += int(self.nbytes[number])
@@ -155,7 +156,7 @@ class Search(Levers):
                 break
             state.action[number] = MOVE
             moved = self.in_order[state.action[self.in_order] == MOVE]
-            if self._left(moved)[-1] > deadline or not self.fits(state, extra):
+            if self._left(moved)[-1] > deadline or self.left_below(state) < 0 or not self.fits(state, extra):
                 state.action[number] = DROP
             else:
                 changed = True

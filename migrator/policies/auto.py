@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from migrator.links import Links
+from migrator.links import PCIE_GEN5, Links
 from migrator.plan import NoPlanFits, Plan
 from migrator.planner.effects import obtainable
 from migrator.planner.intervals import Bytes, where_fullest
@@ -74,6 +74,7 @@ class _Planner:
         self.trace, self.budget, self.links = trace, budget, links
         self.left = max(LEAST, SIMULATED_SITES // max(1, len(trace.sites)))
         self.fitting: list[_Tried] = []  # all that fit, where the fastest may not be the one to take
+        self.below = links.below
         self.best = self._try(Choice())
 
     @property
@@ -120,17 +121,20 @@ class _Planner:
             self._solve(best.how, state, best.held, ban=untried[-1])
 
     def squeeze(self) -> None:
-        """Try what holds least.
+        """Try what holds least; with more than the tiers below HBM hold, where nothing else fits: they will say so.
 
         Raises
         ------
         NoPlanFits
             If not even that fits.
         """
-        for choice in extremes(self.trace):
-            self._consider(self._try(choice))
-        if not self.fits:
-            raise self._too_small()
+        for below in (self.below, PCIE_GEN5.below):
+            self.below = below
+            for choice in extremes(self.trace):
+                self._consider(self._try(choice))
+            if self.fits:
+                return
+        raise self._too_small()
 
     def _solve(self, how: How, state: State, held: Bytes | int, ban: int = -1) -> None:
         """Search from a state, and again with what the simulator found over the budget."""
@@ -175,7 +179,7 @@ class _Planner:
         return min(hardly_slower, key=lambda tried: (tried.plan.moved_bytes, tried.result.seconds))
 
     def _consider(self, tried: _Tried) -> None:
-        if tried.result.peak["hbm"] > self.budget:
+        if tried.result.peak["hbm"] > self.budget or tried.plan.parcel_bytes > self.below:
             return
         if self.links.contended:
             self.fitting.append(tried)

@@ -357,12 +357,18 @@ def test_nobody_takes_a_block_away_while_it_is_being_lent(make: Make, arena: Dra
 # ------------------------------------------------------------------------------------------- bad days
 
 
-def test_two_full_tiers_name_the_last_one(make: Make, arena: DramArena) -> None:
+def test_full_tiers_are_both_named_and_what_is_on_nvme_can_still_come_back(make: Make, arena: DramArena) -> None:
+    """One block stays free for that: with the last one taken, backward would find no way to read what it needs."""
     store = HandStore(2 * NBYTES + 8 * KiB, at_once=True)
-    backing = make(store)
-    with pytest.raises(TierFull, match=r"^tier nvme at /somewhere is full: 2\.0 MiB requested, 4\.0 MiB of 4\.0 MiB"):
-        fill(backing, 11)
-    assert arena.used == 8 * PAGE
+    backing, parcels = make(store), []
+    with pytest.raises(
+        TierFull, match=r"^tier dram and nvme at /somewhere is full: 2\.0 MiB requested, 18\.0 MiB of 20"
+    ):
+        for number in range(11):
+            parcels.append(put(backing, value=number, next_use=-number))
+    assert arena.used == 7 * PAGE
+    for number, parcel in reversed(list(enumerate(parcels))):
+        assert contents(backing, parcel) == {number}
 
 
 def test_what_is_larger_than_dram_is_not_the_fault_of_nvme(make: Make) -> None:
@@ -494,7 +500,7 @@ def test_a_disk_that_breaks_loses_nothing_that_is_in_dram(arena: DramArena, tmp_
     )
     backing = Backing(arena, store, Counters())
     parcels: list[Parcel] = []
-    with pytest.raises(TierFull, match=r"^tier nvme at .* is full"):
+    with pytest.raises(TierFull, match=r"^tier dram and nvme at .* is full"):
         while True:
             parcels.append(put(backing, len(parcels), -len(parcels)))
     assert len(parcels) > 8  # all of DRAM, and what was written before

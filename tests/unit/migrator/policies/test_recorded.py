@@ -43,6 +43,23 @@ def test_auto_comes_close_to_the_ideal_within_the_budget(cell: tuple[str, float]
     assert result.ideal / result.seconds > fraction
 
 
+@pytest.mark.parametrize("below", [0, GiB // 2, 4 * GiB])
+@pytest.mark.parametrize("cell", [("reference_gpt", 22.8), ("resnet152", 11.0), ("long_context_gpt", 28.2)], ids=str)
+def test_auto_moves_no_more_than_the_tiers_below_hold(cell: tuple[str, float], below: int) -> None:
+    """It recomputes instead, where moving would be as fast; a plan that does not fit below ends the program."""
+    trace, budget = recorded(cell[0]), int(cell[1] * GiB)
+    plan = POLICIES["auto"](trace, budget, replace(PCIE_GEN5, below=below))
+    assert plan.parcel_bytes <= below
+    assert simulate(trace, PCIE_GEN5, plan).peak["hbm"] <= budget
+
+
+def test_what_no_plan_keeps_within_hbm_and_the_tiers_below_is_theirs_to_refuse() -> None:
+    """More of them would do: that is what the user has to be told, not that HBM is too small."""
+    trace, budget = recorded("long_context_gpt"), 12 * GiB
+    assert POLICIES["auto"](trace, budget, PCIE_GEN5).parcel_bytes > 0
+    assert POLICIES["auto"](trace, budget, replace(PCIE_GEN5, below=0)).parcel_bytes > 0
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_where_others_need_the_memory_bus_auto_moves_less_and_is_hardly_slower(cell: tuple[str, float]) -> None:
     trace, budget = recorded(cell[0]), int(cell[1] * GiB)
