@@ -52,6 +52,15 @@ def format_size(nbytes: int) -> str:
     return f"{value / 1024:.1f} TiB"
 
 
+def format_at_least(nbytes: int) -> str:
+    """As `format_size`, but rounded up: whoever writes that down has not less."""
+    text = format_size(nbytes)
+    if parse_size(text) >= nbytes:
+        return text
+    number, unit = text.split()
+    return f"{float(number) + 0.1:.1f} {unit}"
+
+
 def round_up(n: int, to: int) -> int:
     """Return the smallest multiple of `to` that is not below `n`."""
     return -(-n // to) * to

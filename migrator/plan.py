@@ -10,7 +10,7 @@ from types import MappingProxyType
 from allocator.errors import TiersError
 from allocator.groups import group_by_death
 from allocator.lifetimes import Lifetime
-from allocator.sizes import PAGE, GiB, MiB, format_size, round_up
+from allocator.sizes import PAGE, GiB, MiB, format_at_least, format_size, round_up
 from migrator.planner.effects import Effect, effect
 from migrator.planner.effects import checkpoint_key as checkpoint_key  # hooks that carry a plan out look for it here
 from migrator.trace import Trace
@@ -35,7 +35,7 @@ class NoPlanFits(TiersError):
 
     def __init__(self, budget: int, smallest: int, holds: str) -> None:
         super().__init__(
-            f"no plan keeps this program within {format_size(budget)} of hbm: it needs {format_size(smallest)} "
+            f"no plan keeps this program within {format_size(budget)} of hbm: it needs {format_at_least(smallest)} "
             f"({holds}); raise TIERS_HBM above that, or make the batch smaller"
         )
         self.budget = budget

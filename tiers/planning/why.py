@@ -105,7 +105,7 @@ def render(why: Why) -> Iterator[RenderableType]:
     yield f"hbm at its fullest: {why.fullest}"
     result = why.result
     if result.ideal:
-        table = Table("part", "time", "of ideal", title="a period, as it was predicted", title_justify="left")
+        table = Table("part", "time", "ideal = 100%", title="a period, as it was predicted", title_justify="left")
         stalls = {f"waiting for {lane}": seconds for lane, seconds in result.stalls.items() if seconds > 5e-5}
         rest = result.seconds - result.ideal - result.recomputing - sum(result.stalls.values())
         parts = {"everything kept (ideal)": result.ideal, "recomputing": result.recomputing, **stalls}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allocator.errors import CorruptionError, StoreError, TierFull, TiersError
-from allocator.sizes import GiB, KiB, MiB, TiB, format_size, parse_size, round_up
+from allocator.sizes import GiB, KiB, MiB, TiB, format_at_least, format_size, parse_size, round_up
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,9 @@ def test_a_full_tier_names_itself_and_sizes() -> None:
 def test_errors_survive_pickling(error: TiersError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+@given(st.integers(0, 1 << 50))
+def test_what_is_needed_at_least_is_not_printed_as_less(nbytes: int) -> None:
+    text = format_at_least(nbytes)
+    assert nbytes <= parse_size(text) <= nbytes * 1.1 + 1
