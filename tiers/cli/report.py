@@ -39,6 +39,8 @@ class ReportVerb:
     def run(self, args: argparse.Namespace) -> int:
         """Read and print."""
         path = args.run_dir if args.run_dir.is_file() else args.run_dir / "stats.json"
+        if path.name in ("plan.json", "trace.json"):
+            raise CliError(f"{path} tells only a part; name its directory, or the stats.json in it")
         stats = _read(path)
         try:
             account = _account(path.parent, stats)

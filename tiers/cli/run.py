@@ -73,6 +73,8 @@ def _changes(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, 
         if value is not None
     }
     allocator = load(environ={**environ, **changes}).config.allocator
+    if changes.get("TIERS_ALLOCATOR", "").strip().lower() == "off":
+        raise CliError("--allocator off is to run the program without tiers: leave `tiers run` out")
     # The gate looks at the variable alone, so what a file says about the allocator must reach it there.
     return {**changes, "TIERS_ALLOCATOR": "pages" if allocator == "off" else allocator}
 

@@ -27,7 +27,10 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
     try:
         return parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CliError(f"{file} does not exist; run with TIERS_RUN={file.parent} to have it written") from None
+        raise CliError(
+            f"{file} does not exist; run with TIERS_RUN={file.parent} to have it written, at the end of a program that "
+            "trains: without a training step, or where it is killed, there is none"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CliError(f"{file} cannot be read: {error}") from None
 

@@ -164,6 +164,7 @@ def test_run_says_what_it_sets_and_leaves_stdout_to_the_program(tmp_path):
     [
         (["run", "--hbm", "lots", "--", "true"], {}, 2, "hbm.capacity = 'lots'"),
         (["run"], {}, 2, "no program to run"),
+        (["run", "--allocator", "off", "--", "true"], {}, 2, "without tiers"),
         (["run", "--", "no-such-program"], {}, 127, "no-such-program: no such program"),
         (["run", "--", "."], {}, 126, ".: Permission denied"),
         (["run", "--", "true"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, 2, "unset it"),
@@ -248,6 +249,13 @@ def test_report_of_no_run_directory_is_one_line(tmp_path, capsys, text, message)
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_report_of_a_part_of_a_run_names_the_whole(tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    assert main(["report", str(plan)]) == 2
+    assert "name its directory" in capsys.readouterr().err
 
 
 def findings(topology: Topology = H100, config: Config | None = None, torch: TorchFacts | None = TORCH):
