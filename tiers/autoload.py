@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 
 _put_off = False
 
@@ -21,7 +22,11 @@ def gate() -> None:
         With code 2, after one line on stderr, if the configuration is wrong: before training starts. Nothing
         else is raised, as PyTorch would turn it into a failure of ``import torch``.
     """
-    if os.environ.get("TIERS_ALLOCATOR", "").strip().lower() in ("", "off"):
+    allocator = os.environ.get("TIERS_ALLOCATOR", "").strip().lower()
+    if allocator in ("", "off"):
+        others = [name for name in os.environ if name.startswith("TIERS_") and name != "TIERS_ALLOCATOR"]
+        if others and not allocator:
+            _tell_misspelt(others)
         return
     session = sys.modules.get("tiers.session")
     if session is not None and not hasattr(session, "install"):
@@ -37,6 +42,19 @@ def gate() -> None:
         logging.getLogger("tiers").error(
             "tiers is not active, the program runs without it: %s: %s", type(error).__name__, error
         )
+
+
+def _tell_misspelt(names: Iterable[str]) -> None:
+    """Tell which are none of ours: with ``TIERS_ALLOCATR`` a program runs without tiers, and looks as if with them."""
+    import multiprocessing
+
+    from tiers.config_keys import BY_ENV, CONFIG_ENV, nearest
+
+    known = {*BY_ENV, CONFIG_ENV}
+    if multiprocessing.parent_process() is None:
+        for name in sorted(name for name in names if name not in known):
+            text = f"tiers is off: TIERS_ALLOCATOR is not set, and {name} is no variable of ours{nearest(name, known)}"
+            print(text, file=sys.stderr)
 
 
 def catch_up() -> None:

@@ -45,6 +45,16 @@ print(sorted(name for name in new if name.partition('.')[0] not in sys.stdlib_mo
     assert python(code, **environ).stdout == "['tiers', 'tiers.autoload'] False\n"
 
 
+def test_a_misspelt_allocator_does_not_pass_for_tiers():
+    done = python(GATE, TIERS_ALLOCATR="torch", TIERS_HBM="1GiB")
+    assert "TIERS_ALLOCATR is no variable of ours; did you mean TIERS_ALLOCATOR?" in done.stderr
+    assert (done.stdout, done.stderr.count("\n"), done.returncode) == ("", 1, 0)
+
+
+def test_variables_for_a_session_in_code_are_nobody_s_mistake():
+    assert python(GATE, TIERS_HBM="1GiB", TIERS_CONFIG="tiers.toml").stderr == ""
+
+
 def test_on_installs_the_session_with_the_configuration():
     done = python(FAKE + GATE, TIERS_ALLOCATOR="torch", TIERS_HBM="4096")
     assert (done.stdout, done.stderr, done.returncode) == ("installed torch 4096\n", "", 0)
