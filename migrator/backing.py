@@ -84,6 +84,7 @@ class Backing:
         self._counters = counters
         self._in_dram: dict[Parcel, None] = {}  # an ordered set: victims must not depend on addresses
         self._dropped: list[Parcel] = []
+        self._on_nvme: dict[Parcel, None] = {}  # what has an extent and was not dropped
         self._guards: list[tuple[int, int, Event]] = []
         self._largest = 0
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -109,9 +110,10 @@ class Backing:
         with self._lock:
             self._largest = max(self._largest, nbytes)
             block = self._find_block(nbytes)
-            if not self._can_come_back():
-                self._dram.free(block)
-                raise self._full(nbytes)
+            while not self._can_come_back():
+                if not (self._reap() or self._wait_for_disk()):
+                    self._dram.free(block)
+                    raise self._full(nbytes)
             parcel.after = self._put(parcel, block)
             self._counters.groups += 1
             self._demote_ahead()
@@ -127,6 +129,7 @@ class Backing:
         """Forget a parcel, also while copies or disk requests are under way."""
         with self._lock:
             self._in_dram.pop(parcel, None)
+            self._on_nvme.pop(parcel, None)
             self._dropped.append(parcel)
             if parcel.writing is not None:
                 parcel.writing.cancel()  # if it has not begun, nobody needs it any more
@@ -143,12 +146,12 @@ class Backing:
 
     def _can_come_back(self) -> bool:
         """Whether any parcel on NVMe finds a block when it is needed: what is new must not take the last one."""
-        nvme, most = self._nvme, self._largest
-        if nvme is None or not nvme.used or nvme.capacity - nvme.used >= most:
+        nvme, most = self._nvme, max((parcel.nbytes for parcel in self._on_nvme), default=0)
+        if nvme is None or not most or nvme.capacity - nvme.used >= most:
             return True  # nothing is there, or it can take what is in the way
         if any(p.extent and p.block is not None and p.block.room >= most for p in self._in_dram):
             return True  # a block whose bytes are there as well, or will be
-        block = self._dram.allocate(most)
+        block = self._dram.allocate(most, in_need=True)
         if block is not None:
             self._dram.free(block)
         return block is not None
@@ -226,6 +229,7 @@ class Backing:
         if extent is None:
             return None
         parcel.extent = extent
+        self._on_nvme[parcel] = None
         parcel.writing = self._writers.submit(self._write, self._nvme, extent, parcel.block, parcel.filled)
         return parcel
 
@@ -263,6 +267,7 @@ class Backing:
         if parcel.extent is not None and self._nvme is not None:
             self._nvme.free(parcel.extent)
             parcel.extent = None
+            self._on_nvme.pop(parcel, None)
 
     def _wait_for_disk(self) -> bool:
         """Block the host until a request that holds a block is over, writes first; whether there was one."""

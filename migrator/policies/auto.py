@@ -74,7 +74,7 @@ class _Planner:
         self.trace, self.budget, self.links = trace, budget, links
         self.left = max(LEAST, SIMULATED_SITES // max(1, len(trace.sites)))
         self.fitting: list[_Tried] = []  # all that fit, where the fastest may not be the one to take
-        self.below = links.below
+        self.spilling: _Tried | None = None  # of what fits HBM, but not the tiers below, what takes least of them
         self.best = self._try(Choice())
 
     @property
@@ -121,20 +121,27 @@ class _Planner:
             self._solve(best.how, state, best.held, ban=untried[-1])
 
     def squeeze(self) -> None:
-        """Try what holds least; with more than the tiers below HBM hold, where nothing else fits: they will say so.
+        """Try what holds least; and if only more moves fit than the tiers below hold, take the fewest.
+
+        Those tiers may still hold them, to the last byte; or else say what they would have to hold.
 
         Raises
         ------
         NoPlanFits
             If not even that fits.
         """
-        for below in (self.below, PCIE_GEN5.below):
-            self.below = below
-            for choice in extremes(self.trace):
-                self._consider(self._try(choice))
-            if self.fits:
-                return
-        raise self._too_small()
+        for choice in extremes(self.trace):
+            self._consider(self._try(choice))
+        if self.fits:
+            return
+        self.levers.below = PCIE_GEN5.below
+        for lane in LANES:
+            self._solve(How(lane), self.levers.start(), 0)
+        if self.fits:
+            return
+        if self.spilling is None:
+            raise self._too_small()
+        self.best, self.fitting = self.spilling, [self.spilling]
 
     def _solve(self, how: How, state: State, held: Bytes | int, ban: int = -1) -> None:
         """Search from a state, and again with what the simulator found over the budget."""
@@ -179,7 +186,11 @@ class _Planner:
         return min(hardly_slower, key=lambda tried: (tried.plan.moved_bytes, tried.result.seconds))
 
     def _consider(self, tried: _Tried) -> None:
-        if tried.result.peak["hbm"] > self.budget or tried.plan.parcel_bytes > self.below:
+        if tried.result.peak["hbm"] > self.budget:
+            return
+        if tried.plan.parcel_bytes > self.links.below:
+            if self.spilling is None or tried.plan.parcel_bytes < self.spilling.plan.parcel_bytes:
+                self.spilling = tried
             return
         if self.links.contended:
             self.fitting.append(tried)

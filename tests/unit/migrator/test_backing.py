@@ -371,6 +371,25 @@ def test_full_tiers_are_both_named_and_what_is_on_nvme_can_still_come_back(make:
         assert contents(backing, parcel) == {number}
 
 
+def test_no_block_stays_free_for_a_large_one_that_is_gone(make: Make) -> None:
+    backing = make(HandStore(4 * NBYTES, at_once=True))
+    backing.drop(put(backing, 0, 0, nbytes=4 * PAGE))
+    parcels = fill(backing, 10)  # of twelve, less the page that has to stay free and what a write takes
+    assert len(parcels) == 10
+
+
+def test_what_is_dropped_while_it_is_written_is_in_nobody_s_way(make: Make) -> None:
+    """The disk may still be at it; nothing that lives lies there."""
+    store = HandStore(NBYTES + 8 * KiB)
+    backing = make(store)
+    parcels = fill(backing, 8)
+    written = next(parcel for parcel in parcels if parcel.writing)
+    backing.drop(written)
+    backing.drop(next(parcel for parcel in parcels if parcel is not written))
+    store.finish()
+    put(backing, 9, 0)
+
+
 def test_what_is_larger_than_dram_is_not_the_fault_of_nvme(make: Make) -> None:
     backing = make(HandStore(100 * MiB))
     with pytest.raises(TierFull, match=r"^tier dram is full: 18\.0 MiB requested"):

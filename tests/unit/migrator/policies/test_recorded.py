@@ -53,11 +53,16 @@ def test_auto_moves_no_more_than_the_tiers_below_hold(cell: tuple[str, float], b
     assert simulate(trace, PCIE_GEN5, plan).peak["hbm"] <= budget
 
 
-def test_what_no_plan_keeps_within_hbm_and_the_tiers_below_is_theirs_to_refuse() -> None:
-    """More of them would do: that is what the user has to be told, not that HBM is too small."""
-    trace, budget = recorded("long_context_gpt"), 12 * GiB
-    assert POLICIES["auto"](trace, budget, PCIE_GEN5).parcel_bytes > 0
-    assert POLICIES["auto"](trace, budget, replace(PCIE_GEN5, below=0)).parcel_bytes > 0
+@pytest.mark.parametrize(("name", "budget"), [("reference_gpt", 28.5), ("resnet152", 16.4)])
+def test_where_moves_alone_help_and_exceed_the_tiers_below_the_fewest_are_planned(name: str, budget: float) -> None:
+    """Those tiers may hold them to the last byte. If not, they say how much they would have to hold."""
+    trace = replace(recorded(name), recipes={}, regions=())
+    needed = POLICIES["auto"](trace, int(budget * GiB), PCIE_GEN5).parcel_bytes
+    for contended in (False, True):
+        links = replace(PCIE_GEN5, below=needed * 9 // 10, contended=contended)
+        plan = POLICIES["auto"](trace, int(budget * GiB), links)
+        assert needed * 9 // 10 < plan.parcel_bytes <= 1.05 * needed
+        assert simulate(trace, PCIE_GEN5, plan).peak["hbm"] <= budget * GiB
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
