@@ -216,9 +216,9 @@ class Runtime:
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
-            except TierFull as error:
+            except TierFull:
                 if not self.closed:  # else it is of no use any more, and the rest is to be closed
-                    self._refuse(error)
+                    raise
         if changed:
             if pages is not None:
                 pages.expect_news()
