@@ -132,11 +132,10 @@ class _Planner:
         """
         for choice in extremes(self.trace):
             self._consider(self._try(choice))
-        if self.fits:
-            return
-        self.levers.below = PCIE_GEN5.below
-        for lane in LANES:
-            self._solve(How(lane), self.levers.start(), 0)
+        if not self.fits and self.links.below < PCIE_GEN5.below:
+            self.levers.below = PCIE_GEN5.below
+            for lane in LANES:
+                self._solve(How(lane), self.levers.start(), 0)
         if self.fits:
             return
         if self.spilling is None:
