@@ -235,7 +235,7 @@ def demands(measured: Sequence[Row]) -> Iterator[tuple[bool, str]]:
     fast = [row for row in ours if row.direction != "both" and row.size >= FROM and row.way == ONE]
     slowest = min(fast, key=lambda row: row.gigabytes_per_second)
     text = f"{slowest.direction}, {slowest.gigabytes_per_second:.1f} GB/s at {format_size(slowest.size)}"
-    yield round(slowest.gigabytes_per_second) >= SPEED, f"{text}, at least {SPEED} from {format_size(FROM)} on"
+    yield slowest.gigabytes_per_second >= SPEED, f"{text}, at least {SPEED} from {format_size(FROM)} on"
 
 
 def table(measured: Sequence[Row]) -> str:
