@@ -52,13 +52,10 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def layout(tensor: Tensor) -> tuple[Any, ...]:
-    """What must be as it was when a formula was tried: strides, dtype and kind of device.
-
-    Not how long contiguous dimensions are.
-    """
+    """What must be as it was when a formula was tried: strides and dtype; not how long contiguous dimensions are."""
     if tensor.is_contiguous():
-        return (tensor.dim(), tensor.dtype, tensor.is_cuda)
-    return (tensor.size(), tensor.stride(), tensor.dtype, tensor.is_cuda)
+        return (tensor.dim(), tensor.dtype)
+    return (tensor.size(), tensor.stride(), tensor.dtype)
 
 
 def find(base: Tensor, source: Origins) -> Formula | None:

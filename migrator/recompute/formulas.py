@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from migrator.recompute.ways import (
@@ -151,11 +150,6 @@ class Operands:
         value = read(self._node)
         self.answers.append(Setting(read, value))
         return value
-
-    def on_gpu(self) -> bool:
-        """Whether the node works on a GPU. Not asked of it again: the layout of what is made says it, too."""
-        device: torch.device = self._node._input_metadata[0].device
-        return device.type == "cuda"
 
     def epsilon(self) -> float | None:
         """The epsilon of a normalisation whose node does not tell."""

@@ -131,7 +131,7 @@ def _batch_norm(run: Callable[..., tuple[Tensor, ...]], setting: str) -> Build:
         if not operands.ask(_training):
             return None
         x, epsilon = operands.saved("input"), operands.ask(read)
-        if run is torch.native_batch_norm and operands.on_gpu():
+        if run is torch.native_batch_norm and operands.ask(_on_gpu):
             return _elementwise(operands, x, epsilon)
         # Without running statistics the kernel computes the batch's, as it did, and updates none.
         return _with_affine(
@@ -162,6 +162,11 @@ def _elementwise(operands: Operands, x: Formula | None, epsilon: float) -> Formu
 def _by_run(*values: Tensor) -> Tensor:
     """Stands in a formula that has a `run` of its own."""
     raise NotImplementedError
+
+
+def _on_gpu(node: Any) -> bool:
+    device: torch.device = node._input_metadata[0].device
+    return device.type == "cuda"
 
 
 def _linear(operands: Operands) -> Formula | None:

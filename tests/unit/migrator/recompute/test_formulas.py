@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from migrator.recompute import fused
+from migrator.recompute import fused, operations
 from migrator.recompute.dropped import run
 from migrator.recompute.finder import base_of, find
-from migrator.recompute.formulas import Operands
 from migrator.recompute.origins import Origins, note, note_epsilon
 
 X = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -206,7 +205,7 @@ def elementwise(monkeypatch: pytest.MonkeyPatch) -> None:
         scale = (inverse * weight).view(shape)
         return (x - mean.view(shape)) * scale + bias.view(shape)
 
-    monkeypatch.setattr(Operands, "on_gpu", lambda operands: True)
+    monkeypatch.setattr(operations, "_on_gpu", lambda node: True)
     monkeypatch.setattr(fused, "_elemt", elementwise)
 
 
