@@ -123,8 +123,7 @@ def median_ratio(times: list[float], base: list[float], *, seed: int = 0) -> Rat
 def host_us(rounds: int = 5) -> float:
     """Microseconds that one core takes for a fixed piece of the interpreter's work, the fastest of some rounds.
 
-    On some machines a core is half as fast at times, for seconds. A step that the host decides takes longer then: a fifth
-    for ResNet-152 at 30% of its memory.
+    On some machines a core is half as fast at times, for seconds. A step that the host decides takes longer then.
     """
     return min(timeit.repeat(lambda: sum(range(20_000)), number=1, repeat=rounds)) * 1e6
 
