@@ -51,11 +51,10 @@ class Mover:
         self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
         self._keeps = keeps
         self.recorder: Recorder | None = self._new_recorder()
-        self._room = budget if keeps else learning_room(budget)
-        self.filling = Filling(engine, self._room)
+        self.filling = Filling(engine, budget if keeps else learning_room(budget))
         self._taken = 0  # storages, in this period
         self._allocated_before = engine.compute.allocated()
-        engine.limit = self._room
+        engine.limit = self.filling.room
 
     def _new_recorder(self) -> Recorder:
         self.engine.used_up = 0
@@ -230,8 +229,8 @@ class Mover:
     def _limit(self) -> int:
         """Bytes that may lie in HBM when a period begins: what regions recompute moves while it is recorded."""
         if self.recorder is not None and any(plan.regions for plan in self.learner.plans):
-            return min(self._room, learning_room(self.budget))
-        return self._room
+            return min(self.filling.room, learning_room(self.budget))
+        return self.filling.room
 
     def _adopt(self, plans: tuple[Plan, ...]) -> None:
         try:
@@ -241,7 +240,7 @@ class Mover:
         except TierFull:
             self.learner.forget()  # whoever catches this may go on with something smaller
             raise
-        self._room = self.filling.room = max(plan.room for plan in plans)
+        self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
 
     def actions(self) -> Iterator[tuple[str, Action]]:
