@@ -41,7 +41,9 @@ MIX = [size * KiB for size in (64, 3072, 512, 4096, 200, 1536, 2048, 1024)]  # i
 CHUNKS = (4 * MiB, 16 * MiB)  # of plain copies both ways at once, besides whole groups
 HOLD = 20_000_000  # cycles: 10 ms or more, in which the host asks for all copies of a window
 DIRECTIONS = {"d2h": ("d2h",), "h2d": ("h2d",), "both": ("d2h", "h2d")}
-WINDOW = {"d2h": 64 * MiB, "h2d": 64 * MiB, "both": 128 * MiB}  # bytes queued together per lane, or one group if larger
+WINDOW = 512 * MiB
+"""Bytes that are queued together, on each lane: 10 ms, in which the two events around them do not count."""
+
 LEAST = {"d2h": 0.98, "h2d": 0.98, "both": 0.95}  # of the plain speed
 SPEED, FROM = 55, 16 * MiB  # GB/s one way, of groups of that size and more
 ONE, SEVERAL, TWOS, SMALL, MIXED = (
@@ -189,8 +191,7 @@ def seconds(way: Way, direction: str, size: int) -> float:
         torch.cuda.synchronize()
         torch.cuda._sleep(patience * HOLD)
         start = way.begin()
-        nbytes = max(size, WINDOW[direction])
-        ends = [way.copy(lane, nbytes, size, start) for lane in DIRECTIONS[direction]]
+        ends = [way.copy(lane, WINDOW, size, start) for lane in DIRECTIONS[direction]]
         end = way.end(ends)
         in_time = not start.query()
         torch.cuda.synchronize()
@@ -215,7 +216,7 @@ def rows(direction: str, size: int, times: dict[str, list[float]]) -> list[Row]:
     """The rows of one size: the fastest of the plain ways, which all begin alike, is the base of all."""
     medians = {name: float(np.median(of_way)) for name, of_way in times.items()}
     base = min((name for name in times if name.startswith(PLAIN)), key=medians.__getitem__)
-    nbytes = max(size, WINDOW[direction]) * len(DIRECTIONS[direction])
+    nbytes = WINDOW * len(DIRECTIONS[direction])
     return [
         Row(direction, size, name, nbytes / medians[name] / 1e9, median_ratio(times[base], of_way))
         for name, of_way in times.items()
@@ -248,13 +249,12 @@ def table(measured: Sequence[Row]) -> str:
 
 def ways_on(device: torch.device) -> tuple[str, dict[str, dict[str, Way]]]:
     """The kind of our lanes, and for each direction the ways by name."""
-    largest = max(SIZES)
-    arena = DramArena(2 * largest, pinned=True, step=2 * largest)
-    blocks = {lane: arena.allocate(largest) for lane in DIRECTIONS["both"]}
+    arena = DramArena(2 * WINDOW, pinned=True, step=2 * WINDOW)
+    blocks = {lane: arena.allocate(WINDOW) for lane in DIRECTIONS["both"]}
     if not arena.pinned:
         raise SystemExit("the arena's memory could not be pinned: nothing to compare")
     ours = Memory({lane: block.tensor for lane, block in blocks.items() if block is not None}, device)
-    pinned = {lane: torch.empty(largest, dtype=torch.uint8, pin_memory=True) for lane in blocks}
+    pinned = {lane: torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True) for lane in blocks}
     streams = {lane: torch.cuda.Stream(device) for lane in blocks}
     plain = Memory(pinned, device)
     lanes = open_device(device, Counters(), 0)
@@ -271,7 +271,7 @@ def ways_on(device: torch.device) -> tuple[str, dict[str, dict[str, Way]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():

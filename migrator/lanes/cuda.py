@@ -243,6 +243,7 @@ class CudaLane:
                 nbytes, begin, done = self._timed.popleft()
                 times = (start.elapsed_time(event) / 1e3 for event in (begin, done))
                 found.append(Transfer(self._name, nbytes, *times))
+        self._untimed = TIMED_EVERY  # however little a period moves, something tells of it
         return found
 
     def _gather(self, run: list[Piece]) -> None:
