@@ -34,6 +34,7 @@ from tiers.config import Config, ConfigError, load
 from tiers.monitor.build import build as build_monitor
 from tiers.places import cache_directory
 from tiers.shares import Shares, node_of_gpu, room, step
+from tiers.sigterm import BeforeSigterm
 
 log = logging.getLogger("tiers")
 
@@ -63,6 +64,7 @@ class Session:
         self._pid = os.getpid()
         _check_policy(config.policy)
         self._run = run_directory.find(config)
+        self._before_sigterm = BeforeSigterm(lambda: self._write_run(self.stats()))
         self._shares = Shares(config)
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
@@ -79,6 +81,8 @@ class Session:
                 links=self._links(),
                 advisor=self._monitor,
                 tensors=self._tensors,
+                # Not earlier: by now the program has its own handlers, and who never trains is left alone.
+                armed=self._before_sigterm.set if self._run is not None else lambda: None,
                 native_lanes=config.native != "off",
             )
         )
@@ -156,6 +160,10 @@ class Session:
             self._nvme.close()
         if self._dram is not None:
             self._dram.close()
+        self._write_run(stats)
+
+    def _write_run(self, stats: dict[str, Any]) -> None:
+        self._before_sigterm.clear()  # from here on it would write beside what is half written
         if self._run is not None and self.runtime.armed:
             try:
                 run_directory.write(self._run, stats, self.runtime.learned, force=self._config.run_force)

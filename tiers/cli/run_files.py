@@ -29,7 +29,7 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
     except FileNotFoundError:
         raise CliError(
             f"{file} does not exist; run with TIERS_RUN={file.parent} to have it written, at the end of a program that "
-            "trains: without a training step, or where it is killed, there is none"
+            "trains: without a training step, or after SIGKILL, there is none"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CliError(f"{file} cannot be read: {error}") from None
