@@ -77,7 +77,7 @@ def examine(
     yield from _gpus(topology)
     yield _kvikio(topology)
     yield _gds(topology, config.nvme)
-    yield _pinning(topology, config)
+    yield _pinning(topology)
     yield _memory(topology, config)
     yield _cgroup(topology, config)
     yield from _nvme(config.nvme, filesystem_of, lambda path: shutil.disk_usage(path).free)
@@ -152,22 +152,13 @@ def _gds(topology: Topology, nvme: NvmeConfig) -> Finding:
     return Finding("GDS", "degraded", f"not in use: {obstacle}", "NVMe goes through host memory")
 
 
-def _pinning(topology: Topology, config: Config) -> Finding:
+def _pinning(topology: Topology) -> Finding:
     limit = topology.memory.memlock
     if limit is None:
         return Finding("pinning limit", "ok", "none")
-    found = f"ulimit -l is {format_size(limit)}"
-    wanted = config.dram.capacity
-    if wanted is None:
-        wanted = default_dram_capacity(topology.memory)
-    if not topology.gpus or limit >= wanted:
-        return Finding("pinning limit", "ok", found)
-    return Finding(
-        "pinning limit",
-        "degraded",
-        f"{found}, below the {format_size(wanted)} of dram",
-        "raise it (ulimit -l unlimited) if pinning is refused; the NVIDIA driver need not obey it",
-    )
+    # Measured, without CAP_IPC_LOCK: benchmarks/host_memory_accounting.py. A driver that refuses is told in the run.
+    found = f"ulimit -l is {format_size(limit)}, which does not bind what the NVIDIA driver pins"
+    return Finding("pinning limit", "ok", found)
 
 
 def _memory(topology: Topology, config: Config) -> Finding:

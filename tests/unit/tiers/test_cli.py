@@ -340,10 +340,11 @@ def test_more_dram_than_there_is_is_degraded():
     assert findings(CPU, config=Config(dram=DramConfig(capacity=16 * GiB)))["memory"].status == "ok"
 
 
-def test_a_pinning_limit_below_the_dram_tier_is_degraded():
-    assert findings()["pinning limit"].status == "degraded"
+def test_a_pinning_limit_is_told_as_one_that_does_not_bind_what_is_pinned():
+    found = "ulimit -l is 8.0 MiB, which does not bind what the NVIDIA driver pins"
+    assert findings()["pinning limit"] == Finding("pinning limit", "ok", found)
     unlimited = replace(H100, memory=replace(H100.memory, memlock=None))
-    assert findings(unlimited)["pinning limit"].status == "ok"
+    assert findings(unlimited)["pinning limit"].found == "none"
 
 
 def test_a_drive_with_too_little_room_is_missing(tmp_path):
