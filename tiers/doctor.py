@@ -10,7 +10,7 @@ from typing import Literal
 
 from allocator.sizes import format_size
 from tiers.config import Config, NvmeConfig
-from tiers.monitor.sensors import Choice
+from tiers.monitor.sensors import TRAFFIC, Choice
 from tiers.topology import Filesystem, Memory, Topology, default_dram_capacity, filesystem_of, gds_obstacle
 
 Status = Literal["ok", "degraded", "missing"]
@@ -216,8 +216,9 @@ def _monitor(sensors: Choice | None) -> Iterator[Finding]:
     if sensors is None:
         yield Finding("monitor", "ok", "switched off by monitor.enabled")
         return
-    names = ", ".join(["own copies", *(sensor.name for sensor in sensors.sensors)])
-    yield Finding("monitor", "ok", f"watches {names}")
+    names = ["own copies", *(sensor.name for sensor in sensors.sensors)]
+    unknown = "" if TRAFFIC & {*names} else "; who else loads the memory bus none of them tells"
+    yield Finding("monitor", "ok", f"watches {', '.join(names)}{unknown}")
     for name, reason in sensors.refused.items():
         # Nothing runs slower for it: our own copies tell what there is to know.
         yield Finding(f"sensor {name}", "ok", f"not in use: {reason}")

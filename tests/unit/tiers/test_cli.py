@@ -301,7 +301,7 @@ def test_doctor_says_what_keeps_the_hooks_in_python():
 def test_doctor_names_the_sensors_and_why_others_are_not_in_use():
     sensors = Choice((Pressure(),), {"resctrl": "not mounted"})
     found = {finding.subject: finding for finding in examine(H100, Config(), TORCH, sensors)}
-    assert found["monitor"].found == "watches own copies, pressure"
+    assert found["monitor"].found == "watches own copies, pressure; who else loads the memory bus none of them tells"
     assert found["sensor resctrl"] == Finding("sensor resctrl", "ok", "not in use: not mounted")
 
 
