@@ -39,7 +39,6 @@ from tiers.sigterm import BeforeSigterm
 log = logging.getLogger("tiers")
 
 IDLE_SECONDS = 120.0  # after which dram that nobody uses goes back to the system
-SPARE = 16  # one part in so many of what is below hbm is left out of plans
 
 
 class Session:
@@ -89,9 +88,7 @@ class Session:
 
     def _links(self) -> Links:
         shares = self._shares
-        below = shares.dram + shares.nvme
-        # Not to the last byte: groups lie in blocks of whole pages, and what is left between those is of no use.
-        return links_from(asdict(self._config.links), disk=shares.nvme > 0, below=below - below // SPARE)
+        return links_from(asdict(self._config.links), disk=shares.nvme > 0, below=shares.dram + shares.nvme)
 
     def _tensors(self) -> Tensors:
         if self._config.native == "on":
