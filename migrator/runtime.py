@@ -220,6 +220,8 @@ class Runtime:
                 if not self.closed:  # else it is of no use any more, and the rest is to be closed
                     raise
         if changed:
+            if not self.closed:  # else they are never carried out
+                self._steps.planned()
             if pages is not None:
                 pages.expect_news()
             movers = saver.armed_movers

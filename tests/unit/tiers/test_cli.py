@@ -195,6 +195,23 @@ def test_report_prints_what_a_run_did(tmp_path, capsys):
         assert text in out
 
 
+@pytest.mark.parametrize(
+    ("settled", "text"),
+    [
+        ({}, "step 500.0 ms (median, learning included; 400.0 ms to 750.0 ms)"),  # of an earlier version
+        ({"settled": {"median": None, "steps": 0}}, "step 500.0 ms (median, learning included; "),
+        (
+            {"settled": {"median": 0.45, "steps": 7}},
+            "step 450.0 ms (median of 7 under the last plan; 400.0 ms to 750.0 ms",
+        ),
+    ],
+)
+def test_report_tells_steps_under_the_last_plan_apart(tmp_path, capsys, settled, text):
+    (tmp_path / "stats.json").write_text(json.dumps(STATS | {"step_s": STATS["step_s"] | settled}))
+    assert main(["report", str(tmp_path)]) == 0
+    assert text in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_report_of_a_run_that_never_stepped(tmp_path, capsys):
     idle = {**STATS, "periods": 0, "steps": 0, "stalls": {}}
     idle["step_s"] = {"median": None, "min": None, "max": None}
@@ -239,7 +256,7 @@ def test_report_as_json_is_the_file(tmp_path, capsys):
         (None, "does not exist; run with TIERS_RUN="),
         ("{", "cannot be read"),
         ("[]", "not as this version writes it"),
-        ("{}", "not as this version writes it: KeyError('step_s')"),
+        ("{}", "not as this version writes it: KeyError('device')"),
     ],
 )
 def test_report_of_no_run_directory_is_one_line(tmp_path, capsys, text, message):
