@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 State = Literal["free", "saturated", "recovering"]
-Cause = Literal["nobody", "us", "others"]
+Cause = Literal["nobody", "us", "others", "unknown"]
 
 FLOOR = 1 / 4  # of the share, at which plans are made anew: a load that is over in a few steps is not worth it
 RISE = 1 / 16  # a step
@@ -43,7 +43,7 @@ class Verdict:
     state
         ``recovering``: there is room again, but not for long enough to be called free.
     cause
-        Who saturates the bus.
+        Who saturates the bus; ``unknown`` where no sensor tells whose its traffic is.
     left
         Of every lane that is known of, the part of its bandwidth that is left: 1 is all.
     bus
@@ -101,7 +101,7 @@ class Backoff:
 
     def step(self, verdict: Verdict) -> Backoff:
         """The state after a verdict."""
-        if verdict.state == "saturated" and verdict.cause == "others":
+        if verdict.state == "saturated" and verdict.cause != "us":  # in doubt there is room to be made
             return self._less(verdict)
         if verdict.state == "free":
             return self._more()

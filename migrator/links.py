@@ -24,7 +24,7 @@ class Links:
     contended : bool
         Whether others need the memory bus: of plans that are about as fast, the one that moves least is to be taken.
     below : int
-        Bytes that the tiers at their other end hold.
+        Bytes that may move at once to the tiers at their other end.
     """
 
     d2h: float
@@ -66,7 +66,10 @@ PCIE_GEN5 = Links(d2h=55.0e9, h2d=55.1e9, both=92.8e9)
 """Measured on an H100 on PCIe Gen5 x16: what is taken for granted where nobody has measured."""
 
 
-def links_from(measured: Mapping[str, float | None], *, disk: bool, below: int = PCIE_GEN5.below) -> Links:
+SPARE = 16  # one part in so many of what is below HBM is left out of plans
+
+
+def links_from(measured: Mapping[str, float | None], *, disk: bool, below: int | None = None) -> Links:
     """The links as far as they were measured, and what is taken for granted for the rest.
 
     Parameters
@@ -75,13 +78,16 @@ def links_from(measured: Mapping[str, float | None], *, disk: bool, below: int =
         Bytes per second by the name of the lane; None, or no entry, where it was not measured.
     disk : bool
         Whether there is an NVMe tier.
-    below : int
-        Bytes that the tiers below HBM hold.
+    below : int, optional
+        Bytes that the tiers below HBM hold; without it as much as moves.
     """
     granted = {"d2h": PCIE_GEN5.d2h, "h2d": PCIE_GEN5.h2d}
     if disk:
         granted |= {"disk_write": 2.9e9, "disk_read": 2.9e9}  # one NVMe drive of the same machine
     known: dict[str, Any] = {lane: measured.get(lane) or rate for lane, rate in granted.items()}
-    links = replace(PCIE_GEN5, below=below, **known)
+    links = replace(PCIE_GEN5, **known)
+    if below is not None:
+        # Not to the last byte: groups lie in blocks of whole pages, and what is left between those is of no use.
+        links = replace(links, below=below - below // SPARE)
     # Both directions together were not measured: the same part of their sum as where they were.
     return replace(links, both=PCIE_GEN5.both * (links.d2h + links.h2d) / (PCIE_GEN5.d2h + PCIE_GEN5.h2d))

@@ -58,6 +58,8 @@ class Options:
         Asked at the end of every period; without one the links are used in full.
     tensors : callable
         What is done with each tensor, in Python or natively; called when the first thread trains.
+    armed : callable
+        Called in each thread when it begins to train.
     native_lanes : bool
         Whether lanes ask the driver themselves, where the library for that was built.
     """
@@ -71,4 +73,5 @@ class Options:
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
     tensors: Callable[[], Tensors] = lambda: in_python
+    armed: Callable[[], None] = lambda: None
     native_lanes: bool = True

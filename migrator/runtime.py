@@ -55,7 +55,7 @@ class Runtime:
         self.options = options
         self.armed = False  # whether anything has trained under it
         self.closed = False
-        self.learned: tuple[Trace, Plan] | None = None  # set by `close`: the last trace and plan there were
+        self._learned: tuple[Trace, Plan] | None = None
         self._tensors: Tensors | None = None
         self._counters = Counters()
         self._periods = 0
@@ -97,8 +97,7 @@ class Runtime:
         for saver in list(self._savers):
             for mover in saver.armed_movers:
                 mover.learner.finish()
-                if mover.learner.plans:
-                    self.learned = (mover.learner.traces[-1], mover.learner.plans[-1])
+            self._learned = self.learned
             saver.pop()
         self._devices.close(enforced=self.options.enforce)
 
@@ -146,6 +145,7 @@ class Runtime:
         self._thread.saver = saver
         self._savers.add(saver)
         self.armed = True
+        self.options.armed()
         return saver
 
     # ------------------------------------------------------------------------------------ devices
@@ -220,6 +220,8 @@ class Runtime:
                 if not self.closed:  # else it is of no use any more, and the rest is to be closed
                     raise
         if changed:
+            if not self.closed:  # else they are never carried out
+                self._steps.planned()
             if pages is not None:
                 pages.expect_news()
             movers = saver.armed_movers
@@ -274,6 +276,13 @@ class Runtime:
             saver.end_period()
 
     # ----------------------------------------------------------------------------------- numbers
+
+    @property
+    def learned(self) -> tuple[Trace, Plan] | None:
+        """The last trace and plan there are."""
+        learners = [mover.learner for saver in list(self._savers) for mover in saver.armed_movers]
+        pairs = [(learner.traces[-1], learner.plans[-1]) for learner in learners if learner.plans]
+        return pairs[-1] if pairs else self._learned
 
     def numbers(self) -> dict[str, Any]:
         """What happened so far, as `stats.json` has it; HBM's budget and peak as ``budget_hbm`` and ``peak_hbm``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from typing import Any
 
 REMEMBERED = 10_000  # steps over which the median is taken
 
@@ -17,6 +18,11 @@ class StepTimes:
         self._recent: deque[float] = deque(maxlen=REMEMBERED)
         self._shortest = float("inf")
         self._longest = 0.0
+        self._learning: int | None = None  # steps until the last plan was there
+
+    def planned(self) -> None:
+        """There are new plans. The step that is under way did not begin under them, and may have made them."""
+        self._learning = self.count + 1
 
     def step(self, now: float) -> None:
         """A step ended at `now`."""
@@ -27,8 +33,14 @@ class StepTimes:
             self._shortest, self._longest = min(self._shortest, took), max(self._longest, took)
         self._last = now
 
-    def summary(self) -> dict[str, float | None]:
-        """Median, shortest and longest; None before there were two steps."""
-        if not self._recent:
-            return {"median": None, "min": None, "max": None}
-        return {"median": statistics.median(self._recent), "min": self._shortest, "max": self._longest}
+    def summary(self) -> dict[str, Any]:
+        """Median, shortest and longest; None before there were two steps. `settled` is of those under the last plan."""
+        times = list(self._recent)
+        count = 0 if self._learning is None else min(max(self.count - self._learning, 0), len(times))
+        settled = times[len(times) - count :]
+        return {
+            "median": statistics.median(times) if times else None,
+            "min": self._shortest if times else None,
+            "max": self._longest if times else None,
+            "settled": {"median": statistics.median(settled) if settled else None, "steps": count},
+        }

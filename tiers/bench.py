@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiers.run_directory import STATS
+from tiers.run_directory import STATS, step_seconds
 
 GRACE = 30.0  # seconds from the request to end until a program is killed: it may be writing a checkpoint
 
@@ -74,8 +74,8 @@ class Outcome:
 
     @property
     def step(self) -> float | None:
-        """Seconds of a step, in the median of the last ones."""
-        return None if self.stats is None else self.stats["step_s"]["median"]
+        """Seconds of a step, in the median of those under the last plan."""
+        return None if self.stats is None else step_seconds(self.stats)
 
 
 def run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ from migrator.trace import Trace
 from tiers.config import Config, ConfigError
 
 STATS = "stats.json"
+
+
+def step_seconds(stats: Mapping[str, Any]) -> float | None:
+    """Seconds of a step in the median: under the last plan if there was one after it, or else of all there were."""
+    step: Mapping[str, Any] = stats["step_s"]
+    settled, of_all = step.get("settled", step)["median"], step["median"]  # earlier versions did not tell the first
+    seconds: float | None = of_all if settled is None else settled
+    return seconds
 
 
 def find(config: Config) -> Path | None:

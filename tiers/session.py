@@ -34,11 +34,11 @@ from tiers.config import Config, ConfigError, load
 from tiers.monitor.build import build as build_monitor
 from tiers.places import cache_directory
 from tiers.shares import Shares, node_of_gpu, room, step
+from tiers.sigterm import BeforeSigterm
 
 log = logging.getLogger("tiers")
 
 IDLE_SECONDS = 120.0  # after which dram that nobody uses goes back to the system
-SPARE = 16  # one part in so many of what is below hbm is left out of plans
 
 
 class Session:
@@ -63,6 +63,7 @@ class Session:
         self._pid = os.getpid()
         _check_policy(config.policy)
         self._run = run_directory.find(config)
+        self._before_sigterm = BeforeSigterm(lambda: self._write_run(self.stats()))
         self._shares = Shares(config)
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
@@ -79,15 +80,15 @@ class Session:
                 links=self._links(),
                 advisor=self._monitor,
                 tensors=self._tensors,
+                # Not earlier: by now the program has its own handlers, and who never trains is left alone.
+                armed=self._before_sigterm.set if self._run is not None else lambda: None,
                 native_lanes=config.native != "off",
             )
         )
 
     def _links(self) -> Links:
         shares = self._shares
-        below = shares.dram + shares.nvme
-        # Not to the last byte: groups lie in blocks of whole pages, and what is left between those is of no use.
-        return links_from(asdict(self._config.links), disk=shares.nvme > 0, below=below - below // SPARE)
+        return links_from(asdict(self._config.links), disk=shares.nvme > 0, below=shares.dram + shares.nvme)
 
     def _tensors(self) -> Tensors:
         if self._config.native == "on":
@@ -156,6 +157,10 @@ class Session:
             self._nvme.close()
         if self._dram is not None:
             self._dram.close()
+        self._write_run(stats)
+
+    def _write_run(self, stats: dict[str, Any]) -> None:
+        self._before_sigterm.clear()  # from here on it would write beside what is half written
         if self._run is not None and self.runtime.armed:
             try:
                 run_directory.write(self._run, stats, self.runtime.learned, force=self._config.run_force)

@@ -3,6 +3,7 @@
 // Streams and events are the driver's own handles, as integers; devices are PyTorch's indices. Every function returns 0
 // or the driver's error code, and may be called in any thread.
 
+#include <atomic>
 #include <cstdint>
 
 #include "lane_driver.h"
@@ -43,6 +44,9 @@ struct Asked {
 
 #pragma GCC visibility push(default)
 extern "C" {
+
+// Why the driver first refused to take several copies in one call; 0 as long as it never did, below 0 once that was said.
+std::atomic<int> tiers_batch_refused{0};
 
 // Whether the driver was found.
 int tiers_lane_available() { return driver().found; }
@@ -111,6 +115,8 @@ Result tiers_copy(int device, Handle lane, int count, const Span* spans, int wai
         driver().stream_synchronize(lane);  // the caller may give the memory to others
         return error;
     }
+    int none = 0;
+    if (asked.batch.refused()) tiers_batch_refused.compare_exchange_strong(none, asked.batch.refused());
     if (timed) *begin = asked.begin.hand_on();
     *done = asked.done.hand_on();
     return 0;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_float, c_int, c_void_p
@@ -13,6 +14,8 @@ LIBRARY = Path(__file__).with_name("libtiers_lane.so")
 """Where the build puts it. By hand: ``g++ -std=c++17 -O2 -shared -fPIC lane*.cpp -o libtiers_lane.so -ldl``."""
 
 NOT_READY = 600
+
+log = logging.getLogger("tiers")
 
 Spans: TypeAlias = "array[int]"
 """An ``array("Q")`` of three numbers a span: address to copy to, address to copy from, bytes."""
@@ -68,6 +71,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self.available = bool(library.tiers_lane_available())
+        self._refused = c_int.in_dll(library, "tiers_batch_refused")
         self.query = library.tiers_event_query
         self.query.argtypes = (c_int, c_void_p)
         self.synchronize = library.tiers_event_synchronize
@@ -156,6 +160,10 @@ class Library:
         events = (c_void_p * len(after))(*[event.handle for event in after])
         stream = None if behind is None else byref(c_void_p(behind))
         _check(self._copy(device, lane, length // 3, address, len(after), events, stream, begin, done))
+        if self._refused.value > 0:
+            text = "the CUDA driver refused several copies in one call with error %d: a call each takes 3 us longer"
+            log.warning(text, self._refused.value)
+            self._refused.value = -1  # said, for all of the process
 
 
 def load(path: Path = LIBRARY) -> Library | None:

@@ -142,9 +142,11 @@ Result Batch::submit(Handle stream) {
     const bool together = sizes_.size() > 1 && takes_batches(device_);
     for (size_t first = 0; first < sizes_.size(); first += kMost) {
         const size_t count = std::min(kMost, sizes_.size() - first);
-        if (together && at_once(first, count, stream) == 0) continue;
+        const Result refused = together ? at_once(first, count, stream) : 0;
+        if (together && !refused) continue;
         // Also what the driver refuses at once it may do one by one. To copy some bytes twice does no harm.
         if (Result error = one_by_one(first, count, stream)) return error;
+        if (refused) refused_ = refused;
     }
     return 0;
 }

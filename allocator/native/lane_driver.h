@@ -83,12 +83,15 @@ class Batch {
     void add(uint64_t target, uint64_t source, uint64_t nbytes);
     // In no order among themselves.
     Result submit(Handle stream);
+    // Why the driver would not take them in one call, though it has such a call, and was asked one by one; or 0.
+    Result refused() const { return refused_; }
 
   private:
     Result at_once(size_t first, size_t count, Handle stream);
     Result one_by_one(size_t first, size_t count, Handle stream) const;
 
     int device_;
+    Result refused_ = 0;
     std::vector<uint64_t> targets_, sources_;
     std::vector<size_t> sizes_;
 };

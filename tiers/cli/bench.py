@@ -25,8 +25,8 @@ class BenchVerb:
     """Run a program at several budgets and compare: tiers bench --hbm 20GiB,30GiB -- python train.py.
 
     Each variant is a process of its own, one after the other; the first keeps everything, in all the HBM there is.
-    Plans settle in the first tens of steps, and a step is the median of the last ones: let the program take 40 steps
-    or more. Exit code 1 if a variant failed.
+    Plans settle in the first tens of steps, and a step is the median of those under the last plan: let the program take
+    40 steps or more. Exit code 1 if a variant failed.
     """
 
     name = "bench"

@@ -8,7 +8,7 @@ from pathlib import Path
 from allocator.sizes import parse_size
 from migrator.policies import MODULES
 from migrator.trace import Trace
-from tiers.cli.run_files import LANES, known_links, read_json
+from tiers.cli.run_files import LANES, known_below, known_links, read_json
 from tiers.cli.verb import FAILED, CliError, print_json, print_tables
 from tiers.config_keys import RATE
 
@@ -30,6 +30,12 @@ class PlanVerb:
             type=_size,
             metavar="SIZE",
             help="the most HBM the program may allocate, such as 24GiB (a run on a GPU plans for 95%% of TIERS_HBM)",
+        )
+        parser.add_argument(
+            "--dram",
+            type=_size,
+            metavar="SIZE",
+            help="what dram holds, beside nvme.capacity (default: dram.capacity; where that is unset, all that moves)",
         )
         parser.add_argument(
             "--policy",
@@ -64,14 +70,15 @@ class PlanVerb:
             check(args.plot, force=args.force)
         file = args.trace / "trace.json" if args.trace.is_dir() else args.trace
         trace = read_json(file, Trace.from_json)
-        links = known_links(args.links)
-        outcomes = compare(trace, args.budget, links, args.policy)
+        below = known_below(args.dram)
+        links = known_links(args.links, below=below)
+        outcomes = compare(trace, args.budget, links, args.policy, below)
         lines = list(explain(trace, links, outcomes, args.explain)) if args.explain else []
         if args.json:
-            data = to_json(trace, args.budget, links, outcomes)
+            data = to_json(trace, args.budget, links, outcomes, below)
             print_json(data | {"explained": lines} if lines else data)
         else:
-            print_tables([*render(trace, args.budget, outcomes), *lines])
+            print_tables([*render(trace, args.budget, outcomes, below), *lines])
         found = [outcome for outcome in outcomes.values() if isinstance(outcome, Candidate)]
         if args.plot and not found:
             raise CliError(f"{args.plot} is not written: there is no plan to draw", FAILED)

@@ -56,15 +56,11 @@ class ReportVerb:
 
 def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     """Tables and lines for the content of a stats.json."""
-    step = stats["step_s"]
     yield (
         f"device {stats['device']}, allocator {stats['allocator']}, policy {stats['policy']}: "
         f"{stats['steps']} steps, {stats['periods']} periods, {stats['groups']} page groups"
     )
-    if step["median"] is None:
-        yield "no step was completed"
-    else:
-        yield f"step {_ms(step['median'])} (median; {_ms(step['min'])} to {_ms(step['max'])})"
+    yield _step(stats["step_s"])
     if stats["unmanaged_bytes"]:
         yield f"unmanaged: {format_size(stats['unmanaged_bytes'])} that custom functions keep without save_for_backward"
     tiers = Table("tier", "peak", "budget", "", title="tiers", title_justify="left")
@@ -110,6 +106,18 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(stats, dict):
         raise CliError(f"{path} is not as this version writes it: no object")
     return stats
+
+
+def _step(step: dict[str, Any]) -> str:
+    if step["median"] is None:
+        return "no step was completed"
+    of_all = f"{_ms(step['min'])} to {_ms(step['max'])}"
+    settled = step.get("settled", {"steps": 0})
+    if not settled["steps"]:
+        return f"step {_ms(step['median'])} (median, learning included; {of_all})"
+    return (
+        f"step {_ms(settled['median'])} (median of {settled['steps']} under the last plan; {of_all}, learning included)"
+    )
 
 
 def _size(nbytes: int | None) -> str:

@@ -29,14 +29,24 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
     except FileNotFoundError:
         raise CliError(
             f"{file} does not exist; run with TIERS_RUN={file.parent} to have it written, at the end of a program that "
-            "trains: without a training step, or where it is killed, there is none"
+            "trains: without a training step, or after SIGKILL, there is none"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CliError(f"{file} cannot be read: {error}") from None
 
 
-def known_links(given: Mapping[str, float], *, disk: bool = False) -> Links:
-    """The links as `given`, and else as tiers.toml has them; with `disk`, those of a drive even where it has none."""
+def known_links(given: Mapping[str, float], *, disk: bool = False, below: int | None = None) -> Links:
+    """The links as `given`, and else as tiers.toml has them; with `disk`, those of a drive even where it has none.
+
+    `below` is what the tiers at their other end hold.
+    """
     config = load().config
     rates = {lane: given.get(lane) or asdict(config.links)[lane] for lane in LANES}
-    return links_from(rates, disk=disk or bool(rates["disk_write"] and rates["disk_read"]))
+    return links_from(rates, disk=disk or bool(rates["disk_write"] and rates["disk_read"]), below=below)
+
+
+def known_below(dram: int | None) -> int | None:
+    """Bytes that `dram`, or else what is configured, holds with the NVMe that is; None if neither says."""
+    config = load().config
+    dram = config.dram.capacity if dram is None else dram
+    return None if dram is None else dram + (config.nvme.capacity or 0 if config.nvme.paths else 0)

@@ -14,6 +14,7 @@ from rich.table import Table
 from tiers.cli.verb import print_json, print_tables
 from tiers.config import load
 from tiers.monitor.board import read_all
+from tiers.monitor.verdict import whose
 from tiers.places import LEDGERS, of_user
 
 _EVERY = 1.0  # seconds
@@ -59,9 +60,9 @@ def render(programs: list[dict[str, Any]]) -> Iterator[RenderableType]:
         yield _NOBODY
     for state in programs:
         verdict, values = state["verdict"], state["values"]
-        whose = f" by {verdict['cause']}" if verdict["state"] == "saturated" else ""
+        bus = verdict["state"] + whose(verdict["state"], verdict["cause"])
         yield f"{state['pid']}: {state['program']}"
-        yield f"memory bus {verdict['state']}{whose}, {verdict['bus']:.0%} left; {_deed(state['response'])}"
+        yield f"memory bus {bus}, {verdict['bus']:.0%} left; {_deed(state['response'])}"
         lanes = Table("lane", "now", "bandwidth left")
         for lane in (name.removesuffix(".moved") for name in values if name.endswith(".moved")):
             left = verdict["left"].get(lane)

@@ -5,7 +5,8 @@ changes nothing, a step shows after three. Two thresholds, well apart, keep a le
 flapping; one that stays there is no saturation: what a lane gives may have changed for good.
 
 A lane gives less than it should in two cases that call for different answers: while both of ours are busy
-(`alone` low, the fair part high) nobody is to be made room for; if it is slow beyond that, others load the bus.
+(`alone` low, the fair part high) nobody is to be made room for; if it is slow beyond that, the bus is loaded. By whom
+its traffic tells, where a sensor counts that.
 """
 
 from __future__ import annotations
@@ -138,9 +139,7 @@ class Judge:
 
     def _whose(self, values: Mapping[str, float]) -> tuple[State, Cause]:
         if self._state != "free":
-            traffic, ours = values.get("traffic"), values.get("ours")
-            mostly_ours = traffic is not None and ours is not None and ours > OURS * traffic > 0
-            return self._state, "us" if mostly_ours else "others"
+            return self._state, _cause(values)
         alone = [level.value for level in self._alone.values() if level.value is not None and level.age == 0]
         return ("saturated", "us") if alone and min(alone) < ENTER else ("free", "nobody")
 
@@ -160,6 +159,20 @@ def verdicts(readings: Iterable[Reading], calibration: Calibration | None = None
     """The verdict after each reading."""
     judge = Judge(calibration)
     return (judge.judge(reading) for reading in readings)
+
+
+def whose(state: str, cause: str) -> str:
+    """Who saturates the bus, in words that follow the state."""
+    if state != "saturated":
+        return ""
+    return ", by whom is unknown" if cause == "unknown" else f" by {cause}"
+
+
+def _cause(values: Mapping[str, float]) -> Cause:
+    traffic, ours = values.get("traffic"), values.get("ours")
+    if not traffic or ours is None:
+        return "unknown"
+    return "us" if ours > OURS * traffic else "others"
 
 
 def _load(values: Mapping[str, float]) -> float | None:

@@ -14,7 +14,7 @@ from migrator.backoff import Backoff, Response, Verdict
 from migrator.transfers import Transfer
 from tiers.monitor.sensors import Choice, Sensor
 from tiers.monitor.sensors.copies import Copies
-from tiers.monitor.verdict import Judge
+from tiers.monitor.verdict import Judge, whose
 
 log = logging.getLogger("tiers")
 
@@ -183,8 +183,7 @@ def _describe(verdict: Verdict, values: Mapping[str, float]) -> str:
         facts.append(f"{values['traffic'] / 1e9:.0f} GB/s on the bus, {values.get('ours', 0) / 1e9:.0f} of it ours")
     if "others" in values and "tree" in values:
         facts.append(f"cores busy: {values['tree']:.1f} with our workers, {values['others']:.1f} with others")
-    by = f" by {verdict.cause}" if verdict.state == "saturated" else ""
-    return f"memory bus {verdict.state}{by} ({'; '.join(facts)})"
+    return f"memory bus {verdict.state}{whose(verdict.state, verdict.cause)} ({'; '.join(facts)})"
 
 
 def _deed(backoff: Backoff) -> str:

@@ -20,14 +20,20 @@ from migrator.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan and what it comes to."""
+    """A plan and what it comes to; `below` is what the tiers below HBM hold, if that is known."""
 
     plan: Plan
     result: Simulated
+    below: int | None = None
 
     def fits(self, budget: int) -> bool:
-        """Whether HBM holds no more than the budget."""
-        return self.result.peak["hbm"] <= budget
+        """Whether HBM holds no more than the budget, and the tiers below it all that moves."""
+        return self.result.peak["hbm"] <= budget and self.fits_below
+
+    @property
+    def fits_below(self) -> bool:
+        """Whether the tiers below HBM hold all that moves."""
+        return self.below is None or self.plan.parcel_bytes <= self.below
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +46,8 @@ class Refused:
 Outcomes = dict[str, Candidate | Refused]
 
 
-def compare(trace: Trace, budget: int, links: Links, policies: Sequence[str]) -> Outcomes:
-    """Have each policy plan, and simulate what it planned."""
+def compare(trace: Trace, budget: int, links: Links, policies: Sequence[str], below: int | None = None) -> Outcomes:
+    """Have each policy plan, and simulate what it planned; `below` is what the tiers below HBM hold."""
     outcomes: Outcomes = {}
     for name in policies:
         try:
@@ -53,14 +59,15 @@ def compare(trace: Trace, budget: int, links: Links, policies: Sequence[str]) ->
         except ModuleNotFoundError as error:  # a policy that wants an extra must not take the others with it
             outcomes[name] = Refused(str(error))
         else:
-            outcomes[name] = Candidate(plan, simulate(trace, links, plan))
+            outcomes[name] = Candidate(plan, simulate(trace, links, plan), below)
     return outcomes
 
 
-def to_json(trace: Trace, budget: int, links: Links, outcomes: Outcomes) -> dict[str, Any]:
+def to_json(trace: Trace, budget: int, links: Links, outcomes: Outcomes, below: int | None = None) -> dict[str, Any]:
     """The comparison as JSON; seconds are null where the trace has no times."""
     return {
         "budget": budget,
+        "below": below,
         "links": asdict(links),
         "ideal_s": trace.seconds if trace.times else None,
         "policies": {name: _entry(trace, budget, outcome) for name, outcome in outcomes.items()},
@@ -87,17 +94,22 @@ def _entry(trace: Trace, budget: int, outcome: Candidate | Refused) -> dict[str,
     }
 
 
-def render(trace: Trace, budget: int, outcomes: Outcomes) -> Iterator[RenderableType]:
+def render(trace: Trace, budget: int, outcomes: Outcomes, below: int | None = None) -> Iterator[RenderableType]:
     """The comparison as a table, the fastest first."""
-    yield f"{len(trace.sites)} sites, {format_size(trace.saved_bytes)} saved, into {format_size(budget)} of hbm" + (
-        f"; ideal step {_ms(trace.seconds)}" if trace.times else ""
+    yield (
+        f"{len(trace.sites)} sites, {format_size(trace.saved_bytes)} saved, into {format_size(budget)} of hbm"
+        + ("" if below is None else f" and {format_size(below)} below it")
+        + (f"; ideal step {_ms(trace.seconds)}" if trace.times else "")
     )
     if not trace.others:
         yield "the trace does not tell what else lies in hbm: the budget is taken as room for saved tensors alone"
     if not trace.times:
         yield "the trace has no times: memory only"
     # On 80 columns words wrap, names and numbers do not.
-    columns = (Column(name, no_wrap=name != "peak hbm") for name in ("policy", "step", "of ideal", "peak hbm", "moved"))
+    columns = (
+        Column(name, no_wrap=name not in ("peak hbm", "moved"))
+        for name in ("policy", "step", "of ideal", "peak hbm", "moved")
+    )
     table = Table(*columns, "recomputed", "stalls", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     found = [(name, outcome) for name, outcome in outcomes.items() if isinstance(outcome, Candidate)]
     for name, outcome in sorted(found, key=lambda pair: (not pair[1].fits(budget), pair[1].result.seconds)):
@@ -106,8 +118,8 @@ def render(trace: Trace, budget: int, outcomes: Outcomes) -> Iterator[Renderable
             name,
             _ms(result.seconds) if trace.times else "unknown",
             f"{result.fraction:.3f}" if trace.times else "unknown",
-            format_size(result.peak["hbm"]) + ("" if outcome.fits(budget) else ", over"),
-            format_size(plan.moved_bytes),
+            format_size(result.peak["hbm"]) + ("" if result.peak["hbm"] <= budget else ", over"),
+            format_size(plan.moved_bytes) + ("" if outcome.fits_below else ", over"),
             _recomputed(plan),
             ", ".join(f"{lane} {_ms(seconds)}" for lane, seconds in result.stalls.items() if seconds > 5e-5),
         )

@@ -16,6 +16,7 @@ from migrator.plan import Plan
 from migrator.planner.intervals import where_fullest
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Trace
+from tiers.run_directory import step_seconds
 
 CLOSE = 0.98  # of ideal: nothing worth a word is left
 LATE = 1.1  # times the predicted period: something happens that no plan knows of
@@ -55,7 +56,7 @@ class Why:
     result : Simulated
         What that comes to.
     measured : float or None
-        Seconds that a period took, in the median of the last steps.
+        Seconds that a period took, in the median of the steps under the last plan.
     fullest : str
         Where HBM holds most, and what.
     hints : tuple of str
@@ -72,7 +73,7 @@ class Why:
 def why(trace: Trace, plan: Plan, links: Links, stats: dict[str, Any]) -> Why:
     """Account for a run whose last trace and plan these are, and whose stats.json held `stats`."""
     result = simulate(trace, links, plan)
-    median = stats["step_s"]["median"]
+    median = step_seconds(stats)
     measured = None if median is None else median * stats["steps"] / max(stats["periods"], stats["steps"], 1)
     actions = tuple(_actions(trace, plan))
     hints = tuple(_hints(trace, plan, result, measured, stats["budget"]["hbm"]))

@@ -12,8 +12,9 @@ from migrator.links import Links
 FREE = Verdict()
 BUSY = Verdict("saturated", "others", {"d2h": 0.8, "h2d": 0.7}, 0.7)
 OURS = Verdict("saturated", "us", {"d2h": 1.0, "h2d": 1.0}, 1.0)
+UNKNOWN = Verdict("saturated", "unknown", {"d2h": 0.8, "h2d": 0.7}, 0.7)
 RECOVERING = Verdict("recovering", "others", {"d2h": 0.95, "h2d": 0.95}, 0.95)
-VERDICTS = st.sampled_from([FREE, BUSY, OURS, RECOVERING])
+VERDICTS = st.sampled_from([FREE, BUSY, OURS, UNKNOWN, RECOVERING])
 
 
 def after(verdicts: Iterable[Verdict], backoff: Backoff | None = None) -> list[Backoff]:
@@ -87,6 +88,10 @@ def test_recovering_is_waited_out() -> None:
 
 def test_what_we_do_to_ourselves_is_no_reason_to_make_room() -> None:
     assert all(state.response == Response() for state in after([OURS] * 100))
+
+
+def test_for_who_is_unknown_room_is_made_as_for_others() -> None:
+    assert after([UNKNOWN] * 20) == after([BUSY] * 20)
 
 
 def test_after_a_recovery_that_failed_the_next_waits() -> None:

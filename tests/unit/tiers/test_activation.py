@@ -130,7 +130,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "groups": "int",
         "stalls": {"h2d": stall},
         "unmanaged_bytes": "int",
-        "step_s": {"median": "float", "min": "float", "max": "float"},
+        "step_s": {"median": "float", "min": "float", "max": "float", "settled": {"median": "float", "steps": "int"}},
         "monitor": {"sensors": "list", "steps": "int", "backed_off": "int", "changes": "list"},
     }
 
@@ -141,7 +141,9 @@ def test_the_numbers_in_stats_json_are_the_run_s(run: Path) -> None:
     assert stats["budget"] == {"hbm": int(SMALL), "dram": 64 * MiB, "nvme": 0}
     assert stats["steps"] == stats["periods"] == 6
     assert 0 < stats["peak"]["hbm"] <= int(SMALL)
-    assert stats["step_s"]["min"] <= stats["step_s"]["median"] <= stats["step_s"]["max"]
+    step = stats["step_s"]
+    assert step["min"] <= step["median"] <= step["max"]
+    assert step["min"] <= step["settled"]["median"] <= step["max"] and 0 < step["settled"]["steps"] < 5
 
 
 def test_a_second_run_into_a_directory_is_refused_unless_forced(run: Path) -> None:

@@ -195,6 +195,23 @@ def test_report_prints_what_a_run_did(tmp_path, capsys):
         assert text in out
 
 
+@pytest.mark.parametrize(
+    ("settled", "text"),
+    [
+        ({}, "step 500.0 ms (median, learning included; 400.0 ms to 750.0 ms)"),  # of an earlier version
+        ({"settled": {"median": None, "steps": 0}}, "step 500.0 ms (median, learning included; "),
+        (
+            {"settled": {"median": 0.45, "steps": 7}},
+            "step 450.0 ms (median of 7 under the last plan; 400.0 ms to 750.0 ms",
+        ),
+    ],
+)
+def test_report_tells_steps_under_the_last_plan_apart(tmp_path, capsys, settled, text):
+    (tmp_path / "stats.json").write_text(json.dumps(STATS | {"step_s": STATS["step_s"] | settled}))
+    assert main(["report", str(tmp_path)]) == 0
+    assert text in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_report_of_a_run_that_never_stepped(tmp_path, capsys):
     idle = {**STATS, "periods": 0, "steps": 0, "stalls": {}}
     idle["step_s"] = {"median": None, "min": None, "max": None}
@@ -239,7 +256,7 @@ def test_report_as_json_is_the_file(tmp_path, capsys):
         (None, "does not exist; run with TIERS_RUN="),
         ("{", "cannot be read"),
         ("[]", "not as this version writes it"),
-        ("{}", "not as this version writes it: KeyError('step_s')"),
+        ("{}", "not as this version writes it: KeyError('device')"),
     ],
 )
 def test_report_of_no_run_directory_is_one_line(tmp_path, capsys, text, message):
@@ -301,7 +318,7 @@ def test_doctor_says_what_keeps_the_hooks_in_python():
 def test_doctor_names_the_sensors_and_why_others_are_not_in_use():
     sensors = Choice((Pressure(),), {"resctrl": "not mounted"})
     found = {finding.subject: finding for finding in examine(H100, Config(), TORCH, sensors)}
-    assert found["monitor"].found == "watches own copies, pressure"
+    assert found["monitor"].found == "watches own copies, pressure; who else loads the memory bus none of them tells"
     assert found["sensor resctrl"] == Finding("sensor resctrl", "ok", "not in use: not mounted")
 
 
@@ -340,10 +357,11 @@ def test_more_dram_than_there_is_is_degraded():
     assert findings(CPU, config=Config(dram=DramConfig(capacity=16 * GiB)))["memory"].status == "ok"
 
 
-def test_a_pinning_limit_below_the_dram_tier_is_degraded():
-    assert findings()["pinning limit"].status == "degraded"
+def test_a_pinning_limit_is_told_as_one_that_does_not_bind_what_is_pinned():
+    found = "ulimit -l is 8.0 MiB, which does not bind what the NVIDIA driver pins"
+    assert findings()["pinning limit"] == Finding("pinning limit", "ok", found)
     unlimited = replace(H100, memory=replace(H100.memory, memlock=None))
-    assert findings(unlimited)["pinning limit"].status == "ok"
+    assert findings(unlimited)["pinning limit"].found == "none"
 
 
 def test_a_drive_with_too_little_room_is_missing(tmp_path):

@@ -87,7 +87,15 @@ def test_steps_that_were_backed_off_are_counted() -> None:
         period(watched, clock, left)
     assert watched.summary()["steps"] == 15
     assert 7 <= watched.summary()["backed_off"] <= 9
-    assert "saturated by others" in watched.changes[0]
+    assert "saturated, by whom is unknown (" in watched.changes[0]
+
+
+def test_where_the_traffic_is_counted_it_is_said_whose_it_is() -> None:
+    clock = Clock()
+    watched = watch(Spoken(lambda: Reading(0.0, {"traffic": 100e9})), clock=clock)
+    for left in [1.0] * 5 + [0.5] * 10:
+        period(watched, clock, left)
+    assert "saturated by others (" in watched.changes[0]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +335,7 @@ def test_top_shows_lanes_traffic_verdict_and_what_was_done(shown: Board, capsys:
     assert main(["top", "--once"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "4711: train.py --fast" in out
-    assert "bus saturated by others, 50% left" in out
+    assert "bus saturated, by whom is unknown, 50% left" in out
     assert "backed off to 25%: 8 groups ahead, plans count on what is left" in out
     assert "2.5 GB/s" in out
     assert "7.5 workers" in out

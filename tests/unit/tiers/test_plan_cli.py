@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from allocator.sizes import MiB
+from allocator.sizes import GiB, MiB
 from migrator.links import PCIE_GEN5, links_from
 from migrator.policies import MODULES
 from tests.unit.modelled import gpt
@@ -106,6 +106,41 @@ def test_links_are_those_of_tiers_toml(
     assert (links["d2h"], links["h2d"], links["disk_write"]) == (20e9, PCIE_GEN5.h2d, 2e9)
 
 
+def test_auto_moves_no_more_than_dram_holds(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (trace, "--budget", "10GiB", "--json")
+    anywhere, held = json.loads(output(capsys, *words)), json.loads(output(capsys, *words, "--dram", "1GiB"))
+    assert (anywhere["below"], held["below"]) == (None, GiB)
+    assert held["policies"]["auto"]["fits"]
+    assert held["policies"]["auto"]["moved_bytes"] < GiB < anywhere["policies"]["auto"]["moved_bytes"]
+
+
+def test_a_plan_that_moves_more_than_dram_holds_does_not_fit(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (trace, "--budget", "12GiB", "--policy", "move")
+    assert ", over" not in output(capsys, *words)
+    text = output(capsys, *words, "--dram", "8GiB", code=1)
+    assert "into 12.0 GiB of hbm and 8.0 GiB below it" in text
+    assert "8.1 GiB, over" in text
+    trace.write_text(replace(MODEL, recipes={}, regions=()).to_json())  # so that only moves free anything
+    data = json.loads(output(capsys, trace, "--budget", "12GiB", "--dram", "1GiB", "--json", code=1))
+    assert not data["policies"]["auto"]["fits"]
+
+
+def test_dram_and_nvme_are_those_that_are_configured(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def below(*words: str) -> int:
+        return json.loads(output(capsys, trace, "--budget", "40GiB", "--json", *words))["below"]
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiers.toml").write_text('[dram]\ncapacity = "2GiB"\n')
+    assert below() == 2 * GiB
+    assert below("--dram", "1GiB") == GiB
+    with (tmp_path / "tiers.toml").open("a") as file:
+        file.write(f'[nvme]\ncapacity = "3GiB"\npaths = ["{tmp_path}"]\n')
+    assert below() == 5 * GiB
+    assert below("--dram", "1GiB") == 4 * GiB
+
+
 @pytest.mark.parametrize(
     ("site", "lines"),
     [
@@ -182,3 +217,8 @@ def test_links_that_were_not_measured_are_taken_for_granted() -> None:
     assert (links.d2h, links.h2d, links.disk_read) == (110e9, PCIE_GEN5.h2d, 0.0)
     assert PCIE_GEN5.both < links.both < links.d2h + links.h2d
     assert links_from({}, disk=True).disk_write > 0
+
+
+def test_plans_leave_a_part_of_what_is_below_hbm() -> None:
+    assert links_from({}, disk=False, below=16 * GiB).below == 15 * GiB
+    assert links_from({}, disk=False).below == PCIE_GEN5.below

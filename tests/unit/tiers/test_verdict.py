@@ -108,7 +108,7 @@ def test_what_stays_between_the_thresholds_is_what_the_lane_gives_now() -> None:
 
 def test_a_lane_is_judged_for_itself() -> None:
     verdict = judged(readings([{"d2h": 1.0, "h2d": 0.6}] * 20))
-    assert (verdict.state, verdict.cause) == ("saturated", "others")
+    assert (verdict.state, verdict.cause) == ("saturated", "unknown")
     assert verdict.left["d2h"] == pytest.approx(1.0)
     assert verdict.left["h2d"] == pytest.approx(0.6, abs=0.01)
     assert verdict.bus == verdict.left["h2d"]
@@ -122,9 +122,10 @@ def test_two_lanes_of_ours_that_share_the_bus_are_us() -> None:
     assert judged(readings([both] * 20)).cause == "us"
 
 
-def test_lanes_slower_than_sharing_explains_are_others() -> None:
+def test_of_lanes_slower_than_sharing_explains_nobody_knows_whose_doing_it_is() -> None:
     both = {"d2h": 0.7, "h2d": 0.7, "d2h.alone": 0.6, "h2d.alone": 0.6}
-    assert judged(readings([both] * 20)).cause == "others"
+    assert judged(readings([both] * 20)).cause == "unknown"
+    assert judged(readings([both | {"ours": 80e9, "tree": 14.0, "others": 2.0}] * 20)).cause == "unknown"
 
 
 def test_where_the_traffic_is_known_and_mostly_ours_it_is_us() -> None:

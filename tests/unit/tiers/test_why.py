@@ -66,6 +66,12 @@ def test_a_step_of_several_periods_is_measured_by_the_period() -> None:
     assert account(planned(12 * GiB), seconds=0.8, periods=40).measured == pytest.approx(0.2)
 
 
+def test_steps_in_which_the_program_was_learned_do_not_count() -> None:
+    step = {"median": 1.0, "settled": {"median": 0.1, "steps": 3}}
+    stats = {"step_s": step, "steps": 10, "periods": 10, "budget": {"hbm": 12 * GiB}}
+    assert why(MODEL, planned(12 * GiB), PCIE_GEN5, stats).measured == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
     ("budget", "policy", "seconds", "hint"),
     [

@@ -23,6 +23,9 @@ from typing import Protocol
 
 Clock = Callable[[], float]
 
+TRAFFIC = frozenset({"resctrl", "uncore"})
+"""The sensors that count ``traffic``: without one of them nobody knows whose that is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:

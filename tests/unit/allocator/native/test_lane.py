@@ -104,6 +104,9 @@ assert target.raw == source.raw
 """
 
 
+LOG = "import logging; logging.basicConfig(stream=sys.stdout, format='%(message)s')"
+
+
 def copies(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("cop")]
 
@@ -130,6 +133,18 @@ library.copy(0, 9, array("Q", [at, start + 4, 4, at + 4, start, 4]), []).synchro
 assert target.raw == b"efghabcd"
 """
     assert copies(asked(built, program)) == ["copy 4 on 9", "copy 4 on 9"]
+
+
+def test_that_batches_are_refused_is_said_once_with_the_driver_s_reason(built: Path) -> None:
+    program = LARGE.format(batches=False, device=0)
+    said = [line for line in asked(built, LOG + program + program) if "refused" in line]
+    assert said == ["the CUDA driver refused several copies in one call with error 801: a call each takes 3 us longer"]
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_where_batches_work_or_are_not_asked_for_nothing_is_said(built: Path, device: int) -> None:
+    lines = asked(built, LOG + LARGE.format(batches=True, device=device))
+    assert not any("refused" in line for line in lines)
 
 
 def test_no_call_has_more_copies_than_drivers_are_known_to_take(built: Path) -> None:
