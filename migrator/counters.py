@@ -26,11 +26,11 @@ class Counters:
     stalls: dict[str, Stall] = field(default_factory=dict)
     groups: int = 0
 
-    def stalled(self, cause: str, seconds: float) -> None:
-        """Add one wait of `seconds`."""
+    def stalled(self, cause: str, seconds: float, times: int = 1) -> None:
+        """Add a wait of `seconds`, which stands for so many like it."""
         stall = self.stalls.setdefault(cause, Stall())
-        stall.count += 1
-        stall.seconds += seconds
+        stall.count += times
+        stall.seconds += times * seconds
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:

@@ -25,6 +25,9 @@ from migrator.recorder import Recorder
 from migrator.tensors import Moved
 from migrator.trace import Trace
 
+CLOSELY = 16  # periods under new plans in which waits are timed: what they tell corrects the plans
+SAMPLED = 8  # periods, after those, of which one is
+
 
 class Mover:
     """Carries the plans for one device out.
@@ -53,6 +56,7 @@ class Mover:
         self.recorder: Recorder | None = self._new_recorder()
         self.filling = Filling(engine, budget if keeps else learning_room(budget))
         self._taken = 0  # storages, in this period
+        self._unchanged = 0  # periods under the plans that there are
         self._allocated_before = engine.compute.allocated()
         engine.limit = self.filling.room
 
@@ -195,7 +199,15 @@ class Mover:
             if self.recorder is not None:
                 self._allocated_before = self.engine.compute.allocated()
             self.engine.limit = self._limit()
+            self.engine.compute.time_waits(self._to_stand_for())
         return changed
+
+    def _to_stand_for(self) -> int:
+        """For how many periods the waits of the next one are to stand; 0 if they are not to be timed."""
+        self._unchanged += 1
+        if self.recorder is not None or self._unchanged <= CLOSELY:
+            return 1
+        return 0 if self._unchanged % SAMPLED else SAMPLED
 
     def heed(self, ahead: int | None, links: Links) -> bool:
         """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
@@ -242,6 +254,7 @@ class Mover:
             raise
         self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
+        self._unchanged = 0
 
     def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""

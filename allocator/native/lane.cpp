@@ -82,6 +82,12 @@ Result tiers_event_elapsed(int device, Handle start, Handle end, float* millisec
     return within.error ? within.error : driver().event_elapsed(milliseconds, start, end);
 }
 
+// Have `stream` wait for an event.
+Result tiers_stream_wait(int device, Handle stream, Handle event) {
+    Within within(device);
+    return within.error ? within.error : wait(stream, 1, &event);
+}
+
 // Have `stream` wait for an event, and record in `reached` when it got there and in `on` when it went on; both are null
 // if the event was passed already.
 Result tiers_stream_follow(int device, Handle stream, Handle event, Handle* reached, Handle* on) {

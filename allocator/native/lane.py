@@ -81,6 +81,8 @@ class Library:
         self.release = library.tiers_event_release
         self.release.argtypes = (c_int, c_void_p, c_int)
         self.release.restype = None
+        self._wait = library.tiers_stream_wait
+        self._wait.argtypes = (c_int, c_void_p, c_void_p)
         self._record = library.tiers_event_record
         self._record.argtypes = (c_int, c_void_p, POINTER(c_void_p))
         self._follow = library.tiers_stream_follow
@@ -103,6 +105,10 @@ class Library:
         handle = c_void_p()
         _check(self._record(device, stream, byref(handle)))
         return TimedEvent(self, device, handle.value or 0)
+
+    def wait(self, device: int, stream: int, event: Event) -> None:
+        """Let `stream` go on only after `event`."""
+        _check(self._wait(device, stream, event.handle))
 
     def follow(self, device: int, stream: int, event: Event) -> tuple[TimedEvent, TimedEvent] | None:
         """Let `stream` go on only after `event`; when it got there and when it went on, or None if that was passed."""

@@ -29,7 +29,7 @@ their code path by alignment, so a tensor that comes back must be aligned as it 
 FULL_SPEED = 1 * MiB  # a plain copy of this size, a call of its own, reaches 90% of the link
 
 TIMED = 32  # copies between two calls of `Lane.over`: enough to tell
-TIMED_EVERY = 256 * MiB  # copied between two that are timed, but for the first after `Lane.over`: to time one costs 3 us
+TIMED_EVERY = 256 * MiB  # copied between two that are timed, after the first of a period: to time one costs 3 us
 
 Stream = Hashable
 """One of the program's streams."""
@@ -141,6 +141,12 @@ class Compute(Protocol):
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
         """Let `stream` go on only after `event`; what it waits counts as a stall of `cause`."""
 
+    def time_waits(self, periods: int) -> None:
+        """Let the waits of the period that begins stand for those of so many periods; 0: do not time them.
+
+        Where waits are not events of a stream, all of them are timed.
+        """
+
     def outlast(self, event: Event, stream: Stream) -> None:
         """Memory of `stream` that a lane reads until `event` is about to be given back to the allocator."""
 
@@ -151,7 +157,7 @@ class Compute(Protocol):
         """Whether the program is being captured into a graph, which no lane may become a part of."""
 
     def settle(self) -> Lap | None:
-        """A period ends. What the last one took that the device is through with; None where nobody knows."""
+        """A period ends. What the last one took that the device is through with; None where that was not timed."""
 
     def close(self) -> None:
         """No more periods: add up the waits of those that are over by now."""

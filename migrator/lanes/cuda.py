@@ -49,7 +49,8 @@ class CudaCompute:
         self._waits: list[_Wait] = []  # of the period under way
         self._settling = threading.Lock()
         self._ended: TimedEvent | None = None  # where the period before it ended
-        self._laps: deque[tuple[TimedEvent | None, TimedEvent, list[_Wait]]] = deque()
+        self._laps: deque[tuple[TimedEvent | None, TimedEvent, list[_Wait], int]] = deque()
+        self._periods = 1  # that this one's waits stand for
         self._retries = peaks.retries(device)
         self.waited: list[tuple[TimedEvent, TimedEvent]] | None = None  # what a meter leaves out
         peaks.restart(device)
@@ -69,7 +70,19 @@ class CudaCompute:
         wrapped(stream).wait_event(event)
         return reached, self.mark(stream)
 
+    def hold(self, stream: Stream, event: Event) -> None:
+        """Let `stream` go on only after `event`."""
+        assert isinstance(event, torch.cuda.Event)
+        wrapped(stream).wait_event(event)
+
+    def time_waits(self, periods: int) -> None:
+        self._periods = periods
+
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
+        if not self._periods and self.waited is None:
+            # To wait costs a stream 0.1 us. The two events that tell for how long cost 6.4, on an H200.
+            self.hold(stream, event)
+            return
         # Told by the compute stream's own events: those of the lanes keep no time (`lane.cpp` says why).
         gap = self.follow(stream, event)
         if gap is None:
@@ -92,22 +105,24 @@ class CudaCompute:
         with self._settling:  # a query lets other threads go on, and each ends periods of its own
             begin, self._ended = self._ended, self.mark(self.stream())
             waits, self._waits = self._waits, []
-            self._laps.append((begin, self._ended, waits))
+            self._laps.append((begin, self._ended, waits, self._periods))
             lap = None
-            while self._laps and _over(*self._laps[0][1:]):
+            while self._laps and _over(*self._laps[0][1:3]):
                 lap = self._lap(*self._laps.popleft())
         return lap
 
     def close(self) -> None:
         with self._settling:
-            while self._laps and not self.capturing() and _over(*self._laps[0][1:]):
+            while self._laps and not self.capturing() and _over(*self._laps[0][1:3]):
                 self._lap(*self._laps.popleft())
 
-    def _lap(self, begin: TimedEvent | None, end: TimedEvent, waits: list[_Wait]) -> Lap | None:
+    def _lap(self, begin: TimedEvent | None, end: TimedEvent, waits: list[_Wait], periods: int) -> Lap | None:
+        if not periods:
+            return None
         stalls: dict[str, float] = {}
         for cause, reached, on in waits:
             if (seconds := reached.elapsed_time(on) / 1e3) > CALL:  # else it did not wait
-                self._counters.stalled(cause, seconds)
+                self._counters.stalled(cause, seconds, periods)
                 stalls[cause] = stalls.get(cause, 0.0) + seconds
         return None if begin is None else Lap(begin.elapsed_time(end) / 1e3, stalls)
 

@@ -29,6 +29,10 @@ class NativeCompute(CudaCompute):
     def mark(self, stream: Stream) -> lane.TimedEvent:
         return self._library.record(self.device.index, wrapped(stream).cuda_stream)
 
+    def hold(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, lane.Event)
+        self._library.wait(self.device.index, wrapped(stream).cuda_stream, event)
+
     def follow(self, stream: Stream, event: Event) -> tuple[lane.TimedEvent, lane.TimedEvent] | None:
         assert isinstance(event, lane.Event)
         return self._library.follow(self.device.index, wrapped(stream).cuda_stream, event)
@@ -44,9 +48,12 @@ class NativeLane(CudaLane):
 
     def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> lane.Event:
         numbers: list[int] = []  # not yet an array, which takes six times as long to grow
-        total = 0
+        total = first = 0
+        block: torch.UntypedStorage | None = None
         for target, at, source, start, nbytes in pieces:
-            numbers += (target.data_ptr() + at, source.data_ptr() + start, nbytes)
+            if target is not block:  # mostly all pieces share one
+                block, first = target, target.data_ptr()
+            numbers += (first + at, source.data_ptr() + start, nbytes)
             total += nbytes
         stream = None if behind is None else wrapped(behind).cuda_stream
         submission = (self._device.index, self._handle, array("Q", numbers), _native(after), stream)

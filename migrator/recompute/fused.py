@@ -19,7 +19,7 @@ from torch import Tensor
 log = logging.getLogger("tiers")
 
 _elemt: Any = torch.batch_norm_elemt
-_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Affine = Sequence[Tensor | None]
@@ -80,7 +80,7 @@ def _launch() -> Callable[..., None]:
 def _fits(x: Tensor, addend: Tensor | None) -> bool:
     """Whether the kernel knows the layout: channels side by side, and a type that is computed in float32."""
     layout = _LAYOUTS.get(x.dim())
-    if layout is None or x.dtype not in _DTYPES or not x.is_contiguous(memory_format=layout):
+    if layout is None or x.dtype not in DTYPES or not x.is_contiguous(memory_format=layout):
         return False
     return addend is None or (addend.stride() == x.stride() and addend.size() == x.size() and addend.dtype is x.dtype)
 
@@ -88,24 +88,37 @@ def _fits(x: Tensor, addend: Tensor | None) -> bool:
 @cache
 def _exact(device: torch.device, dtype: torch.dtype, affine: torch.dtype, add: bool, clamp: bool) -> bool:
     """Whether the kernel gives the bits of PyTorch's own on this device; seen on numbers of every size."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    random = numbers(device)
+    if random is None:
         return False
+    x, addend = (random(3, 96, 37, 41, dtype=dtype).to(memory_format=torch.channels_last) for _ in range(2))
+    weight, bias = (random(96, dtype=affine) for _ in range(2))
+    given = (weight, bias, random(96, dtype=torch.float32), random(96, dtype=torch.float32).abs())
+    expected = _one_by_one(x, given, 0.0, addend if add else None, clamp)
+    return makes("batch normalisation", lambda: _at_once(x, given, addend if add else None, clamp), expected)
+
+
+def numbers(device: torch.device) -> Callable[..., Tensor] | None:
+    """Makes tensors of a shape and type, with numbers of every size; None on devices that Triton has no kernels for."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype) -> Tensor:
         exponents = torch.randint(-8, 9, shape, generator=generator, device=device)
         return (torch.randn(shape, generator=generator, device=device) * torch.exp2(exponents)).to(dtype)
 
-    x, addend = (random(3, 96, 37, 41, dtype=dtype).to(memory_format=torch.channels_last) for _ in range(2))
-    weight, bias = (random(96, dtype=affine) for _ in range(2))
-    given = (weight, bias, random(96, dtype=torch.float32), random(96, dtype=torch.float32).abs())
+    return random
+
+
+def makes(what: str, at_once: Callable[[], Tensor], expected: Tensor) -> bool:
+    """Whether a kernel of ours gives the bits that are expected."""
     try:
-        with torch.cuda.device(device):
+        with torch.cuda.device(expected.device):
             # Twice: the first compiles, and only the second is launched as all later ones are.
-            made = [_at_once(x, given, addend if add else None, clamp) for _ in range(2)]
+            made = [at_once() for _ in range(2)]
     except Exception as error:  # Triton has many, and without a compiler for its launcher this is one of them
-        log.info("batch normalisation is recomputed by PyTorch's kernels, as Triton's failed: %s", error)
+        log.info("%s is recomputed by PyTorch's kernels, as Triton's failed: %s", what, error)
         return False
-    expected = _one_by_one(x, given, 0.0, addend if add else None, clamp)
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    bits = torch.int32 if expected.dtype == torch.float32 else torch.int16
     return all(torch.equal(one.view(bits), expected.view(bits)) for one in made)

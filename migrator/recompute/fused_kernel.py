@@ -1,4 +1,4 @@
-"""The kernel of `migrator.recompute.fused`, in Triton. Imported only where that is installed."""
+"""The kernels of `fused` and `fused_layer_norm`, in Triton. Imported only where that is installed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from migrator.recompute.fused import Affine
 from migrator.recompute.launches import Launcher, is_aligned
 
 ROWS, CHANNELS = 64, 64  # of one program: 32 values a thread, in loads of 16 bytes
+ROW_BLOCK, COLUMNS = 16, 256  # as many, where a row is long
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -42,7 +43,25 @@ def _kernel(  # type: ignore[no-untyped-def]
     tl.store(out + at, made, mask=mask)
 
 
-_launch = Launcher(_kernel)
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _rows_kernel(  # type: ignore[no-untyped-def]
+    x, weight, bias, mean, inverse, out, rows, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = column < length
+    w = tl.load(weight + column, mask=real).to(tl.float32)[None, :]
+    b = tl.load(bias + column, mask=real).to(tl.float32)[None, :]
+    m = tl.load(mean + row, mask=row < rows)[:, None]
+    i = tl.load(inverse + row, mask=row < rows)[:, None]
+    at = row[:, None] * length + column[None, :]
+    mask = (row < rows)[:, None] & real[None, :]
+    value = tl.load(x + at, mask=mask).to(tl.float32)
+    # In PyTorch's order.
+    tl.store(out + at, (w * (i * (value - m)) + b).to(out.dtype.element_ty), mask=mask)
+
+
+_launch, _launch_rows = Launcher(_kernel), Launcher(_rows_kernel)
 
 
 def launch(x: Tensor, addend: Tensor | None, affine: Affine, out: Tensor, *, channels: int, clamp: bool) -> None:
@@ -52,12 +71,29 @@ def launch(x: Tensor, addend: Tensor | None, affine: Affine, out: Tensor, *, cha
     add = addend is not None
     tensors = (x, addend if add else x, *affine, out)
     arguments = (*tensors, rows, channels, add, clamp, ROWS, CHANNELS)
-    device = x.get_device()
+    _on_device(_launch, special(tensors, rows, channels, (x.get_device(), add, clamp)), grid, arguments)
+
+
+def launch_rows(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, out: Tensor, *, length: int
+) -> None:
+    """Write into `out`, on the present stream; rows of `length` lie one after the other in `x` and `out`."""
+    rows = x.numel() // length
+    grid = (-(-rows // ROW_BLOCK), -(-length // COLUMNS), 1)
+    tensors = (x, weight, bias, mean, inverse, out)
+    arguments = (*tensors, rows, length, ROW_BLOCK, COLUMNS)
+    _on_device(_launch_rows, special(tensors, rows, length, (x.get_device(),)), grid, arguments)
+
+
+def _on_device(
+    launcher: Launcher, special: Hashable | None, grid: tuple[int, int, int], arguments: Sequence[Any]
+) -> None:
+    device = arguments[0].get_device()
     if device == torch.cuda.current_device():
-        _launch(special(tensors, rows, channels, (device, add, clamp)), grid, arguments)
+        launcher(special, grid, arguments)
     else:
         with torch.cuda.device(device):
-            _launch(None, grid, arguments)
+            launcher(None, grid, arguments)
 
 
 def special(tensors: Sequence[Any], rows: int, channels: int, rest: tuple[Hashable, ...]) -> Hashable | None:

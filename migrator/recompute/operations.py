@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from migrator.recompute import fused
+from migrator.recompute import fused, fused_layer_norm
 from migrator.recompute.formulas import Build, Formula, Operands, Table
 from migrator.recompute.ways import is_leaf
 
@@ -88,11 +88,15 @@ def _layer_norm(operands: Operands) -> Formula | None:
     shape, epsilon = list(operands.ask(_normalized_shape)), operands.epsilon()
     if epsilon is None:
         return None
+    x = operands.saved("input")
+    if operands.ask(_on_gpu):  # by the statistics of each row, which were saved
+
+        def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor) -> Tensor:
+            return fused_layer_norm.layer_norm(x, weight, bias, mean, inverse, shape, epsilon)
+
+        return _with_affine(operands, run, None, x, operands.saved("result1"), operands.saved("result2"))
     return _with_affine(
-        operands,
-        lambda x, weight, bias: torch.native_layer_norm(x, shape, weight, bias, epsilon)[0],
-        None,
-        operands.saved("input"),
+        operands, lambda x, weight, bias: torch.native_layer_norm(x, shape, weight, bias, epsilon)[0], None, x
     )
 
 

@@ -58,11 +58,15 @@ class StreamCompute(HostCompute):
         super().__init__(Counters())
         self.current = 1
         self.waits: list[tuple[Event, Stream]] = []
+        self.stands_for: list[int] = []
         self.outlasted: list[tuple[Event, Stream]] = []
         self.handed_over: list[tuple[torch.Tensor, int]] = []
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
         self.waits.append((event, stream))
+
+    def time_waits(self, periods: int) -> None:
+        self.stands_for.append(periods)
 
     def outlast(self, event: Event, stream: Stream) -> None:
         self.outlasted.append((event, stream))

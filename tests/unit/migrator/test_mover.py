@@ -21,7 +21,7 @@ from migrator.group import State
 from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import Learner
-from migrator.mover import Go, Mover, Stay
+from migrator.mover import CLOSELY, SAMPLED, Go, Mover, Stay
 from migrator.plan import PageGroup
 from migrator.policies import POLICIES
 from migrator.tensors import Moved
@@ -336,6 +336,17 @@ def test_the_first_period_is_learned_from(rig: Rig) -> None:
     assert run(rig, layers(10))
     assert {key for key, action in rig.mover.actions() if isinstance(action, Go)} == set(layers(10))
     assert rig.mover.recorder is None
+
+
+def test_waits_are_timed_while_that_corrects_plans_and_then_now_and_then(rig: Rig) -> None:
+    """To time them costs more than to wait."""
+    for _ in range(CLOSELY + 3 * SAMPLED):
+        run(rig, layers(2))
+    told = rig.compute.stands_for
+    assert told[:CLOSELY] == [1] * CLOSELY
+    assert sorted(told[-SAMPLED:]) == [0] * (SAMPLED - 1) + [SAMPLED], "and what is timed stands for the rest"
+    run(rig, layers(3))  # which is drift, and recorded
+    assert rig.mover.recorder is not None and told[-1] == 1
 
 
 def test_a_planned_period_leaves_nothing_behind(rig: Rig) -> None:

@@ -64,6 +64,11 @@ assert library.follow(0, 7, before) is None
     assert asked(built, program)[3:] == ["create 2", "record 2 on 7", "7 waits for 1", "create 3", "record 3 on 7"]
 
 
+def test_a_stream_waits_without_an_event_of_its_own(built: Path) -> None:
+    """Events that keep their time cost the stream more than the wait."""
+    assert asked(built, "library.wait(0, 7, library.record(0, 9))")[3:] == ["7 waits for 1"]
+
+
 def test_a_copy_of_nothing_tells_when_the_waits_are_over(built: Path) -> None:
     program = "before = library.record(0, 7); library.copy(0, 9, array('Q'), [before])"
     assert asked(built, program)[3:] == ["9 waits for 1", "create 2 untimed", "record 2 on 9"]

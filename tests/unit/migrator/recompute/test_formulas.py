@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from migrator.recompute import fused, operations
+from migrator.recompute import fused, fused_layer_norm, operations
 from migrator.recompute.dropped import run
 from migrator.recompute.finder import base_of, find
 from migrator.recompute.origins import Origins, note, note_epsilon
@@ -207,6 +207,34 @@ def elementwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(operations, "_on_gpu", lambda node: True)
     monkeypatch.setattr(fused, "_elemt", elementwise)
+
+
+@pytest.mark.parametrize(("length", "affine"), [(48, True), (48, False), (36, True)])
+def test_on_a_gpu_layer_norm_takes_the_statistics_that_were_saved(
+    length: int, affine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows are of a kind that the kernel knows; otherwise PyTorch's does it."""
+    calls = []
+
+    def kernel(rows: fused_layer_norm.Rows, length: int) -> Tensor:
+        calls.append(length)
+        x, weight, bias, mean, inverse = rows
+        return weight * (inverse.view(-1, 1) * (x.view(-1, length) - mean.view(-1, 1))).view(x.shape) + bias
+
+    monkeypatch.setattr(operations, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(fused_layer_norm, "_exact", lambda *_: True)
+    monkeypatch.setattr(fused_layer_norm, "_at_once", kernel)
+    packer, norm = Packer(), nn.LayerNorm(length, eps=1e-3, elementwise_affine=affine)
+    if affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    with packer.on():
+        made = norm(torch.randn(4, 5, length, requires_grad=True) * 1)
+    note_epsilon(norm, made)
+    again = packer.again(made)
+    assert again is not None
+    torch.testing.assert_close(again, made.detach())
+    assert calls == ([48] if affine and length == 48 else [])
 
 
 def normalised(x: Tensor) -> Tensor:

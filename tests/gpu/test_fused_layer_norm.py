@@ -1,0 +1,48 @@
+"""The kernel that normalises rows again, against PyTorch's own: the same bits, in all it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from migrator.recompute import fused_layer_norm as again
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+ROWS = [1, 15, 16, 1000, 70_000]
+"""The last are more blocks of rows than the second dimension of a grid has room for."""
+
+
+def given(rows: int, length: int, dtype: torch.dtype) -> tuple[Tensor, again.Rows]:
+    """What PyTorch makes of random rows, and what its kernel takes; one row has a number that is none."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, weight, bias = (
+        torch.randn(shape, device="cuda", generator=generator).to(dtype)
+        for shape in ((rows, length), (length,), (length,))
+    )
+    x[0, 0] = torch.nan
+    made, mean, inverse = torch.native_layer_norm(x, [length], weight, bias, 1e-5)
+    return made, (x, weight, bias, mean, inverse)
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize("length", [16, 768, 1024, 2048, 5120])
+def test_gives_the_bits_of_the_kernel_that_it_replaces(dtype: torch.dtype, length: int) -> None:
+    assert again._exact(torch.device("cuda", 0), dtype, length)
+    for rows in ROWS:
+        expected, tensors = given(rows, length, dtype)
+        made = again._at_once(tensors, length)
+        assert torch.equal(made.isnan(), expected.isnan())
+        assert torch.equal(made.nan_to_num().view(BITS[dtype]), expected.nan_to_num().view(BITS[dtype]))
+
+
+def test_rows_that_are_not_aligned_are_pytorch_s() -> None:
+    """Its kernel is another there, which rounds in another order."""
+    _, (_, weight, bias, mean, inverse) = given(8, 1024, torch.bfloat16)
+    x = torch.randn(8 * 1024 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(8, 1024)
+    expected, mean, inverse = torch.native_layer_norm(x, [1024], weight, bias, 1e-5)
+    assert not again._fits((x, weight, bias, mean, inverse), 1024)
+    assert torch.equal(again.layer_norm(x, weight, bias, mean, inverse, [1024], 1e-5), expected)
