@@ -31,11 +31,7 @@ class Kinds:
     def __init__(self) -> None:
         self._period = 0
         self._known: list[_Kind] = []
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is but one kind; periods in which nothing departed from its layout need not be counted."""
-        return len(self._known) == 1
+        self._laid_out: list[_Kind] = []
 
     def period_over(self, log: Log) -> bool:
         """Take note of a period; whether a kind that was laid out is forgotten, so that its memory can go back."""
@@ -43,6 +39,16 @@ class Kinds:
         kind = self._kind_of(log)
         if kind is not None:
             kind.seen = self._period
+        return self._forget()
+
+    def came_as_laid_out(self, number: int) -> bool:
+        """Take note of a period from whose layout nothing departed, the one of that `number`; see `period_over`."""
+        self._period += 1
+        if number < len(self._laid_out):
+            self._laid_out[number].seen = self._period
+        return self._forget()
+
+    def _forget(self) -> bool:
         stale = [kind for kind in self._known if self._period - kind.seen > REMEMBERED]
         self._known = [kind for kind in self._known if kind not in stale]
         return any(kind.returned for kind in stale)
@@ -62,8 +68,10 @@ class Kinds:
         """What the periods to come may be: the kind that was learned last, and those that have returned."""
         if not self._known:
             return []
-        *others, last = (kind.foreseen for kind in self._known if kind.returned or kind is self._known[-1])
-        return [last, *(other for other in others if other.stream == last.stream)]
+        *others, last = (kind for kind in self._known if kind.returned or kind is self._known[-1])
+        stream = last.foreseen.stream
+        self._laid_out = [last, *(other for other in others if other.foreseen.stream == stream)]
+        return [kind.foreseen for kind in self._laid_out]
 
     def _kind_of(self, log: Log) -> _Kind | None:
         sizes = log.requests["bytes"]

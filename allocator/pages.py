@@ -16,7 +16,7 @@ import torch
 from allocator import adapter
 from allocator.kinds import Kinds
 from allocator.ledger import Account
-from allocator.native import Core, CoreBusy, CoreError, CoreFull, Counts
+from allocator.native import Core, CoreBusy, CoreError, CoreFull
 from allocator.room import Room, RoomWatch
 from allocator.sequence import STATE, Foreseen, Log, Watch, foresee, repeats
 from allocator.sinking import State, sink_or_rise
@@ -121,13 +121,14 @@ class PageAllocator:
         """
         for device, core in self.cores():
             core.mark()
-            counts = core.counts()
-            departed = counts.departed + counts.misplaced
-            since, self._departed[device] = departed - self._departed.get(device, 0), departed
+            now = core.glance()
+            since, self._departed[device] = now.departed - self._departed.get(device, 0), now.departed
             watch, kinds = self._watches.setdefault(device, Watch()), self._kinds.setdefault(device, Kinds())
-            sank = self._sink(device, core, counts, alone)
-            if not (sank or since) and kinds.alone and watch.nothing_departed():
+            sank = self._sink(device, core, now.dram, alone)
+            if not (sank or since) and watch.nothing_departed():
                 # Thousands of requests take half a millisecond to read, in which the device has nothing to do.
+                if kinds.came_as_laid_out(now.present):
+                    self._plan(device, core, kinds.layouts())
                 continue
             last, before = Log(*core.log(0)), Log(*core.log(1))
             look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
@@ -155,24 +156,25 @@ class PageAllocator:
                 if not layouts:
                     log.warning("no layout for the next steps (%s): blocks go where they fit best", full)
 
-    def _sink(self, device: int, core: Core, counts: Counts, alone: bool) -> bool:
-        """Have state make room in HBM for what lies in DRAM, or take it back; whether it made room.
+    def _sink(self, device: int, core: Core, dram: int, alone: bool) -> bool:
+        """Have state make room in HBM for the `dram` bytes that lie there, or take it back; whether it made room.
 
         What rises goes where nothing lies, so that the layout stays as it is: another one costs a step of a second.
         """
-        self._spilled[device] = self._spilled.get(device, 0) + 1 if counts.dram else 0
+        self._spilled[device] = self._spilled.get(device, 0) + 1 if dram else 0
         self._overflow[device] = 0
-        if not counts.dram:
+        if not dram:
             return False
         blocks = core.blocks()
         # A block without a whole page of its own cannot move.
         blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
         state = [State(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
-        self._overflow[device] = max(0, counts.dram - sum(block.sunk for block in state))
+        self._overflow[device] = max(0, dram - sum(block.sunk for block in state))
         if self._spilled[device] < PATIENCE or not alone:
             return False
+        counts = core.counts()
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
-        sink, rise = sink_or_rise(state, dram=counts.dram, spare=spare, budget=counts.hbm_limit)
+        sink, rise = sink_or_rise(state, dram=dram, spare=spare, budget=counts.hbm_limit)
         moved = 0
         for tier, addresses in ((DRAM, sink), (HBM, rise)):
             for address in addresses:

@@ -85,6 +85,25 @@ class _Stats(ctypes.Structure):
     ]
 
 
+class Glance(ctypes.Structure):
+    """What is asked for after every period.
+
+    Attributes
+    ----------
+    departed : int
+        Requests so far that did not come as laid out, or whose place was taken.
+    dram : int
+        Bytes of physical pages.
+    present : int
+        Which of the sequences that are laid out came last.
+    """
+
+    departed: int
+    dram: int
+    present: int
+    _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in ("departed", "dram", "present")]
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """What the core counted.
@@ -161,6 +180,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_move": [_U64, ctypes.c_int],
         "tn_on": [_U64, ctypes.c_int],
         "tn_get_stats": [ctypes.POINTER(_Stats)],
+        "tn_get_glance": [ctypes.POINTER(Glance)],
         "tn_reset_peaks": [],
         "tn_lap": [],
         "tn_blocks": [ctypes.c_void_p, _U64],
@@ -318,6 +338,12 @@ class Core:
     def on(self, address: int, tier: int) -> int:
         """Bytes of a block that lie on `tier`."""
         return int(self._library.tn_on(self._core, address, tier))
+
+    def glance(self) -> Glance:
+        """A little of what `counts` tells, which looks at every block."""
+        glance = Glance()
+        self._library.tn_get_glance(self._core, ctypes.byref(glance))
+        return glance
 
     def counts(self) -> Counts:
         """What was counted so far."""

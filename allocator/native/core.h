@@ -113,6 +113,13 @@ typedef struct {
   int64_t planned, departed, misplaced; /* requests served where planned; not as planned; whose place was taken */
 } tn_stats;
 TN_API void tn_get_stats(tn_core *core, tn_stats *out);
+/* What is asked for after every period, without a look at the blocks. */
+typedef struct {
+  int64_t departed;   /* requests that came otherwise than laid out, since the core was opened */
+  int64_t dram_bytes; /* physical pages */
+  int64_t present;    /* which of the sequences that are laid out came last */
+} tn_glance;
+TN_API void tn_get_glance(tn_core *core, tn_glance *out);
 TN_API void tn_reset_peaks(tn_core *core);
 /* The most bytes in use since the last lap; no other peak begins anew. */
 TN_API uint64_t tn_lap(tn_core *core);

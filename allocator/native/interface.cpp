@@ -263,6 +263,12 @@ void tn_get_stats(tn_core *core, tn_stats *out) {
   *out = stats;
 }
 
+void tn_get_glance(tn_core *core, tn_glance *out) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  const int64_t departed = core->stats.departed + core->stats.misplaced;
+  *out = {departed, int64_t(core->pages[kDram].made() * kPage), int64_t(core->plan.present)};
+}
+
 void tn_reset_peaks(tn_core *core) {
   std::lock_guard<std::mutex> guard(core->mutex);
   tn_stats &stats = core->stats;

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from allocator import adapter
+from allocator.kinds import REMEMBERED
 from allocator.ledger import Ledger
 from allocator.native import Core, CoreBusy, CoreFull
 from allocator.pages import DRAM, HBM, PATIENCE, PageAllocator
@@ -111,18 +112,21 @@ def test_kinds_of_periods_that_come_back_are_laid_out_together(pages: OnOneCore,
 def test_of_several_kinds_of_periods_each_is_counted_when_it_comes(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else one that comes in every period would be forgotten, for want of a look at its log."""
+    """Without a look at its log; and what does not come any more is forgotten, so that its memory can go back."""
     short, long = (4 * MiB, 8 * MiB), (6 * MiB, 12 * MiB)
     pages.begin()
     for sizes in (short, long) * 3:
         step(core, *sizes)
         pages.period_over()
-    read = []
-    log = core.log
-    monkeypatch.setattr(core, "log", lambda ago=0: read.append(ago) or log(ago))
-    step(core, *short)
-    pages.period_over()
-    assert read
+    monkeypatch.setattr(core, "log", lambda ago=0: pytest.fail("its log was read"))
+    for sizes in (short, long) * REMEMBERED:
+        step(core, *sizes)
+        pages.period_over()
+    assert core.counts().hbm == 18 * MiB
+    for _ in range(REMEMBERED + 1):
+        step(core, *short)
+        pages.period_over()
+    assert core.counts().hbm == 12 * MiB
 
 
 def test_where_not_all_kinds_fit_the_last_is_laid_out_alone(

@@ -309,6 +309,7 @@ def test_of_several_sequences_the_first_requests_tell_which_it_is(core: Core) ->
     for sizes in (long, short, long, long):
         core.mark()
         places.append([core.allocate(size) for size in sizes])
+        assert core.glance().present == (sizes is long)
         for address in places[-1]:
             core.free(address)
     base = places[0][0]
@@ -319,6 +320,8 @@ def test_of_several_sequences_the_first_requests_tell_which_it_is(core: Core) ->
         [0, 2 * MiB, 6 * MiB],
     ]
     assert (core.counts().departed, core.counts().hbm_peak) == (0, 12 * MiB)
+    core.allocate(9 * MiB)
+    assert (core.glance().departed, core.glance().dram) == (1, 0)
 
 
 def test_a_lap_has_a_peak_of_its_own(core: Core) -> None:
