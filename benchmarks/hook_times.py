@@ -14,7 +14,7 @@ import contextlib
 import cProfile
 import pstats
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -75,7 +75,7 @@ class IdleLane:
         self._done = HostEvent()
         self._done.set()
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
+    def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
         return self._done
 
     def over(self, since: Event) -> list[Transfer]:

@@ -24,7 +24,7 @@ from migrator import tensors as in_python
 from migrator.actions import Pace
 from migrator.backing import Backing
 from migrator.group import NEVER, Claim, Group, State, claim_died, unclaimed
-from migrator.lanes import Compute, Lane, whole
+from migrator.lanes import Compute, Lane, Leaving, whole
 from migrator.tensors import Saved, Tensors
 from migrator.timing import Lap
 
@@ -109,11 +109,11 @@ class Engine:
         self.collect()
         if group.state is not State.FILLING or not group.members:
             return
-        parcel = self.backing.new(group.arrange(), group.next_use, group.tier)
+        parcel = self.backing.new(self.tensors.arrange(group.members), group.next_use, group.tier)
         assert parcel.block is not None
-        pieces = group.pieces(parcel.block.tensor)
+        leaving = Leaving(group.members, parcel.block.tensor, group.nbytes, self.tensors.spans)
         try:
-            parcel.filled = self._out.copy(pieces, parcel.after, group.stream)
+            parcel.filled = self._out.copy(leaving, parcel.after, group.stream)
         except BaseException:
             self.backing.drop(parcel)
             raise

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from migrator.backing import Parcel
-from migrator.lanes import FULL_SPEED, SLOT, Piece, Stream
+from migrator.lanes import Stream
 from migrator.tensors import Saved
 
 NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for
@@ -92,23 +92,3 @@ class Group:
     ready_on: list[Stream] = field(default_factory=list)  # streams that have waited for the buffer's copy
     bring_at: int = -1  # position from which it may come back
     tier: str | None = None  # where it is to go
-
-    def arrange(self) -> int:
-        """Give each member its place in the group; the bytes of all."""
-        # Large members first, then the small ones side by side: a lane that cannot ask for all at once gathers those.
-        large = [saved for saved in self.members if saved.nbytes >= FULL_SPEED]
-        if large:
-            self.members = [*large, *(saved for saved in self.members if saved.nbytes < FULL_SPEED)]
-        offset = 0
-        for saved in self.members:
-            saved.offset = offset
-            offset = -(-(offset + saved.nbytes) // SLOT) * SLOT  # `round_up`, and a third of its time
-        return offset
-
-    def pieces(self, block: torch.Tensor) -> list[Piece]:
-        """What is to be copied out of the program's memory into a block."""
-        target, at = block.untyped_storage(), int(block.storage_offset())
-        return [
-            Piece(target, at + saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes)
-            for saved in self.members
-        ]

@@ -12,13 +12,14 @@ is no key: a freed storage's comes back within the same step.)
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from migrator.lanes import SLOT
+from migrator.lanes import FULL_SPEED, SLOT
 
 if TYPE_CHECKING:
     from migrator.actions import Go
@@ -247,6 +248,26 @@ def _is_plain(tensor: Tensor) -> bool:
     return True
 
 
+def arrange(members: list[Saved]) -> int:
+    """Give each member its place in the group; the bytes of all."""
+    # Large members first, then the small ones side by side: a lane that cannot ask for all at once gathers those.
+    members.sort(key=lambda saved: saved.nbytes < FULL_SPEED)
+    offset = 0
+    for saved in members:
+        saved.offset = offset
+        offset = -(-(offset + saved.nbytes) // SLOT) * SLOT  # `round_up`, and a third of its time
+    return offset
+
+
+def spans(members: list[Saved], address: int) -> bytes:
+    """Where each member goes, in a block at `address`, where from, and its bytes: three numbers of 64 bits."""
+    numbers: list[int] = []  # not yet an array, which takes six times as long to grow
+    for saved in members:
+        first = saved.alias.untyped_storage().data_ptr() + saved.low
+        numbers += (address + saved.offset, first, saved.nbytes)
+    return array("Q", numbers).tobytes()
+
+
 def let_go(members: list[Saved], empty: Callable[[torch.dtype], Tensor]) -> None:
     """Let go of the memory of what is saved.
 
@@ -298,6 +319,12 @@ class Tensors(Protocol):
         ...
 
     def memory_of(self, tensor: Tensor, least: int) -> int:  # noqa: D102
+        ...
+
+    def arrange(self, members: list[_SavedType]) -> int:  # noqa: D102
+        ...
+
+    def spans(self, members: list[_SavedType], address: int) -> bytes:  # noqa: D102
         ...
 
     def let_go(self, members: list[_SavedType], empty: Callable[[torch.dtype], Tensor]) -> None:  # noqa: D102

@@ -9,8 +9,9 @@ wait of the host.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from migrator.transfers import Transfer
 
 if TYPE_CHECKING:
     from migrator.lanes.meter import Measures
+    from migrator.tensors import Saved
 
 SLOT = 512
 """Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
@@ -48,6 +50,33 @@ class Piece(NamedTuple):
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """What of a group goes out of the program's memory into a block: a piece for each member.
+
+    Attributes
+    ----------
+    members : list of Saved
+        Which have their places in the group, and still their memory: this is good for one call of `Lane.copy`.
+    block : Tensor
+        Flat and of uint8.
+    nbytes : int
+        Of all members.
+    spans : callable
+        That of `migrator.tensors`.
+    """
+
+    members: list[Saved]
+    block: torch.Tensor
+    nbytes: int
+    spans: Callable[[list[Saved], int], bytes]
+
+    def __iter__(self) -> Iterator[Piece]:
+        target, at = self.block.untyped_storage(), int(self.block.storage_offset())
+        for saved in self.members:
+            yield Piece(target, at + saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes)
+
+
 def whole(target: torch.Tensor, source: torch.Tensor) -> Piece:
     """All of `source`, to `target`: flat uint8 tensors of one size."""
     at, start = int(target.storage_offset()), int(source.storage_offset())
@@ -60,7 +89,7 @@ def flat(storage: torch.UntypedStorage, first: int, nbytes: int, dtype: torch.dt
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first // size, (nbytes // size,), (1,))
 
 
-def at_full_speed(pieces: Sequence[Piece]) -> bool:
+def at_full_speed(pieces: Iterable[Piece]) -> bool:
     """Whether the time that copying `pieces` takes is that of the link, and not of what there is around it."""
     small = sum(piece.nbytes for piece in pieces if piece.nbytes < FULL_SPEED)
     return 8 * small <= sum(piece.nbytes for piece in pieces)
@@ -79,7 +108,7 @@ class Event(Protocol):
 class Lane(Protocol):
     """One direction of one link."""
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> Event:
+    def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> Event:
         """Copy every piece once all events of `after` have been passed; the event says when it is done.
 
         And once the program's stream `behind`, if there is one, is through with all that it was given so far.

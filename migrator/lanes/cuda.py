@@ -183,7 +183,7 @@ class CudaLane:
         self._asking = threading.Lock()
         self._untimed = TIMED_EVERY  # bytes since a copy was timed
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> Event:
+    def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> Event:
         if behind is not None:
             after = (*after, _mark(wrapped(behind), timed=False))
         small: list[Piece] = []
@@ -191,9 +191,9 @@ class CudaLane:
         for piece in pieces:
             # Gathered on the lane's own stream, whose copy engine idles meanwhile: larger ones would lose by it.
             (small if piece.nbytes < FULL_SPEED and piece.source.is_cuda else large).append(piece)
-        nbytes = sum(piece.nbytes for piece in pieces)
+        nbytes = sum(piece.nbytes for piece in (*small, *large))
         with self._submitting:
-            if self._is_timed(pieces, nbytes):
+            if self._is_timed((*small, *large), nbytes):
                 begin = self._reach(after)
                 done = self._carry_out(large, small, (), timed=True)
                 self._timed.append((nbytes, begin, done))
@@ -202,7 +202,7 @@ class CudaLane:
         self._counters.moved[self._name] += nbytes
         return done
 
-    def _is_timed(self, pieces: Sequence[Piece], nbytes: int) -> bool:
+    def _is_timed(self, pieces: Iterable[Piece], nbytes: int) -> bool:
         """Whether to time a copy: now and then, as it holds the lane up, and where its time is the link's."""
         self._untimed += nbytes
         if self._untimed < TIMED_EVERY or len(self._timed) >= TIMED or not at_full_speed(pieces):

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -126,8 +126,8 @@ class HostLane:
         self._thread = threading.Thread(target=self._run, name=f"tiers-{name}", daemon=True)
         self._thread.start()
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
-        done = HostEvent()
+    def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
+        pieces, done = tuple(pieces), HostEvent()
         self._counters.moved[self._name] += sum(piece.nbytes for piece in pieces)
         with self._closing:
             if not self._closed:

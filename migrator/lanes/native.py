@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from allocator.native import lane
 from migrator.counters import Counters
-from migrator.lanes import Event, Piece, Stream
+from migrator.lanes import Event, Leaving, Piece, Stream
 from migrator.lanes.cuda import CudaCompute, CudaLane, wrapped
 
 
@@ -46,17 +46,16 @@ class NativeLane(CudaLane):
         self._library = library
         self._handle: int = self._stream.cuda_stream
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> lane.Event:
-        numbers: list[int] = []  # not yet an array, which takes six times as long to grow
-        total = first = 0
-        block: torch.UntypedStorage | None = None
-        for target, at, source, start, nbytes in pieces:
-            if target is not block:  # mostly all pieces share one
-                block, first = target, target.data_ptr()
-            numbers += (first + at, source.data_ptr() + start, nbytes)
-            total += nbytes
+    def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> lane.Event:
+        if isinstance(pieces, Leaving):  # in one call, where that is native
+            total, spans = pieces.nbytes, array("Q", pieces.spans(pieces.members, pieces.block.data_ptr()))
+        else:
+            pieces = tuple(pieces)
+            total, spans = sum(piece.nbytes for piece in pieces), array("Q")
+            for target, at, source, start, nbytes in pieces:
+                spans.extend((target.data_ptr() + at, source.data_ptr() + start, nbytes))
         stream = None if behind is None else wrapped(behind).cuda_stream
-        submission = (self._device.index, self._handle, array("Q", numbers), _native(after), stream)
+        submission = (self._device.index, self._handle, spans, _native(after), stream)
         with self._submitting:
             done: lane.Event
             if self._is_timed(pieces, total):

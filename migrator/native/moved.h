@@ -12,10 +12,14 @@
 #include <structmember.h>
 
 #include <utility>
+#include <vector>
 
 #include "object.h"
 
 namespace {
+
+constexpr int64_t kSlot = 512;             // `lanes.SLOT`
+constexpr int64_t kFullSpeed = 1024 * 1024;  // `lanes.FULL_SPEED`
 
 using Numbers = c10::SmallVector<int64_t, 6>;
 
@@ -89,6 +93,47 @@ PyObject *make_saved(PyObject *, PyObject *const *args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// The list of members that a function was given.
+Saved *member_of(PyObject *list, Py_ssize_t k) {
+  PyObject *member = PyList_GET_ITEM(list, k);
+  TORCH_CHECK_TYPE(Py_TYPE(member) == &saved_type, "a member of another kind");
+  return reinterpret_cast<Saved *>(member);
+}
+
+// arrange(members): gives each its place, the large ones first; the bytes of all.
+PyObject *arrange(PyObject *, PyObject *members) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyList_Check(members), "arrange(members)");
+  std::vector<Saved *> order;
+  for (const bool large : {true, false})
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(members); ++k)
+      if (Saved *saved = member_of(members, k); (saved->nbytes >= kFullSpeed) == large) order.push_back(saved);
+  int64_t offset = 0;
+  for (size_t k = 0; k < order.size(); ++k) {
+    PyList_SET_ITEM(members, Py_ssize_t(k), reinterpret_cast<PyObject *>(order[k]));  // the same, in another order
+    order[k]->offset = offset;
+    offset = (offset + order[k]->nbytes + kSlot - 1) / kSlot * kSlot;
+  }
+  return THPUtils_packInt64(offset);
+  END_HANDLE_TH_ERRORS
+}
+
+// spans(members, address): where each goes in a block, where from, and its bytes.
+PyObject *spans(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2 && PyList_Check(args[0]), "spans(members, address)");
+  const uint64_t address = THPUtils_unpackUInt64(args[1]);
+  std::vector<uint64_t> numbers;
+  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(args[0]); ++k) {
+    const Saved &saved = *member_of(args[0], k);
+    const auto memory = reinterpret_cast<uint64_t>(saved.own.alias.storage().data());
+    numbers.insert(numbers.end(), {address + saved.offset, memory + saved.low, uint64_t(saved.nbytes)});
+  }
+  const auto *bytes = reinterpret_cast<const char *>(numbers.data());
+  return PyBytes_FromStringAndSize(bytes, Py_ssize_t(numbers.size() * sizeof(uint64_t)));
+  END_HANDLE_TH_ERRORS
+}
+
 // let_go(members, empty): the aliases live on without memory. `empty(dtype)` makes a tensor without memory.
 PyObject *let_go(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -99,9 +144,7 @@ PyObject *let_go(PyObject *, PyObject *const *args, Py_ssize_t count) {
   if (!nothing) throw python_error();
   const c10::Storage &without = tensor_of(nothing.get()).storage();
   for (Py_ssize_t k = 0; k < PyList_GET_SIZE(args[0]); ++k) {
-    PyObject *member = PyList_GET_ITEM(args[0], k);
-    TORCH_CHECK_TYPE(Py_TYPE(member) == &saved_type, "a member of another kind");
-    c10::TensorImpl *impl = reinterpret_cast<Saved *>(member)->own.alias.unsafeGetTensorImpl();
+    c10::TensorImpl *impl = member_of(args[0], k)->own.alias.unsafeGetTensorImpl();
     impl->set_storage_keep_dtype(without);
     impl->set_sizes_contiguous(c10::IntArrayRef(int64_t{0}));
     impl->set_storage_offset(0);

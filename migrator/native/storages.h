@@ -20,7 +20,6 @@ namespace {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-constexpr int64_t kSlot = 512;  // `lanes.SLOT`
 constexpr size_t kSweep = 4096;
 
 struct Known {

@@ -18,6 +18,8 @@ PyMethodDef functions[] = {
     {"Moved", fast(make_moved), METH_FASTCALL, nullptr},
     {"Storages", make_storages, METH_NOARGS, nullptr},
     {"memory_of", fast(memory_of), METH_FASTCALL, nullptr},
+    {"arrange", arrange, METH_O, nullptr},
+    {"spans", fast(spans), METH_FASTCALL, nullptr},
     {"let_go", fast(let_go), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

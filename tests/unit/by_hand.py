@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -32,9 +32,9 @@ class HandLane:
         self.copies = 0
         self.followed: list[Stream] = []
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
+    def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
         done = HostEvent()
-        self.jobs.append((pieces, after, done))
+        self.jobs.append((tuple(pieces), after, done))
         self.copies += 1
         self.followed.append(behind)
         return done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
@@ -70,7 +70,8 @@ class ScriptedLane:
         self._free = 0.0
         self._over: list[Transfer] = []
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
+    def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> HostEvent:
+        pieces = tuple(pieces)
         for event in after:
             event.synchronize()
         for target, at, source, start, size in pieces:

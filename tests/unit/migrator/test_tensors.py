@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from migrator import native
 from migrator import tensors as in_python
-from migrator.lanes import SLOT
+from migrator.lanes import FULL_SPEED, SLOT
 from migrator.tensors import Tensors
 from tiers.places import cache_directory
 
@@ -186,6 +186,30 @@ def test_what_a_function_transform_wraps_may_not(tensors: Tensors) -> None:
 
 
 # -------------------------------------------------------------------------------------------- saved and moved
+
+
+def test_members_lie_one_after_the_other_the_large_ones_first(tensors: Tensors) -> None:
+    sizes = [700, FULL_SPEED + 1, 512, FULL_SPEED, 1]
+    memory = [torch.zeros(2 * FULL_SPEED, dtype=torch.uint8) for _ in sizes]
+    members = [tensors.Saved("group", x, 512, nbytes) for x, nbytes in zip(memory, sizes, strict=True)]
+    assert tensors.arrange(members) == 2 * FULL_SPEED + SLOT + 1024 + 512 + 512
+    assert [saved.nbytes for saved in members] == [FULL_SPEED + 1, FULL_SPEED, 700, 512, 1]
+    assert [saved.offset - 2 * FULL_SPEED for saved in members[1:]] == [
+        SLOT - FULL_SPEED,
+        SLOT,
+        SLOT + 1024,
+        SLOT + 1536,
+    ]
+    order = [1, 3, 0, 2, 4]
+    assert list(memoryview(tensors.spans(members, 1 << 40)).cast("Q")) == [
+        number
+        for k, saved in zip(order, members, strict=True)
+        for number in ((1 << 40) + saved.offset, memory[k].data_ptr() + 512, sizes[k])
+    ]
+
+
+def test_of_no_members_nothing_leaves(tensors: Tensors) -> None:
+    assert (tensors.arrange([]), tensors.spans([], 0)) == (0, b"")
 
 
 def test_what_is_let_go_leaves_memory_and_still_tells_of_changes(tensors: Tensors) -> None:
