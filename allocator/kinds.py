@@ -41,11 +41,14 @@ class Kinds:
             kind.seen = self._period
         return self._forget()
 
+    def is_whole(self, number: int, requests: int) -> bool:
+        """Whether so many requests are all of the layout of that `number`: another may begin with the same."""
+        return number < len(self._laid_out) and len(self._laid_out[number].foreseen.sizes) == requests
+
     def came_as_laid_out(self, number: int) -> bool:
-        """Take note of a period from whose layout nothing departed, the one of that `number`; see `period_over`."""
+        """Take note of a period that was that layout's, whole; see `period_over`."""
         self._period += 1
-        if number < len(self._laid_out):
-            self._laid_out[number].seen = self._period
+        self._laid_out[number].seen = self._period
         return self._forget()
 
     def _forget(self) -> bool:

@@ -125,7 +125,7 @@ class PageAllocator:
             since, self._departed[device] = now.departed - self._departed.get(device, 0), now.departed
             watch, kinds = self._watches.setdefault(device, Watch()), self._kinds.setdefault(device, Kinds())
             sank = self._sink(device, core, now.dram, alone)
-            if not (sank or since) and watch.nothing_departed():
+            if not (sank or since) and kinds.is_whole(now.present, now.came) and watch.nothing_departed():
                 # Thousands of requests take half a millisecond to read, in which the device has nothing to do.
                 if kinds.came_as_laid_out(now.present):
                     self._plan(device, core, kinds.layouts())

@@ -26,7 +26,9 @@ from migrator.tensors import Moved
 from migrator.trace import Trace
 
 CLOSELY = 16  # periods under new plans in which waits are timed: what they tell corrects the plans
-SAMPLED = 8  # periods, after those, of which one is
+SAMPLED = (
+    7  # periods, after those, of which one is: not a divisor of 2, 4 or 8 micro-batches, of which it were the same
+)
 
 
 class Mover:

@@ -13,13 +13,14 @@ from migrator.trace import Trace
 from tiers.config import Config, ConfigError
 
 STATS = "stats.json"
+ENOUGH = 5  # steps under the last plan: a few are no median
 
 
 def step_seconds(stats: Mapping[str, Any]) -> float | None:
     """Seconds of a step in the median: under the last plan if there was one after it, or else of all there were."""
     step: Mapping[str, Any] = stats["step_s"]
-    settled, of_all = step.get("settled", step)["median"], step["median"]  # earlier versions did not tell the first
-    seconds: float | None = of_all if settled is None else settled
+    settled: Mapping[str, Any] = step.get("settled", {"steps": 0})  # of which earlier versions did not tell
+    seconds: float | None = step["median"] if settled["steps"] < ENOUGH else settled["median"]
     return seconds
 
 
@@ -47,8 +48,8 @@ def find(config: Config) -> Path | None:
     return directory
 
 
-def write(directory: Path, stats: dict[str, Any], learned: tuple[Trace, Plan] | None, *, force: bool) -> None:
-    """Write what a run did, and what it learned; over an earlier run with `force`."""
+def write(directory: Path, stats: dict[str, Any], learned: tuple[Trace, Plan] | None, *, force: bool) -> Path:
+    """Write what a run did, and what it learned; over an earlier run with `force`. Where it is now."""
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / STATS).exists() and not force:
         # Trainers started by hand, without RANK, share the directory: none must overwrite another's.
@@ -59,3 +60,4 @@ def write(directory: Path, stats: dict[str, Any], learned: tuple[Trace, Plan] | 
         trace, plan = learned
         (directory / "trace.json").write_text(trace.to_json() + "\n")
         (directory / "plan.json").write_text(plan.to_json() + "\n")
+    return directory

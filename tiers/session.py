@@ -63,6 +63,7 @@ class Session:
         self._pid = os.getpid()
         _check_policy(config.policy)
         self._run = run_directory.find(config)
+        self._written = False  # at a SIGTERM that did not end the program: that of a container's first process
         self._before_sigterm = BeforeSigterm(lambda: self._write_run(self.stats()))
         self._shares = Shares(config)
         self._dram: DramArena | None = None
@@ -163,7 +164,9 @@ class Session:
         self._before_sigterm.clear()  # from here on it would write beside what is half written
         if self._run is not None and self.runtime.armed:
             try:
-                run_directory.write(self._run, stats, self.runtime.learned, force=self._config.run_force)
+                force = self._config.run_force or self._written
+                self._run = run_directory.write(self._run, stats, self.runtime.learned, force=force)
+                self._written = True
             except OSError as error:  # the training is done, and an error of its own matters more than this one
                 log.error("TIERS_RUN: %s cannot be written: %s", self._run, error.strerror or error)
 

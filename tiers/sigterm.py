@@ -24,6 +24,7 @@ class BeforeSigterm:
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
         self._pid = os.getpid()
+        self._cleared = False
 
     def set(self) -> None:
         """From now on do it; only the main thread can say so, and only where the program leaves the signal alone."""
@@ -32,12 +33,13 @@ class BeforeSigterm:
 
     def clear(self) -> None:
         """Do it no more. Idempotent."""
+        self._cleared = True  # in another thread than the main one that is all that can be done
         if _in_main_thread() and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         try:
-            if os.getpid() == self._pid:
+            if os.getpid() == self._pid and not self._cleared:
                 self._act()
         finally:  # by the signal, which the exit status is to tell, and not by an exception that the program may catch
             signal.signal(number, signal.SIG_DFL)

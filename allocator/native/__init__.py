@@ -96,12 +96,15 @@ class Glance(ctypes.Structure):
         Bytes of physical pages.
     present : int
         Which of the sequences that are laid out came last.
+    came : int
+        How many of its requests had come when the last period ended.
     """
 
     departed: int
     dram: int
     present: int
-    _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in ("departed", "dram", "present")]
+    came: int
+    _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in ("departed", "dram", "present", "came")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,7 @@ void tn_mark(tn_core *core) {
   core->log[0].requests.clear();
   core->log[0].events = 0;
   ++core->period;
+  core->plan.came = core->plan.next;
   core->plan.next = 0;
   core->plan.back = kNone;  // `lost` stays: where one period was not foreseen, the next may not be either
 }
@@ -266,7 +267,7 @@ void tn_get_stats(tn_core *core, tn_stats *out) {
 void tn_get_glance(tn_core *core, tn_glance *out) {
   std::lock_guard<std::mutex> guard(core->mutex);
   const int64_t departed = core->stats.departed + core->stats.misplaced;
-  *out = {departed, int64_t(core->pages[kDram].made() * kPage), int64_t(core->plan.present)};
+  *out = {departed, int64_t(core->pages[kDram].made() * kPage), int64_t(core->plan.present), int64_t(core->plan.came)};
 }
 
 void tn_reset_peaks(tn_core *core) {

@@ -38,6 +38,7 @@ struct Plan {
   std::vector<Sequence> sequences;  // of which each period is one
   size_t present = 0;               // as far as its requests tell
   size_t next = 0;
+  size_t came = 0;  // `next`, at the end of the last period
   size_t back = kNone;  // where it went on before it last jumped ahead
   size_t lost = 0;      // grows with requests that nobody foresaw, shrinks with those that came as foreseen
 

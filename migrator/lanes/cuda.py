@@ -79,7 +79,7 @@ class CudaCompute:
         self._periods = periods
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
-        if not self._periods and self.waited is None:
+        if not self._periods and self.waited is None and not self.capturing():
             # To wait costs a stream 0.1 us. The two events that tell for how long cost 6.4, on an H200.
             self.hold(stream, event)
             return
@@ -108,7 +108,7 @@ class CudaCompute:
             self._laps.append((begin, self._ended, waits, self._periods))
             lap = None
             while self._laps and _over(*self._laps[0][1:3]):
-                lap = self._lap(*self._laps.popleft())
+                lap = self._lap(*self._laps.popleft()) or lap
         return lap
 
     def close(self) -> None:
@@ -124,7 +124,8 @@ class CudaCompute:
             if (seconds := reached.elapsed_time(on) / 1e3) > CALL:  # else it did not wait
                 self._counters.stalled(cause, seconds, periods)
                 stalls[cause] = stalls.get(cause, 0.0) + seconds
-        return None if begin is None else Lap(begin.elapsed_time(end) / 1e3, stalls)
+        # Of periods that stand for others nobody can say whether the next is of their kind.
+        return None if begin is None or periods > 1 else Lap(begin.elapsed_time(end) / 1e3, stalls)
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -258,7 +259,6 @@ class CudaLane:
                 nbytes, begin, done = self._timed.popleft()
                 times = (start.elapsed_time(event) / 1e3 for event in (begin, done))
                 found.append(Transfer(self._name, nbytes, *times))
-        self._untimed = TIMED_EVERY  # however little a period moves, something tells of it
         return found
 
     def _gather(self, run: list[Piece]) -> None:

@@ -8,7 +8,10 @@ this device is seen once; otherwise, or for layouts it does not know, PyTorch's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -24,6 +27,38 @@ _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Affine = Sequence[Tensor | None]
 """Weight, bias, mean and the inverse of the standard deviation: one number a channel, or no weight and no bias."""
+
+
+@dataclass(slots=True)
+class Plainly:
+    """While PyTorch's own kernels are to do it: whether ours would have been asked."""
+
+    asked: bool = False
+
+
+class _OfThread(threading.local):
+    plainly: Plainly | None = None
+
+
+_present = _OfThread()
+
+
+@contextmanager
+def plainly() -> Iterator[Plainly]:
+    """In this thread PyTorch's own kernels do it: what they need, and ours do not, is to be tried as well."""
+    before, _present.plainly = _present.plainly, Plainly()
+    try:
+        yield _present.plainly
+    finally:
+        _present.plainly = before
+
+
+def at_once() -> bool:
+    """Whether kernels of ours may do it."""
+    if _present.plainly is None:
+        return True
+    _present.plainly.asked = True
+    return False
 
 
 def normalise(x: Tensor, affine: Affine, epsilon: float, addend: Tensor | None = None, clamp: bool = False) -> Tensor:
@@ -46,6 +81,7 @@ def normalise(x: Tensor, affine: Affine, epsilon: float, addend: Tensor | None =
     add = addend is not None
     if (
         (add or clamp)
+        and at_once()
         and weight is not None
         and bias is not None
         and weight.is_contiguous()
@@ -111,12 +147,12 @@ def numbers(device: torch.device) -> Callable[..., Tensor] | None:
     return random
 
 
-def makes(what: str, at_once: Callable[[], Tensor], expected: Tensor) -> bool:
+def makes(what: str, make: Callable[[], Tensor], expected: Tensor) -> bool:
     """Whether a kernel of ours gives the bits that are expected."""
     try:
         with torch.cuda.device(expected.device):
             # Twice: the first compiles, and only the second is launched as all later ones are.
-            made = [at_once() for _ in range(2)]
+            made = [make() for _ in range(2)]
     except Exception as error:  # Triton has many, and without a compiler for its launcher this is one of them
         log.info("%s is recomputed by PyTorch's kernels, as Triton's failed: %s", what, error)
         return False

@@ -14,8 +14,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from migrator.recompute.fused import DTYPES, makes, numbers
+from migrator.recompute.fused import DTYPES, at_once, makes, numbers
 from migrator.recompute.launches import is_aligned
+
+MOST = 1 << 20  # numbers on which it is seen, or one row: this may be in the midst of backward
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """What is normalised, weight, bias, and for each row the mean and the inverse of the standard deviation."""
@@ -43,9 +45,9 @@ def layer_norm(
     shape : sequence of int
         Of a row.
     epsilon : float
-        What `inverse` was computed with.
+        What `inverse` was computed with; only PyTorch's kernel asks for it.
     """
-    if weight is not None and bias is not None:
+    if weight is not None and bias is not None and at_once():
         rows = (x, weight, bias, mean, inverse)
         if _fits(rows, length := prod(shape)) and _exact(x.device, x.dtype, length):
             return _at_once(rows, length)
@@ -66,7 +68,7 @@ def _launch() -> Callable[..., None]:
 
 
 def _fits(rows: Rows, length: int) -> bool:
-    """Whether the kernel knows the layout; where rows do not begin at multiples of 16 bytes PyTorch takes another."""
+    """Whether the kernel knows the layout: rows one after the other, that begin at multiples of 16 bytes."""
     x, weight, bias, mean, inverse = rows
     return (
         x.dtype in DTYPES
@@ -84,6 +86,7 @@ def _exact(device: torch.device, dtype: torch.dtype, length: int) -> bool:
     random = numbers(device)
     if random is None:
         return False
-    x, weight, bias = random(37, length, dtype=dtype), random(length, dtype=dtype), random(length, dtype=dtype)
+    rows = max(1, min(37, MOST // length))
+    x, weight, bias = random(rows, length, dtype=dtype), random(length, dtype=dtype), random(length, dtype=dtype)
     expected, mean, inverse = torch.native_layer_norm(x, [length], weight, bias, 1e-5)
     return makes("layer normalisation", lambda: _at_once((x, weight, bias, mean, inverse), length), expected)

@@ -20,6 +20,7 @@ from migrator.lanes import Meter, flat
 from migrator.recompute.dropped import Peek, run
 from migrator.recompute.finder import Verified, layout
 from migrator.recompute.formulas import Formula, operation
+from migrator.recompute.fused import plainly
 from migrator.trace import Recipe
 
 
@@ -104,17 +105,19 @@ class Trials:
             self._attempt(trial, tensor, peek)
 
     def _attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
-        made = run(trial.what, peek)  # which may wait for an input that moved
+        with plainly() as plain:
+            one = run(trial.what, peek)  # which may wait for an input that moved
+        # Either may be taken later, as kernels of ours do not know all layouts, and each needs what the other does not.
+        other = run(trial.what, peek) if plain.asked else one
         start = self._meter.mark()
         run(trial.what, peek)
         end = self._meter.mark()
-        storage = made.untyped_storage()
-        fits = (made.size(), made.stride(), made.storage_offset()) == (trial.size, trial.stride, 0)
-        if fits and layout(made) == trial.verified.layout and storage.nbytes() == trial.nbytes:
+        ways = [one] if other is one else [one, other]
+        if all(_is_storage(trial, made) for made in ways):
             first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
-            same = _same_bits(storage, tensor.untyped_storage(), first)
+            same = [_same_bits(made.untyped_storage(), tensor.untyped_storage(), first) for made in ways]
             # The trial's inputs need not outlive the node that saved them.
-            self._tried.append(_Tried(replace(trial, what=_NOTHING), same, start, end))
+            self._tried.append(_Tried(replace(trial, what=_NOTHING), torch.stack(same).all(), start, end))
 
     def results(self) -> dict[int, tuple[Recipe, Verified]]:
         """What held, by storage; blocks until the device has passed all trials."""
@@ -130,6 +133,12 @@ class Trials:
 
 def _recipe(name: str, verified: Verified, inputs: tuple[int, ...]) -> Recipe:
     return Recipe(operation(name), inputs, verified.held[name])
+
+
+def _is_storage(trial: Trial, made: Tensor) -> bool:
+    """Whether what was made is all of a storage as the trial's is."""
+    fits = (made.size(), made.stride(), made.storage_offset()) == (trial.size, trial.stride, 0)
+    return fits and layout(made) == trial.verified.layout and made.untyped_storage().nbytes() == trial.nbytes
 
 
 def _same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage, first: int) -> Tensor:

@@ -129,6 +129,20 @@ def test_of_several_kinds_of_periods_each_is_counted_when_it_comes(
     assert core.counts().hbm == 12 * MiB
 
 
+def test_a_kind_that_another_begins_with_is_not_taken_for_it(pages: OnOneCore, core: Core) -> None:
+    """Training, and training with an evaluation after it: the one that does not come any more is forgotten."""
+    short, other, longer = (4 * MiB, 8 * MiB), (6 * MiB, 12 * MiB), (4 * MiB, 8 * MiB, 20 * MiB)
+    pages.begin()
+    for sizes in (short, other, longer) * 3:
+        step(core, *sizes)
+        pages.period_over()
+    assert core.counts().hbm == 32 * MiB
+    for sizes in (short, other) * (REMEMBERED + 1):
+        step(core, *sizes)
+        pages.period_over()
+    assert core.counts().hbm == 18 * MiB
+
+
 def test_where_not_all_kinds_fit_the_last_is_laid_out_alone(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

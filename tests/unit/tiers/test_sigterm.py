@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.unit.tiers.test_activation import PROGRAM, START, stats_of, tiered
+from tiers.sigterm import BeforeSigterm
 
 END = "import signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('still there')\n"
 FILES = ["plan.json", "stats.json", "trace.json"]
@@ -32,6 +35,31 @@ assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     done = tiered(PROGRAM + within, TIERS_ALLOCATOR="off")
     assert done.returncode == 0, done.stderr
     assert stats_of(tmp_path)["steps"] == 2
+
+
+def test_a_signal_that_does_not_end_the_program_is_followed_by_the_rest_of_the_run(tmp_path: Path) -> None:
+    """The first process of a container is not ended by a signal that it raises itself."""
+    survives = "import signal\nsignal.raise_signal = lambda number: None\n"
+    done = tiered(START + survives + "step(0)\nos.kill(os.getpid(), signal.SIGTERM)\nstep(1)\n", TIERS_RUN=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert stats_of(tmp_path)["steps"] == 2
+    assert not list(tmp_path.glob("process*"))
+
+
+def test_a_session_that_another_thread_has_closed_does_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "raise_signal", lambda number: None)
+    acted: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    ours = BeforeSigterm(lambda: acted.append("written"))
+    try:
+        ours.set()
+        thread = threading.Thread(target=ours.clear)
+        thread.start()
+        thread.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not acted
 
 
 @pytest.mark.parametrize("before", ["step(0)", "pass"])

@@ -67,7 +67,7 @@ def test_a_step_of_several_periods_is_measured_by_the_period() -> None:
 
 
 def test_steps_in_which_the_program_was_learned_do_not_count() -> None:
-    step = {"median": 1.0, "settled": {"median": 0.1, "steps": 3}}
+    step = {"median": 1.0, "settled": {"median": 0.1, "steps": 5}}
     stats = {"step_s": step, "steps": 10, "periods": 10, "budget": {"hbm": 12 * GiB}}
     assert why(MODEL, planned(12 * GiB), PCIE_GEN5, stats).measured == pytest.approx(0.1)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import tiers
 from allocator.errors import TiersError
-from migrator.recompute import finder
+from migrator.recompute import finder, fused_layer_norm
 from migrator.recompute import operations as table
 from migrator.recompute.finder import Verified, layout
 from migrator.recompute.formulas import Formula
@@ -69,6 +69,40 @@ def test_a_formula_that_fails_is_none_and_the_program_goes_on(error: Exception) 
 
     with mock.patch.object(torch, "native_layer_norm", fails):
         assert set(operations(recorded()).values()) == {"GeluBackward0", "AddmmBackward0"}
+
+
+class Norm(nn.Module):
+    """A layer normalisation that does not tell its epsilon, as many programs have one."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.bias, self._of = nn.Parameter(torch.rand(256)), nn.Parameter(torch.rand(256)), epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (256,), self.weight, self.bias, self._of)
+
+
+@pytest.mark.parametrize(("epsilon", "found"), [(1e-5, {1e-5}), (1e-6, {1e-6}), (1e-12, set())])
+def test_an_epsilon_that_is_a_guess_is_tried_also_where_a_kernel_does_without(
+    epsilon: float, found: set[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That starts from what was saved, and so is right whatever the guess; for another layout PyTorch's is taken."""
+
+    def kernel(rows: fused_layer_norm.Rows, length: int) -> Tensor:
+        x, weight, bias, *_ = rows
+        return torch.native_layer_norm(x, [length], weight, bias, epsilon)[0]
+
+    monkeypatch.setattr(table, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(fused_layer_norm, "_exact", lambda *_: True)
+    monkeypatch.setattr(fused_layer_norm, "_at_once", kernel)
+    model = nn.Sequential(nn.Linear(64, 256), Norm(epsilon), nn.Linear(256, 64))
+    with tiers.session(policy="auto", dram="64MiB") as session:
+        for _ in range(3):
+            model(torch.randn(128, 64)).square().mean().backward()
+        saver = session.runtime.saver()
+        assert saver is not None
+        (mover,) = saver.armed_movers
+        assert {one.epsilon for key, one in mover.verified.items() if key.startswith("Sequential.2:")} == found
 
 
 def test_a_recipe_names_the_storages_that_it_needs() -> None:
