@@ -80,6 +80,7 @@ class Saver:
         self.steps_before = 0  # optimizer steps made before the period began
         self._period = 0
         self._suspended = False
+        self.resting = False  # for good: the hooks are off, as nothing is to be done
         self._make_mover = make_mover
         self._root_begins = root_begins
         self._period_over = period_over
@@ -109,6 +110,13 @@ class Saver:
         self.regions.apply(())
         self._period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
+
+    def rest(self) -> None:
+        """Leave what is saved to PyTorch, if nothing is to be done with it any more. Between two periods only."""
+        if self.armed_movers and all(mover.idle for mover in self.armed_movers) and self.on_top():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self.resting = True
+            self._allowance.hold(self, 0)
 
     def suspend(self) -> None:
         """Switch them off until `resume`."""

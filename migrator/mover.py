@@ -62,6 +62,11 @@ class Mover:
         self._allocated_before = engine.compute.allocated()
         engine.limit = self.filling.room
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing will be done with what is saved from now on: there is a plan, and the policy is to keep."""
+        return self._keeps and self.recorder is None and bool(self.learner.plans) and not self.learner.planning
+
     def _new_recorder(self) -> Recorder:
         self.engine.used_up = 0
         meter = self.engine.compute.meter()

@@ -116,13 +116,19 @@ class Runtime:
     def enter(self, module: nn.Module, args: Any) -> None:
         """A forward begins in this thread."""
         saver = self._thread.saver or self._arm()
-        if saver is not None:
+        if saver is None:
+            return
+        if saver.resting:
+            if self._leader_stepped and torch._C._current_graph_task_id() == -1:
+                self._period_begins(saver)
+        else:
             saver.enter(module, args)
 
     def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
         """A forward ends in this thread, also when it raised."""
-        if self._thread.saver is not None:
-            self._thread.saver.leave(module, args, named, output)
+        saver = self._thread.saver
+        if saver is not None and not saver.resting:
+            saver.leave(module, args, named, output)
 
     def _arm(self) -> Saver | None:
         if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:
@@ -157,7 +163,7 @@ class Runtime:
         self._recount_static()
         return mover
 
-    def _root_begins(self, saver: Saver, root: nn.Module) -> None:
+    def _period_begins(self, saver: Saver) -> None:
         if self._leader_stepped and torch.is_grad_enabled() and not saver.capturing():
             # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
             # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
@@ -168,6 +174,9 @@ class Runtime:
                         pages.period_over(alone=len(self._savers) == 1)
                 else:
                     pages.begin()
+
+    def _root_begins(self, saver: Saver, root: nn.Module) -> None:
+        self._period_begins(saver)
         if root in self._roots:
             return
         self._roots.add(root)
@@ -230,6 +239,12 @@ class Runtime:
                 [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
             )
 
+    def _period_passed(self) -> None:
+        """A period is over of which the hooks saw nothing."""
+        self._periods += 1
+        if self.options.advisor is not None:
+            self.options.advisor.period_over([], dict(self._counters.moved))
+
     def _advice(self, advisor: Advisor, saver: Saver) -> tuple[int | None, Links]:
         """Report the copies of this thread's devices; how many groups may be back early, and the links to plan with."""
         transfers: list[Transfer] = []
@@ -272,8 +287,12 @@ class Runtime:
             self._recount_static()
         saver = self._thread.saver
         if saver is not None and torch._C._current_graph_task_id() == -1:  # hooks of backward may step, too
+            if saver.resting:
+                self._period_passed()
+                return
             saver.modules.leave_all()
             saver.end_period()
+            saver.rest()
 
     # ----------------------------------------------------------------------------------- numbers
 

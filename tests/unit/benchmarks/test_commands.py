@@ -20,7 +20,7 @@ SMALL = "--tiny --rounds 1 --steps 1 --dram 1GiB"
         (f"activation_path {SMALL} --moved", ["plain", "moved"]),
         (f"recompute {SMALL}", ["AddmmBackward0", "plain", "light"]),
         ("disk_store --directory . --size 8MiB --rounds 2", ["plain"]),
-        ("hook_times", ["policy keep", "policy move"]),
+        ("hook_times", ["policy auto", "policy move"]),
     ],
 )
 def test_it_runs(
