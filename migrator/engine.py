@@ -282,8 +282,7 @@ class Engine:
             self._leave_home(group)
         elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
             self.compute.outlast(group.parcel.filled, group.stream)
-        for saved in group.members:
-            saved.alias = self.empty(torch.uint8)  # the period's list of storages knows `saved` until its end
+        self.tensors.let_go(group.members, self.empty)  # which the period's list of storages knows until its end
         group.members.clear()
         group.state = State.GONE
         if group.parcel is not None:
