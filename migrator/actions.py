@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
+from migrator.paces import Pace
 from migrator.plan import PageGroup
 from migrator.recompute.finder import Finder, Verified
 
 if TYPE_CHECKING:
     from migrator.mover import Mover
-
-
-class Pace(NamedTuple):
-    """When a site comes in the plan's period, and what its room is from there on.
-
-    Attributes
-    ----------
-    birth, use : int
-        Positions at which it is saved, and first asked for.
-    from_birth, from_use : int or None
-        Saved bytes that may lie in HBM from then on; None: as many as before.
-    """
-
-    birth: int
-    use: int
-    from_birth: int | None
-    from_use: int | None
 
 
 @dataclass(frozen=True, slots=True)

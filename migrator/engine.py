@@ -21,10 +21,10 @@ from itertools import islice
 import torch
 
 from migrator import tensors as in_python
-from migrator.actions import Pace
 from migrator.backing import Backing
 from migrator.group import NEVER, Claim, Group, State, claim_died, unclaimed
 from migrator.lanes import Compute, Lane, Leaving, whole
+from migrator.paces import Pace
 from migrator.tensors import Saved, Tensors
 from migrator.timing import Lap
 

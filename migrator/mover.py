@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from allocator.errors import TierFull
-from migrator.actions import Action, Go, Pace, Recompute, Stay
+from migrator.actions import Action, Go, Recompute, Stay
 from migrator.engine import EVERY, Engine
 from migrator.filling import Filling
 from migrator.group import State
 from migrator.learner import Learner
 from migrator.links import Links
-from migrator.plan import Plan, checkpoint_key, learning_room
+from migrator.paces import paces as paces_of
+from migrator.plan import Plan, learning_room
 from migrator.recompute.dropped import Dropped, Recomputed
 from migrator.recompute.finder import Finder, Verified, base_of
 from migrator.recompute.origins import Origins
 from migrator.recorder import Recorder
 from migrator.tensors import Moved
-from migrator.trace import Trace
 
 CLOSELY = 16  # periods under new plans in which waits are timed: what they tell corrects the plans
 SAMPLED = (
@@ -266,7 +266,7 @@ class Mover:
     def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""
         paced = [
-            (plan, _paces(plan, trace)) for plan, trace in zip(self.learner.plans, self.learner.traces, strict=True)
+            (plan, paces_of(plan, trace)) for plan, trace in zip(self.learner.plans, self.learner.traces, strict=True)
         ]
         for plan, paces in paced:
             for key, keep in plan.keep.items():
@@ -279,19 +279,3 @@ class Mover:
             for group in plan.groups:
                 for key in group.sites:
                     yield key, Go(self, group, paces.get(key))
-
-
-def _paces(plan: Plan, trace: Trace) -> dict[str, Pace]:
-    """By site, when it comes and what room there is from then on; empty if the plan's room never changes."""
-    if not plan.limits and all(group.bring_at is None for group in plan.groups):
-        return {}
-    times = {site.key: (site.birth, min(site.uses, default=-1)) for site in trace.sites}
-    for region in trace.regions:
-        inner = [use for site in trace.sites_of(region) for use in site.uses]
-        for number in range(len(region.inputs)):
-            times[checkpoint_key(region.path, number)] = (region.begin, min(inner, default=-1))
-    paces = {}
-    for key, (birth, use) in times.items():
-        from_birth, from_use = plan.limits.get(key, (None, None))
-        paces[key] = Pace(birth, use, from_birth, from_use)
-    return paces
