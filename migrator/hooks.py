@@ -29,6 +29,7 @@ from migrator.recompute.origins import note
 from migrator.recompute.regions import Regions
 from migrator.recorder import Record
 from migrator.sites import Modules, Node
+from migrator.stack import OnStack
 from migrator.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ MIN_BYTES = 4096
 _graph_task = torch._C._current_graph_task_id
 
 
-class Saver:
+class Saver(OnStack):
     """The saved-tensor hooks of one thread.
 
     Parameters
@@ -65,6 +66,7 @@ class Saver:
         allowance: Allowance,
         tensors: Tensors,
     ) -> None:
+        super().__init__()
         self._tensors = tensors
         self.modules: Modules[Action] = Modules()
         self.movers: dict[torch.device, Mover | None] = {}
@@ -79,8 +81,6 @@ class Saver:
         self.in_backward = False  # backward has asked for something in this period
         self.steps_before = 0  # optimizer steps made before the period began
         self._period = 0
-        self._suspended = False
-        self.resting = False  # for good: the hooks are off, as nothing is to be done
         self._make_mover = make_mover
         self._root_begins = root_begins
         self._period_over = period_over
@@ -96,14 +96,9 @@ class Saver:
         """The movers of the devices on which anything was saved."""
         return [mover for mover in self.movers.values() if mover is not None]
 
-    def push(self) -> None:
-        """Switch the hooks on for this thread."""
-        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
-
     def pop(self) -> None:
-        """Switch them off; where somebody else's hooks lie on top of them, from now on everything stays."""
-        if self.on_top():
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        """Switch the hooks off; where somebody else's lie on top of them, from now on everything stays."""
+        self.take_off()
         self.actions = {}
         self.movers = {}
         self.recording = self._searching = self._afresh = False
@@ -111,28 +106,10 @@ class Saver:
         self._period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
 
-    def rest(self) -> None:
-        """Leave what is saved to PyTorch, if nothing is to be done with it any more. Between two periods only."""
-        if self.armed_movers and all(mover.idle for mover in self.armed_movers) and self.on_top():
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self.resting = True
+    def rest_if_idle(self) -> None:
+        """Leave what is saved to PyTorch from now on, if nothing is to be done with it. Between two periods only."""
+        if self.armed_movers and all(mover.idle for mover in self.armed_movers) and self.rest():
             self._allowance.hold(self, 0)
-
-    def suspend(self) -> None:
-        """Switch them off until `resume`."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._suspended = True
-
-    def resume(self) -> None:
-        """Switch them on again if they were suspended."""
-        if self._suspended:
-            self._suspended = False
-            self.push()
-
-    def on_top(self) -> bool:
-        """Whether these are the hooks that PyTorch would call now."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return top is not None and getattr(top[0], "__self__", None) is self
 
     def enter(self, module: nn.Module, args: Sequence[object]) -> None:
         """A forward begins."""

@@ -292,7 +292,7 @@ class Runtime:
                 return
             saver.modules.leave_all()
             saver.end_period()
-            saver.rest()
+            saver.rest_if_idle()
 
     # ----------------------------------------------------------------------------------- numbers
 

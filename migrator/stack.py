@@ -1,0 +1,64 @@
+"""A thread's place on PyTorch's stack of saved-tensor hooks: on it, for a while not, or not any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_autograd: Any = torch._C._autograd
+
+
+class OnStack:
+    """Hooks that one thread can switch on and off. PyTorch calls those that lie on top of the stack, no others.
+
+    Attributes
+    ----------
+    resting : bool
+        They are off for good, as nothing is to be done with what is saved.
+    """
+
+    def __init__(self) -> None:
+        self.resting = False
+        self._suspended = False
+
+    def pack(self, tensor: Tensor) -> Any:
+        """PyTorch saves `tensor`."""
+        raise NotImplementedError
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Backward needs a tensor that `pack` was given."""
+        raise NotImplementedError
+
+    def push(self) -> None:
+        """Switch the hooks on for this thread."""
+        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def take_off(self) -> bool:
+        """Switch them off, if nobody else's lie on top of them; whether they are off now."""
+        if not self.on_top():
+            return False
+        _autograd._pop_saved_tensors_default_hooks()
+        return True
+
+    def rest(self) -> bool:
+        """Switch them off for good, if nobody else's lie on top of them; whether they are. Between two periods only."""
+        self.resting = self.resting or self.take_off()
+        return self.resting
+
+    def suspend(self) -> None:
+        """Switch them off until `resume`; they lie on top."""
+        _autograd._pop_saved_tensors_default_hooks()
+        self._suspended = True
+
+    def resume(self) -> None:
+        """Switch them on again if they were suspended."""
+        if self._suspended:
+            self._suspended = False
+            self.push()
+
+    def on_top(self) -> bool:
+        """Whether these are the hooks that PyTorch would call now."""
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and getattr(top[0], "__self__", None) is self
