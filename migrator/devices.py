@@ -108,7 +108,8 @@ class Devices:
             must_fit=device.type == "cuda" and options.pages() is None,
             budget=shared.budget,
         )
-        return Mover(engine, learner, shared.budget, keeps=options.policy == "keep")
+        spills = options.pages() is not None
+        return Mover(engine, learner, shared.budget, keeps=options.policy == "keep", spills=spills)
 
     def _open(self, device: torch.device, options: Options) -> Device:
         budget = options.hbm(device)

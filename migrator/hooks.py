@@ -10,6 +10,7 @@ The hooks belong to a thread (PyTorch hands them on to the threads of backward),
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from migrator.tensors import Tensors
 
 if TYPE_CHECKING:
     from migrator.mover import Mover
+
+log = logging.getLogger("tiers")
 
 MIN_BYTES = 4096
 """Storages smaller than this stay: to look after one costs more than its memory is worth."""
@@ -110,6 +113,17 @@ class Saver(OnStack):
         """Leave what is saved to PyTorch from now on, if nothing is to be done with it. Between two periods only."""
         if self.armed_movers and all(mover.idle for mover in self.armed_movers) and self.rest():
             self._allowance.hold(self, 0)
+
+    def wake(self) -> None:
+        """HBM is full: look at what is saved again. Before the first forward of a period only."""
+        if not self.is_free() or not any([mover.wake() for mover in self.armed_movers]):
+            return
+        log.info("hbm is full: what is saved is looked at again")
+        self.resting = False
+        self.push()
+        self.adopt(())
+        self.recording = True
+        self._period += 1
 
     def enter(self, module: nn.Module, args: Sequence[object]) -> None:
         """A forward begins."""

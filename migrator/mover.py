@@ -44,9 +44,13 @@ class Mover:
         HBM budget, in bytes.
     keeps : bool
         The policy moves and recomputes nothing: before there is a plan nothing is to leave HBM either, nor to be tried.
+    spills : bool
+        The allocator goes on in DRAM where HBM is full, so that the program survives what nobody has foreseen.
     """
 
-    def __init__(self, engine: Engine, learner: Learner, budget: int, *, keeps: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, learner: Learner, budget: int, *, keeps: bool = False, spills: bool = False
+    ) -> None:
         self.engine = engine
         self.learner = learner
         self.budget = budget
@@ -55,6 +59,7 @@ class Mover:
         self._outlived: set[str] = set()
         self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
         self._keeps = keeps
+        self._spills = spills
         self.recorder: Recorder | None = self._new_recorder()
         self.filling = Filling(engine, budget if keeps else learning_room(budget))
         self._taken = 0  # storages, in this period
@@ -64,8 +69,26 @@ class Mover:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing will be done with what is saved from now on: there is a plan, and the policy is to keep."""
-        return self._keeps and self.recorder is None and bool(self.learner.plans) and not self.learner.planning
+        """Whether nothing is to be done with what is saved: ever, or until HBM is full."""
+        if self.recorder is not None or self.learner.planning or not self.learner.plans:
+            return False
+        if self._keeps:
+            return True
+        # Not before it was seen that the program fits: what HBM has no room for corrects the plans.
+        fits = self._spills and self._unchanged > CLOSELY
+        return fits and not any(plan.groups or plan.recompute or plan.regions for plan in self.learner.plans)
+
+    def wake(self) -> bool:
+        """HBM is full: record what is saved from now on, unless it is to be kept all the same; whether it is."""
+        if self._keeps:
+            return False
+        with self.engine.lock:
+            self.learner.forget()
+            self.recorder = self._new_recorder()
+            self.filling.room = learning_room(self.budget)
+            self._begin()
+            self._allocated_before = self.engine.compute.allocated()
+        return True
 
     def _new_recorder(self) -> Recorder:
         self.engine.used_up = 0

@@ -118,10 +118,9 @@ class Runtime:
         saver = self._thread.saver or self._arm()
         if saver is None:
             return
-        if saver.resting:
-            if self._leader_stepped and torch._C._current_graph_task_id() == -1:
-                self._period_begins(saver)
-        else:
+        if saver.resting and self._leader_stepped and torch._C._current_graph_task_id() == -1:
+            self._period_begins(saver)
+        if not saver.resting:
             saver.enter(module, args)
 
     def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
@@ -172,6 +171,8 @@ class Runtime:
                 if self._steps.count:
                     with saver.aside():  # the device has nothing to do meanwhile
                         pages.period_over(alone=len(self._savers) == 1)
+                    if saver.resting and any(pages.overflow(m.engine.compute.device) for m in saver.armed_movers):
+                        saver.wake()
                 else:
                     pages.begin()
 

@@ -16,7 +16,7 @@ class OnStack:
     Attributes
     ----------
     resting : bool
-        They are off for good, as nothing is to be done with what is saved.
+        They are off, as nothing is to be done with what is saved.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class OnStack:
         return True
 
     def rest(self) -> bool:
-        """Switch them off for good, if nobody else's lie on top of them; whether they are. Between two periods only."""
+        """Switch them off, if nobody else's lie on top of them; whether they are. Between two periods only."""
         self.resting = self.resting or self.take_off()
         return self.resting
 
@@ -57,6 +57,12 @@ class OnStack:
         if self._suspended:
             self._suspended = False
             self.push()
+
+    def is_free(self) -> bool:
+        """Whether hooks may be put there: on top of somebody's, they would be what his `with` block pops at its end."""
+        return bool(_autograd._saved_tensors_hooks_is_enabled()) and (
+            _autograd._top_saved_tensors_default_hooks(True) is None
+        )
 
     def on_top(self) -> bool:
         """Whether these are the hooks that PyTorch would call now."""

@@ -1,0 +1,127 @@
+"""Where nothing is to be done with what is saved, PyTorch saves by itself; until HBM is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiers
+from allocator.sizes import MiB
+from migrator.mover import CLOSELY
+from tiers import paging
+
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Pages:
+    """Stands for the page-grouping allocator, of which there is none without a GPU."""
+
+    overflowed = 0
+
+    def begin(self) -> None:
+        pass
+
+    def period_over(self, *, alone: bool = True) -> None:
+        pass
+
+    def expect_news(self) -> None:
+        pass
+
+    def state(self, on: bool) -> None:
+        pass
+
+    def overflow(self, device: torch.device) -> int:
+        return self.overflowed
+
+    def spilled(self, device: torch.device) -> bool:
+        return self.overflowed > 0
+
+    def cores(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
+    pages = Pages()
+    monkeypatch.setattr(paging, "_installed", pages)
+    return pages
+
+
+def program() -> Callable[[int], None]:
+    """Makes so many steps."""
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(torch.randn(64, 128)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+def is_on() -> bool:
+    return _top(True) is not None
+
+
+def test_a_program_that_fits_is_left_alone_once_that_was_seen(pages: Pages) -> None:
+    train = program()
+    with tiers.session(dram="64MiB", hbm="1GiB") as session:
+        train(CLOSELY)
+        assert is_on()
+        train(8)
+        assert not is_on()
+        before = session.stats()
+        train(5)
+        assert session.stats()["periods"] == before["periods"] + 5
+
+
+def test_when_hbm_is_full_it_is_looked_at_again(pages: Pages) -> None:
+    train = program()
+    with tiers.session(dram="64MiB", hbm="1GiB") as session:
+        train(CLOSELY + 8)
+        assert not is_on()
+        pages.overflowed = MiB
+        train(1)
+        assert is_on()
+        saver = session.runtime.saver()
+        assert saver is not None
+        (mover,) = saver.armed_movers
+        assert mover.learner.traces  # of the period that was recorded at once
+        pages.overflowed = 0
+        train(CLOSELY + 8)
+        assert not is_on()
+
+
+def test_hooks_of_the_program_s_own_are_not_covered(pages: Pages) -> None:
+    train = program()
+    with tiers.session(dram="64MiB", hbm="1GiB"):
+        train(CLOSELY + 8)
+        pages.overflowed = MiB
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            train(1)
+        assert not is_on()  # theirs were on top to the end, and are gone
+        train(1)
+        assert is_on()
+
+
+def test_where_full_hbm_ends_the_program_it_is_looked_at_all_the_time() -> None:
+    train = program()
+    with tiers.session(dram="64MiB", hbm="1GiB"):
+        train(CLOSELY + 8)
+        assert is_on()
+
+
+def test_what_is_kept_at_any_price_is_never_looked_at_again(pages: Pages) -> None:
+    train = program()
+    with tiers.session(policy="keep", dram="64MiB", hbm="1GiB"):
+        train(4)
+        assert not is_on()
+        pages.overflowed = MiB
+        train(4)
+        assert not is_on()
