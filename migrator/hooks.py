@@ -119,7 +119,7 @@ class Saver(OnStack):
         if not self.is_free() or not any([mover.wake() for mover in self.armed_movers]):
             return
         log.info("hbm is full: what is saved is looked at again")
-        self.resting = False
+        self.resting = self.in_backward = False
         self.push()
         self.adopt(())
         self.recording = True

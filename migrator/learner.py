@@ -103,6 +103,11 @@ class Learner:
         return self._pending is not None and not self._pending.done()
 
     @property
+    def settled(self) -> bool:
+        """Whether there are plans for all that the program has, and no others on their way."""
+        return self._whole and bool(self._made) and self._pending is None and not self._to_record
+
+    @property
     def plans(self) -> tuple[Plan, ...]:
         """One plan for each of `traces`."""
         return tuple(made.plan for made in self._made)

@@ -64,18 +64,19 @@ class Mover:
         self.filling = Filling(engine, budget if keeps else learning_room(budget))
         self._taken = 0  # storages, in this period
         self._unchanged = 0  # periods under the plans that there are
+        self._fitting = 0  # periods, one after the other, that HBM had room for
         self._allocated_before = engine.compute.allocated()
         engine.limit = self.filling.room
 
     @property
     def idle(self) -> bool:
         """Whether nothing is to be done with what is saved: ever, or until HBM is full."""
-        if self.recorder is not None or self.learner.planning or not self.learner.plans:
+        if self.recorder is not None or not self.learner.settled:
             return False
         if self._keeps:
             return True
         # Not before it was seen that the program fits: what HBM has no room for corrects the plans.
-        fits = self._spills and self._unchanged > CLOSELY
+        fits = self._spills and min(self._unchanged, self._fitting) > CLOSELY
         return fits and not any(plan.groups or plan.recompute or plan.regions for plan in self.learner.plans)
 
     def wake(self) -> bool:
@@ -83,6 +84,7 @@ class Mover:
         if self._keeps:
             return False
         with self.engine.lock:
+            self._fitting = 0
             self.learner.forget()
             self.recorder = self._new_recorder()
             self.filling.room = learning_room(self.budget)
@@ -208,6 +210,7 @@ class Mover:
         TierFull
             If a plan moves more than the tiers below HBM hold.
         """
+        self._fitting = 0 if overflow else self._fitting + 1
         with self.engine.lock:
             trace = None
             if self.recorder is not None:

@@ -38,6 +38,7 @@ from migrator.trace import Trace
 from migrator.transfers import Transfer
 
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
+LEADERLESS = 2048  # steps of others, after which one of them leads: there may be one for each parameter
 
 
 class BudgetTooSmall(TiersError):
@@ -72,6 +73,7 @@ class Runtime:
         self._pid = os.getpid()
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None  # whose steps end the allocator's periods
         self._leader_stepped = True  # before the first step, too, a period begins
+        self._followed = 0  # steps of others since its last
 
     # ------------------------------------------------------------------------------------ on, off
 
@@ -120,6 +122,8 @@ class Runtime:
             return
         if saver.resting and self._leader_stepped and torch._C._current_graph_task_id() == -1:
             self._period_begins(saver)
+            if saver.resting and not self._leader_stepped:  # the first module in the period, so no other called it
+                self._look_at(module)
         if not saver.resting:
             saver.enter(module, args)
 
@@ -172,12 +176,18 @@ class Runtime:
                     with saver.aside():  # the device has nothing to do meanwhile
                         pages.period_over(alone=len(self._savers) == 1)
                     if saver.resting and any(pages.overflow(m.engine.compute.device) for m in saver.armed_movers):
+                        self._learned = self.learned
+                        self._asked.clear()  # what lanes copied since is nobody's question any more
                         saver.wake()
                 else:
                     pages.begin()
 
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
         self._period_begins(saver)
+        self._look_at(root)
+
+    def _look_at(self, root: nn.Module) -> None:
+        """See whether the budget holds the weights of the models so far, and this one's."""
         if root in self._roots:
             return
         self._roots.add(root)
@@ -281,6 +291,9 @@ class Runtime:
         if leader is None:
             leader, self._leader = optimizer, weakref.ref(optimizer)
         # One of several ends the period, or a program that trains two models in turn had two kinds of them.
+        self._followed = 0 if leader is optimizer else self._followed + 1
+        if self._followed > LEADERLESS:
+            leader, self._leader, self._followed = optimizer, weakref.ref(optimizer), 0
         self._leader_stepped |= leader is optimizer
         self._steps.step(time.perf_counter())
         if self._steps.count <= FIRST_STEPS or optimizer not in self._optimizers:  # there may be one for each parameter
@@ -289,11 +302,14 @@ class Runtime:
         saver = self._thread.saver
         if saver is not None and torch._C._current_graph_task_id() == -1:  # hooks of backward may step, too
             if saver.resting:
-                self._period_passed()
+                saver.in_backward = False
+                if leader is optimizer:
+                    self._period_passed()
                 return
             saver.modules.leave_all()
             saver.end_period()
-            saver.rest_if_idle()
+            if len(self._savers) == 1:  # of several threads one alone would see that HBM is full
+                saver.rest_if_idle()
 
     # ----------------------------------------------------------------------------------- numbers
 

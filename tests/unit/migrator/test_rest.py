@@ -11,7 +11,9 @@ from torch import nn
 
 import tiers
 from allocator.sizes import MiB
+from migrator import runtime
 from migrator.mover import CLOSELY
+from migrator.runtime import BudgetTooSmall
 from tiers import paging
 
 _top = torch._C._autograd._top_saved_tensors_default_hooks
@@ -96,6 +98,58 @@ def test_when_hbm_is_full_it_is_looked_at_again(pages: Pages) -> None:
         pages.overflowed = 0
         train(CLOSELY + 8)
         assert not is_on()
+
+
+def test_a_program_that_does_not_fit_whatever_is_done_is_looked_at_all_the_time(pages: Pages) -> None:
+    """Or it would be recorded again and again."""
+    pages.overflowed = MiB
+    train = program()
+    with tiers.session(dram="64MiB", hbm="1GiB"):
+        train(3 * CLOSELY)
+        assert is_on()
+
+
+def test_nothing_rests_before_the_optimizer_s_state_was_seen(pages: Pages) -> None:
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        for _ in range(8):  # micro-batches: enough for a plan within the first step
+            model(torch.randn(64, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with tiers.session(policy="keep", dram="64MiB", hbm="1GiB") as session:
+        for _ in range(6):
+            step()
+        assert not is_on()
+        assert session.runtime.learned is not None
+        trace, _ = session.runtime.learned
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        assert max(trace.others) >= 3 * weights  # and Adam's two numbers for each
+
+
+def test_a_model_that_comes_while_the_hooks_rest_is_seen() -> None:
+    train, late = program(), nn.Linear(1024, 1024)
+    with tiers.session(policy="keep", dram="64MiB", hbm="2MiB"):
+        train(8)
+        assert not is_on()
+        with pytest.raises(BudgetTooSmall):
+            late(torch.randn(1, 1024))
+
+
+def test_a_leader_that_steps_no_more_is_followed_by_another(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is still referred to, by a scheduler perhaps, and its steps end the allocator's periods."""
+    monkeypatch.setattr(runtime, "LEADERLESS", 10)
+    model = nn.Linear(128, 128)
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tiers.session(dram="64MiB", hbm="1GiB"):
+        for optimizer, steps in ((before, CLOSELY + 8), (torch.optim.SGD(model.parameters(), lr=0.1), 24)):
+            for _ in range(steps):
+                model(torch.randn(64, 128)).square().mean().backward()
+                optimizer.step()
+            assert is_on() == (optimizer is not before)
+            pages.overflowed = MiB
 
 
 def test_hooks_of_the_program_s_own_are_not_covered(pages: Pages) -> None:
