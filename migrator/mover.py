@@ -26,9 +26,8 @@ from migrator.recorder import Recorder
 from migrator.tensors import Moved
 
 CLOSELY = 16  # periods under new plans in which waits are timed: what they tell corrects the plans
-SAMPLED = (
-    7  # periods, after those, of which one is: not a divisor of 2, 4 or 8 micro-batches, of which it were the same
-)
+SAMPLED = 7
+"""Periods, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
 
 
 class Mover:
