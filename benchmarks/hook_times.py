@@ -27,9 +27,9 @@ from benchmarks import workloads
 from benchmarks.alternate import host_us
 from migrator import devices
 from migrator.counters import Counters
-from migrator.hooks import Saver
 from migrator.lanes import Event, Piece, Stream
 from migrator.lanes.host import HostEvent
+from migrator.stack import Hooks, OnStack
 from migrator.transfers import Transfer
 
 LEARNING = 8
@@ -42,30 +42,41 @@ class HookTimer:
     def __init__(self) -> None:
         self.seconds = {"stay": 0.0, "move": 0.0}
         self.tensors = {"stay": 0, "move": 0}
-        self._pack, self._unpack = Saver.pack, Saver.unpack
+        self._push = OnStack.push
 
     def __enter__(self) -> HookTimer:
-        clock = time.perf_counter
+        def push(saver: OnStack) -> None:
+            hooks = saver.hooks
+            saver.hooks = self._timed(saver)
+            self._push(saver)
+            saver.hooks = hooks
 
-        def pack(saver: Saver, tensor: torch.Tensor) -> Any:
+        OnStack.push = push  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        OnStack.push = self._push  # type: ignore[method-assign]
+
+    def _timed(self, saver: OnStack) -> Hooks:
+        """What PyTorch is to call instead."""
+        clock, (pack, unpack) = time.perf_counter, saver.hooks
+
+        def timed_pack(tensor: torch.Tensor) -> Any:
             start = clock()
-            packed = self._pack(saver, tensor)
+            packed = pack(tensor)
             kind = "stay" if type(packed) is tuple else "move"
             self.seconds[kind] += clock() - start
             self.tensors[kind] += 1
             return packed
 
-        def unpack(saver: Saver, packed: Any) -> torch.Tensor:
+        def timed_unpack(packed: Any) -> torch.Tensor:
             start = clock()
-            tensor = self._unpack(saver, packed)
+            tensor = unpack(packed)
             self.seconds["stay" if type(packed) is tuple else "move"] += clock() - start
             return tensor
 
-        Saver.pack, Saver.unpack = pack, unpack  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Saver.pack, Saver.unpack = self._pack, self._unpack  # type: ignore[method-assign]
+        timed_pack.__self__ = timed_unpack.__self__ = saver  # type: ignore[attr-defined]
+        return timed_pack, timed_unpack
 
 
 class IdleLane:

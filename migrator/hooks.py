@@ -72,25 +72,24 @@ class Saver(OnStack):
         super().__init__()
         self._tensors = tensors
         self.modules: Modules[Action] = Modules()
+        self.place = self.modules.place
+        self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
         self.movers: dict[torch.device, Mover | None] = {}
         self.actions: dict[str, list[Action | None]] = {}
-        self.recording = False
         self.regions = Regions(self.modules, self._may_recompute)
         self._whole: tuple[str, ...] = ()  # paths of the regions that the plans recompute
         self._afresh = False  # the period is recorded as if there were no plans
         self._ident = threading.get_ident()
         self._searching = False  # some formula of the plans needs to know which node made what was saved
         self._noted: dict[str, set[int]] = {}  # numbers of the sites that such formulas find, by module
-        self.in_backward = False  # backward has asked for something in this period
         self.steps_before = 0  # optimizer steps made before the period began
-        self._period = 0
         self._make_mover = make_mover
         self._root_begins = root_begins
         self._period_over = period_over
         self._allowance = allowance
         self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
         self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
-        self._observer = Observer(self.regions, self._movable, self.unpack)
+        self._observer = Observer(self.regions, self._movable, self.hooks[1])
 
     # ----------------------------------------------------------------------------------- on, off
 
@@ -104,9 +103,9 @@ class Saver(OnStack):
         self.take_off()
         self.actions = {}
         self.movers = {}
-        self.recording = self._searching = self._afresh = False
+        self.place.recording = self._searching = self._afresh = False
         self.regions.apply(())
-        self._period += 1  # the modules look their actions up anew
+        self.place.period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
 
     def rest_if_idle(self) -> None:
@@ -119,11 +118,11 @@ class Saver(OnStack):
         if not self.is_free() or not any([mover.wake() for mover in self.armed_movers]):
             return
         log.info("hbm is full: what is saved is looked at again")
-        self.resting = self.in_backward = False
+        self.resting = self.place.in_backward = False
         self.push()
         self.adopt(())
-        self.recording = True
-        self._period += 1
+        self.place.recording = True
+        self.place.period += 1
 
     def enter(self, module: nn.Module, args: Sequence[object]) -> None:
         """A forward begins."""
@@ -132,22 +131,22 @@ class Saver(OnStack):
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
             # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
             self._root, self._fixed = weakref.ref(module), None
-            if self.recording or self._searching:
-                self._observer.forward_begins(module, recording=self.recording)
+            if self.place.recording or self._searching:
+                self._observer.forward_begins(module, recording=self.place.recording)
             self._root_begins(self, module)
         self.modules.enter(module)
-        if self.recording and module._modules and self.modules.inside and self._may_recompute():
+        if self.place.recording and module._modules and self.modules.inside and self._may_recompute():
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             mover = self.movers.get(tensors[0].device) if tensors else None
             if mover is not None:
-                self._observer.enter(mover, self.modules.here.path, module, tensors)
+                self._observer.enter(mover, self.place.here.path, module, tensors)
 
     def leave(
         self, module: nn.Module, args: Sequence[object], named: Mapping[str, object] | None, output: object
     ) -> None:
         """A forward ends; without its arguments by name, by an exception."""
-        if self.recording and named is not None:
-            self._observer.leave(self.armed_movers, self.modules.here.path, module, args, named, output)
+        if self.place.recording and named is not None:
+            self._observer.leave(self.armed_movers, self.place.here.path, module, args, named, output)
         self.modules.leave()
 
     def _may_recompute(self) -> bool:
@@ -191,20 +190,20 @@ class Saver(OnStack):
         a trace with sites that do not come again makes plans that wait for them.
         """
         for mover in self.armed_movers:
-            if mover.recorder is not None and not self.in_backward and mover.forward_is_dead():
+            if mover.recorder is not None and not self.place.in_backward and mover.forward_is_dead():
                 mover.begin_again()
-                self._period += 1
+                self.place.period += 1
 
     def end_period(self) -> None:
         """End the period, if backward has begun in it; optimizer steps and the next forward do."""
-        if self.in_backward:
-            self.in_backward = False
-            self._period += 1
+        if self.place.in_backward:
+            self.place.in_backward = False
+            self.place.period += 1
             self._period_over(self)
-            self.recording = any(mover.recorder is not None for mover in self.armed_movers)
+            self.place.recording = any(mover.recorder is not None for mover in self.armed_movers)
             # A period is recorded with all that its modules save; where no plan has room for that, it all moves.
             self._afresh = bool(self._whole) and all(mover.recorder is not None for mover in self.armed_movers)
-            self.regions.apply(() if self.recording else self._whole)
+            self.regions.apply(() if self.place.recording else self._whole)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -223,11 +222,11 @@ class Saver(OnStack):
             # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
             # at once, or soon, and the order of this period is being played back already.
             return keep(tensor)
-        if self.in_backward:
+        if self.place.in_backward:
             self.end_period()
-        node = self.modules.here
-        if node.period != self._period:
-            node.period = self._period
+        node = self.place.here
+        if node.period != self.place.period:
+            node.period = self.place.period
             node.count = 0
             node.actions = () if self._afresh else self.actions.get(node.path, ())
             node.noted = self._noted.get(node.path, ())
@@ -238,7 +237,7 @@ class Saver(OnStack):
         action = node.actions[number] if number < len(node.actions) else None
         if action is not None and action.pace is not None:
             action.mover.engine.born(action.pace)
-        if self.recording:
+        if self.place.recording:
             return self._pack_recorded(tensor, node, number, action)
         packed: Packed
         if action is not None and action.stays:
@@ -278,7 +277,7 @@ class Saver(OnStack):
             if record is not None:
                 record.used()
             if stay is not None:
-                if not self.in_backward:
+                if not self.place.in_backward:
                     self._turn()
                 if stay.pace is not None:
                     stay.mover.engine.reached(stay.pace)
@@ -286,7 +285,7 @@ class Saver(OnStack):
                     stay.mover.engine.left(stay.leave)
             return alias if record is None else record.compare(alias, self._peek)
         check(packed)
-        if not self.in_backward:
+        if not self.place.in_backward:
             self._turn()
         if packed.record is not None:
             packed.record.used()
@@ -312,7 +311,7 @@ class Saver(OnStack):
     def _turn(self) -> None:
         if _graph_task() == -1:
             return  # somebody looks at `grad_fn._saved_*`
-        self.in_backward = True
+        self.place.in_backward = True
         for mover in self.armed_movers:
             mover.begin_backward()
 
@@ -322,7 +321,7 @@ class Saver(OnStack):
         if mover.recorder is None:
             return None
         known = mover.storages.find(tensor) if self._movable(tensor) else None
-        return mover.recorder.save(key, known, self.modules.here.kind)
+        return mover.recorder.save(key, known, self.place.here.kind)
 
     def _move(self, tensor: Tensor, node: Node[Action], number: int, go: Action | None) -> Packed:
         mover = go.mover if go is not None else self._mover(tensor.device)
@@ -341,7 +340,7 @@ class Saver(OnStack):
     def _mover(self, device: torch.device) -> Mover | None:
         if device not in self.movers:
             mover = self.movers[device] = self._make_mover(device)
-            self.recording |= mover is not None and mover.recorder is not None
+            self.place.recording |= mover is not None and mover.recorder is not None
         return self.movers[device]
 
     def _movable(self, tensor: Tensor, *, planned: bool = False) -> bool:

@@ -302,7 +302,7 @@ class Runtime:
         saver = self._thread.saver
         if saver is not None and torch._C._current_graph_task_id() == -1:  # hooks of backward may step, too
             if saver.resting:
-                saver.in_backward = False
+                saver.place.in_backward = False
                 if leader is optimizer:
                     self._period_passed()
                 return

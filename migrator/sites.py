@@ -49,11 +49,33 @@ class Node(Generic[Action]):
     unnamed: dict[str, Node[Action]] = field(default_factory=dict)
 
 
+@dataclass(eq=False, slots=True)
+class Place(Generic[Action]):
+    """Where one thread is: all that its hooks ask before they look up what is to be done with a tensor.
+
+    Attributes
+    ----------
+    here : Node
+        The module it is in.
+    period : int
+        Number of the period under way.
+    recording : bool
+        Whether that is recorded.
+    in_backward : bool
+        Whether backward has asked for something in it.
+    """
+
+    here: Node[Action]
+    period: int = 0
+    recording: bool = False
+    in_backward: bool = False
+
+
 class Modules(Generic[Action]):
     """The stack of modules that one thread is in."""
 
     def __init__(self) -> None:
-        self.here: Node[Action] = Node("")
+        self.place: Place[Action] = Place(Node(""))
         self._stack: list[Node[Action]] = []
         self._nodes: dict[int, Node[Action]] = {}
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
@@ -74,13 +96,13 @@ class Modules(Generic[Action]):
         node = self._nodes.get(id(module))
         if node is None:
             node = self._name_root(module) if self.outside else self._unnamed(module)
-        self._stack.append(self.here)
-        self.here = node
+        self._stack.append(self.place.here)
+        self.place.here = node
 
     def leave(self) -> None:
         """A forward ends, or was left by an exception."""
         if self._stack:
-            self.here = self._stack.pop()
+            self.place.here = self._stack.pop()
 
     def leave_all(self) -> None:
         """The thread is in no module: KeyboardInterrupt, for one, leaves forwards without a word."""
@@ -110,7 +132,8 @@ class Modules(Generic[Action]):
     def _unnamed(self, module: nn.Module) -> Node[Action]:
         """A module that its root did not list, such as one made within a forward: one name per class and place."""
         kind = type(module).__name__
-        node = self.here.unnamed.get(kind)
+        here = self.place.here
+        node = here.unnamed.get(kind)
         if node is None:
-            node = self.here.unnamed[kind] = Node(f"{self.here.path}.<{kind}>", kind)
+            node = here.unnamed[kind] = Node(f"{here.path}.<{kind}>", kind)
         return node

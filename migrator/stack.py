@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What PyTorch calls when it saves a tensor, and when backward needs it."""
 
 _autograd: Any = torch._C._autograd
 
@@ -15,11 +19,14 @@ class OnStack:
 
     Attributes
     ----------
+    hooks : Hooks
+        What lies on the stack: methods of this object or what stands in front of them, and names it as `__self__`.
     resting : bool
         They are off, as nothing is to be done with what is saved.
     """
 
     def __init__(self) -> None:
+        self.hooks: Hooks = (self.pack, self.unpack)
         self.resting = False
         self._suspended = False
 
@@ -33,7 +40,7 @@ class OnStack:
 
     def push(self) -> None:
         """Switch the hooks on for this thread."""
-        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        _autograd._push_saved_tensors_default_hooks(*self.hooks)
 
     def take_off(self) -> bool:
         """Switch them off, if nobody else's lie on top of them; whether they are off now."""

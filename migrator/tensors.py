@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from migrator.lanes import FULL_SPEED, SLOT
 
 if TYPE_CHECKING:
-    from migrator.actions import Go
+    from migrator.actions import Action, Go
     from migrator.group import Claim, Group
+    from migrator.hooks import Saver
     from migrator.mover import Mover
     from migrator.recompute.dropped import Recomputed
     from migrator.recorder import Record
+    from migrator.sites import Place
+    from migrator.stack import Hooks
 
 
 class Saved:
@@ -300,6 +303,11 @@ def view(
     return tensor
 
 
+def hooks(saver: Saver, place: Place[Action], least: int) -> Hooks:
+    """What PyTorch is to call for `saver`, whose thread is at `place`; storages of fewer than `least` bytes stay."""
+    return saver.pack, saver.unpack
+
+
 _SavedType: TypeAlias = Saved
 _MovedType: TypeAlias = Moved
 _StoragesType: TypeAlias = Storages
@@ -328,4 +336,7 @@ class Tensors(Protocol):
         ...
 
     def let_go(self, members: list[_SavedType], empty: Callable[[torch.dtype], Tensor]) -> None:  # noqa: D102
+        ...
+
+    def hooks(self, saver: Saver, place: Place[Action], least: int) -> Hooks:  # noqa: D102
         ...

@@ -52,7 +52,7 @@ void hold(PyObject *&slot, PyObject *object) {
 
 template <typename Type>
 bool prepare(PyTypeObject &type, PyMemberDef *members, PyGetSetDef *getters, PyMethodDef *methods) {
-  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+  type.tp_flags |= Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
   type.tp_dealloc = dealloc<Type>;
   type.tp_traverse = traverse<Type>;
   type.tp_clear = clear<Type>;

@@ -181,22 +181,27 @@ bool is_plain(const at::Tensor &tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.key_set().has_any(other);
 }
 
-// memory_of(tensor, least): see `tensors.memory_of`.
-PyObject *memory_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2, "memory_of(tensor, least)");
-  if (Py_TYPE(args[0]) != reinterpret_cast<PyTypeObject *>(THPVariableClass)) return PyLong_FromLong(0);
-  const at::Tensor &tensor = THPVariable_Unpack(args[0]);
-  if (!is_plain(tensor) || !tensor.numel()) return PyLong_FromLong(0);
+// The storage of a tensor that may move: one of at least so many bytes; null if it may not.
+const c10::StorageImpl *memory(PyObject *object, int64_t least) {
+  if (Py_TYPE(object) != reinterpret_cast<PyTypeObject *>(THPVariableClass)) return nullptr;
+  const at::Tensor &tensor = THPVariable_Unpack(object);
+  if (!is_plain(tensor) || !tensor.numel()) return nullptr;
   const c10::Storage &storage = tensor.storage();
-  if (int64_t(storage.nbytes()) < THPUtils_unpackLong(args[1])) return PyLong_FromLong(0);
+  if (int64_t(storage.nbytes()) < least) return nullptr;
   if (tensor.is_view()) {
     THPObjectPtr base(THPVariable_Wrap(tensor._base()));
     const int is_parameter = base ? PyObject_IsInstance(base.get(), ParameterClass) : -1;
     if (is_parameter < 0) throw python_error();
-    if (is_parameter) return PyLong_FromLong(0);
+    if (is_parameter) return nullptr;
   }
-  return PyLong_FromVoidPtr(storage.unsafeGetStorageImpl());
+  return storage.unsafeGetStorageImpl();
+}
+
+// memory_of(tensor, least): see `tensors.memory_of`.
+PyObject *memory_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2, "memory_of(tensor, least)");
+  return PyLong_FromVoidPtr(const_cast<c10::StorageImpl *>(memory(args[0], THPUtils_unpackLong(args[1]))));
   END_HANDLE_TH_ERRORS
 }
 

@@ -8,6 +8,7 @@
 //
 // One source, with the parts in headers of its own, since each that includes PyTorch's takes fifteen seconds to compile,
 // and somebody waits for that.
+#include "hooks.h"
 #include "moved.h"
 #include "storages.h"
 
@@ -21,6 +22,7 @@ PyMethodDef functions[] = {
     {"arrange", arrange, METH_O, nullptr},
     {"spans", fast(spans), METH_FASTCALL, nullptr},
     {"let_go", fast(let_go), METH_FASTCALL, nullptr},
+    {"hooks", fast(make_hooks), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -30,9 +32,13 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "tensors", nullptr, -1, functions};
 
 PyMODINIT_FUNC PyInit_tensors() {
   moved_type.tp_weaklistoffset = offsetof(Moved, weak);
+  hook_type.tp_vectorcall_offset = offsetof(Hook, call);
+  hook_type.tp_call = PyVectorcall_Call;
+  hook_type.tp_flags = Py_TPFLAGS_HAVE_VECTORCALL;
   const bool ready = prepare<Saved>(saved_type, saved_members, saved_getters, nullptr) &&
                      prepare<Known>(known_type, known_members, known_getters, known_methods) &&
                      prepare<Storages>(storages_type, nullptr, nullptr, storages_methods) &&
-                     prepare<Moved>(moved_type, moved_members, moved_getters, moved_methods);
+                     prepare<Moved>(moved_type, moved_members, moved_getters, moved_methods) &&
+                     prepare<Hook>(hook_type, hook_members, nullptr, nullptr);
   return ready ? PyModule_Create(&module) : nullptr;
 }

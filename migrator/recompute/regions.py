@@ -121,13 +121,13 @@ class _Checkpointed:
         if given is None or _has_hooks_within(module):
             self._refuse(module)
             return forward(*args, **kwargs)
-        modules = self._modules
-        here, modules.here = modules.here, self._inputs  # what the checkpoint itself saves
+        place = self._modules.place
+        here, place.here = place.here, self._inputs  # what the checkpoint itself saves
         as_it_is = Snapshot(module, tensors_in((*given, *named.values())))
 
         def run(*args: Any) -> Any:
             if _graph_task() == -1:
-                modules.here = here
+                place.here = here
                 return forward(*args, **kwargs)
             # Containers may have changed since, and may change again.
             args = tuple(arg if own is None else copy_of(own) for arg, own in zip(args, given, strict=True))
@@ -137,7 +137,7 @@ class _Checkpointed:
         try:
             return checkpoint(run, *args, use_reentrant=False)  # which has arguments by name of its own
         finally:
-            modules.here = here
+            place.here = here
 
     # Whoever inspects a `forward`, such as TorchScript, finds the method that it was, with its code and its globals.
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.scenarios import FAMILIES, scenarios
+from tests.unit.natively import needs_compiler
 
 pytestmark = [
     # Said by Dynamo and by Python of the programs, which are like other people's.
@@ -16,6 +17,9 @@ pytestmark = [
 ]
 
 CASES = [(family, name) for family in FAMILIES for name in scenarios(family)]
+
+CLOSE_TO_THE_HOOKS = ("hooks", "recompute", "threads", "version_check")
+NATIVELY = [(family, name) for family, name in CASES if family in CLOSE_TO_THE_HOOKS]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,4 +33,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}-{name}" for family, name in CASES])
 def test_holds(family: str, name: str) -> None:
+    scenarios(family)[name](torch.device("cpu"))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("family", "name"), NATIVELY, ids=[f"{family}-{name}" for family, name in NATIVELY])
+def test_holds_natively(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is done for every tensor in C++, as on a GPU."""
+    monkeypatch.setenv("TIERS_NATIVE", "on")
     scenarios(family)[name](torch.device("cpu"))

@@ -10,7 +10,7 @@ from migrator.sites import Modules, Node
 def visit(modules: Modules[str], *path: nn.Module) -> Node[str]:
     for module in path:
         modules.enter(module)
-    node = modules.here
+    node = modules.place.here
     for _ in path:
         modules.leave()
     return node
@@ -23,7 +23,7 @@ def block() -> nn.Module:
 def test_outside_of_all_modules_the_path_is_empty() -> None:
     modules = Modules[str]()
     assert modules.outside
-    assert modules.here.path == ""
+    assert modules.place.here.path == ""
 
 
 def test_a_path_names_the_root_and_the_way_to_the_module() -> None:
@@ -37,7 +37,7 @@ def test_leaving_leads_back() -> None:
     modules.enter(model)
     modules.enter(model[0])  # type: ignore[index]
     modules.leave()
-    assert modules.here.path == "Sequential"
+    assert modules.place.here.path == "Sequential"
     modules.leave()
     assert modules.outside
 

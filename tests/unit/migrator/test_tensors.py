@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
-import shutil
 import sys
-import sysconfig
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,23 +14,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from migrator import native
 from migrator import tensors as in_python
 from migrator.lanes import FULL_SPEED, SLOT
 from migrator.tensors import Tensors
-from tiers.places import cache_directory
-
-BUILDS = shutil.which("g++") is not None and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
+from tests.unit.natively import built, needs_compiler
 
 
 @pytest.fixture(
     scope="module",
-    params=["python", pytest.param("native", marks=pytest.mark.skipif(not BUILDS, reason="no compiler"))],
+    params=["python", pytest.param("native", marks=needs_compiler)],
 )
 def tensors(request: pytest.FixtureRequest) -> Tensors:
     if request.param == "python":
         return in_python
-    return native.load(native.build(cache_directory()))
+    return built()
 
 
 def moved(tensors: Tensors, tensor: Tensor, low: int = 0, nbytes: int = 0) -> in_python.Moved:

@@ -1,0 +1,16 @@
+"""The native part of the hooks, for the tests that hold it to the one in Python."""
+
+from __future__ import annotations
+
+import pytest
+
+from migrator import native
+from migrator.tensors import Tensors
+from tiers.places import cache_directory
+
+needs_compiler = pytest.mark.skipif(native.obstacle() is not None, reason="it cannot be built here")
+
+
+def built() -> Tensors:
+    """Return it; built once, and kept where a program would find it."""
+    return native.load(native.build(cache_directory()))
