@@ -26,7 +26,7 @@ from migrator.counters import Counters
 from migrator.lanes import Event
 
 ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
-GUARDS = 64  # guards to keep before those are looked for that may go: each look asks the device
+GUARDS = 64  # guards to keep, at least, before those are looked for that may go: each look asks the device
 DISK_THREADS = 2  # per direction: while one waits for a copy or a result, the other keeps the store busy
 
 
@@ -86,6 +86,7 @@ class Backing:
         self._dropped: list[Parcel] = []
         self._on_nvme: dict[Parcel, None] = {}  # what has an extent and was not dropped
         self._guards: list[tuple[int, int, Event]] = []
+        self._look_at = GUARDS  # of them: twice as many as were left by the last look, or each parcel would ask for all
         self._largest = 0
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._writers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-write")
@@ -160,8 +161,9 @@ class Backing:
         """Place `parcel` in `block`; the copies that must be over before the block is written to."""
         parcel.block = block
         self._in_dram[parcel] = None
-        if len(self._guards) >= GUARDS:
+        if len(self._guards) >= self._look_at:
             self._guards = [guard for guard in self._guards if not guard[2].query()]
+            self._look_at = max(GUARDS, 2 * len(self._guards))
         if not self._guards:
             return ()
         start = block.address

@@ -15,7 +15,7 @@ from allocator.nvme.posix import PosixFile
 from allocator.nvme.store import NvmeStore
 from allocator.room import Room
 from allocator.sizes import PAGE, KiB, MiB
-from migrator.backing import Backing, Parcel
+from migrator.backing import GUARDS, Backing, Parcel
 from migrator.counters import Counters
 from migrator.lanes import Event
 from migrator.lanes.host import HostEvent
@@ -306,6 +306,33 @@ def test_a_copy_that_is_over_is_not_waited_for(make: Make) -> None:
     backing.drop(parcels[3])
     under_way.set()
     assert list(backing.new(NBYTES, 0).after) == []
+
+
+def test_copies_far_behind_the_host_are_not_all_asked_about_with_each_parcel() -> None:
+    """A query is a call of the driver's: with hundreds of copies under way a group took milliseconds of the host's."""
+
+    class Behind(HostEvent):
+        asked = 0
+
+        def query(self) -> bool:
+            Behind.asked += 1
+            return False
+
+    count = 8 * GUARDS
+    arena = DramArena(2 * count * PAGE, pinned=False, step=2 * count * PAGE)
+    backing = Backing(arena, None, Counters())
+    parcels = [backing.new(PAGE, k) for k in range(count)]
+    for parcel in parcels:
+        parcel.filled = parcel.lent = Behind()
+        backing.drop(parcel)
+    Behind.asked = 0
+    more = [backing.new(2 * PAGE, k) for k in range(GUARDS)]
+    overlapping = sum(len(parcel.after) for parcel in more)
+    assert Behind.asked <= overlapping + count
+    for parcel in more:
+        backing.drop(parcel)
+    backing.close()
+    arena.close()
 
 
 def test_memory_is_not_read_into_while_a_copy_still_touches_it(make: Make, arena: DramArena) -> None:
