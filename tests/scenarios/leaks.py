@@ -62,7 +62,7 @@ def leave_nothing(device: torch.device, steps: int = 100) -> None:
             print(f"  {before} before, {after} after {steps} steps; resident memory grew by {growth / MiB:.1f} MiB")
             print(f"  moved {moved(session)}, peak {session.stats()['peak']}")
             assert moved(session)["disk_read"] > 0
-            assert after == before
+            assert all(after[what] <= before[what] for what in before)  # the collector may close what others left
             assert growth < GROWTH
             assert on_gpu == (torch.cuda.memory_allocated() if device.type == "cuda" else 0)
             dram, nvme = session._dram, session._nvme
