@@ -1,10 +1,12 @@
-"""What a plan says of a site, in the form in which the hooks look it up."""
+"""What plans say of sites, in the form in which the hooks look it up."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
+from migrator.garbage import KEPT, MADE, MOVED
 from migrator.paces import Pace
 from migrator.plan import PageGroup
 from migrator.recompute.finder import Finder, Verified
@@ -46,3 +48,56 @@ class Recompute:
 
 
 Action: TypeAlias = Stay | Go | Recompute
+
+
+class Agenda:
+    """What the plans say of all sites, by module.
+
+    Parameters
+    ----------
+    actions : iterable of (str, Action)
+        What to do at these sites; of two for one site the last holds.
+    regions : iterable of str
+        Paths of the modules to recompute as a whole.
+
+    Attributes
+    ----------
+    regions : tuple of str
+        These paths.
+    searches : bool
+        Whether a formula of the plans has to know which node made what was saved.
+    objects : int
+        How many the hooks hold under these plans; see `migrator.garbage`.
+    """
+
+    def __init__(self, actions: Iterable[tuple[str, Action]] = (), regions: Iterable[str] = ()) -> None:
+        by_path: dict[str, dict[int, Action]] = {}
+        for key, action in actions:
+            path, number = _parted(key)
+            by_path.setdefault(path, {})[number] = action
+        planned = [action for of in by_path.values() for action in of.values()]
+        verified = [action.verified for action in planned if isinstance(action, Recompute)]
+        self.regions = tuple(regions)
+        self.searches = any(one.searched for one in verified)
+        self.objects = sum(_TAKES[type(action)] for action in planned)
+        self._actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
+        self._noted: dict[str, set[int]] = {}
+        for key in frozenset[str]().union(*(one.found for one in verified)):
+            path, number = _parted(key)
+            self._noted.setdefault(path, set()).add(number)
+
+    def of(self, path: str) -> Sequence[Action | None]:
+        """The actions of a module, by number; shorter than its sites where some were not foreseen."""
+        return self._actions.get(path, ())
+
+    def noted(self, path: str) -> Collection[int]:
+        """Numbers of a module's sites that formulas find by the node that made them."""
+        return self._noted.get(path, ())
+
+
+_TAKES = {Stay: KEPT, Go: MOVED, Recompute: MADE}
+
+
+def _parted(key: str) -> tuple[str, int]:
+    path, _, number = key.rpartition(":")
+    return path, int(number)

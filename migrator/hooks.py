@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from migrator import weights
-from migrator.actions import Action, Go, Recompute, Stay
-from migrator.garbage import KEPT, MADE, MOVED, Allowance
+from migrator.actions import Action, Agenda, Go, Recompute, Stay
+from migrator.garbage import Allowance
 from migrator.observer import Observer
 from migrator.packed import Packed, check, keep, modified
 from migrator.recompute.dropped import Dropped
@@ -75,13 +75,10 @@ class Saver(OnStack):
         self.place = self.modules.place
         self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
         self.movers: dict[torch.device, Mover | None] = {}
-        self.actions: dict[str, list[Action | None]] = {}
+        self._agenda = Agenda()
         self.regions = Regions(self.modules, self._may_recompute)
-        self._whole: tuple[str, ...] = ()  # paths of the regions that the plans recompute
         self._afresh = False  # the period is recorded as if there were no plans
         self._ident = threading.get_ident()
-        self._searching = False  # some formula of the plans needs to know which node made what was saved
-        self._noted: dict[str, set[int]] = {}  # numbers of the sites that such formulas find, by module
         self.steps_before = 0  # optimizer steps made before the period began
         self._make_mover = make_mover
         self._root_begins = root_begins
@@ -101,9 +98,9 @@ class Saver(OnStack):
     def pop(self) -> None:
         """Switch the hooks off; where somebody else's lie on top of them, from now on everything stays."""
         self.take_off()
-        self.actions = {}
+        self._agenda = Agenda()
         self.movers = {}
-        self.place.recording = self._searching = self._afresh = False
+        self.place.recording = self._afresh = False
         self.regions.apply(())
         self.place.period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
@@ -131,7 +128,7 @@ class Saver(OnStack):
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
             # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
             self._root, self._fixed = weakref.ref(module), None
-            if self.place.recording or self._searching:
+            if self.place.recording or self._agenda.searches:
                 self._observer.forward_begins(module, recording=self.place.recording)
             self._root_begins(self, module)
         self.modules.enter(module)
@@ -167,21 +164,8 @@ class Saver(OnStack):
 
     def adopt(self, actions: Iterable[tuple[str, Action]], regions: Iterable[str] = ()) -> None:
         """From the next period on, do this at these sites, and recompute these regions."""
-        by_path: dict[str, dict[int, Action]] = {}
-        for key, action in actions:
-            path, _, number = key.rpartition(":")
-            by_path.setdefault(path, {})[int(number)] = action
-        self.actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
-        planned = [action for of in self.actions.values() for action in of]
-        self._whole = tuple(regions)
-        takes = {Stay: KEPT, Go: MOVED, Recompute: MADE}
-        self._allowance.hold(self, sum(takes[type(action)] for action in planned if action is not None))
-        verified = [action.verified for action in planned if isinstance(action, Recompute)]
-        self._searching = any(one.searched for one in verified)
-        self._noted = {}
-        for key in frozenset[str]().union(*(one.found for one in verified)):
-            path, _, number = key.rpartition(":")
-            self._noted.setdefault(path, set()).add(int(number))
+        self._agenda = Agenda(actions, regions)
+        self._allowance.hold(self, self._agenda.objects)
 
     def _forget_dead_forward(self) -> None:
         """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
@@ -202,8 +186,8 @@ class Saver(OnStack):
             self._period_over(self)
             self.place.recording = any(mover.recorder is not None for mover in self.armed_movers)
             # A period is recorded with all that its modules save; where no plan has room for that, it all moves.
-            self._afresh = bool(self._whole) and all(mover.recorder is not None for mover in self.armed_movers)
-            self.regions.apply(() if self.place.recording else self._whole)
+            self._afresh = bool(self._agenda.regions) and all(mover.recorder is not None for mover in self.armed_movers)
+            self.regions.apply(() if self.place.recording else self._agenda.regions)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -228,8 +212,8 @@ class Saver(OnStack):
         if node.period != self.place.period:
             node.period = self.place.period
             node.count = 0
-            node.actions = () if self._afresh else self.actions.get(node.path, ())
-            node.noted = self._noted.get(node.path, ())
+            node.actions = () if self._afresh else self._agenda.of(node.path)
+            node.noted = self._agenda.noted(node.path)
         if node.of_inputs and not tensor.numel():
             return keep(tensor)
         number = node.count

@@ -91,8 +91,9 @@ class _Rig:
         self.periods += 1
 
     def plan(self, actions: list[Action | None], noted: set[int]) -> None:
-        self.saver.actions = {"": actions}
-        self.saver._noted = {"": noted} if noted else {}
+        self.saver.adopt((f":{n}", action) for n, action in enumerate(actions) if action is not None)
+        if noted:
+            self.saver._agenda._noted[""] = noted  # as formulas would have it
         self.saver.place.period += 1
 
     def state(self) -> tuple[object, ...]:
