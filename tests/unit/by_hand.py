@@ -18,7 +18,7 @@ from migrator.lanes.host import HostCompute, HostEvent
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # of a machine that others use, too
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
     return condition()

@@ -48,7 +48,7 @@ class Cgroup:
         return self
 
     def __exit__(self, *error: object) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.path.exists() and time.monotonic() < deadline:
             for process in (self.path / "cgroup.procs").read_text().split():
                 with suppress(ProcessLookupError):

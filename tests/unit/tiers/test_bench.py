@@ -88,7 +88,7 @@ def test_one_that_fails_says_why_and_the_others_run_all_the_same(
 
 
 def test_a_program_that_trains_for_ever_is_interrupted(program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--json", "--no-ideal", "--hbm", "20GiB", "--seconds", "3", *program, "for-ever"]) == 0
+    assert main(["bench", "--json", "--no-ideal", "--hbm", "20GiB", "--seconds", "6", *program, "for-ever"]) == 0
     (run,) = entries(capsys)
     assert not run["failed"] and run["stats"]["step_s"]["median"] == 0.25
 

@@ -91,9 +91,10 @@ def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
         assert eventually(lambda: has_file_open(probe.pid, disk))
         time.sleep(0.1)
         probe.send_signal(signal.SIGINT)
-        _, err = probe.communicate(timeout=30)
+        _, err = probe.communicate(timeout=100)  # it waits for what it asked the disk for
     finally:
         probe.kill()
+        probe.communicate()
     assert probe.returncode == 130
     assert "Traceback" not in err
     assert list(disk.iterdir()) == []

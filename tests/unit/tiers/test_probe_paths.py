@@ -63,7 +63,7 @@ def test_a_pattern_is_known_by_its_salt_and_by_every_byte() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_memcpy_moves_all_of_it(memory: HostMemory, threads: int) -> None:
-    found = measure_path(MemcpyPath("memcpy", memory, NODE, NODE, threads), SMALL, seconds=5)
+    found = measure_path(MemcpyPath("memcpy", memory, NODE, NODE, threads), SMALL, seconds=60)
     assert found.status == "measured"
     assert [sample.nbytes for sample in found.samples] == [window(size) for size in SMALL.sizes]
 
@@ -85,7 +85,7 @@ def test_memory_is_given_back_after_every_size(memory: HostMemory) -> None:
 
 @pytest.mark.parametrize("way", ["write", "read"])
 def test_a_disk_path_moves_all_of_it_and_leaves_nothing(memory: HostMemory, tmp_path: Folder, way: Way) -> None:
-    found = measure_path(disk_path(memory, tmp_path, way), SMALL, seconds=5)
+    found = measure_path(disk_path(memory, tmp_path, way), SMALL, seconds=60)
     assert (found.status, found.reason) == ("measured", "")
     assert [sample.nbytes for sample in found.samples] == [window(size) for size in SMALL.sizes]
     assert list(tmp_path.iterdir()) == []
@@ -96,7 +96,7 @@ def test_a_bit_that_flips_on_disk_fails_the_path(memory: HostMemory, tmp_path: F
     def backend(path: Folder) -> Backend:
         return FaultyFile(PosixFile(path), reads={0: flip(bit=3)})
 
-    found = measure_path(disk_path(memory, tmp_path, way, backend), SMALL, seconds=5)
+    found = measure_path(disk_path(memory, tmp_path, way, backend), SMALL, seconds=60)
     assert found.status == "failed"
     assert "did not arrive" in found.reason
 
@@ -105,14 +105,14 @@ def test_an_error_of_the_drive_fails_the_path_and_names_it(memory: HostMemory, t
     def backend(path: Folder) -> Backend:
         return FaultyFile(PosixFile(path), writes={5: fail(errno.EIO)})
 
-    found = measure_path(disk_path(memory, tmp_path, "write", backend), SMALL, seconds=5)
+    found = measure_path(disk_path(memory, tmp_path, "write", backend), SMALL, seconds=60)
     assert found.status == "failed"
     assert str(tmp_path) in found.reason
 
 
 def test_a_full_disk_waives_the_path(memory: HostMemory, tmp_path: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: disk.shutil._ntuple_diskusage(9, 8, 1))
-    found = measure_path(disk_path(memory, tmp_path, "write"), SMALL, seconds=5)
+    found = measure_path(disk_path(memory, tmp_path, "write"), SMALL, seconds=60)
     assert found.status == "waived"
     assert "free" in found.reason
 
