@@ -14,6 +14,7 @@ a copy on a lane still touches it is *guarded*: whoever gets that memory next wa
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,6 +25,7 @@ from allocator.errors import StoreError, TierFull, TiersError
 from allocator.nvme.store import NvmeExtent, NvmeStore
 from migrator.counters import Counters
 from migrator.lanes import Event
+from migrator.timeline import HOST
 
 ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
 GUARDS = 64  # guards to keep, at least, before those are looked for that may go: each look asks the device
@@ -237,8 +239,9 @@ class Backing:
 
     def _write(self, nvme: NvmeStore, extent: NvmeExtent, block: DramBlock, filled: Event) -> None:
         filled.synchronize()
+        begin = time.perf_counter()
         nvme.write(extent, block.padded[: extent.nbytes]).result()
-        self._count("disk_write", block.nbytes)
+        self._count("disk_write", block.nbytes, begin)
 
     def _reap(self) -> bool:
         """Give back blocks that no disk request uses any more; whether there was one."""
@@ -344,12 +347,15 @@ class Backing:
     def _read(self, nvme: NvmeStore, extent: NvmeExtent, block: DramBlock, after: Sequence[Event]) -> None:
         for event in after:
             event.synchronize()
+        begin = time.perf_counter()
         nvme.read(extent, block.padded[: extent.nbytes]).result()
-        self._count("disk_read", block.nbytes)
+        self._count("disk_read", block.nbytes, begin)
 
-    def _count(self, lane: str, nbytes: int) -> None:
+    def _count(self, lane: str, nbytes: int, begin: float) -> None:
         with self._counting:  # several disk threads; not `_lock`, whose holder may be waiting for this one
             self._counters.moved[lane] += nbytes
+        if (timeline := self._counters.timeline) is not None:
+            timeline.copied(HOST, lane, nbytes, begin, time.perf_counter())
 
     # ---------------------------------------------------------------------------------------- end
 

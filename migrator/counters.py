@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from migrator.timeline import HOST, Timeline
+
 LANES = ("d2h", "h2d", "disk_write", "disk_read")
 
 
@@ -20,11 +22,13 @@ class Stall:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals over the life of a session, of all its devices."""
+    """Totals over the life of a session, of all its devices; and when what they count happened, if anybody asks."""
 
     moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LANES, 0))
     stalls: dict[str, Stall] = field(default_factory=dict)
     groups: int = 0
+    periods: int = 0
+    timeline: Timeline | None = None
 
     def stalled(self, cause: str, seconds: float, times: int = 1) -> None:
         """Add a wait of `seconds`, which stands for so many like it."""
@@ -39,4 +43,7 @@ class Counters:
         try:
             yield
         finally:
-            self.stalled(cause, time.perf_counter() - start)
+            end = time.perf_counter()
+            self.stalled(cause, end - start)
+            if self.timeline is not None:
+                self.timeline.waited(HOST, cause, start, end)

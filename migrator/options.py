@@ -16,6 +16,7 @@ from migrator.backoff import Response
 from migrator.counters import Counters
 from migrator.links import PCIE_GEN5, Links
 from migrator.tensors import Tensors
+from migrator.timeline import Timeline
 from migrator.transfers import Transfer
 
 
@@ -62,6 +63,8 @@ class Options:
         Called in each thread when it begins to train.
     native_lanes : bool
         Whether lanes ask the driver themselves, where the library for that was built.
+    timeline : Timeline, optional
+        Is told what happens when.
     """
 
     policy: str
@@ -75,3 +78,4 @@ class Options:
     tensors: Callable[[], Tensors] = lambda: in_python
     armed: Callable[[], None] = lambda: None
     native_lanes: bool = True
+    timeline: Timeline | None = None

@@ -29,6 +29,7 @@ from migrator.hooks import Saver
 from migrator.lanes import Event
 from migrator.lanes.host import HostCompute
 from migrator.links import Links
+from migrator.made import Made
 from migrator.mover import Mover
 from migrator.options import Advisor, Options
 from migrator.plan import NoPlanFits, Plan
@@ -58,11 +59,11 @@ class Runtime:
         self.closed = False
         self._learned: tuple[Trace, Plan] | None = None
         self._tensors: Tensors | None = None
-        self._counters = Counters()
-        self._periods = 0
+        self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()
         self._unmanaged = 0
-        self._asked: dict[torch.device, Event] = {}  # when the lanes were last asked what they copied
+        # When the lanes were last asked what they copied, on the compute stream and by the host's clock.
+        self._asked: dict[torch.device, tuple[Event, float]] = {}
         self._devices = Devices(self._counters)
         self._lock = threading.Lock()  # guards the choice of `_tensors`
         self._thread = _Thread()
@@ -179,6 +180,7 @@ class Runtime:
                         self._learned = self.learned
                         self._asked.clear()  # what lanes copied since is nobody's question any more
                         saver.wake()
+                        self._happened("hbm was full")
                 else:
                     pages.begin()
 
@@ -219,7 +221,7 @@ class Runtime:
     # -------------------------------------------------------------------------- periods and steps
 
     def _period_over(self, saver: Saver) -> None:
-        self._periods += 1
+        self._counters.periods += 1
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
         advice = self._advice(self.options.advisor, saver) if self.options.advisor is not None else None
         changed = False
@@ -229,6 +231,9 @@ class Runtime:
             threads = max(1, sum(device in other.movers for other in list(self._savers)))
             overflow = 0 if pages is None else pages.overflow(device) // threads
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
+            recorded = mover.recorder is not None
+            if overflow:
+                self._happened("hbm was full", device=str(device), bytes=overflow)
             try:
                 changed |= mover.end_period(whole=whole, alone=threads == 1, overflow=overflow)
                 if advice is not None:
@@ -239,9 +244,12 @@ class Runtime:
             except TierFull:
                 if not self.closed:  # else it is of no use any more, and the rest is to be closed
                     raise
+            if mover.recorder is not None and not recorded:
+                self._happened("learns anew", device=str(device))
         if changed:
             if not self.closed:  # else they are never carried out
                 self._steps.planned()
+                self._tell_plans(saver)
             if pages is not None:
                 pages.expect_news()
             movers = saver.armed_movers
@@ -250,9 +258,21 @@ class Runtime:
                 [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
             )
 
+    def _tell_plans(self, saver: Saver) -> None:
+        if self._counters.timeline is None:
+            return
+        for mover in saver.armed_movers:
+            for plan, predicted in zip(mover.learner.plans, mover.learner.predictions, strict=True):
+                device = str(mover.engine.compute.device)
+                self._happened(f"plan by {plan.policy}", device=device, plan=str(Made(plan, predicted)))
+
+    def _happened(self, what: str, **more: object) -> None:
+        if self._counters.timeline is not None:
+            self._counters.timeline.happened(what, **more)
+
     def _period_passed(self) -> None:
         """A period is over of which the hooks saw nothing."""
-        self._periods += 1
+        self._counters.periods += 1
         if self.options.advisor is not None:
             self.options.advisor.period_over([], dict(self._counters.moved))
 
@@ -264,14 +284,18 @@ class Runtime:
             compute = mover.engine.compute
             if compute.capturing():  # events must not be asked for then
                 continue
-            shared, asked = self._devices.opened[compute.device], self._asked.get(compute.device)
-            if asked is not None:
+            shared, before = self._devices.opened[compute.device], self._asked.get(compute.device)
+            if before is not None:
+                asked, recorded = before
                 if not asked.query():  # the program runs more than a period ahead of the device
                     continue
                 over = shared.out.over(asked) + shared.back.over(asked)
+                if (timeline := self._counters.timeline) is not None:
+                    timeline.copies(str(compute.device), over, since=compute.when(asked, recorded))
                 if pages is None or not pages.spilled(compute.device):  # else kernels take a part of the link
                     transfers += over
-            self._asked[compute.device] = compute.mark(compute.stream())
+            now = time.perf_counter()
+            self._asked[compute.device] = compute.mark(compute.stream()), now
         response = advisor.period_over(transfers, dict(self._counters.moved))
         return response.ahead, self.options.links.reduced(response.left, direct_disk=self._devices.direct_disk)
 
@@ -295,7 +319,9 @@ class Runtime:
         if self._followed > LEADERLESS:
             leader, self._leader, self._followed = optimizer, weakref.ref(optimizer), 0
         self._leader_stepped |= leader is optimizer
-        self._steps.step(time.perf_counter())
+        self._steps.step(now := time.perf_counter())
+        if self._counters.timeline is not None:
+            self._counters.timeline.step(self._steps.count, now)
         if self._steps.count <= FIRST_STEPS or optimizer not in self._optimizers:  # there may be one for each parameter
             self._optimizers[optimizer] = weights.bytes_on(torch.device("cpu"), weights.of_optimizer(optimizer))
             self._recount_static()
@@ -310,6 +336,8 @@ class Runtime:
             saver.end_period()
             if len(self._savers) == 1:  # of several threads one alone would see that HBM is full
                 saver.rest_if_idle()
+                if saver.resting:
+                    self._happened("hooks rest")
 
     # ----------------------------------------------------------------------------------- numbers
 
@@ -327,7 +355,7 @@ class Runtime:
             "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices.opened)),
             "budget_hbm": max((shared.budget for shared in devices), default=0),
             "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
-            "periods": self._periods,
+            "periods": counters.periods,
             "steps": self._steps.count,
             "moved": dict(counters.moved),
             "groups": counters.groups,

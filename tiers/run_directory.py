@@ -1,7 +1,8 @@
-"""The run directory, `TIERS_RUN`: what a run leaves behind for `tiers report` and `tiers plan`."""
+"""The run directory, `TIERS_RUN`: what a run leaves behind for `tiers report`, `tiers plan` and Perfetto."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Mapping
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from migrator.plan import Plan
+from migrator.timeline import Timeline
 from migrator.trace import Trace
 from tiers.config import Config, ConfigError
 
 STATS = "stats.json"
+TIMELINE = "timeline.json.gz"
 ENOUGH = 5  # steps under the last plan: a few are no median
 
 
@@ -48,16 +51,30 @@ def find(config: Config) -> Path | None:
     return directory
 
 
-def write(directory: Path, stats: dict[str, Any], learned: tuple[Trace, Plan] | None, *, force: bool) -> Path:
+def write(
+    directory: Path, stats: dict[str, Any], learned: tuple[Trace, Plan] | None, timeline: Timeline, *, force: bool
+) -> Path:
     """Write what a run did, and what it learned; over an earlier run with `force`. Where it is now."""
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / STATS).exists() and not force:
         # Trainers started by hand, without RANK, share the directory: none must overwrite another's.
         directory = directory / f"process{os.getpid()}"
         directory.mkdir()
-    (directory / STATS).write_text(json.dumps(stats, indent=2) + "\n")
+    _write(directory / STATS, json.dumps(stats, indent=2).encode() + b"\n")
     if learned is not None:
         trace, plan = learned
-        (directory / "trace.json").write_text(trace.to_json() + "\n")
-        (directory / "plan.json").write_text(plan.to_json() + "\n")
+        _write(directory / "trace.json", trace.to_json().encode() + b"\n")
+        _write(directory / "plan.json", plan.to_json().encode() + b"\n")
+    # Last, as it takes longest: who ends programs may not wait for it.
+    _write(directory / TIMELINE, gzip.compress(timeline.to_json().encode(), compresslevel=6))
     return directory
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file as a whole or not at all: a program that gets SIGTERM may get SIGKILL soon after."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ from migrator.links import Links, links_from
 from migrator.options import Options
 from migrator.runtime import Runtime
 from migrator.tensors import Tensors
+from migrator.timeline import Timeline
 from tiers import paging, run_directory
 from tiers.autoload import catch_up
 from tiers.config import Config, ConfigError, load
@@ -63,13 +64,14 @@ class Session:
         self._pid = os.getpid()
         _check_policy(config.policy)
         self._run = run_directory.find(config)
+        self._timeline = Timeline() if self._run is not None else None
         self._written = False  # at a SIGTERM that did not end the program: that of a container's first process
         self._before_sigterm = BeforeSigterm(lambda: self._write_run(self.stats()))
         self._shares = Shares(config)
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
         ledger = self._shares.ledger
-        self._monitor = build_monitor(config, ledger.directory if ledger else None)
+        self._monitor = build_monitor(config, ledger.directory if ledger else None, self._timeline)
         self.runtime = Runtime(
             Options(
                 policy=config.policy,
@@ -84,6 +86,7 @@ class Session:
                 # Not earlier: by now the program has its own handlers, and who never trains is left alone.
                 armed=self._before_sigterm.set if self._run is not None else lambda: None,
                 native_lanes=config.native != "off",
+                timeline=self._timeline,
             )
         )
 
@@ -162,10 +165,11 @@ class Session:
 
     def _write_run(self, stats: dict[str, Any]) -> None:
         self._before_sigterm.clear()  # from here on it would write beside what is half written
-        if self._run is not None and self.runtime.armed:
+        if self._run is not None and self._timeline is not None and self.runtime.armed:
             try:
                 force = self._config.run_force or self._written
-                self._run = run_directory.write(self._run, stats, self.runtime.learned, force=force)
+                learned = self.runtime.learned
+                self._run = run_directory.write(self._run, stats, learned, self._timeline, force=force)
                 self._written = True
             except OSError as error:  # the training is done, and an error of its own matters more than this one
                 log.error("TIERS_RUN: %s cannot be written: %s", self._run, error.strerror or error)

@@ -188,6 +188,12 @@ class Compute(Protocol):
     def settle(self) -> Lap | None:
         """A period ends. What the last one took that the device is through with; None where that was not timed."""
 
+    def when(self, event: Event, recorded: float) -> float:
+        """Where on the host's clock times that lanes count from `event` begin; to within a millisecond or so.
+
+        It must have been passed, and was put into its stream not before `recorded`.
+        """
+
     def close(self) -> None:
         """No more periods: add up the waits of those that are over by now."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
@@ -15,6 +16,7 @@ from allocator.sizes import PAGE, MiB, round_up
 from migrator import peaks
 from migrator.counters import Counters
 from migrator.lanes import FULL_SPEED, SLOT, TIMED, TIMED_EVERY, Event, Piece, Stream, at_full_speed, flat
+from migrator.lanes.clock import DeviceClock
 from migrator.lanes.meter import CudaMeter
 from migrator.timing import CALL, Lap
 from migrator.transfers import Transfer
@@ -33,6 +35,21 @@ _Wait: TypeAlias = tuple[str, TimedEvent, TimedEvent]
 """Its cause, when the stream got to it, and when it went on."""
 
 
+class _Period(NamedTuple):
+    """One that is over for the host."""
+
+    begin: TimedEvent | None  # where the period before it ended
+    end: TimedEvent
+    waits: list[_Wait]
+    stands_for: int  # periods, with its waits
+    number: int
+    recorded: float  # by the host's clock: not before then its end was put into the stream
+
+    def passed(self) -> bool:
+        """Whether the device is through with it."""
+        return self.end.query() and all(on.query() for _, _, on in self.waits)
+
+
 class CudaCompute:
     """The current stream of a CUDA device, asked for at each use: a program may change it at any time."""
 
@@ -49,7 +66,8 @@ class CudaCompute:
         self._waits: list[_Wait] = []  # of the period under way
         self._settling = threading.Lock()
         self._ended: TimedEvent | None = None  # where the period before it ended
-        self._laps: deque[tuple[TimedEvent | None, TimedEvent, list[_Wait], int]] = deque()
+        self._laps: deque[_Period] = deque()
+        self._clock = DeviceClock()
         self._periods = 1  # that this one's waits stand for
         self._retries = peaks.retries(device)
         self.waited: list[tuple[TimedEvent, TimedEvent]] | None = None  # what a meter leaves out
@@ -103,29 +121,41 @@ class CudaCompute:
         if self.capturing():
             return None
         with self._settling:  # a query lets other threads go on, and each ends periods of its own
+            recorded = time.perf_counter()
             begin, self._ended = self._ended, self.mark(self.stream())
             waits, self._waits = self._waits, []
-            self._laps.append((begin, self._ended, waits, self._periods))
+            number = self._counters.periods
+            self._laps.append(_Period(begin, self._ended, waits, self._periods, number, recorded))
             lap = None
-            while self._laps and _over(*self._laps[0][1:3]):
-                lap = self._lap(*self._laps.popleft()) or lap
+            while self._laps and self._laps[0].passed():
+                lap = self._lap(self._laps.popleft()) or lap
         return lap
+
+    def when(self, event: Event, recorded: float) -> float:
+        return self._clock.place(cast("TimedEvent", event), recorded)
 
     def close(self) -> None:
         with self._settling:
-            while self._laps and not self.capturing() and _over(*self._laps[0][1:3]):
-                self._lap(*self._laps.popleft())
+            while self._laps and not self.capturing() and self._laps[0].passed():
+                self._lap(self._laps.popleft())
 
-    def _lap(self, begin: TimedEvent | None, end: TimedEvent, waits: list[_Wait], periods: int) -> Lap | None:
-        if not periods:
+    def _lap(self, period: _Period) -> Lap | None:
+        begin, end, timeline, at = period.begin, period.end, self._counters.timeline, 0.0
+        if timeline is not None:
+            at = self.when(end, period.recorded)
+            timeline.period(str(self.device), period.number, at)
+        if not period.stands_for:
             return None
         stalls: dict[str, float] = {}
-        for cause, reached, on in waits:
+        for cause, reached, on in period.waits:
             if (seconds := reached.elapsed_time(on) / 1e3) > CALL:  # else it did not wait
-                self._counters.stalled(cause, seconds, periods)
+                self._counters.stalled(cause, seconds, period.stands_for)
                 stalls[cause] = stalls.get(cause, 0.0) + seconds
+                if timeline is not None:
+                    over = at - on.elapsed_time(end) / 1e3
+                    timeline.waited(str(self.device), cause, over - seconds, over)
         # Of periods that stand for others nobody can say whether the next is of their kind.
-        return None if begin is None or periods > 1 else Lap(begin.elapsed_time(end) / 1e3, stalls)
+        return None if begin is None or period.stands_for > 1 else Lap(begin.elapsed_time(end) / 1e3, stalls)
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -140,6 +170,8 @@ class CudaCompute:
 
     def pressed(self) -> bool:
         before, self._retries = self._retries, peaks.retries(self.device)
+        if self._retries > before and self._counters.timeline is not None:
+            self._counters.timeline.happened("hbm was full", device=str(self.device))
         return self._retries > before
 
     def reserved(self) -> int:
@@ -151,10 +183,6 @@ def wrapped(stream: Stream) -> torch.cuda.Stream:
     """PyTorch's object for a stream."""
     number, device, kind = cast("tuple[int, int, int]", stream)
     return torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind)
-
-
-def _over(end: TimedEvent, waits: Iterable[_Wait]) -> bool:
-    return end.query() and all(on.query() for _, _, on in waits)
 
 
 def _mark(stream: torch.cuda.Stream, *, timed: bool = True) -> torch.cuda.Event:

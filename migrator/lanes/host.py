@@ -87,6 +87,11 @@ class HostCompute:
 
     def settle(self) -> None:
         """Waits were counted when they happened; and recordings have the clock of all periods, the host's."""
+        if (timeline := self._counters.timeline) is not None:
+            timeline.period(str(self.device), self._counters.periods, time.perf_counter())
+
+    def when(self, event: Event, recorded: float) -> float:
+        return 0.0  # what lanes tell here are times of that clock
 
     def close(self) -> None:
         """Nothing is left to add up."""

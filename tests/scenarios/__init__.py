@@ -63,6 +63,7 @@ FAMILIES = (
     "storages",
     "subclasses",
     "threads",
+    "timeline",
     "version_check",
     "weights",
 )

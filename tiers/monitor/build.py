@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from migrator.timeline import Timeline
 from tiers.config import Config, ConfigError
 from tiers.monitor.board import Board
 from tiers.monitor.calibration import Calibration, Curve, curves_of
@@ -28,13 +29,15 @@ def available_sensors(*, probe: bool) -> Choice:
     return choose([*rows, [TimedCopy()]] if probe else rows)
 
 
-def build(config: Config, directory: Path | None) -> Monitor | None:
+def build(config: Config, directory: Path | None, timeline: Timeline | None = None) -> Monitor | None:
     """Make the monitor, or return None if it is switched off.
 
     Parameters
     ----------
     directory
         Where its state is shown, if anywhere.
+    timeline
+        Is told of its changes of mind, if there is one.
 
     Raises
     ------
@@ -45,7 +48,7 @@ def build(config: Config, directory: Path | None) -> Monitor | None:
         return None
     calibration = Calibration(asdict(config.links), read_curves(config.monitor.calibration))
     probe = config.monitor.probe
-    watch = Watch(lambda: available_sensors(probe=probe), Copies(calibration), Judge(calibration))
+    watch = Watch(lambda: available_sensors(probe=probe), Copies(calibration), Judge(calibration), timeline=timeline)
     return Monitor(watch, Board(directory) if directory is not None else None)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from migrator.backoff import Backoff, Response, Verdict
+from migrator.timeline import Timeline
 from migrator.transfers import Transfer
 from tiers.monitor.sensors import Choice, Sensor
 from tiers.monitor.sensors.copies import Copies
@@ -47,10 +48,17 @@ class Watch:
         Finds the sensors to read besides `copies`, at the first tick: some take a while to look for.
     copies
         The runtime's own copies: a period of them is a step.
+    timeline
+        Is told of changes of mind, if there is one.
     """
 
     def __init__(
-        self, choose: Callable[[], Choice], copies: Copies, judge: Judge, clock: Callable[[], float] = time.monotonic
+        self,
+        choose: Callable[[], Choice],
+        copies: Copies,
+        judge: Judge,
+        clock: Callable[[], float] = time.monotonic,
+        timeline: Timeline | None = None,
     ) -> None:
         self.copies = copies
         self.backoff = Backoff()
@@ -62,6 +70,7 @@ class Watch:
         self._slots: list[_Slot] = []
         self._judge = judge
         self._clock = clock
+        self._timeline = timeline
         self._values: dict[str, float] = {}
         self._blank = 0
 
@@ -115,6 +124,8 @@ class Watch:
         """Log a change of mind, and remember it."""
         self.changes.append(text)
         log.info("monitor: %s", text)
+        if self._timeline is not None:
+            self._timeline.happened("monitor", says=text)
 
     # --------------------------------------------------------------------------------------- sensors
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +101,19 @@ def test_when_hbm_is_full_it_is_looked_at_again(pages: Pages) -> None:
         pages.overflowed = 0
         train(CLOSELY + 8)
         assert not is_on()
+
+
+def test_the_timeline_tells_when_hooks_rest_and_why_they_no_longer_do(pages: Pages, tmp_path: Path) -> None:
+    train = program()
+    with tiers.session(dram="64MiB", hbm="1GiB", run=str(tmp_path)):
+        train(CLOSELY + 8)
+        pages.overflowed = MiB
+        train(1)
+    whole = json.loads(gzip.decompress((tmp_path / "timeline.json.gz").read_bytes()))
+    happened = [event["name"] for event in whole["traceEvents"] if event["ph"] == "i"]
+    assert happened.index("hooks rest") < happened.index("hbm was full")
+    *_, last = [event["name"] for event in whole["traceEvents"] if event.get("cat") == "periods"]
+    assert last.startswith("periods ") and last.endswith(f" to {CLOSELY + 9}")  # of those before it nobody knew
 
 
 def test_a_program_that_does_not_fit_whatever_is_done_is_looked_at_all_the_time(pages: Pages) -> None:

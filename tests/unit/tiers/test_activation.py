@@ -147,15 +147,17 @@ def test_the_numbers_in_stats_json_are_the_run_s(run: Path) -> None:
 
 
 def test_a_second_run_into_a_directory_is_refused_unless_forced(run: Path) -> None:
-    before = (run / "stats.json").read_text()
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
     refused = tiered(TRAIN, TIERS_RUN=run)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.count("\n") == 1
     assert str(run) in refused.stderr
     assert "TIERS_RUN_FORCE=1" in refused.stderr
-    assert (run / "stats.json").read_text() == before
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
     assert tiered(TRAIN, TIERS_RUN=run, TIERS_RUN_FORCE=1).returncode == 0
-    assert (run / "stats.json").read_text() != before
+    after = {path.name: path.read_bytes() for path in run.iterdir()}
+    assert after.keys() == before.keys()
+    assert all(after[name] != before[name] for name in before)
 
 
 def test_stats_are_written_after_an_exception(tmp_path: Path) -> None:
@@ -163,6 +165,7 @@ def test_stats_are_written_after_an_exception(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.endswith("ArithmeticError: nan\n")
     assert stats_of(tmp_path)["steps"] == 2
+    assert (tmp_path / "timeline.json.gz").exists()
 
 
 def test_a_run_directory_that_cannot_be_written_at_the_end_is_one_line(tmp_path: Path) -> None:

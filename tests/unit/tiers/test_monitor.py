@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from migrator.backoff import Response
+from migrator.timeline import Timeline
 from migrator.transfers import Transfer
 from tests.unit.by_hand import eventually
 from tiers.cli import top as top_verb
@@ -55,10 +56,15 @@ class Clock:
         return self.now
 
 
-def watch(*sensors: Spoken, clock: Callable[[], float] | None = None, h2d: float = 64.0 * MiB) -> Watch:
+def watch(
+    *sensors: Spoken,
+    clock: Callable[[], float] | None = None,
+    h2d: float = 64.0 * MiB,
+    timeline: Timeline | None = None,
+) -> Watch:
     calibration = Calibration({"h2d": h2d})
     clock = clock or Clock()
-    return Watch(lambda: Choice(sensors, {}), Copies(calibration, clock), Judge(calibration), clock)
+    return Watch(lambda: Choice(sensors, {}), Copies(calibration, clock), Judge(calibration), clock, timeline)
 
 
 def period(of: Watch, clock: Clock, left: float = 1.0, moved: int = 0) -> Response:
@@ -88,6 +94,15 @@ def test_steps_that_were_backed_off_are_counted() -> None:
     assert watched.summary()["steps"] == 15
     assert 7 <= watched.summary()["backed_off"] <= 9
     assert "saturated, by whom is unknown (" in watched.changes[0]
+
+
+def test_a_change_of_mind_is_told_to_the_timeline() -> None:
+    clock, timeline = Clock(), Timeline()
+    watched = watch(clock=clock, timeline=timeline)
+    for left in [1.0] * 5 + [0.5] * 10:
+        period(watched, clock, left)
+    told = [event["args"]["says"] for event in json.loads(timeline.to_json())["traceEvents"] if event["ph"] == "i"]
+    assert told == list(watched.changes)
 
 
 def test_where_the_traffic_is_counted_it_is_said_whose_it_is() -> None:
