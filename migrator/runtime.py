@@ -22,24 +22,22 @@ from allocator.errors import TierFull, TiersError
 from allocator.sizes import format_size
 from migrator import entry, weights
 from migrator import tensors as in_python
+from migrator.advice import Advice
 from migrator.counters import Counters
 from migrator.devices import Devices, has_tiers, name_of
 from migrator.garbage import Allowance
 from migrator.hooks import Saver
-from migrator.lanes import Event
 from migrator.lanes.host import HostCompute
-from migrator.links import Links
 from migrator.made import Made
 from migrator.mover import Mover
-from migrator.options import Advisor, Options
+from migrator.optimizers import Optimizers
+from migrator.options import Options
 from migrator.plan import NoPlanFits, Plan
 from migrator.steps import StepTimes
 from migrator.tensors import Tensors
 from migrator.trace import Trace
-from migrator.transfers import Transfer
 
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
-LEADERLESS = 2048  # steps of others, after which one of them leads: there may be one for each parameter
 
 
 class BudgetTooSmall(TiersError):
@@ -62,19 +60,15 @@ class Runtime:
         self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()
         self._unmanaged = 0
-        # When the lanes were last asked what they copied, on the compute stream and by the host's clock.
-        self._asked: dict[torch.device, tuple[Event, float]] = {}
         self._devices = Devices(self._counters)
+        self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
         self._lock = threading.Lock()  # guards the choice of `_tensors`
         self._thread = _Thread()
         self._savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # a thread owns its own, and takes it along
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._optimizers = Optimizers()
         self._allowance = Allowance()
         self._pid = os.getpid()
-        self._leader: weakref.ref[torch.optim.Optimizer] | None = None  # whose steps end the allocator's periods
-        self._leader_stepped = True  # before the first step, too, a period begins
-        self._followed = 0  # steps of others since its last
 
     # ------------------------------------------------------------------------------------ on, off
 
@@ -121,9 +115,10 @@ class Runtime:
         saver = self._thread.saver or self._arm()
         if saver is None:
             return
-        if saver.resting and self._leader_stepped and torch._C._current_graph_task_id() == -1:
+        if saver.resting and self._optimizers.period_due and torch._C._current_graph_task_id() == -1:
             self._period_begins(saver)
-            if saver.resting and not self._leader_stepped:  # the first module in the period, so no other called it
+            # One has begun, so this is its first module, and no other has called it.
+            if saver.resting and not self._optimizers.period_due:
                 self._look_at(module)
         if not saver.resting:
             saver.enter(module, args)
@@ -168,17 +163,17 @@ class Runtime:
         return mover
 
     def _period_begins(self, saver: Saver) -> None:
-        if self._leader_stepped and torch.is_grad_enabled() and not saver.capturing():
+        if self._optimizers.period_due and torch.is_grad_enabled() and not saver.capturing():
             # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
             # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
-            self._leader_stepped = False
+            self._optimizers.period_due = False
             if (pages := self.options.pages()) is not None:
                 if self._steps.count:
                     with saver.aside():  # the device has nothing to do meanwhile
                         pages.period_over(alone=len(self._savers) == 1)
                     if saver.resting and any(pages.overflow(m.engine.compute.device) for m in saver.armed_movers):
                         self._learned = self.learned
-                        self._asked.clear()  # what lanes copied since is nobody's question any more
+                        self._advice.forget()
                         saver.wake()
                         self._happened("hbm was full")
                 else:
@@ -216,14 +211,14 @@ class Runtime:
         for shared in self._devices.opened.values():
             if isinstance(compute := shared.compute, HostCompute):
                 tensors = (tensor for root in self._roots for tensor in weights.of_module(root))
-                compute.static = weights.bytes_on(compute.device, tensors) + sum(self._optimizers.values())
+                compute.static = weights.bytes_on(compute.device, tensors) + self._optimizers.nbytes
 
     # -------------------------------------------------------------------------- periods and steps
 
     def _period_over(self, saver: Saver) -> None:
         self._counters.periods += 1
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
-        advice = self._advice(self.options.advisor, saver) if self.options.advisor is not None else None
+        advice = self._advice.period_over(saver.armed_movers)
         changed = False
         pages = self.options.pages()
         for mover in saver.armed_movers:
@@ -270,35 +265,6 @@ class Runtime:
         if self._counters.timeline is not None:
             self._counters.timeline.happened(what, **more)
 
-    def _period_passed(self) -> None:
-        """A period is over of which the hooks saw nothing."""
-        self._counters.periods += 1
-        if self.options.advisor is not None:
-            self.options.advisor.period_over([], dict(self._counters.moved))
-
-    def _advice(self, advisor: Advisor, saver: Saver) -> tuple[int | None, Links]:
-        """Report the copies of this thread's devices; how many groups may be back early, and the links to plan with."""
-        transfers: list[Transfer] = []
-        pages = self.options.pages()
-        for mover in saver.armed_movers:
-            compute = mover.engine.compute
-            if compute.capturing():  # events must not be asked for then
-                continue
-            shared, before = self._devices.opened[compute.device], self._asked.get(compute.device)
-            if before is not None:
-                asked, recorded = before
-                if not asked.query():  # the program runs more than a period ahead of the device
-                    continue
-                over = shared.out.over(asked) + shared.back.over(asked)
-                if (timeline := self._counters.timeline) is not None:
-                    timeline.copies(str(compute.device), over, since=compute.when(asked, recorded))
-                if pages is None or not pages.spilled(compute.device):  # else kernels take a part of the link
-                    transfers += over
-            now = time.perf_counter()
-            self._asked[compute.device] = compute.mark(compute.stream()), now
-        response = advisor.period_over(transfers, dict(self._counters.moved))
-        return response.ahead, self.options.links.reduced(response.left, direct_disk=self._devices.direct_disk)
-
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""
         self._set_state(optimizer, on=True)
@@ -311,26 +277,20 @@ class Runtime:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
         self._set_state(optimizer, on=False)
-        leader = self._leader and self._leader()
-        if leader is None:
-            leader, self._leader = optimizer, weakref.ref(optimizer)
-        # One of several ends the period, or a program that trains two models in turn had two kinds of them.
-        self._followed = 0 if leader is optimizer else self._followed + 1
-        if self._followed > LEADERLESS:
-            leader, self._leader, self._followed = optimizer, weakref.ref(optimizer), 0
-        self._leader_stepped |= leader is optimizer
+        leads = self._optimizers.stepped(optimizer)
         self._steps.step(now := time.perf_counter())
         if self._counters.timeline is not None:
             self._counters.timeline.step(self._steps.count, now)
         if self._steps.count <= FIRST_STEPS or optimizer not in self._optimizers:  # there may be one for each parameter
-            self._optimizers[optimizer] = weights.bytes_on(torch.device("cpu"), weights.of_optimizer(optimizer))
+            self._optimizers.count(optimizer)
             self._recount_static()
         saver = self._thread.saver
         if saver is not None and torch._C._current_graph_task_id() == -1:  # hooks of backward may step, too
             if saver.resting:
                 saver.place.in_backward = False
-                if leader is optimizer:
-                    self._period_passed()
+                if leads:
+                    self._counters.periods += 1
+                    self._advice.period_passed()
                 return
             saver.modules.leave_all()
             saver.end_period()

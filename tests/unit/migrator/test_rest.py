@@ -14,7 +14,7 @@ from torch import nn
 
 import tiers
 from allocator.sizes import MiB
-from migrator import runtime
+from migrator import optimizers
 from migrator.mover import CLOSELY
 from migrator.runtime import BudgetTooSmall
 from tiers import paging
@@ -156,7 +156,7 @@ def test_a_model_that_comes_while_the_hooks_rest_is_seen() -> None:
 
 def test_a_leader_that_steps_no_more_is_followed_by_another(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is still referred to, by a scheduler perhaps, and its steps end the allocator's periods."""
-    monkeypatch.setattr(runtime, "LEADERLESS", 10)
+    monkeypatch.setattr(optimizers, "LEADERLESS", 10)
     model = nn.Linear(128, 128)
     before = torch.optim.SGD(model.parameters(), lr=0.1)
     with tiers.session(dram="64MiB", hbm="1GiB"):
