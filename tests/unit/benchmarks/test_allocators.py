@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.allocators import compare, reserved_to_live, table
+from benchmarks.allocators import compare, environment, reserved_to_live, table
 
 
 def test_two_processes_take_turns_and_are_compared() -> None:
@@ -24,3 +24,17 @@ def test_what_is_reserved_is_held_against_the_most_that_was_alive_so_far() -> No
     steps = [(10.0, 20.0), (10.0, 20.0), (20.0, 21.0), (5.0, 21.0), (30.0, 33.0)]
     shares = reserved_to_live([{"allocated": live, "reserved": reserved} for live, reserved in steps])
     assert shares == pytest.approx([1.05, 1.05, 1.1])
+
+
+def test_where_tensors_move_it_is_held_against_what_was_alive_in_the_step() -> None:
+    steps = [{"allocated": live, "reserved": reserved} for live, reserved in [(40.0, 40.0), (30.0, 33.0), (20.0, 30.0)]]
+    assert reserved_to_live(steps, each=True) == pytest.approx([1.5])
+
+
+def test_a_variant_may_have_a_policy_and_that_a_budget() -> None:
+    assert environment("pages", "24GiB") == {"TIERS_ALLOCATOR": "pages", "TIERS_POLICY": "keep"}
+    assert environment("pages:auto", "24GiB") == {
+        "TIERS_ALLOCATOR": "pages",
+        "TIERS_POLICY": "auto",
+        "TIERS_HBM": "24GiB",
+    }
