@@ -10,8 +10,8 @@ they run one after the other, and their times do not compare.
 
 "Reserved / live" is, of each step from the third on, the most that was mapped in it by the most that was alive in any
 step so far: of what a long step needs, a short one after it leaves some idle. When the second step begins, what the
-first had mapped is still there: the allocator's second period begins within it. With a policy that moves (``pages:auto``)
-less is alive once there is a plan, so each step is held against what was alive in itself.
+first had mapped is still there: the allocator's second period begins within it. With a policy that moves
+(``pages:auto``) less is alive once there is a plan, so each step is held against what was alive in itself.
 """
 
 from __future__ import annotations
