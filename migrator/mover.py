@@ -25,6 +25,7 @@ from migrator.recompute.origins import Origins
 from migrator.recorder import Recorder
 from migrator.tensors import Moved
 
+HEAD_START = 0.1  # seconds for which the device is held up where the host is to be ahead of it throughout a period
 CLOSELY = 16  # periods under new plans in which waits are timed: what they tell corrects the plans
 SAMPLED = 7
 """Periods, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
@@ -91,9 +92,9 @@ class Mover:
             self._allocated_before = self.engine.compute.allocated()
         return True
 
-    def _new_recorder(self) -> Recorder:
+    def _new_recorder(self, head_start: float = 0.0) -> Recorder:
         self.engine.used_up = 0
-        meter = self.engine.compute.meter()
+        meter = self.engine.compute.meter(head_start)
         return Recorder(self._outlived, meter, self._resident, self.verified, tries=not self._keeps)
 
     def _resident(self) -> int:
@@ -225,7 +226,9 @@ class Mover:
             changed = self.learner.period_over(
                 trace, peak, whole=whole, drifted=drifted, pressed=pressed, overflow=overflow, lap=lap
             )
-            self.recorder = self._new_recorder() if self.learner.records_next else None
+            self.recorder = None
+            if self.learner.records_next:
+                self.recorder = self._new_recorder(HEAD_START if self.learner.head_start else 0.0)
             if changed:
                 self._adopt(self.learner.plans)
             if self.recorder is not None:
@@ -260,7 +263,7 @@ class Mover:
         """Nothing of what was saved in this period is of any use: its graphs are gone. Start over."""
         with self.engine.lock:
             self._begin()
-            if self.recorder is not None:
+            if self.recorder is not None:  # without a head start: to begin again may be the program's habit
                 self.recorder = self._new_recorder()
 
     def _begin(self) -> None:

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from allocator.sizes import GiB, MiB
 from migrator.background import in_background
 from migrator.feedback import LAPS, LATE, LATE_PACE, LEAST_LATE, OFF_PACE, PRESSED, SETTLED, SETTLING, TELLING, Feedback
-from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner
+from migrator.learner import PATIENCE, Job, Learner
 from migrator.links import PCIE_GEN5, Links
 from migrator.made import Made
 from migrator.plan import NoPlanFits, Plan, look_ahead, make_plan
 from migrator.planner.intervals import occupancy
 from migrator.policies import POLICIES
+from migrator.recordings import KINDS, PERIODS_AFTER_DRIFT
 from migrator.simulator import Simulated, simulate
 from migrator.timing import Lap, at_pace
 from migrator.trace import Trace
@@ -513,6 +514,32 @@ def test_several_periods_are_recorded_before_the_first_plan_where_that_is_asked_
     assert learner.period_over(chain([MiB] * 4), 0, whole=True, pressed=False, drifted=False)
     assert learner.plans
     assert not learner.records_next
+
+
+def test_the_host_gets_a_head_start_in_the_last_period_before_the_first_plan_and_in_no_other() -> None:
+    learner, given = Learner(POLICIES["flashneuron"], TARGET, recordings=3), []
+    for _ in range(3):
+        given.append(learner.head_start)
+        learner.period_over(TRACE, 0, whole=True, pressed=False, drifted=False)
+    assert given == [False, False, True]
+    quiet(learner, TARGET, drifted=True)
+    while learner.records_next:
+        assert not learner.head_start
+        learner.period_over(TRACE, TARGET, whole=True, pressed=False, drifted=False)
+
+
+def test_what_is_learned_anew_is_planned_for_when_all_is_recorded_again() -> None:
+    learner = Learner(POLICIES["auto"], peak_of(MODEL), recordings=3)
+    for _ in range(PATIENCE + 2):
+        learner.period_over(MODEL, 0, whole=False, pressed=False, drifted=False)
+    before = learner.plans
+    given, changed = [], []
+    quiet(learner, 0)
+    for _ in range(3):
+        given.append(learner.head_start)
+        changed.append(learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False))
+    assert before and learner.plans
+    assert (given, changed) == ([False, False, True], [False, False, True])
 
 
 # ------------------------------------------------------------------------------------------- other links
