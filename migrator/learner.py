@@ -106,9 +106,14 @@ class Learner:
         return self._pending is not None and not self._pending.done()
 
     @property
-    def settled(self) -> bool:
+    def complete(self) -> bool:
         """Whether there are plans for all that the program has, and no others on their way."""
         return self._whole and bool(self._made) and self._pending is None and not self._recordings.due
+
+    @property
+    def settled(self) -> bool:
+        """Whether these plans stay, as far as anybody can say: laps bore them out."""
+        return self.complete and self._feedback.settled
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -175,7 +180,10 @@ class Learner:
         self._recordings.pass_by(self._periods, drifted=drifted and planned)
         if changed or self._pending is not None or self._recordings.learning or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        return self._correct(peak, pressed, overflow, None if drifted else lap)
+        base = max(self._before_correction(trace) for trace in self._planned)
+        lap = None if drifted else lap
+        changed = self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap)
+        return changed and self._plan()
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         if not self._recordings.add(trace, self._periods):
@@ -184,31 +192,6 @@ class Learner:
         if self._room is None:
             self._room = max(0, self._target - peak)
         return not self._recordings.learning and self._plan()
-
-    def _correct(self, peak: int, pressed: bool, overflow: int, lap: Lap | None) -> bool:
-        predictions = [predicted for predicted in self.predictions if predicted is not None]
-        if (overflow or peak > self._target) and self._holds_least():
-            return False
-        # Of several kinds of periods nobody says which one this was: what a short one left free, a long one needs.
-        one_kind_or_untold = len(self._made) == 1 or not predictions
-        changed = self._feedback.peak(
-            peak,
-            max((predicted.peak["hbm"] for predicted in predictions), default=None),
-            max(self._before_correction(trace) for trace in self._planned),
-            pressed=pressed,
-            may_grow=one_kind_or_untold and any(plan.groups or plan.recompute or plan.regions for plan in self.plans),
-            overflow=overflow,
-        )
-        # Nor does it say anything of the pace; and memory in DRAM is slow whatever the plan.
-        if lap is not None and len(self._made) == len(predictions) == 1 and not (pressed or overflow):
-            changed |= self._feedback.lap(lap, predictions[0])
-        return changed and self._plan()
-
-    def _holds_least(self) -> bool:
-        """Whether no plans hold less: of several kinds of periods, one for that which is predicted to hold most."""
-        if all(made.predicted is not None for made in self._made):
-            return max(self._made, key=Made.peak).least
-        return all(made.least for made in self._made)
 
     def _before_correction(self, trace: Trace) -> int:
         return self._target if trace.others else self._room or 0

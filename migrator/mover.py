@@ -26,7 +26,7 @@ from migrator.recorder import Recorder
 from migrator.tensors import Moved
 
 HEAD_START = 0.1  # seconds for which the device is held up where the host is to be ahead of it throughout a period
-CLOSELY = 16  # periods under new plans in which waits are timed: what they tell corrects the plans
+CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans
 SAMPLED = 7
 """Periods, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
 
@@ -71,13 +71,13 @@ class Mover:
     @property
     def idle(self) -> bool:
         """Whether nothing is to be done with what is saved: ever, or until HBM is full."""
-        if self.recorder is not None or not self.learner.settled:
+        if self.recorder is not None or not self.learner.complete:
             return False
         if self._keeps:
             return True
         # Not before it was seen that the program fits: what HBM has no room for corrects the plans.
-        fits = self._spills and min(self._unchanged, self._fitting) > CLOSELY
-        return fits and not any(plan.groups or plan.recompute or plan.regions for plan in self.learner.plans)
+        fits = self._spills and self.learner.settled and min(self._unchanged, self._fitting) > CLOSELY
+        return fits and all(plan.keeps_everything for plan in self.learner.plans)
 
     def wake(self) -> bool:
         """HBM is full: record what is saved from now on, unless it is to be kept all the same; whether it is."""
@@ -240,7 +240,7 @@ class Mover:
     def _to_stand_for(self) -> int:
         """For how many periods the waits of the next one are to stand; 0 if they are not to be timed."""
         self._unchanged += 1
-        if self.recorder is not None or self._unchanged <= CLOSELY:
+        if self.recorder is not None or self._unchanged <= CLOSELY or not self.learner.settled:
             return 1
         return 0 if self._unchanged % SAMPLED else SAMPLED
 

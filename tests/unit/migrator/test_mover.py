@@ -349,6 +349,14 @@ def test_waits_are_timed_while_that_corrects_plans_and_then_now_and_then(rig: Ri
     assert rig.mover.recorder is not None and told[-1] == 1
 
 
+def test_waits_are_timed_for_as_long_as_plans_have_not_settled(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as while the faster of two is found: each has to be told what its periods take."""
+    monkeypatch.setattr(Learner, "settled", False)
+    for _ in range(2 * CLOSELY):
+        run(rig, layers(2))
+    assert rig.compute.stands_for == [1] * 2 * CLOSELY
+
+
 def test_the_host_is_ahead_in_the_last_period_that_is_recorded_before_there_is_a_plan() -> None:
     rig = Rig(recordings=3)
     for _ in range(4):
