@@ -5,7 +5,8 @@ periods are to be recorded `migrator.recordings` says.
 
 A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget is the
 room that the rest of the program leaves: the first estimate takes the learning period's peak as if nothing saved had
-been part of it. From then on both are corrected by `migrator.feedback`.
+been part of it. From then on both are corrected by `migrator.feedback`. What moving costs besides is not known of any
+program: the plan that has settled is tried against another, `migrator.contest`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from migrator.background import at_once
-from migrator.feedback import Feedback
-from migrator.links import PCIE_GEN5, Links
+from migrator.contest import Contest, make_rival, may_be
+from migrator.feedback import SETTLED, Feedback
+from migrator.links import PCIE_GEN5, Costs, Links
 from migrator.made import Made, make_all
 from migrator.plan import Plan
 from migrator.policies import Policy
@@ -57,6 +60,8 @@ class Learner:
         comes closest is carried out, and that is said once.
     budget : int, optional
         What the target is a part of, which the user has set and is told of; the target without it.
+    weighs_costs : bool
+        Whether the policy's plans depend on `Links.costs`, so that the better of two may be found by trying.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Learner:
         *,
         must_fit: bool = True,
         budget: int | None = None,
+        weighs_costs: bool = False,
     ) -> None:
         self._policy = policy
         self._target = target
@@ -77,6 +83,8 @@ class Learner:
         self._budget = target if budget is None else budget
         self._refusal_said = False
         self._feedback = Feedback(target, links)
+        self._weighs_costs = weighs_costs
+        self._contest = Contest(links.costs, self._ask_for_rival)
         self._recordings = Recordings(recordings)
         self._pending: Future[tuple[Made, ...]] | None = None
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
@@ -103,7 +111,7 @@ class Learner:
     @property
     def planning(self) -> bool:
         """Whether plans are being made in the background."""
-        return self._pending is not None and not self._pending.done()
+        return self._contest.planning or (self._pending is not None and not self._pending.done())
 
     @property
     def complete(self) -> bool:
@@ -112,8 +120,12 @@ class Learner:
 
     @property
     def settled(self) -> bool:
-        """Whether these plans stay, as far as anybody can say: laps bore them out."""
-        return self.complete and self._feedback.settled
+        """Whether these plans stay, as far as anybody can say: laps bore them out, and no contest is to come."""
+        return self.complete and self._feedback.settled and (self._contest.is_over or not self._may_compete)
+
+    @property
+    def _may_compete(self) -> bool:
+        return self._contest.racing or (self._weighs_costs and may_be(self._made, self._feedback.given))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -180,18 +192,40 @@ class Learner:
         self._recordings.pass_by(self._periods, drifted=drifted and planned)
         if changed or self._pending is not None or self._recordings.learning or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        base = max(self._before_correction(trace) for trace in self._planned)
         lap = None if drifted else lap
-        changed = self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap)
-        return changed and self._plan()
+        if not self._contest.racing:  # a rival is not corrected: it is faster as it is, or goes
+            base = max(self._before_correction(trace) for trace in self._planned)
+            if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap):
+                return self._plan()
+        if not self._may_compete:
+            return False
+        short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
+        return self._compete(None if short else lap, drifted=drifted, pressed=short)
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         if not self._recordings.add(trace, self._periods):
             return False
         self._feedback.news()
+        self._contest.renew()
         if self._room is None:
             self._room = max(0, self._target - peak)
         return not self._recordings.learning and self._plan()
+
+    def _compete(self, lap: Lap | None, *, drifted: bool, pressed: bool) -> bool:
+        """Go on with the contest; whether the plan changed."""
+        (before,) = self._made
+        made = self._contest.period_over(before, lap, drifted=drifted, pressed=pressed)
+        if made is None:
+            return False
+        self._carry_out((made,))
+        return made is not before
+
+    def _ask_for_rival(self, costs: Costs) -> Future[tuple[Made, ...]]:
+        """Have a plan made of what the present one was made of, but with other costs."""
+        (trace,), (holder,) = self._planned, self._made
+        links, correction = replace(self._feedback.links, costs=costs), self._feedback.correction
+        budget = self._before_correction(trace)
+        return self._have_done(partial(make_rival, self._policy, trace, budget, correction, links, holder), (trace,))
 
     def _before_correction(self, trace: Trace) -> int:
         return self._target if trace.others else self._room or 0
@@ -226,30 +260,43 @@ class Learner:
         self._pending = None
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
+        self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)
 
     def _plan(self) -> bool:
-        """Ask for plans; whether they are there already. What was asked for before is of no use any more."""
+        """Ask for plans; whether there are others already. What was asked for before is of no use any more."""
+        holder = self._contest.withdraw()
+        if holder is not None:
+            self._carry_out((holder,))
         traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
         budgets = tuple(self._before_correction(trace) for trace in traces)
-        links, correction = self._feedback.links, self._feedback.correction
+        links, correction = replace(self._feedback.links, costs=self._contest.costs), self._feedback.correction
         job = partial(make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit)
         self._asked = traces
+        self._pending = self._have_done(job, traces)
+        return self._adopt() or holder is not None
+
+    def _have_done(self, job: Job, traces: tuple[Trace, ...]) -> Future[tuple[Made, ...]]:
         quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
-        self._pending = (at_once if quick else self._submit)(job)
-        return self._adopt()
+        return (at_once if quick else self._submit)(job)
 
     def _adopt(self) -> bool:
         """Take plans over that are there now; whether there were any."""
         if self._pending is None or not self._pending.done():
             return False
         pending, self._pending = self._pending, None
-        before, self._made, self._planned = self._made, pending.result(), self._asked
-        if len(before) == len(self._made):
-            self._made = tuple(made.after(old) for made, old in zip(self._made, before, strict=True))
+        before, made, self._planned = self._made, pending.result(), self._asked
+        if len(before) == len(made):
+            made = tuple(new.after(old) for new, old in zip(made, before, strict=True))
+        self._contest.adopted()
+        self._carry_out(made)
+        return True
+
+    def _carry_out(self, plans: tuple[Made, ...]) -> None:
+        """From now on these hold, and are to be borne out."""
+        self._made = plans
         self._feedback.adopted()
-        for made in self._made:
+        for made in plans:
             log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
             if made.refused is not None and not self._refusal_said:
                 self._refusal_said = True
                 log.warning("%s; it runs anyway, using more hbm", made.refused.out_of(self._budget))
-        return True

@@ -31,6 +31,10 @@ MEASURED = Costs()
 """Measured on an H100: 5 GiB to DRAM made a step of 265 ms 1.3% longer, a lane busy throughout 2.1% and 1.3%."""
 
 
+HARDLY = Costs(host=4e-6, d2h=0.002, h2d=0.001)
+"""Moving hardly costs anything: so it was with a GPT on an H200. Which of the two holds is for a contest to tell."""
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """What each lane gives, in bytes per second, for transfers of full size.
