@@ -21,7 +21,7 @@ from migrator.lanes.native import NativeCompute, NativeLane
 from migrator.learner import Learner
 from migrator.mover import Mover
 from migrator.options import Options
-from migrator.policies import POLICIES
+from migrator.policies import POLICIES, weighs_costs
 from migrator.tensors import Tensors
 
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
@@ -107,6 +107,7 @@ class Devices:
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
             must_fit=device.type == "cuda" and options.pages() is None,
             budget=shared.budget,
+            weighs_costs=weighs_costs(options.policy),
         )
         spills = options.pages() is not None
         return Mover(engine, learner, shared.budget, keeps=options.policy == "keep", spills=spills)

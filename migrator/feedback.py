@@ -7,16 +7,19 @@ that at a time: memory that is reserved in fragments is not in the peak, and sho
 its cache; then the room has found its ceiling. A lane that compute waited for longer than was predicted is slower than
 was taken for granted. Measured against that, lanes only ever become slower, and the budget never exceeds a ceiling that
 was found. What the allocator had no room for comes off the budget, as long as that makes it less. And what whole
-periods take, without their waits, says by how much the recorded times are too long, or a little too short. It settles:
+periods take, without their waits, says by how much the recorded times are too long, or a little too short. That they
+are too long is believed soon, as nothing makes a period shorter than it is; that they are too short only if no period
+of several was as short as predicted, as hosts that others use change their speed by two within seconds. It settles:
 each of these is corrected a few times only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from migrator.links import Links
+from migrator.made import Made
 from migrator.simulator import Simulated
 from migrator.timing import Lap
 
@@ -28,8 +31,10 @@ SETTLING = 3  # periods under new plans in which the allocator may flush: what i
 TELLING = 2  # periods under new plans that tell what is left free: where lengths alternate, one may be short
 PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
 LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
-LOOKS = 2  # times that the program's times or its links are corrected: it is to be settled within ten periods
-FASTEST = 0.5  # of the recorded times: a recording is not later than that
+UNTOLD = 16  # periods under new plans, after which laps that did not come are not waited for
+SURE = 8  # periods of which none may have been as short as predicted, before that is taken to be too short
+LOOKS = 2  # times that the program's times or its links are corrected: it is to settle, and each costs a plan
+FASTEST = 0.3  # of the recorded times: on a slow host a recording is three times too long, and not more
 SLOWEST = 1.2  # and not earlier than that: what takes longer has another cause
 OFF_PACE = 0.03  # of a period: closer than this, times are as predicted
 LATE_PACE = 0.06  # and this, where the period took longer: new plans are to be worth it
@@ -65,6 +70,14 @@ class Feedback:
         self._presses = 0  # of these, the last ones in a row in which the allocator flushed its cache
 
     @property
+    def settled(self) -> bool:
+        """Whether the present plans were borne out: as many laps came as may correct them, and none did.
+
+        Where laps do not come (no GPU, several kinds of periods, several threads) some periods do instead.
+        """
+        return len(self._laps) == SURE or self._under >= UNTOLD
+
+    @property
     def links(self) -> Links:
         """What the lanes are taken to give, corrected."""
         return replace(self.given, **{lane: getattr(self.given, lane) * part for lane, part in self._parts.items()})
@@ -78,6 +91,37 @@ class Feedback:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
         self.pace = 1.0
         self._looks = 0
+
+    def period_over(
+        self, made: Sequence[Made], base: int, peak: int, *, pressed: bool, overflow: int, lap: Lap | None
+    ) -> bool:
+        """Take in a period under the plans `made`, one for each kind of period; whether any correction changed.
+
+        Parameters
+        ----------
+        base, peak, pressed, overflow
+            See `peak`.
+        lap : Lap, optional
+            See `lap`.
+        """
+        if (overflow or peak > self._target) and _hold_least(made):
+            self._under += 1
+            return False
+        predictions = [each.predicted for each in made if each.predicted is not None]
+        # Of several kinds of periods nobody says which one this was: what a short one left free, a long one needs.
+        one_kind_or_untold = len(made) == 1 or not predictions
+        changed = self.peak(
+            peak,
+            max((predicted.peak["hbm"] for predicted in predictions), default=None),
+            base,
+            pressed=pressed,
+            may_grow=one_kind_or_untold and not all(each.plan.keeps_everything for each in made),
+            overflow=overflow,
+        )
+        # Nor does it say anything of the pace; and memory in DRAM is slow whatever the plan.
+        if lap is not None and len(made) == len(predictions) == 1 and not (pressed or overflow):
+            changed |= self.lap(lap, predictions[0])
+        return changed
 
     def peak(
         self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
@@ -135,24 +179,30 @@ class Feedback:
 
         What compute took besides its waits is the program's own: with the plan the host keeps ahead of the device,
         while it is late now and then in recorded periods, and always in a program of small kernels. It is never early
-        there. But while a period is recorded the device waits for lanes half of the time: at its power limit it is up
-        to a tenth slower when it does not. What takes longer than that has another cause.
+        there, so that a period was shorter than predicted is believed as soon as two agree. But while a period is
+        recorded the device waits for lanes half of the time: at its power limit it is up to a tenth slower when it
+        does not. Then every period takes longer. The host, too, may make some of them longer: so that is believed
+        only if of eight not one was shorter. What takes longer still has another cause.
         """
-        if self._under < SETTLING or self._looks >= LOOKS:
+        if self._under < SETTLING:
             return False
-        self._laps = [*self._laps[1 - LAPS :], lap]
-        if len(self._laps) < LAPS:
+        self._laps = [*self._laps[1 - SURE :], lap]
+        if len(self._laps) < LAPS or self._looks >= LOOKS:
             return False
-        best, *_, other = sorted(self._laps, key=lambda lap: lap.seconds)
-        computed = best.seconds - sum(best.stalls.values())
+        best, *_, other = sorted(self._laps[-LAPS:], key=_seconds)
+        computed = _computed(best)
         foreseen = predicted.seconds - sum(predicted.stalls.values())
         if other.seconds > best.seconds * (1 + OFF_PACE) or computed <= 0:
             return False  # a period that was shorter than others is another: fewer samples, a step that was left out
-        if computed < foreseen * (1 - OFF_PACE) or foreseen * (1 + LATE_PACE) < computed < foreseen * SLOWEST:
-            self._looks += 1
-            self.pace = max(FASTEST, self.pace * computed / foreseen)
-            return True
-        return self.stalls(best.stalls, predicted)
+        if foreseen * (1 + LATE_PACE) < computed < foreseen * SLOWEST:
+            computed = min(map(_computed, self._laps))
+            if len(self._laps) < SURE or computed <= foreseen * (1 + LATE_PACE):
+                return False
+        elif computed >= foreseen * (1 - OFF_PACE):
+            return self.stalls(best.stalls, predicted)
+        self._looks += 1
+        self.pace = max(FASTEST, self.pace * computed / foreseen)
+        return True
 
     def stalls(self, measured: Mapping[str, float], predicted: Simulated) -> bool:
         """Take in for how long compute waited for each lane, in seconds; whether the links changed."""
@@ -167,3 +217,19 @@ class Feedback:
         self._looks += 1
         self._parts |= slower
         return True
+
+
+def _hold_least(made: Sequence[Made]) -> bool:
+    """Whether no plans hold less: of several kinds of periods, one for that which is predicted to hold most."""
+    if all(each.predicted is not None for each in made):
+        return max(made, key=Made.peak).least
+    return all(each.least for each in made)
+
+
+def _seconds(lap: Lap) -> float:
+    return lap.seconds
+
+
+def _computed(lap: Lap) -> float:
+    """What the period took without its waits."""
+    return lap.seconds - sum(lap.stalls.values())

@@ -1,10 +1,12 @@
-"""Learns a program: which periods to record, what its plans are made for, and when to plan anew.
+"""Learns a program: what its plans are made for, when to plan anew, and which plans hold.
 
-Pure: it is fed traces and measurements and hands back plans; who carries its jobs out is for the caller to say.
+Pure: it is fed traces and measurements and hands back plans; who carries its jobs out is for the caller to say. Which
+periods are to be recorded `migrator.recordings` says.
 
 A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget is the
 room that the rest of the program leaves: the first estimate takes the learning period's peak as if nothing saved had
-been part of it. From then on both are corrected by `migrator.feedback`.
+been part of it. From then on both are corrected by `migrator.feedback`. What moving costs besides is not known of any
+program: the plan that has settled is tried against another, `migrator.contest`.
 """
 
 from __future__ import annotations
@@ -12,23 +14,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from migrator.background import at_once
-from migrator.feedback import Feedback
-from migrator.links import PCIE_GEN5, Links
+from migrator.contest import Contest, make_rival, may_be
+from migrator.feedback import SETTLED, Feedback
+from migrator.links import PCIE_GEN5, Costs, Links
 from migrator.made import Made, make_all
 from migrator.plan import Plan
 from migrator.policies import Policy
+from migrator.recordings import Recordings
 from migrator.simulator import Simulated
-from migrator.timing import Lap, alike, at_pace, together
+from migrator.timing import Lap, alike, at_pace
 from migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 
-PERIODS_AFTER_DRIFT = 4  # recorded when something unforeseen was saved: programs alternate between kinds of periods
-LONGEST_PAUSE = 128  # periods
-KINDS = 8  # kinds of periods that are remembered
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
 AT_ONCE = 100  # sites with times, up to which planning takes but some milliseconds
 
@@ -58,6 +60,8 @@ class Learner:
         comes closest is carried out, and that is said once.
     budget : int, optional
         What the target is a part of, which the user has set and is told of; the target without it.
+    weighs_costs : bool
+        Whether the policy's plans depend on `Links.costs`, so that the better of two may be found by trying.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Learner:
         *,
         must_fit: bool = True,
         budget: int | None = None,
+        weighs_costs: bool = False,
     ) -> None:
         self._policy = policy
         self._target = target
@@ -78,16 +83,13 @@ class Learner:
         self._budget = target if budget is None else budget
         self._refusal_said = False
         self._feedback = Feedback(target, links)
+        self._weighs_costs = weighs_costs
+        self._contest = Contest(links.costs, self._ask_for_rival)
+        self._recordings = Recordings(recordings)
         self._pending: Future[tuple[Made, ...]] | None = None
-        self._traces: dict[frozenset[str], Trace] = {}
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
-        self._recordings = self._to_record = recordings
         self._periods = 0
         self._whole = False  # whether any period was
-        self._steady = 0  # periods as foreseen since the last drift
-        self._pause = PERIODS_AFTER_DRIFT  # from one look at a drift to the next, longer each time
-        self._look_again = 0
-        self._news = False  # whether what was recorded since the last drift was anything new
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._asked: tuple[Trace, ...] = ()  # what the pending job is for
@@ -95,17 +97,35 @@ class Learner:
     @property
     def records_next(self) -> bool:
         """Whether the next period is to be recorded."""
-        return self._to_record > 0
+        return self._recordings.due
+
+    @property
+    def head_start(self) -> bool:
+        """Whether the host is to be ahead of the device in that period, which so tells the device's own pace.
+
+        Only in the last one before plans are made: the lap that is longer by the time for which the device was held up
+        is then compared with nothing, as laps do not count while plans are made, nor right after.
+        """
+        return self._recordings.last_first
 
     @property
     def planning(self) -> bool:
         """Whether plans are being made in the background."""
-        return self._pending is not None and not self._pending.done()
+        return self._contest.planning or (self._pending is not None and not self._pending.done())
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are plans for all that the program has, and no others on their way."""
+        return self._whole and bool(self._made) and self._pending is None and not self._recordings.due
 
     @property
     def settled(self) -> bool:
-        """Whether there are plans for all that the program has, and no others on their way."""
-        return self._whole and bool(self._made) and self._pending is None and not self._to_record
+        """Whether these plans stay, as far as anybody can say: laps bore them out, and no contest is to come."""
+        return self.complete and self._feedback.settled and (self._contest.is_over or not self._may_compete)
+
+    @property
+    def _may_compete(self) -> bool:
+        return self._contest.racing or (self._weighs_costs and may_be(self._made, self._feedback.given))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -161,80 +181,51 @@ class Learner:
         self._periods += 1
         if whole and not self._whole:
             self._whole = True
-            if self._traces:  # the patience was too short: what was recorded lacks the optimizer's state
+            if self._recordings.traces:  # the patience was too short: what was recorded lacks the optimizer's state
                 self._record_anew()
         planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
         changed = self._adopt()
         if not (whole or self._periods >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
-            self._to_record -= 1
             return self._learn(trace, peak) or changed
-        if not (drifted and planned):
-            self._steady += 1
-            if self._steady > self._pause:
-                self._pause = PERIODS_AFTER_DRIFT
-        elif self._periods >= self._look_again:
-            # A program that is new in every period (routing, shapes) must not be recorded in every period.
-            self._steady = 0
-            self._news = False
-            self._to_record = PERIODS_AFTER_DRIFT
-            self._look_again = self._periods + self._pause
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        if changed or self._pending is not None or not (self._made and self._traces):
+        self._recordings.pass_by(self._periods, drifted=drifted and planned)
+        if changed or self._pending is not None or self._recordings.learning or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        return self._correct(peak, pressed, overflow, None if drifted else lap)
+        lap = None if drifted else lap
+        if not self._contest.racing:  # a rival is not corrected: it is faster as it is, or goes
+            base = max(self._before_correction(trace) for trace in self._planned)
+            if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap):
+                return self._plan()
+        if not self._may_compete:
+            return False
+        short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
+        return self._compete(None if short else lap, drifted=drifted, pressed=short)
 
     def _learn(self, trace: Trace, peak: int) -> bool:
-        kind = frozenset(site.key for site in trace.sites)
-        before = self._traces.get(kind)
-        if before is not None and self._made and before.sites == trace.sites and _paths(before) == _paths(trace):
-            if not self._to_record and not self._news:
-                # What departed from the plan is nothing that a trace tells of. To record costs time, and the memory
-                # of what is otherwise recomputed: this is looked at again, but rarely.
-                self._look_again = self._periods + LONGEST_PAUSE
+        if not self._recordings.add(trace, self._periods):
             return False
-        self._news = True
         self._feedback.news()
-        self._traces.pop(kind, None)
-        if before is None:
-            self._traces[kind] = trace
-        elif before.saved_bytes == trace.saved_bytes:
-            self._traces[kind] = together(before, trace)
-        else:  # of two periods of one kind that differ in size, the plan must fit the larger
-            self._traces[kind] = max(before, trace, key=lambda of: of.saved_bytes)
-        while len(self._traces) > KINDS:
-            del self._traces[next(iter(self._traces))]
+        self._contest.renew()
         if self._room is None:
             self._room = max(0, self._target - peak)
-        if self._to_record > 0 and not (self._made or self._pending):
-            return False  # the first plan is for what all recordings tell together
-        return self._plan()
+        return not self._recordings.learning and self._plan()
 
-    def _correct(self, peak: int, pressed: bool, overflow: int, lap: Lap | None) -> bool:
-        predictions = [predicted for predicted in self.predictions if predicted is not None]
-        if (overflow or peak > self._target) and self._holds_least():
+    def _compete(self, lap: Lap | None, *, drifted: bool, pressed: bool) -> bool:
+        """Go on with the contest; whether the plan changed."""
+        (before,) = self._made
+        made = self._contest.period_over(before, lap, drifted=drifted, pressed=pressed)
+        if made is None:
             return False
-        # Of several kinds of periods nobody says which one this was: what a short one left free, a long one needs.
-        one_kind_or_untold = len(self._made) == 1 or not predictions
-        changed = self._feedback.peak(
-            peak,
-            max((predicted.peak["hbm"] for predicted in predictions), default=None),
-            max(self._before_correction(trace) for trace in self._planned),
-            pressed=pressed,
-            may_grow=one_kind_or_untold and any(plan.groups or plan.recompute or plan.regions for plan in self.plans),
-            overflow=overflow,
-        )
-        # Nor does it say anything of the pace; and memory in DRAM is slow whatever the plan.
-        if lap is not None and len(self._made) == len(predictions) == 1 and not (pressed or overflow):
-            changed |= self._feedback.lap(lap, predictions[0])
-        return changed and self._plan()
+        self._carry_out((made,))
+        return made is not before
 
-    def _holds_least(self) -> bool:
-        """Whether no plans hold less: of several kinds of periods, one for that which is predicted to hold most."""
-        if all(made.predicted is not None for made in self._made):
-            return max(self._made, key=Made.peak).least
-        return all(made.least for made in self._made)
+    def _ask_for_rival(self, costs: Costs) -> Future[tuple[Made, ...]]:
+        """Have a plan made of what the present one was made of, but with other costs."""
+        (trace,), (holder,) = self._planned, self._made
+        links, correction = replace(self._feedback.links, costs=costs), self._feedback.correction
+        budget = self._before_correction(trace)
+        return self._have_done(partial(make_rival, self._policy, trace, budget, correction, links, holder), (trace,))
 
     def _before_correction(self, trace: Trace) -> int:
         return self._target if trace.others else self._room or 0
@@ -251,7 +242,7 @@ class Learner:
             return False
         self._feedback.given = links
         # Where traces are missing, what is recorded now is planned with them.
-        return bool(self._traces and (self._made or self._pending)) and self._plan()
+        return not self._recordings.learning and bool(self._made or self._pending) and self._plan()
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
@@ -265,41 +256,47 @@ class Learner:
 
     def _record_anew(self) -> None:
         """Forget the traces; the plans that there are hold until there are others."""
-        self._traces.clear()
+        self._recordings.begin_anew()
         self._pending = None
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
-        self._to_record = self._recordings
+        self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)
 
     def _plan(self) -> bool:
-        """Ask for plans; whether they are there already. What was asked for before is of no use any more."""
-        traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._traces.values())
+        """Ask for plans; whether there are others already. What was asked for before is of no use any more."""
+        holder = self._contest.withdraw()
+        if holder is not None:
+            self._carry_out((holder,))
+        traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
         budgets = tuple(self._before_correction(trace) for trace in traces)
-        policy, correction, links = self._policy, self._feedback.correction, self._feedback.links
-
-        job = partial(make_all, policy, traces, budgets, correction, links, must_fit=self._must_fit)
-        quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
+        links, correction = replace(self._feedback.links, costs=self._contest.costs), self._feedback.correction
+        job = partial(make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit)
         self._asked = traces
-        self._pending = (at_once if quick else self._submit)(job)
-        return self._adopt()
+        self._pending = self._have_done(job, traces)
+        return self._adopt() or holder is not None
+
+    def _have_done(self, job: Job, traces: tuple[Trace, ...]) -> Future[tuple[Made, ...]]:
+        quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
+        return (at_once if quick else self._submit)(job)
 
     def _adopt(self) -> bool:
         """Take plans over that are there now; whether there were any."""
         if self._pending is None or not self._pending.done():
             return False
         pending, self._pending = self._pending, None
-        before, self._made, self._planned = self._made, pending.result(), self._asked
-        if len(before) == len(self._made):
-            self._made = tuple(made.after(old) for made, old in zip(self._made, before, strict=True))
+        before, made, self._planned = self._made, pending.result(), self._asked
+        if len(before) == len(made):
+            made = tuple(new.after(old) for new, old in zip(made, before, strict=True))
+        self._contest.adopted()
+        self._carry_out(made)
+        return True
+
+    def _carry_out(self, plans: tuple[Made, ...]) -> None:
+        """From now on these hold, and are to be borne out."""
+        self._made = plans
         self._feedback.adopted()
-        for made in self._made:
+        for made in plans:
             log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
             if made.refused is not None and not self._refusal_said:
                 self._refusal_said = True
                 log.warning("%s; it runs anyway, using more hbm", made.refused.out_of(self._budget))
-        return True
-
-
-def _paths(trace: Trace) -> set[str]:
-    """The regions: one may have turned out to be none."""
-    return {region.path for region in trace.regions}

@@ -25,7 +25,8 @@ from migrator.recompute.origins import Origins
 from migrator.recorder import Recorder
 from migrator.tensors import Moved
 
-CLOSELY = 16  # periods under new plans in which waits are timed: what they tell corrects the plans
+HEAD_START = 0.1  # seconds for which the device is held up where the host is to be ahead of it throughout a period
+CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans
 SAMPLED = 7
 """Periods, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
 
@@ -70,13 +71,13 @@ class Mover:
     @property
     def idle(self) -> bool:
         """Whether nothing is to be done with what is saved: ever, or until HBM is full."""
-        if self.recorder is not None or not self.learner.settled:
+        if self.recorder is not None or not self.learner.complete:
             return False
         if self._keeps:
             return True
         # Not before it was seen that the program fits: what HBM has no room for corrects the plans.
-        fits = self._spills and min(self._unchanged, self._fitting) > CLOSELY
-        return fits and not any(plan.groups or plan.recompute or plan.regions for plan in self.learner.plans)
+        fits = self._spills and self.learner.settled and min(self._unchanged, self._fitting) > CLOSELY
+        return fits and all(plan.keeps_everything for plan in self.learner.plans)
 
     def wake(self) -> bool:
         """HBM is full: record what is saved from now on, unless it is to be kept all the same; whether it is."""
@@ -91,9 +92,9 @@ class Mover:
             self._allocated_before = self.engine.compute.allocated()
         return True
 
-    def _new_recorder(self) -> Recorder:
+    def _new_recorder(self, head_start: float = 0.0) -> Recorder:
         self.engine.used_up = 0
-        meter = self.engine.compute.meter()
+        meter = self.engine.compute.meter(head_start)
         return Recorder(self._outlived, meter, self._resident, self.verified, tries=not self._keeps)
 
     def _resident(self) -> int:
@@ -225,7 +226,9 @@ class Mover:
             changed = self.learner.period_over(
                 trace, peak, whole=whole, drifted=drifted, pressed=pressed, overflow=overflow, lap=lap
             )
-            self.recorder = self._new_recorder() if self.learner.records_next else None
+            self.recorder = None
+            if self.learner.records_next:
+                self.recorder = self._new_recorder(HEAD_START if self.learner.head_start else 0.0)
             if changed:
                 self._adopt(self.learner.plans)
             if self.recorder is not None:
@@ -237,7 +240,7 @@ class Mover:
     def _to_stand_for(self) -> int:
         """For how many periods the waits of the next one are to stand; 0 if they are not to be timed."""
         self._unchanged += 1
-        if self.recorder is not None or self._unchanged <= CLOSELY:
+        if self.recorder is not None or self._unchanged <= CLOSELY or not self.learner.settled:
             return 1
         return 0 if self._unchanged % SAMPLED else SAMPLED
 
@@ -260,7 +263,7 @@ class Mover:
         """Nothing of what was saved in this period is of any use: its graphs are gone. Start over."""
         with self.engine.lock:
             self._begin()
-            if self.recorder is not None:
+            if self.recorder is not None:  # without a head start: to begin again may be the program's habit
                 self.recorder = self._new_recorder()
 
     def _begin(self) -> None:

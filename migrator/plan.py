@@ -131,6 +131,11 @@ class Plan:
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
+    def keeps_everything(self) -> bool:
+        """Whether nothing moves, and nothing is recomputed."""
+        return not (self.groups or self.recompute or self.regions)
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes that stay in HBM."""
         return sum(keep.enter for keep in self.keep.values())

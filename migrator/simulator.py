@@ -29,27 +29,6 @@ READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room 
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """What moving costs besides the links.
-
-    Attributes
-    ----------
-    host : float
-        Seconds that a moved group costs the step, there and back.
-    d2h, h2d : float
-        By how much compute is slower while that lane is busy (measured on an H100: 5 GiB to DRAM made a step of
-        265 ms 1.3% longer, a lane busy throughout 2.1% and 1.3%).
-    """
-
-    host: float = 40e-6
-    d2h: float = 0.021
-    h2d: float = 0.013
-
-
-H100 = Costs()
-
-
-@dataclass(frozen=True, slots=True)
 class Simulated:
     """What a step under a plan comes to.
 
@@ -92,9 +71,7 @@ class Simulated:
         return self.ideal / self.seconds if self.seconds else 1.0
 
 
-def simulate(
-    trace: Trace, links: Links, plan: Plan, costs: Costs = H100, *, outcome: Effect | None = None
-) -> Simulated:
+def simulate(trace: Trace, links: Links, plan: Plan, *, outcome: Effect | None = None) -> Simulated:
     """Play one step of `trace` under `plan`.
 
     Parameters
@@ -102,18 +79,16 @@ def simulate(
     trace : Trace
         The period. Without times everything takes none, and only memory is told.
     links : Links
-        How fast the lanes are.
+        How fast the lanes are, and what moving costs besides.
     plan : Plan
         What is kept, moved and recomputed.
-    costs : Costs
-        What moving costs besides.
     outcome : Effect, optional
         What the plan's choice brings about, where it is known already.
     """
     if outcome is None:
         dropped = {trace.by_key[key].storage for key in plan.recompute}
         outcome = effect(trace, dropped, plan.regions)
-    return _Step(trace, links, plan, costs, outcome).run()
+    return _Step(trace, links, plan, outcome).run()
 
 
 @dataclass(slots=True)
@@ -145,8 +120,8 @@ class _Events:
 
 
 class _Step:
-    def __init__(self, trace: Trace, links: Links, plan: Plan, costs: Costs, outcome: Effect) -> None:
-        self.trace, self.links, self.plan, self.costs, self.outcome = trace, links, plan, costs, outcome
+    def __init__(self, trace: Trace, links: Links, plan: Plan, outcome: Effect) -> None:
+        self.trace, self.links, self.plan, self.outcome = trace, links, plan, outcome
         self.now = 0.0
         self.resident = 0
         self.free = {"d2h": 0.0, "h2d": 0.0, "disk_write": 0.0, "disk_read": 0.0}  # when each lane is free
@@ -225,7 +200,7 @@ class _Step:
     def _compute(self, seconds: float) -> None:
         """Compute for `seconds`, and the longer the more of it the lanes are busy."""
         now = self.now
-        for lane, slower in (("d2h", self.costs.d2h), ("h2d", self.costs.h2d)):
+        for lane, slower in (("d2h", self.links.costs.d2h), ("h2d", self.links.costs.h2d)):
             if self.free[lane] > now:
                 self.now += slower * min(seconds, self.free[lane] - now)
         self.now += seconds
@@ -250,7 +225,7 @@ class _Step:
     # ------------------------------------------------------------------------------------- out and back
 
     def _send(self, group: _Group) -> None:
-        self.now += self.costs.host
+        self.now += self.links.costs.host
         group.sent, group.out = self._copy("d2h", group.planned.nbytes, self.now, "h2d")
         if group.on_disk:
             _, group.written = self._copy("disk_write", group.planned.nbytes, group.out)

@@ -60,7 +60,7 @@ def _merge(options: argparse.Namespace) -> None:
 def _largest(options: argparse.Namespace) -> None:
     from benchmarks.fractions.largest import Largest
 
-    setting = _setting(options, learning=(8, 16), settled=4, timed=4)
+    setting = _setting(options, learning=(8, 96), settled=4, timed=4)
     Largest(
         Results(options.results),
         machine(),

@@ -47,7 +47,7 @@ class Lengths:
 
     warmup: int = 2
     timed: int = 6
-    learning: tuple[int, int] = (12, 30)
+    learning: tuple[int, int] = (12, 96)
     settled: int = 10
     seconds: float = 15.0
 
@@ -187,23 +187,24 @@ def _learn(session: Session, timed: Callable[[], float], least: int, most: int) 
     steady, patience = 0, time.perf_counter() + PLANNING
     for count in range(1, most + 1):
         timed()
-        now, busy = _plans(session)
+        now, busy, stay = _plans(session)
         while busy() and count >= least and time.perf_counter() < patience:
             time.sleep(0.02)  # steps without the plan that is being made would teach nothing
         steady = steady + 1 if now == plans and not busy() else 0
         plans = now
-        if count >= least and steady >= STEADY:
+        if count >= least and steady >= STEADY and stay:
             return count, True
     return most, False
 
 
-def _plans(session: Session) -> tuple[tuple[Plan, ...], Callable[[], bool]]:
-    """The plans of this thread, and who tells whether others are on their way."""
+def _plans(session: Session) -> tuple[tuple[Plan, ...], Callable[[], bool], bool]:
+    """The plans of this thread, who tells whether others are on their way, and whether these are to stay."""
     saver = session.runtime.saver()
-    learners = [mover.learner for mover in saver.armed_movers] if saver is not None else []
+    movers = saver.armed_movers if saver is not None else []
     return (
-        tuple(plan for learner in learners for plan in learner.plans),
-        lambda: any(learner.planning for learner in learners),
+        tuple(plan for mover in movers for plan in mover.learner.plans),
+        lambda: any(mover.learner.planning for mover in movers),
+        all(mover.idle or mover.learner.settled for mover in movers),
     )
 
 

@@ -200,8 +200,11 @@ class Compute(Protocol):
     def allocated(self) -> int:
         """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""
 
-    def meter(self) -> Meter:
-        """A meter of what happens from now on."""
+    def meter(self, head_start: float = 0.0) -> Meter:
+        """A meter of what happens from now on; where there is a device, that is held up before for so many seconds.
+
+        A program's host then gets ahead of it: on a host that is slower than the device every time is the host's.
+        """
 
     def peak(self, resident: int) -> int:
         """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""

@@ -22,6 +22,7 @@ from migrator.timing import CALL, Lap
 from migrator.transfers import Transfer
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
+CLOCK = 1.5e9  # cycles a second of a GPU whose clock PyTorch does not tell: somewhat less than today's have
 
 
 class TimedEvent(Event, Protocol):
@@ -160,8 +161,17 @@ class CudaCompute:
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 
-    def meter(self) -> CudaMeter:
-        return CudaMeter(self)
+    def hold_up(self, seconds: float) -> None:
+        """Have the present stream do nothing for so long, while the host goes on; not within a capture."""
+        if self.capturing():
+            return
+        properties = torch.cuda.get_device_properties(self.device)
+        rate = getattr(properties, "clock_rate", 0) * 1e3 or CLOCK  # which is in kHz, where PyTorch tells it
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(int(seconds * rate))
+
+    def meter(self, head_start: float = 0.0) -> CudaMeter:
+        return CudaMeter(self, head_start)
 
     def peak(self, resident: int) -> int:
         peak = peaks.since_restart(self.device)

@@ -99,7 +99,7 @@ class HostCompute:
     def allocated(self) -> int:
         return 0
 
-    def meter(self) -> HostMeter:
+    def meter(self, head_start: float = 0.0) -> HostMeter:
         return HostMeter(self)
 
     def stalled(self) -> float:

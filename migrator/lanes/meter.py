@@ -1,7 +1,8 @@
 """What a period takes: device seconds and HBM at each of its positions, on a GPU and without one.
 
 A meter runs while a period is recorded. What the lanes and our own trials add to the period is taken out again: waits
-of the compute stream for a lane, and everything *aside*.
+of the compute stream for a lane, and everything *aside*. On a GPU whose host is slower than itself, what was measured
+would be the host's pace. There the device can be held up before the period, so that the host has a *head start*.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ class HostMeter:
 class CudaMeter:
     """Events on the compute stream, and the peaks of the allocator."""
 
-    def __init__(self, compute: CudaCompute) -> None:
+    def __init__(self, compute: CudaCompute, head_start: float = 0.0) -> None:
         self._compute = compute
+        if head_start:
+            compute.hold_up(head_start)  # before the period begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
         self._others: list[int] = []

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from migrator.links import Links
 from migrator.planner.intervals import Bytes, Floats, in_hbm, room
-from migrator.simulator import H100, Costs
 from migrator.trace import Region, Trace
 
 KEEP, MOVE, DROP, WITHIN = range(4)
@@ -66,12 +65,10 @@ class Levers:
     budget : int
         HBM for saved tensors and `others`, in bytes.
     links : Links
-        How fast the lanes are.
-    costs : Costs
-        What moving costs besides.
+        How fast the lanes are, and what moving costs besides.
     """
 
-    def __init__(self, trace: Trace, budget: int, links: Links, costs: Costs = H100) -> None:
+    def __init__(self, trace: Trace, budget: int, links: Links) -> None:
         self.trace = trace
         self.room = room(trace, budget)
         self.below = links.below
@@ -90,6 +87,7 @@ class Levers:
         self.saved_at = self.times[[last_save[ident] for ident in self.idents]] if lives else np.zeros(0)
         self.lane_seconds = self.nbytes / links.d2h
         self.in_order = np.argsort(self.saved_at, kind="stable")
+        costs = links.costs
         moved_seconds = self.nbytes / links.d2h * costs.d2h + self.nbytes / links.h2d * costs.h2d
         self.move_cost = moved_seconds + costs.host * np.maximum(self.nbytes / (64 << 20), 1 / 16)
         seen = trace.storage_bytes.keys()

@@ -6,7 +6,8 @@ trace has no `others` it is the room for the saved tensors alone.
 To add one: write ``migrator/policies/NAME.py`` with a function ``plan(trace, budget, links) -> Plan`` whose
 docstring cites its source, enter it in `MODULES`, and give it a golden test in
 ``tests/unit/migrator/policies``. What policies share is in `migrator.planner`; its `schedule.fit` makes the plan of
-a choice, and `migrator.simulator` tells what that takes.
+a choice, and `migrator.simulator` tells what that takes. A file whose plans depend on `Links.costs` says so with
+``WEIGHS_COSTS = True``: nobody knows these of a program, so a plan made with others is tried, too (`migrator.contest`).
 """
 
 from __future__ import annotations
@@ -60,3 +61,8 @@ class _Policies(Mapping[str, Policy]):
 
 
 POLICIES = _Policies()
+
+
+def weighs_costs(name: str) -> bool:
+    """Whether the plans of a policy depend on what moving costs besides the links."""
+    return getattr(import_module(f"{__name__}.{MODULES[name].partition(':')[0]}"), "WEIGHS_COSTS", False)

@@ -15,6 +15,7 @@ from allocator.sizes import KiB, round_up
 from migrator.counters import Counters
 from migrator.lanes import Event, Piece, Stream, flat
 from migrator.lanes.host import HostCompute, HostEvent
+from migrator.lanes.meter import HostMeter
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -59,6 +60,7 @@ class StreamCompute(HostCompute):
         self.current = 1
         self.waits: list[tuple[Event, Stream]] = []
         self.stands_for: list[int] = []
+        self.head_starts: list[float] = []
         self.outlasted: list[tuple[Event, Stream]] = []
         self.handed_over: list[tuple[torch.Tensor, int]] = []
 
@@ -67,6 +69,10 @@ class StreamCompute(HostCompute):
 
     def time_waits(self, periods: int) -> None:
         self.stands_for.append(periods)
+
+    def meter(self, head_start: float = 0.0) -> HostMeter:
+        self.head_starts.append(head_start)
+        return super().meter(head_start)
 
     def outlast(self, event: Event, stream: Stream) -> None:
         self.outlasted.append((event, stream))

@@ -12,17 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allocator.sizes import GiB, MiB
+from allocator.sizes import MiB
 from migrator.background import in_background
-from migrator.feedback import LAPS, LATE, LATE_PACE, LEAST_LATE, OFF_PACE, PRESSED, SETTLED, SETTLING, TELLING, Feedback
-from migrator.learner import KINDS, PATIENCE, PERIODS_AFTER_DRIFT, Job, Learner
+from migrator.feedback import PRESSED, SETTLED, SURE, UNTOLD
+from migrator.learner import PATIENCE, Job, Learner
 from migrator.links import PCIE_GEN5, Links
 from migrator.made import Made
-from migrator.plan import NoPlanFits, Plan, look_ahead, make_plan
+from migrator.plan import NoPlanFits, Plan, look_ahead
 from migrator.planner.intervals import occupancy
 from migrator.policies import POLICIES
-from migrator.simulator import Simulated, simulate
-from migrator.timing import Lap, at_pace
+from migrator.recordings import KINDS, PERIODS_AFTER_DRIFT
+from migrator.simulator import simulate
+from migrator.timing import Lap
 from migrator.trace import Trace
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
@@ -436,74 +437,6 @@ def test_corrections_settle_within_ten_periods(share: float, error: float, slowe
     assert peak <= target * (1 + SETTLED)
 
 
-def test_a_lane_that_is_waited_for_longer_than_predicted_is_slower() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
-    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
-    assert not feedback.stalls(predicted.stalls, predicted)
-    late = {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}
-    assert feedback.stalls(late, predicted)
-    assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
-
-
-def test_a_stall_that_is_not_worth_a_plan_changes_nothing() -> None:
-    predicted = simulate(MODEL, PCIE_GEN5, replace(make_plan("test", MODEL, [0], GiB), room=GiB))
-    for ideal, late, changes in (
-        (1.0, 0.5 * LATE, False),
-        (1.0, 1.5 * LATE, True),
-        (1e-2, 0.9 * LEAST_LATE, False),
-        (1e-2, 1.1 * LEAST_LATE, True),
-    ):
-        stalls = {"d2h": predicted.stalls["d2h"] + late}
-        assert Feedback(TARGET, PCIE_GEN5).stalls(stalls, replace(predicted, ideal=ideal)) == changes
-
-
-def settled(feedback: Feedback, predicted: Simulated, lap: Lap) -> bool:
-    for _ in range(SETTLING + 1):
-        feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
-    return any([feedback.lap(lap, predicted) for _ in range(LAPS)])
-
-
-def test_times_that_were_recorded_too_long_are_corrected_by_those_of_whole_periods() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
-    assert not settled(feedback, predicted, Lap(predicted.seconds * (1 + OFF_PACE / 2), {}))
-    assert not settled(feedback, predicted, Lap((1 + LATE_PACE / 2) * predicted.seconds, {}))
-    assert not settled(feedback, predicted, Lap(2 * predicted.seconds, {})), "the host is never early in a recording"
-    assert settled(feedback, predicted, Lap(0.8 * predicted.seconds + 1.0, {"h2d": 1.0}))
-    assert feedback.pace == pytest.approx(0.8)
-    as_measured = simulate(at_pace(MODEL, feedback.pace), PCIE_GEN5, make_plan("test", MODEL, (), GiB))
-    assert as_measured.seconds == pytest.approx(0.8 * predicted.seconds)
-    assert not settled(feedback, as_measured, Lap(as_measured.seconds, {}))
-
-
-def test_a_device_at_its_power_limit_is_slower_than_in_a_recording_in_which_it_waited() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
-    assert settled(feedback, predicted, Lap(1.1 * predicted.seconds, {}))
-    assert feedback.pace == pytest.approx(1.1)
-
-
-def test_periods_that_differ_among_themselves_tell_nothing_of_the_pace() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
-    for _ in range(SETTLING + 1):
-        feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
-    for part in (1.0, 0.25, 0.9, 0.3):  # batches of several sizes
-        assert not feedback.lap(Lap(part * predicted.seconds, {}), predicted)
-    assert not any(feedback.lap(Lap(0.5, {"d2h": 0.4, "h2d": 0.4}), predicted) for _ in range(LAPS))  # on two streams
-    assert feedback.pace == 1.0
-
-
-def test_periods_right_after_a_change_of_plans_tell_nothing_of_the_pace() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    predicted = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
-    for _ in range(SETTLING):
-        feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
-        assert not feedback.lap(Lap(2 * predicted.seconds, {}), predicted)
-    assert feedback.pace == 1.0
-
-
 def test_several_periods_are_recorded_before_the_first_plan_where_that_is_asked_for() -> None:
     learner = Learner(POLICIES["flashneuron"], TARGET, recordings=3)
     for _ in range(2):
@@ -513,6 +446,87 @@ def test_several_periods_are_recorded_before_the_first_plan_where_that_is_asked_
     assert learner.period_over(chain([MiB] * 4), 0, whole=True, pressed=False, drifted=False)
     assert learner.plans
     assert not learner.records_next
+
+
+def test_the_host_gets_a_head_start_in_the_last_period_before_the_first_plan_and_in_no_other() -> None:
+    learner, given = Learner(POLICIES["flashneuron"], TARGET, recordings=3), []
+    for _ in range(3):
+        given.append(learner.head_start)
+        learner.period_over(TRACE, 0, whole=True, pressed=False, drifted=False)
+    assert given == [False, False, True]
+    quiet(learner, TARGET, drifted=True)
+    while learner.records_next:
+        assert not learner.head_start
+        learner.period_over(TRACE, TARGET, whole=True, pressed=False, drifted=False)
+
+
+def test_what_is_learned_anew_is_planned_for_when_all_is_recorded_again() -> None:
+    learner = Learner(POLICIES["auto"], peak_of(MODEL), recordings=3)
+    for _ in range(PATIENCE + 2):
+        learner.period_over(MODEL, 0, whole=False, pressed=False, drifted=False)
+    before = learner.plans
+    given, changed = [], []
+    quiet(learner, 0)
+    for _ in range(3):
+        given.append(learner.head_start)
+        changed.append(learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False))
+    assert before and learner.plans
+    assert (given, changed) == ([False, False, True], [False, False, True])
+
+
+# ---------------------------------------------------------------------------------------- plans that stay
+
+
+def bear_out(learner: Learner, periods: int) -> list[bool]:
+    """Periods that take what was predicted; whether the plans had settled after each."""
+    (predicted,) = learner.predictions
+    assert predicted is not None
+    settled = []
+    for _ in range(periods):
+        lap, peak = Lap(predicted.seconds, predicted.stalls), predicted.peak["hbm"]
+        assert not learner.period_over(None, peak, whole=True, pressed=False, drifted=False, lap=lap)
+        settled.append(learner.settled)
+    return settled
+
+
+def test_plans_have_settled_once_laps_bore_them_out() -> None:
+    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    assert learner.complete and not learner.settled
+    settled = bear_out(learner, 12)
+    assert settled == sorted(settled) and settled.index(True) >= SURE
+
+
+def test_plans_have_not_settled_while_something_is_recorded_planned_or_corrected() -> None:
+    learner, later = large()
+    assert not learner.settled
+    later.work()
+    quiet(learner, 0)
+    (predicted,) = learner.predictions
+    assert predicted is not None
+    assert bear_out(learner, 12)[-1]
+    quiet(learner, predicted.peak["hbm"], drifted=True)
+    assert learner.records_next and not learner.settled
+    while learner.records_next:
+        learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    assert learner.settled
+    quiet(learner, 2 * peak_of(MODEL))
+    assert learner.planning and not learner.settled
+    later.work()
+    quiet(learner, 0)
+    assert learner.complete and not learner.settled, "the new plans are not borne out yet"
+
+
+def test_where_no_laps_are_to_be_had_plans_settle_all_the_same() -> None:
+    one, other = chain([10 * MiB] * 4, "g"), chain([20 * MiB] * 4, "d")
+    several = Learner(FLASHNEURON, TARGET)
+    run(several, [(one, 900 * MiB), (other, 900 * MiB)] * 4)
+    too_small = Learner(POLICIES["auto"], max(MODEL.others) // 2, must_fit=False)
+    too_small.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    for learner in (learned(100 * MiB), several, too_small):
+        for _ in range(3 * UNTOLD):
+            quiet(learner, 2 * peak_of(MODEL) if learner is too_small else TARGET)
+        assert learner.settled
 
 
 # ------------------------------------------------------------------------------------------- other links
@@ -574,17 +588,6 @@ def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked
     assert of_new != of_old
 
 
-def test_a_lane_that_was_found_slower_is_slower_with_other_links_too() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
-    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
-    feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
-    feedback.given = replace(PCIE_GEN5, d2h=30e9, h2d=20e9)
-    assert feedback.links == replace(PCIE_GEN5, d2h=30e9, h2d=10e9)
-    feedback.given = PCIE_GEN5
-    assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
-
-
 def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
     learner = learned(700 * MiB)
     assert quiet(learner, 1100 * MiB)
@@ -600,61 +603,6 @@ def test_while_the_first_plan_is_made_nothing_can_depart_from_it() -> None:
     later.work()
     assert learner.period_over(None, 0, whole=True, pressed=False, drifted=True)
     assert not learner.records_next
-
-
-def test_a_cache_that_is_flushed_now_and_then_leaves_the_budget_as_it_is() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    flushes = [True] * SETTLING + [False, True, False, True, True]
-    assert [feedback.peak(TARGET, TARGET, TARGET, pressed=flush, may_grow=True) for flush in flushes] == [
-        *[False] * (len(flushes) - 1),
-        True,
-    ]
-    assert feedback.correction == -int(PRESSED * TARGET)
-    feedback.adopted()
-    assert not any(feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True) for _ in range(SETTLING))
-
-
-def test_what_did_not_fit_into_hbm_comes_off_the_budget_once_the_layout_has_settled() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-
-    def measured() -> bool:
-        return feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True, overflow=10 * MiB)
-
-    assert [measured() for _ in range(SETTLING)] == [*[False] * (SETTLING - 1), True]
-    assert -40 * MiB < feedback.correction < -10 * MiB
-
-
-def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-
-    def measured(overflow: int) -> bool:
-        return feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=overflow)
-
-    changed = 0
-    for _ in range(20):
-        feedback.adopted()
-        changed += any([measured(4 * MiB) for _ in range(SETTLING)])
-    assert changed == 1
-
-
-def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
-    feedback = Feedback(TARGET, PCIE_GEN5)
-
-    def measured(peak: int) -> bool:
-        return feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True)
-
-    assert [measured(TARGET * 85 // 100) for _ in range(TELLING)][-1]
-    assert feedback.correction > 0
-    assert measured(TARGET * 115 // 100)
-    assert feedback.correction == 0
-    assert not any(measured(TARGET * 85 // 100) for _ in range(2 * SETTLING))
-
-
-def test_the_budget_does_not_grow_by_what_a_short_period_leaves_free() -> None:
-    """Lengths alternate, and the plan for long periods serves short ones, too."""
-    feedback = Feedback(TARGET, PCIE_GEN5)
-    peaks = [TARGET * 70 // 100, TARGET * 99 // 100] * 10
-    assert not any(feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True) for peak in peaks)
 
 
 def test_what_no_trace_tells_of_is_looked_for_but_rarely() -> None:

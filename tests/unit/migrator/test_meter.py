@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from migrator.counters import Counters
+from migrator.lanes.cuda import CLOCK, CudaCompute
 from migrator.lanes.host import HostCompute
 from migrator.lanes.meter import CudaMeter, without
 
@@ -57,6 +61,7 @@ class FakeCompute:
 
     def __init__(self) -> None:
         self.highest = 0  # bytes since the last look
+        self.stream_has: list[str] = []
 
     def lap(self) -> int:
         peak, self.highest = self.highest, 0
@@ -70,7 +75,11 @@ class FakeCompute:
             return 1.0
 
     def mark(self, stream: object) -> Point:
+        self.stream_has.append("mark")
         return self.Point()
+
+    def hold_up(self, seconds: float) -> None:
+        self.stream_has.append(f"hold up {seconds} s")
 
     def stream(self) -> None:
         return None
@@ -95,3 +104,37 @@ def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:
     meter.tick(0)
     compute.highest = 100
     assert meter.finish(0, [0, 60]).others == (100, 40)
+
+
+def test_the_device_is_held_up_before_the_period_begins() -> None:
+    compute = FakeCompute()
+    CudaMeter(compute, 0.1)  # type: ignore[arg-type]
+    assert compute.stream_has == ["hold up 0.1 s", "mark"]
+    compute = FakeCompute()
+    CudaMeter(compute)  # type: ignore[arg-type]
+    assert compute.stream_has == ["mark"]
+
+
+def test_without_a_gpu_there_is_nobody_to_hold_up() -> None:
+    begin = time.perf_counter()
+    HostCompute(Counters()).meter(10.0).finish(0, [0])
+    assert time.perf_counter() - begin < 5
+
+
+@pytest.mark.parametrize(("told", "rate"), [({"clock_rate": 2_000_000}, 2e9), ({}, CLOCK)], ids=["told", "not told"])
+def test_the_device_is_held_up_by_cycles_of_its_clock(
+    told: dict[str, int], rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[int] = []
+    entered: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
+    compute = CudaCompute.__new__(CudaCompute)
+    compute.device = torch.device("cuda", 1)
+    compute.capturing = lambda: False
+    compute.hold_up(0.1)
+    assert (slept, entered) == ([int(0.1 * rate)], [compute.device])
+    compute.capturing = lambda: True
+    compute.hold_up(0.1)
+    assert len(slept) == 1, "what is captured would wait in every replay"

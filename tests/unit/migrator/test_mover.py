@@ -21,7 +21,7 @@ from migrator.group import State
 from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learner import Learner
-from migrator.mover import CLOSELY, SAMPLED, Go, Mover, Stay
+from migrator.mover import CLOSELY, HEAD_START, SAMPLED, Go, Mover, Stay
 from migrator.plan import PageGroup
 from migrator.policies import POLICIES
 from migrator.tensors import Moved
@@ -33,13 +33,13 @@ NBYTES = 64 * KiB
 class Rig:
     """A mover whose lanes move when told to; it learns for as long as a test does not switch to `planned`."""
 
-    def __init__(self, dram: int = 64 * MiB, budget: int = 64 * MiB, policy: str = "move") -> None:
+    def __init__(self, dram: int = 64 * MiB, budget: int = 64 * MiB, policy: str = "move", recordings: int = 1) -> None:
         self.arena = DramArena(dram, pinned=False, step=dram)
         self.backing = Backing(self.arena, None, Counters())
         self.compute = StreamCompute()
         self.out, self.back = HandLane(), HandLane()
         self.engine = Engine(self.compute, self.out, self.back, self.backing)
-        self.mover = Mover(self.engine, Learner(POLICIES[policy], budget), budget)
+        self.mover = Mover(self.engine, Learner(POLICIES[policy], budget, recordings=recordings), budget)
 
     def planned(self, *groups: PageGroup, limit: int = GiB) -> list[list[Go]]:
         """As if a plan had these groups: per group what it says of each site."""
@@ -347,6 +347,34 @@ def test_waits_are_timed_while_that_corrects_plans_and_then_now_and_then(rig: Ri
     assert sorted(told[-SAMPLED:]) == [0] * (SAMPLED - 1) + [SAMPLED], "and what is timed stands for the rest"
     run(rig, layers(3))  # which is drift, and recorded
     assert rig.mover.recorder is not None and told[-1] == 1
+
+
+def test_waits_are_timed_for_as_long_as_plans_have_not_settled(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as while the faster of two is found: each has to be told what its periods take."""
+    monkeypatch.setattr(Learner, "settled", False)
+    for _ in range(2 * CLOSELY):
+        run(rig, layers(2))
+    assert rig.compute.stands_for == [1] * 2 * CLOSELY
+
+
+def test_the_host_is_ahead_in_the_last_period_that_is_recorded_before_there_is_a_plan() -> None:
+    rig = Rig(recordings=3)
+    for _ in range(4):
+        run(rig, layers(2))
+    assert rig.compute.head_starts == [0.0, 0.0, HEAD_START]
+    run(rig, layers(3))  # which is drift, and recorded
+    assert rig.compute.head_starts[3:] == [0.0]
+    rig.close()
+
+
+def test_what_begins_again_gets_no_head_start() -> None:
+    """A program may look at forwards as often as it likes, and is not to wait each time."""
+    rig = Rig(recordings=2)
+    run(rig, layers(2))
+    for _ in range(3):
+        rig.mover.begin_again()
+    assert rig.compute.head_starts == [0.0, HEAD_START, 0.0, 0.0, 0.0]
+    rig.close()
 
 
 def test_a_planned_period_leaves_nothing_behind(rig: Rig) -> None:

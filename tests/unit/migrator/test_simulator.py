@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allocator.sizes import GiB
-from migrator.links import PCIE_GEN5, Links
+from migrator.links import PCIE_GEN5, Costs, Links
 from migrator.plan import Plan, make_plan
 from migrator.planner.effects import effect
 from migrator.planner.schedule import scheduled
-from migrator.simulator import Costs, Simulated, simulate
+from migrator.simulator import Simulated, simulate
 from migrator.trace import Recipe, Region, Trace
 from tests.unit.modelled import gpt
 from tests.unit.quick import quickest
 from tests.unit.traces import chain, programs
 
 FREE = Costs(host=0.0, d2h=0.0, h2d=0.0)
-LINKS = Links(d2h=10.0, h2d=10.0, both=20.0, disk_write=5.0, disk_read=5.0, latency=0.0)
+LINKS = Links(d2h=10.0, h2d=10.0, both=20.0, disk_write=5.0, disk_read=5.0, latency=0.0, costs=FREE)
 
 # Four storages of 100 bytes, saved at seconds 1 to 4 and used at 5 to 8; the step takes 10 seconds.
 TRACE = replace(chain([100] * 4), times=tuple(map(float, range(1, 9))), seconds=10.0, others=(0,) * 9)
@@ -31,8 +31,8 @@ def plan(*moved: int, room: int = 10**9, dropped: tuple[int, ...] = (), regions:
     return replace(made, room=room)
 
 
-def played(made: Plan, costs: Costs = FREE, trace: Trace = TRACE) -> Simulated:
-    return simulate(trace, LINKS, made, costs)
+def played(made: Plan, links: Links = LINKS, trace: Trace = TRACE) -> Simulated:
+    return simulate(trace, links, made)
 
 
 def test_where_everything_is_kept_the_step_is_ideal() -> None:
@@ -100,7 +100,7 @@ def test_a_moved_input_is_fetched_before_something_is_made_from_it() -> None:
 
 
 def test_busy_lanes_and_groups_cost_compute() -> None:
-    result = played(plan(0), Costs(host=1.0, d2h=0.5, h2d=0.0))
+    result = played(plan(0), replace(LINKS, costs=Costs(host=1.0, d2h=0.5, h2d=0.0)))
     # The host takes from 1 to 2; the lane is busy from 2 to 12, in which 7 seconds of the step take 1.5 each, less half
     # a second of which it is free; so it is 12.5 at the last use, and 2 seconds are left.
     assert result.seconds == 14.5
@@ -134,7 +134,7 @@ def test_a_plan_is_never_faster_than_ideal_and_simulates_the_same_every_time(
 
 @given(programs(), st.integers(0, 2 * GiB), st.randoms())
 def test_the_parts_add_up_to_the_step(trace: Trace, budget: int, rng: Random) -> None:
-    result = simulate(trace, PCIE_GEN5, some_plan(trace, budget, rng), FREE)
+    result = simulate(trace, replace(PCIE_GEN5, costs=FREE), some_plan(trace, budget, rng))
     assert result.seconds == pytest.approx(result.ideal + result.recomputing + sum(result.stalls.values()))
 
 

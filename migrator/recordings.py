@@ -1,0 +1,102 @@
+"""Which periods are recorded, and what was recorded: a trace for each kind of period.
+
+The first periods, for the first plans; a few when something departed from the plans, as programs alternate between
+kinds of periods. A program that is new in every period (routing, shapes) must not be recorded in every period, so the
+pauses between two looks at it grow longer. Pure.
+"""
+
+from __future__ import annotations
+
+from migrator.timing import together
+from migrator.trace import Trace
+
+PERIODS_AFTER_DRIFT = 4  # recorded when something unforeseen was saved: programs alternate between kinds of periods
+LONGEST_PAUSE = 128  # periods
+KINDS = 8  # kinds of periods that are remembered
+
+
+class Recordings:
+    """The recordings of one device.
+
+    Parameters
+    ----------
+    first : int
+        Periods that are recorded before there is a plan; see `migrator.timing`.
+
+    Attributes
+    ----------
+    learning : bool
+        Whether these are not all there: the first plans are for what they tell together.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.learning = True
+        self._traces: dict[frozenset[str], Trace] = {}
+        self._first = self._to_record = first
+        self._steady = 0  # periods as foreseen since the last drift
+        self._pause = PERIODS_AFTER_DRIFT  # from one look at a drift to the next, longer each time
+        self._look_again = 0  # the period from which on
+        self._news = False  # whether what was recorded since the last drift was anything new
+
+    @property
+    def due(self) -> bool:
+        """Whether the next period is to be recorded."""
+        return self._to_record > 0
+
+    @property
+    def last_first(self) -> bool:
+        """Whether the next period is the last that is recorded before there is a plan."""
+        return self.learning and self._to_record == 1
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """One for each kind of period, the one recorded last at the end."""
+        return tuple(self._traces.values())
+
+    def begin_anew(self) -> None:
+        """Forget what was recorded."""
+        self._traces.clear()
+        self._to_record = self._first
+        self.learning = True
+
+    def add(self, trace: Trace, period: int) -> bool:
+        """Take in what was recorded in period number `period`; whether it is anything new."""
+        self._to_record -= 1
+        kind = frozenset(site.key for site in trace.sites)
+        before = self._traces.get(kind)
+        if before is not None and not self.learning and _is_alike(before, trace):
+            if not self._to_record and not self._news:
+                # What departed from the plan is nothing that a trace tells of. To record costs time, and the memory
+                # of what is otherwise recomputed: this is looked at again, but rarely.
+                self._look_again = period + LONGEST_PAUSE
+            return False
+        self._news = True
+        self.learning &= self._to_record > 0
+        self._traces.pop(kind, None)
+        if before is None:
+            self._traces[kind] = trace
+        elif before.saved_bytes == trace.saved_bytes:
+            self._traces[kind] = together(before, trace)
+        else:  # of two periods of one kind that differ in size, the plan must fit the larger
+            self._traces[kind] = max(before, trace, key=lambda of: of.saved_bytes)
+        while len(self._traces) > KINDS:
+            del self._traces[next(iter(self._traces))]
+        return True
+
+    def pass_by(self, period: int, *, drifted: bool) -> None:
+        """Take note of a period that was not recorded, and whether it `drifted` from the plans."""
+        if not drifted:
+            self._steady += 1
+            if self._steady > self._pause:
+                self._pause = PERIODS_AFTER_DRIFT
+        elif period >= self._look_again:
+            self._steady = 0
+            self._news = False
+            self._to_record = PERIODS_AFTER_DRIFT
+            self._look_again = period + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+def _is_alike(one: Trace, other: Trace) -> bool:
+    """Whether they tell the same but for times; a region may have turned out to be none."""
+    return one.sites == other.sites and {r.path for r in one.regions} == {r.path for r in other.regions}
