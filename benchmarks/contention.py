@@ -27,7 +27,7 @@ import torch
 import tiers
 from allocator.sizes import format_size
 from benchmarks import workloads
-from benchmarks.activation_path import LEARNING, link_speed
+from benchmarks.activation_path import link_speed
 from benchmarks.alternate import sm_clock
 from benchmarks.loads import Copies, Jpegs, Load
 from migrator.backoff import Response
@@ -283,7 +283,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=None, help="(default: 3; with --tiny 1)")
     parser.add_argument("--settle", type=int, default=12, help="steps before the timed ones, with the monitor on")
     parser.add_argument("--window", type=int, default=6, help="timed steps")
-    parser.add_argument("--learning", type=int, default=LEARNING + 4)
+    parser.add_argument("--learning", type=int, default=64, help="steps until the plans have settled")
     parser.add_argument("--minutes", type=float, default=4.5, help="no round begins that would end after these")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each load alone")
     parser.add_argument("--json", type=Path)
