@@ -75,9 +75,8 @@ class Saver(OnStack):
         self.place = self.modules.place
         self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
         self.movers: dict[torch.device, Mover | None] = {}
-        self._agenda = Agenda()
+        self._agenda = self.place.agenda = Agenda()  # what the plans say, and what the period under way goes by
         self.regions = Regions(self.modules, self._may_recompute)
-        self._afresh = False  # the period is recorded as if there were no plans
         self._ident = threading.get_ident()
         self.steps_before = 0  # optimizer steps made before the period began
         self._make_mover = make_mover
@@ -98,9 +97,9 @@ class Saver(OnStack):
     def pop(self) -> None:
         """Switch the hooks off; where somebody else's lie on top of them, from now on everything stays."""
         self.take_off()
-        self._agenda = Agenda()
+        self._agenda = self.place.agenda = Agenda()
         self.movers = {}
-        self.place.recording = self._afresh = False
+        self.place.recording = False
         self.regions.apply(())
         self.place.period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
@@ -164,7 +163,7 @@ class Saver(OnStack):
 
     def adopt(self, actions: Iterable[tuple[str, Action]], regions: Iterable[str] = ()) -> None:
         """From the next period on, do this at these sites, and recompute these regions."""
-        self._agenda = Agenda(actions, regions)
+        self._agenda = self.place.agenda = Agenda(actions, regions)
         self._allowance.hold(self, self._agenda.objects)
 
     def _forget_dead_forward(self) -> None:
@@ -186,7 +185,8 @@ class Saver(OnStack):
             self._period_over(self)
             self.place.recording = any(mover.recorder is not None for mover in self.armed_movers)
             # A period is recorded with all that its modules save; where no plan has room for that, it all moves.
-            self._afresh = bool(self._agenda.regions) and all(mover.recorder is not None for mover in self.armed_movers)
+            afresh = self._agenda.regions and all(mover.recorder is not None for mover in self.armed_movers)
+            self.place.agenda = Agenda() if afresh else self._agenda
             self.regions.apply(() if self.place.recording else self._agenda.regions)
 
     @contextmanager
@@ -210,10 +210,7 @@ class Saver(OnStack):
             self.end_period()
         node = self.place.here
         if node.period != self.place.period:
-            node.period = self.place.period
-            node.count = 0
-            node.actions = () if self._afresh else self._agenda.of(node.path)
-            node.noted = self._agenda.noted(node.path)
+            node.begin(self.place)
         if node.of_inputs and not tensor.numel():
             return keep(tensor)
         number = node.count

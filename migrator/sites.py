@@ -9,11 +9,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torch import nn
 
 Action = TypeVar("Action")
+Action_co = TypeVar("Action_co", covariant=True)
+
+
+class Agenda(Protocol[Action_co]):
+    """What the plans say of all sites, by module."""
+
+    def of(self, path: str) -> Sequence[Action_co | None]:
+        """The actions of a module, by number; shorter than its sites where some were not foreseen."""
+
+    def noted(self, path: str) -> Collection[int]:
+        """Numbers of a module's sites that formulas find by the node that made them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,9 +38,11 @@ class Node(Generic[Action]):
     kind : str
         Class of the module.
     period : int
-        The period that `count` and `actions` belong to.
+        The period that `count` belongs to.
     count : int
         Tensors it has saved in that period.
+    agenda : Agenda
+        Where `actions` and `noted` were looked up.
     actions : sequence
         What the plan says of each, by number; shorter than the sites when some were not foreseen.
     noted : collection of int
@@ -44,9 +57,19 @@ class Node(Generic[Action]):
     of_inputs: bool = False
     period: int = -1
     count: int = 0
+    agenda: Agenda[Action] | None = None
     actions: Sequence[Action | None] = ()
     noted: Collection[int] = ()
     unnamed: dict[str, Node[Action]] = field(default_factory=dict)
+
+    def begin(self, place: Place[Action]) -> None:
+        """Come to the period under way."""
+        self.period = place.period
+        self.count = 0
+        if self.agenda is not place.agenda and place.agenda is not None:
+            self.agenda = place.agenda
+            self.actions = place.agenda.of(self.path)
+            self.noted = place.agenda.noted(self.path)
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +82,8 @@ class Place(Generic[Action]):
         The module it is in.
     period : int
         Number of the period under way.
+    agenda : Agenda
+        What the plans say of sites in that.
     recording : bool
         Whether that is recorded.
     in_backward : bool
@@ -67,6 +92,7 @@ class Place(Generic[Action]):
 
     here: Node[Action]
     period: int = 0
+    agenda: Agenda[Action] | None = None
     recording: bool = False
     in_backward: bool = False
 

@@ -25,6 +25,16 @@ PyObject *&at(PyObject *object, Py_ssize_t slot) {
   return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
 }
 
+void put(PyObject *object, Py_ssize_t slot, THPObjectPtr value) {
+  Py_SETREF(at(object, slot), value.release());
+}
+
+THPObjectPtr number_of(Py_ssize_t value) {
+  THPObjectPtr number(PyLong_FromSsize_t(value));
+  if (!number) throw python_error();
+  return number;
+}
+
 // Borrowed references become own ones for as long as Python code runs that may drop the others.
 THPObjectPtr own(PyObject *object) {
   Py_INCREF(object);
@@ -47,10 +57,10 @@ const Names &names() {
 struct Slots {
   PyTypeObject *stay_type, *go_type;
   struct {
-    Py_ssize_t here, period, recording, in_backward;
+    Py_ssize_t here, period, agenda, recording, in_backward;
   } place;
   struct {
-    Py_ssize_t of_inputs, period, count, actions, noted;
+    Py_ssize_t of_inputs, period, count, agenda, actions, noted;
   } node;
   struct {
     Py_ssize_t mover, enter, leave, pace;
@@ -126,8 +136,12 @@ bool is_ordinary(PyObject *object) {
 // The plan's action for the tensor that is saved now, if this is the place for it; borrowed, null if not.
 PyObject *foreseen(const Hook &hook, PyObject *node) {
   const Slots &slots = hook.own.slots;
-  // A module that is entered for the first time in a period has the number of another.
-  if (at(node, slots.node.period) != at(hook.place, slots.place.period)) return nullptr;
+  if (at(node, slots.node.period) != at(hook.place, slots.place.period)) {
+    // The first tensor of a module in this period: `Node.begin`, where that has nothing to look up.
+    if (at(node, slots.node.agenda) != at(hook.place, slots.place.agenda)) return nullptr;
+    put(node, slots.node.period, own(at(hook.place, slots.place.period)));
+    put(node, slots.node.count, number_of(0));
+  }
   if (at(node, slots.node.of_inputs) != Py_False) return nullptr;
   PyObject *actions = at(node, slots.node.actions), *noted = at(node, slots.node.noted);
   PyObject *count = at(node, slots.node.count);
@@ -138,10 +152,8 @@ PyObject *foreseen(const Hook &hook, PyObject *node) {
 }
 
 void count_one(const Hook &hook, PyObject *node) {
-  PyObject *&count = at(node, hook.own.slots.node.count);
-  PyObject *next = PyLong_FromSsize_t(PyLong_AsSsize_t(count) + 1);
-  if (!next) throw python_error();
-  Py_SETREF(count, next);
+  const Py_ssize_t slot = hook.own.slots.node.count;
+  put(node, slot, number_of(PyLong_AsSsize_t(at(node, slot)) + 1));
 }
 
 PyObject *pack(const Hook &hook, PyObject *tensor) {
@@ -227,9 +239,10 @@ Slots slots_of(PyObject *place) {
   return {
       reinterpret_cast<PyTypeObject *>(stay.get()),  // which live as long as their module
       reinterpret_cast<PyTypeObject *>(go.get()),
-      {slot_of(of, "here"), slot_of(of, "period"), slot_of(of, "recording"), slot_of(of, "in_backward")},
-      {slot_of(node, "of_inputs"), slot_of(node, "period"), slot_of(node, "count"), slot_of(node, "actions"),
-       slot_of(node, "noted")},
+      {slot_of(of, "here"), slot_of(of, "period"), slot_of(of, "agenda"), slot_of(of, "recording"),
+       slot_of(of, "in_backward")},
+      {slot_of(node, "of_inputs"), slot_of(node, "period"), slot_of(node, "count"), slot_of(node, "agenda"),
+       slot_of(node, "actions"), slot_of(node, "noted")},
       {slot_of(stay, "mover"), slot_of(stay, "enter"), slot_of(stay, "leave"), slot_of(stay, "pace")},
       {slot_of(go, "mover"), slot_of(go, "pace")},
   };

@@ -36,7 +36,7 @@ def recomputes_and_moves_the_inputs(device: torch.device) -> None:
         print(f"  {moved(session)['d2h'] - before} bytes out")
         loss.backward()
         saver = session.runtime.saver()
-        assert saver is not None and not saver.recording, "its sites are those of the plan"
+        assert saver is not None and not saver.place.recording, "its sites are those of the plan"
         keys = {key for mover in saver.armed_movers for plan in mover.learner.plans for key in plan.keep}
         groups = [group for mover in saver.armed_movers for plan in mover.learner.plans for group in plan.groups]
         assert {"Sequential.1.layers/in:0"} <= keys | {key for group in groups for key in group.sites}
@@ -61,7 +61,7 @@ def foresees_the_inputs_where_the_checkpoint_saves_an_empty_tensor_first(device:
         assert recomputed(session)
         loss = model(batch(device, 9)).sum()
         saver = session.runtime.saver()
-        assert saver is not None and not saver.recording
+        assert saver is not None and not saver.place.recording
         unforeseen = [mover.filling.unforeseen for mover in saver.armed_movers]
         assert not any(unforeseen), "something was saved that no plan knows"
         loss.backward()
@@ -80,10 +80,10 @@ def moves_what_it_would_have_recomputed_while_it_records_anew(device: torch.devi
         for _ in range(2):
             before = moved(session)["d2h"]
             loss = model(batch(device, 9)).sum()
-            if saver.recording:
+            if saver.place.recording:
                 break
             loss.backward()
-        assert saver.recording, "what is new is recorded"
+        assert saver.place.recording, "what is new is recorded"
         inner = sum(block.layers(batch(device, 9)).nbytes for block in model)
         assert moved(session)["d2h"] - before > inner, "no plan has room for what the regions save"
         loss.backward()

@@ -254,13 +254,28 @@ def test_what_stays_and_what_moves_takes_the_shortcut(native_rig: tuple[_Rig, li
     rig, called = native_rig
     rig.plan([None, Stay(rig.mover, 1, 1), Go(rig.mover, GROUP)], set())
     packed = [rig.pack(torch.randn(64, 64)) for _ in range(3)]
-    assert called == ["pack"]  # the first, with which the module comes to the period
+    assert called == ["pack"]  # the first, with which the module comes to the plan
     rig.unpack(packed[1])
     assert called == ["pack", "unpack"]  # nobody is in backward: somebody looks at what a node saved
     rig.saver.place.in_backward = True
     for one in packed:
         rig.unpack(one)
     assert called == ["pack", "unpack"]
+
+
+def test_a_module_that_comes_again_takes_the_shortcut_with_its_first_tensor(native_rig: tuple[_Rig, list[str]]) -> None:
+    """A third of what a ResNet saves is the first of its module."""
+    rig, called = native_rig
+    rig.plan([Stay(rig.mover, 1, 1)] * 2, set())
+    rig.pack(torch.randn(8))
+    called.clear()
+    rig.saver.place.period += 1
+    packed = rig.pack(torch.randn(8))
+    assert isinstance(packed, tuple) and packed[2] is rig.saver.place.here.actions[0]
+    assert called == [] and rig.saver.place.here.count == 1
+    rig.plan([None, None, Stay(rig.mover, 2, 2)], set())  # there is another plan: it has to be looked up
+    assert rig.pack(torch.randn(8))[2] is None  # type: ignore[index]
+    assert called == ["pack"]
 
 
 def test_what_is_recorded_or_noted_is_left_to_python(native_rig: tuple[_Rig, list[str]]) -> None:
