@@ -112,7 +112,10 @@ def test_the_report_accounts_for_the_plan_of_the_run(tmp_path: Path, capsys: pyt
     assert {key: told[key] for key in STATS} == STATS
 
 
-def test_a_plan_without_its_trace_costs_the_account_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_without_its_trace_costs_the_account_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")  # paths may be long, and are cut where the terminal ends
     (tmp_path / "stats.json").write_text(json.dumps(STATS))
     (tmp_path / "plan.json").write_text(replace(planned(11 * GiB)).to_json())
     assert main(["report", str(tmp_path)]) == 0
