@@ -38,6 +38,7 @@ VARIANTS = {
     "pages": {"TIERS_ALLOCATOR": "pages", "TIERS_POLICY": "keep"},
 }
 WARMUP = 8
+SETTLING = 64  # the same where plans are made, and compete
 STUCK = 300  # seconds without a step
 LIMITS = {"changing_gpt": 1.03}  # of reserved / live
 LIMIT = 1.01
@@ -158,7 +159,7 @@ def compare(
                 startups[name] = workers[name].startup
                 seen[name] = [workers[name].first]
             for name in together:
-                seen[name] += [workers[name].step() for _ in range(WARMUP)]
+                seen[name] += [workers[name].step() for _ in range(SETTLING if moves(name) else WARMUP)]
             for k in range(rounds):
                 turn = k % len(together)
                 for name in together[turn:] + together[:turn]:

@@ -194,7 +194,7 @@ def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
         arguments["hbm"] = options.hbm
     with tiers.session(policy=options.policy, dram=options.dram, monitor_enabled=False, **arguments) as session:
         switch = Switch(Calibration(measured))
-        session.runtime.options = replace(session.runtime.options, advisor=switch)
+        session.runtime.advise(switch)
         switch.set(True)  # learns what lanes give, as in a program that begins before the load
         for _ in range(options.learning):
             workload.step()

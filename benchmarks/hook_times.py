@@ -37,7 +37,10 @@ STEPS = 20
 
 
 class HookTimer:
-    """Adds up the host time that the saved-tensor hooks take, for those that stay and those that move."""
+    """Adds up the host time that the saved-tensor hooks take, for those that stay and those that move.
+
+    Not for what is recomputed: formulas know what is packed by the hook that would unpack it, which is hidden here.
+    """
 
     def __init__(self) -> None:
         self.seconds = {"stay": 0.0, "move": 0.0}

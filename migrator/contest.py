@@ -37,6 +37,8 @@ ALIKE = 0.01  # of a lap: if these differ by more, they tell nothing
 MARGIN = 0.002  # of a lap: by how much the rival has to be shorter
 WORTH = 0.004  # of the step: what a rival has to promise, as to try it costs some periods
 PATIENCE = 24  # periods in which a round has to be over: without a GPU there are no laps
+MAKING = 4096  # periods in which a rival has to be made
+TRIES = 3  # races that may be broken off
 
 
 class Round:
@@ -97,21 +99,22 @@ class Contest:
         self._others = MEASURED if costs == HARDLY else HARDLY
         self._ask = ask
         self._over = False
+        self._tries = 0  # races since the program was another one
         self._round = Round()  # of the plan that is carried out
         self._rounds: list[Sequence[float]] = []  # the holder's that are over
         self._asked: Future[tuple[Made, ...]] | None = None
         self._rival: Made | None = None  # once it is made, until it is carried out
-        self._holder: Made | None = None  # while its rival is carried out
+        self.holder: Made | None = None  # while its rival is carried out
 
     @property
     def is_over(self) -> bool:
         """Whether the plan stays that is carried out."""
-        return self._over and self._holder is None
+        return self._over and self.holder is None
 
     @property
     def racing(self) -> bool:
         """Whether the rival is carried out."""
-        return self._holder is not None
+        return self.holder is not None
 
     @property
     def planning(self) -> bool:
@@ -120,16 +123,18 @@ class Contest:
 
     def renew(self) -> None:
         """The program is another one: there may be a contest again."""
-        self._over = False
+        self._over, self._tries = False, 0
 
     def adopted(self) -> None:
         """There is another holder."""
         self._round, self._rounds = Round(), []
-        self._asked = self._rival = self._holder = None
+        self._asked = self._rival = self.holder = None
 
     def withdraw(self) -> Made | None:
-        """Break it off; the holder, if it is to come back."""
-        holder = self._holder
+        """Break it off; the holder, if it is to come back. Nothing is decided by that, so there may be another race."""
+        holder = self.holder
+        if holder is not None:
+            self._over = self._tries >= TRIES
         self.adopted()
         return holder
 
@@ -150,7 +155,7 @@ class Contest:
         self._round.period_over(lap)
         if drifted:
             self._round.disturbed()
-        if self._holder is not None:
+        if self.holder is not None:
             # What the allocator caches fits the plan before, at first.
             unfit = drifted or (pressed and self._round.periods > SETTLING)
             return self._decide(made, unfit=unfit) if unfit or self._round.is_over or self._round.failed else None
@@ -170,12 +175,15 @@ class Contest:
         if self._rival is None:
             self._asked = self._ask(self._others)
             return None
-        self._over, self._holder = True, holder
+        self._over, self.holder = True, holder
+        self._tries += 1
         return self._rival
 
     def _take_over(self, asked: Future[tuple[Made, ...]]) -> None:
         """Take the rival over, if it was made by now."""
         if not asked.done():
+            self._over = self._round.periods >= MAKING
+            self._asked = None if self._over else asked
             return
         self._asked, self._round = None, Round()
         if (error := asked.exception()) is not None:  # there is a plan: no program ends for want of another
@@ -185,7 +193,7 @@ class Contest:
         self._over = self._rival is None
 
     def _decide(self, rival: Made, *, unfit: bool) -> Made | None:
-        holder, rounds, now = self._holder, self._rounds, self._round.seconds
+        holder, rounds, now = self.holder, self._rounds, self._round.seconds
         assert holder is not None
         self.adopted()
         wins = not unfit and all(beats(now, before) for before in rounds)

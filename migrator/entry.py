@@ -16,8 +16,11 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from migrator import peaks, process_groups
+from migrator.engine import Engine
 from migrator.group import claim_died
 from migrator.hooks import Saver
+from migrator.lanes.host import HostCompute
+from migrator.mover import Mover
 
 
 class Listener(Protocol):
@@ -146,12 +149,16 @@ def _enable() -> None:
 def _keep_dynamo_out() -> None:
     """Have Dynamo run our entry points, and what they call, as they are, also where it traces what calls them.
 
+    Native hooks have no frame in Python, so what those call are entry points, too.
+
     `torch._dynamo.disable` says the same and puts a wrapper around each call.
     """
     from torch._C._dynamo import eval_frame  # importing this does not import torch._dynamo
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for function in (Saver.pack, Saver.unpack, claim_died, _enter, _leave, _stepping, _stepped, _disable, _enable):
+    natively = (Mover.take, Mover.give_back, Engine.born, Engine.entered, Engine.reached, Engine.left)
+    hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *natively)
+    for function in (*hooks, claim_died, _enter, _leave, _stepping, _stepped, _disable, _enable):
         eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 

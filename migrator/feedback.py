@@ -194,11 +194,13 @@ class Feedback:
         foreseen = predicted.seconds - sum(predicted.stalls.values())
         if other.seconds > best.seconds * (1 + OFF_PACE) or computed <= 0:
             return False  # a period that was shorter than others is another: fewer samples, a step that was left out
-        if foreseen * (1 + LATE_PACE) < computed < foreseen * SLOWEST:
+        late = foreseen * (1 + LATE_PACE)
+        if late < computed < foreseen * SLOWEST:
             computed = min(map(_computed, self._laps))
-            if len(self._laps) < SURE or computed <= foreseen * (1 + LATE_PACE):
-                return False
-        elif computed >= foreseen * (1 - OFF_PACE):
+            believed = len(self._laps) == SURE and computed > late
+        else:
+            believed = computed < foreseen * (1 - OFF_PACE)
+        if not believed:
             return self.stalls(best.stalls, predicted)
         self._looks += 1
         self.pace = max(FASTEST, self.pace * computed / foreseen)

@@ -41,6 +41,8 @@ class Filling:
     ----------
     unforeseen : bool
         Whether something was saved in this period that no plan knows.
+    on_trial : bool
+        Whether the program can do without the plan: what no tier below has room for stays, and counts as unforeseen.
     loose : dict
         The groups for what no plan has foreseen, one for each stream.
     """
@@ -48,6 +50,7 @@ class Filling:
     def __init__(self, engine: Engine, room: int) -> None:
         self.room = room
         self.unforeseen = False
+        self.on_trial = False
         self.loose: dict[Stream, Group] = {}
         self._engine = engine
         self._open: dict[tuple[PageGroup, Stream], Open] = {}
@@ -83,7 +86,13 @@ class Filling:
         self._completed.add(filling.planned)
         # Groups that should have been complete before it wait for a branch that was not taken.
         for key in [key for key in self._open if key[0].last_birth <= filling.planned.last_birth]:
-            self._engine.send(self._open.pop(key).group)
+            group = self._open.pop(key).group
+            try:
+                self._engine.send(group)
+            except TierFull:
+                if not self.on_trial:
+                    raise
+                self.unforeseen = True
 
     def loose_group(self, stream: Stream) -> Group:
         """The group for what no plan has foreseen."""

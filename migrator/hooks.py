@@ -109,16 +109,17 @@ class Saver(OnStack):
         if self.armed_movers and all(mover.idle for mover in self.armed_movers) and self.rest():
             self._allowance.hold(self, 0)
 
-    def wake(self) -> None:
-        """HBM is full: look at what is saved again. Before the first forward of a period only."""
+    def wake(self) -> bool:
+        """HBM is full: look at what is saved again, if that is of use. Before the first forward of a period only."""
         if not self.is_free() or not any([mover.wake() for mover in self.armed_movers]):
-            return
+            return False
         log.info("hbm is full: what is saved is looked at again")
         self.resting = self.place.in_backward = False
         self.push()
         self.adopt(())
         self.place.recording = True
         self.place.period += 1
+        return True
 
     def enter(self, module: nn.Module, args: Sequence[object]) -> None:
         """A forward begins."""
@@ -182,12 +183,18 @@ class Saver(OnStack):
         if self.place.in_backward:
             self.place.in_backward = False
             self.place.period += 1
-            self._period_over(self)
-            self.place.recording = any(mover.recorder is not None for mover in self.armed_movers)
-            # A period is recorded with all that its modules save; where no plan has room for that, it all moves.
-            afresh = self._agenda.regions and all(mover.recorder is not None for mover in self.armed_movers)
-            self.place.agenda = Agenda() if afresh else self._agenda
-            self.regions.apply(() if self.place.recording else self._agenda.regions)
+            try:
+                self._period_over(self)
+            finally:  # whoever catches what it raises may go on
+                self._begin_period()
+
+    def _begin_period(self) -> None:
+        recorders = [mover.recorder for mover in self.armed_movers]
+        self.place.recording = any(recorder is not None for recorder in recorders)
+        # A period is recorded with all that its modules save; where no plan has room for that, it all moves.
+        afresh = self._agenda.regions and all(recorder is not None for recorder in recorders)
+        self.place.agenda = Agenda() if afresh else self._agenda
+        self.regions.apply(() if self.place.recording else self._agenda.regions)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -89,6 +89,8 @@ class Learner:
         self._pending: Future[tuple[Made, ...]] | None = None
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
         self._periods = 0
+        self._under = 0  # of these, under the plans that there are
+        self._owed = False  # plans changed, and whoever is to be told was told of an error instead
         self._whole = False  # whether any period was
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
@@ -120,8 +122,23 @@ class Learner:
 
     @property
     def settled(self) -> bool:
-        """Whether these plans stay, as far as anybody can say: laps bore them out, and no contest is to come."""
-        return self.complete and self._feedback.settled and (self._contest.is_over or not self._may_compete)
+        """Whether these plans stay, as far as anybody can say: laps bore them out, and no contest is to come.
+
+        Also of programs that make no optimizer step, as far as is known.
+        """
+        there = bool(self._made) and self._pending is None and not self._recordings.due
+        return there and self._feedback.settled and (self._contest.is_over or not self._may_compete)
+
+    @property
+    def racing(self) -> bool:
+        """Whether the plan that is carried out is on trial, and another comes back if it does not do better."""
+        return self._contest.racing
+
+    @property
+    def lasting(self) -> tuple[Plan, ...]:
+        """The plans, or while one is on trial that which it competes with."""
+        holder = self._contest.holder
+        return self.plans if holder is None else (holder.plan,)
 
     @property
     def _may_compete(self) -> bool:
@@ -179,12 +196,16 @@ class Learner:
             If the target is too small for any plan.
         """
         self._periods += 1
+        self._under += 1
+        if lap is not None and lap.age >= self._under:
+            lap = None  # of a period under other plans
         if whole and not self._whole:
             self._whole = True
             if self._recordings.traces:  # the patience was too short: what was recorded lacks the optimizer's state
                 self._record_anew()
         planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
-        changed = self._adopt()
+        changed, self._owed = self._owed, False
+        changed |= self._adopt()
         if not (whole or self._periods >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
@@ -264,16 +285,23 @@ class Learner:
 
     def _plan(self) -> bool:
         """Ask for plans; whether there are others already. What was asked for before is of no use any more."""
-        holder = self._contest.withdraw()
-        if holder is not None:
-            self._carry_out((holder,))
+        self._owed = self.break_off()  # until somebody is told
         traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
         budgets = tuple(self._before_correction(trace) for trace in traces)
         links, correction = replace(self._feedback.links, costs=self._contest.costs), self._feedback.correction
         job = partial(make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit)
         self._asked = traces
         self._pending = self._have_done(job, traces)
-        return self._adopt() or holder is not None
+        changed = self._adopt() or self._owed
+        self._owed = False
+        return changed
+
+    def break_off(self) -> bool:
+        """Have the holder back if a rival is carried out; whether one was."""
+        holder = self._contest.withdraw()
+        if holder is not None:
+            self._carry_out((holder,))
+        return holder is not None
 
     def _have_done(self, job: Job, traces: tuple[Trace, ...]) -> Future[tuple[Made, ...]]:
         quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
@@ -294,6 +322,7 @@ class Learner:
     def _carry_out(self, plans: tuple[Made, ...]) -> None:
         """From now on these hold, and are to be borne out."""
         self._made = plans
+        self._under = 0
         self._feedback.adopted()
         for made in plans:
             log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)

@@ -233,6 +233,7 @@ class Mover:
                 self._adopt(self.learner.plans)
             if self.recorder is not None:
                 self._allocated_before = self.engine.compute.allocated()
+            self.filling.on_trial = self.learner.racing
             self.engine.limit = self._limit()
             self.engine.compute.time_waits(self._to_stand_for())
         return changed
@@ -280,13 +281,16 @@ class Mover:
         return self.filling.room
 
     def _adopt(self, plans: tuple[Plan, ...]) -> None:
+        needed = max(plan.parcel_bytes for plan in plans)
         try:
-            needed = max(plan.parcel_bytes for plan in plans)
             self.engine.backing.check(needed)
-            self.engine.backing.reserve(self, needed)
         except TierFull:
+            if self.learner.break_off():  # the one before it has fitted so far
+                self._adopt(self.learner.plans)
+                return
             self.learner.forget()  # whoever catches this may go on with something smaller
             raise
+        self.engine.backing.reserve(self, needed)
         self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
         self._unchanged = 0

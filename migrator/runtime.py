@@ -31,7 +31,7 @@ from migrator.lanes.host import HostCompute
 from migrator.made import Made
 from migrator.mover import Mover
 from migrator.optimizers import Optimizers
-from migrator.options import Options
+from migrator.options import Advisor, Options
 from migrator.plan import NoPlanFits, Plan
 from migrator.steps import StepTimes
 from migrator.tensors import Tensors
@@ -97,6 +97,10 @@ class Runtime:
             self._learned = self.learned
             saver.pop()
         self._devices.close(enforced=self.options.enforce)
+
+    def advise(self, advisor: Advisor | None) -> None:
+        """From now on ask this one at every end of a period."""
+        self._advice.advisor = advisor
 
     def forked(self) -> None:
         """In the child of a fork: the engine's threads, streams and files belong to the parent."""
@@ -174,8 +178,8 @@ class Runtime:
                     if saver.resting and any(pages.overflow(m.engine.compute.device) for m in saver.armed_movers):
                         self._learned = self.learned
                         self._advice.forget()
-                        saver.wake()
-                        self._happened("hbm was full")
+                        if saver.wake():
+                            self._happened("hbm was full")
                 else:
                     pages.begin()
 
@@ -226,7 +230,7 @@ class Runtime:
             threads = max(1, sum(device in other.movers for other in list(self._savers)))
             overflow = 0 if pages is None else pages.overflow(device) // threads
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
-            recorded = mover.recorder is not None
+            recorded, racing = mover.recorder is not None, mover.learner.racing
             if overflow:
                 self._happened("hbm was full", device=str(device), bytes=overflow)
             try:
@@ -241,6 +245,8 @@ class Runtime:
                     raise
             if mover.recorder is not None and not recorded:
                 self._happened("learns anew", device=str(device))
+            if mover.learner.racing != racing:
+                self._happened("contest is over" if racing else "a rival is tried", device=str(device))
         if changed:
             if not self.closed:  # else they are never carried out
                 self._steps.planned()
@@ -305,7 +311,7 @@ class Runtime:
     def learned(self) -> tuple[Trace, Plan] | None:
         """The last trace and plan there are."""
         learners = [mover.learner for saver in list(self._savers) for mover in saver.armed_movers]
-        pairs = [(learner.traces[-1], learner.plans[-1]) for learner in learners if learner.plans]
+        pairs = [(learner.traces[-1], learner.lasting[-1]) for learner in learners if learner.plans]
         return pairs[-1] if pairs else self._learned
 
     def numbers(self) -> dict[str, Any]:

@@ -304,7 +304,10 @@ def view(
 
 
 def hooks(saver: Saver, place: Place[Action], least: int) -> Hooks:
-    """What PyTorch is to call for `saver`, whose thread is at `place`; storages of fewer than `least` bytes stay."""
+    """What PyTorch is to call for `saver`: its own methods. The twin's go before them.
+
+    Those have to know where the thread is, and that storages of fewer than `least` bytes stay.
+    """
     return saver.pack, saver.unpack
 
 

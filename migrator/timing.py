@@ -26,10 +26,17 @@ PRODUCT = re.compile(r"\w*(?:mmBackward0|ConvolutionBackward0)(?:\[.*?\])?")
 
 
 class Lap(NamedTuple):
-    """What a period took on the device, in seconds: all of it, and the waits for each lane."""
+    """What a period took on the device, in seconds: all of it, and the waits for each lane.
+
+    Attributes
+    ----------
+    age : int
+        Periods that the host was through with since: it may be far ahead of the device.
+    """
 
     seconds: float
     stalls: Mapping[str, float]
+    age: int = 0
 
 
 def product_in(name: str) -> str | None:

@@ -43,7 +43,8 @@ class _Period(NamedTuple):
     end: TimedEvent
     waits: list[_Wait]
     stands_for: int  # periods, with its waits
-    number: int
+    number: int  # of all that the runtime has counted
+    settled: int  # and of this device's
     recorded: float  # by the host's clock: not before then its end was put into the stream
 
     def passed(self) -> bool:
@@ -68,6 +69,7 @@ class CudaCompute:
         self._settling = threading.Lock()
         self._ended: TimedEvent | None = None  # where the period before it ended
         self._laps: deque[_Period] = deque()
+        self._settled = 0  # periods
         self._clock = DeviceClock()
         self._periods = 1  # that this one's waits stand for
         self._retries = peaks.retries(device)
@@ -119,14 +121,15 @@ class CudaCompute:
         buffer.record_stream(torch.cuda.current_stream(self.device))
 
     def settle(self) -> Lap | None:
+        self._settled += 1
         if self.capturing():
             return None
         with self._settling:  # a query lets other threads go on, and each ends periods of its own
             recorded = time.perf_counter()
             begin, self._ended = self._ended, self.mark(self.stream())
             waits, self._waits = self._waits, []
-            number = self._counters.periods
-            self._laps.append(_Period(begin, self._ended, waits, self._periods, number, recorded))
+            numbers = self._counters.periods, self._settled
+            self._laps.append(_Period(begin, self._ended, waits, self._periods, *numbers, recorded))
             lap = None
             while self._laps and self._laps[0].passed():
                 lap = self._lap(self._laps.popleft()) or lap
@@ -156,7 +159,9 @@ class CudaCompute:
                     over = at - on.elapsed_time(end) / 1e3
                     timeline.waited(str(self.device), cause, over - seconds, over)
         # Of periods that stand for others nobody can say whether the next is of their kind.
-        return None if begin is None or period.stands_for > 1 else Lap(begin.elapsed_time(end) / 1e3, stalls)
+        if begin is None or period.stands_for > 1:
+            return None
+        return Lap(begin.elapsed_time(end) / 1e3, stalls, age=self._settled - period.settled)
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)

@@ -81,9 +81,22 @@ def our_own_functions_are_not_compiled(device: torch.device) -> None:
         torch._dynamo.graph_break()
         return model[2:](h * h).square().mean()
 
+    @torch.compile(backend="aot_eager")
+    def broken_within(model: nn.Module, x: Tensor) -> Tensor:
+        try:  # Dynamo cannot go on within, so it runs all of this as it is, and takes up what that calls
+            h = model(x)
+            torch._dynamo.graph_break()
+        finally:
+            loss = (h * h).mean()
+        loss.backward()
+        return loss.detach()
+
     torch.compiler.reset()
     torch._dynamo.utils.clear_compilation_metrics()
     with moving() as session:
+        model = perceptron(device)
+        for step in range(6):
+            broken_within(model, batch(device, step))
         train(_all_modules_in_place(perceptron(device), "aot_eager"), device)
         train(perceptron(device), device, loss_of=broken)
         assert moved(session)["h2d"] > 0

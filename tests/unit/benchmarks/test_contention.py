@@ -87,3 +87,4 @@ def test_a_tiny_run_goes_through(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("none", "plain"),
     }
     assert all(cell["moved"] > 0 for cell in found if cell["variant"] in ("off", "on"))
+    assert all(cell["host_us"] > 0 for cell in found if cell["variant"] == "on"), "the monitor was asked"

@@ -160,7 +160,7 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
         mock.patch.object(devices, "HostLane", lambda name, counters: ScriptedLane(link, name, counters)),
         tiers.session(policy="move", dram="64MiB", monitor_enabled=False) as session,
     ):
-        session.runtime._advice.advisor = advisor
+        session.runtime.advise(advisor)
         yield Training(session, link, advisor.watch)
 
 

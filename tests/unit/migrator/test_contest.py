@@ -11,12 +11,26 @@ from random import Random
 import pytest
 
 from allocator.sizes import MiB
-from migrator.contest import ALIKE, BEST, LAPS, MARGIN, PATIENCE, WORTH, Contest, Round, beats, make_rival, may_be
-from migrator.feedback import SETTLING
+from migrator.contest import (
+    ALIKE,
+    BEST,
+    LAPS,
+    MARGIN,
+    PATIENCE,
+    TRIES,
+    WORTH,
+    Contest,
+    Round,
+    beats,
+    make_rival,
+    may_be,
+)
+from migrator.feedback import SETTLING, UNTOLD
+from migrator.learner import PATIENCE as PATIENCE_FOR_STEPS
 from migrator.learner import Job, Learner
 from migrator.links import HARDLY, MEASURED, PCIE_GEN5, Costs, Links
 from migrator.made import Made
-from migrator.plan import Plan, make_plan
+from migrator.plan import NoPlanFits, Plan, make_plan
 from migrator.policies import POLICIES, weighs_costs
 from migrator.simulator import simulate
 from migrator.timing import Lap
@@ -25,8 +39,10 @@ from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 
 STEP = 0.1  # seconds
+LATE = 1  # periods by which laps come late, from a learner's program
 ROUND = SETTLING + LAPS  # periods
-BEFORE = ROUND + 1 + ROUND  # periods until a rival is carried out: to settle, to have it made, to compare it with
+FIRST = LATE + ROUND  # the same right after a change of plans
+BEFORE = FIRST + 1 + ROUND  # periods until a rival is carried out: to settle, to have it made, to compare it with
 PERIODS = 8 * LAPS  # enough for any contest
 
 # Six layers with an input and an output each, which can be made from it. In the forward the outputs move unnoticed.
@@ -155,8 +171,8 @@ def answers(*rivals: Made) -> Callable[[Costs], Future[tuple[Made, ...]]]:
 def raced() -> Contest:
     """A contest in which the rival is carried out from now on."""
     contest = Contest(MEASURED, answers(RIVAL))
-    decided = [contest.period_over(HOLDER, Lap(1.0, {})) for _ in range(BEFORE)]
-    assert decided == [None] * (BEFORE - 1) + [RIVAL]
+    decided = [contest.period_over(HOLDER, Lap(1.0, {})) for _ in range(BEFORE - LATE)]
+    assert decided == [None] * (BEFORE - LATE - 1) + [RIVAL]
     assert contest.racing and not contest.is_over
     return contest
 
@@ -205,9 +221,9 @@ def test_only_auto_weighs_what_moving_costs() -> None:
 
 
 class Program:
-    """Periods of one learner, whose laps come a period late."""
+    """Periods of one learner, whose laps come so many periods late."""
 
-    def __init__(self, learner: Learner, seconds: Callable[[Plan], float], late: int = 1) -> None:
+    def __init__(self, learner: Learner, seconds: Callable[[Plan], float], late: int = LATE) -> None:
         self.learner = learner
         self.seconds = seconds
         self.laps = [1.0] * late
@@ -218,6 +234,7 @@ class Program:
         (plan,) = self.learner.plans
         self.plans.append(plan)
         self.laps.append(self.seconds(plan))
+        lap = Lap(self.laps.pop(0), {}, age=len(self.laps))
         trace = TRACE if self.learner.records_next else None
         return self.learner.period_over(
             trace,
@@ -226,7 +243,7 @@ class Program:
             pressed=pressed,
             drifted=drifted,
             overflow=overflow,
-            lap=Lap(self.laps.pop(0), {}) if trace is None else None,
+            lap=lap if trace is None else None,
         )
 
     def run(self, periods: int = PERIODS) -> list[str]:
@@ -283,9 +300,12 @@ def test_the_faster_plan_stays_that_of_the_holder_without_its_being_made_again()
     assert program.plans[-1] is program.plans[0]
 
 
-@pytest.mark.parametrize("late", range(SETTLING + 1))
+@pytest.mark.parametrize("late", [0, 1, SETTLING, 2 * SETTLING, LAPS])
 def test_no_lap_of_one_plan_counts_for_the_other(late: int) -> None:
-    """The last periods of the holder are short, and come when the rival is carried out already."""
+    """The last periods of the holder are short, and come when the rival is carried out already.
+
+    A host may be far ahead of its device.
+    """
     program = Program(learner(), takes(1.0, 1.0), late)
     program.until_rival()
     program.laps = [0.9 * seconds for seconds in program.laps]
@@ -296,7 +316,7 @@ def test_both_have_the_same_number_of_periods() -> None:
     program = Program(learner(), takes(1.0, 1.01))
     program.run()
     periods = sum(bool(plan.moved_bytes) for plan in program.plans)
-    assert periods == ROUND
+    assert periods == FIRST
     assert program.plans.index(next(plan for plan in program.plans if plan.moved_bytes)) == BEFORE
 
 
@@ -317,7 +337,7 @@ def test_the_holder_s_laps_are_those_after_its_rival_was_made(monkeypatch: pytes
     program = Program(learner(submit=later), lambda plan: speed * takes(1.0, 1.0)(plan))
     work()
     program.learner.period_over(None, BUDGET, whole=True, pressed=False, drifted=False)
-    program.run(ROUND)
+    program.run(FIRST)
     assert program.learner.planning and not program.learner.settled
     program.run(LAPS)
     work()
@@ -373,6 +393,62 @@ def test_the_holder_is_back_before_it_is_planned_anew(monkeypatch: pytest.Monkey
     monkeypatch.setattr("migrator.learner.AT_ONCE", 0)
     assert program.learner.relink(replace(PCIE_GEN5, contended=True))
     assert program.learner.planning and not program.moves
+
+
+def test_a_race_that_was_broken_off_is_run_again_a_few_times() -> None:
+    contended = replace(PCIE_GEN5, contended=True)
+    program = Program(learner(), takes(1.0, 0.99))
+    for _ in range(TRIES):
+        program.until_rival()
+        program.learner.relink(contended)
+        program.run(SETTLING)
+        program.learner.relink(PCIE_GEN5)
+    assert program.run()[-1] == "recomputes"
+    assert program.learner.settled
+
+
+def test_while_a_rival_is_tried_the_program_s_plan_is_the_holder_s() -> None:
+    program = Program(learner(), takes(1.0, 0.99))
+    program.until_rival()
+    program.learner.finish()
+    assert program.moves and program.learner.racing
+    assert not any(plan.moved_bytes for plan in program.learner.lasting)
+    program.run()
+    assert all(plan.moved_bytes for plan in program.learner.lasting)
+
+
+def test_a_holder_that_came_back_with_an_error_is_told_of_with_the_next_period() -> None:
+    """Whoever catches the error goes on; what carries plans out must not go on with the rival's."""
+
+    def refuses(trace: Trace, budget: int, links: Links) -> Plan:
+        if links.h2d < PCIE_GEN5.h2d:
+            raise NoPlanFits(budget, 2 * budget, "everything")
+        return policy(trace, budget, links)
+
+    program = Program(Learner(refuses, BUDGET, weighs_costs=True), takes(1.0, 0.99))
+    program.until_rival()
+    with pytest.raises(NoPlanFits):
+        program.learner.relink(replace(PCIE_GEN5, h2d=1e9))
+    assert not program.moves
+    assert program.period()
+
+
+def test_a_rival_that_takes_for_ever_to_make_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("migrator.contest.MAKING", 50)
+    contest = Contest(MEASURED, lambda costs: Future())
+    for _ in range(ROUND + 60):
+        contest.period_over(HOLDER, Lap(1.0, {}))
+    assert contest.is_over and not contest.planning
+
+
+def test_a_program_that_makes_no_optimizer_step_settles_too() -> None:
+    """Waits are timed until then, for six microseconds each."""
+    without = Learner(policy, 2 * BUDGET)
+    for period in range(4 * UNTOLD):
+        without.period_over(
+            TRACE if period < PATIENCE_FOR_STEPS else None, 0, whole=False, pressed=False, drifted=False
+        )
+    assert without.settled and not without.complete
 
 
 def test_with_two_kinds_of_periods_there_is_no_contest() -> None:

@@ -124,6 +124,15 @@ def test_one_period_in_eight_that_was_as_short_as_predicted_proves_the_others_la
     assert feedback.pace == 1.0
 
 
+def test_lanes_are_corrected_also_while_nobody_knows_whether_periods_are_late() -> None:
+    """The host is late in most of them, and compute waits for a lane in all."""
+    feedback, predicted = gone_by(), replace(PREDICTED, busy={**PREDICTED.busy, "h2d": 0.5 * PREDICTED.seconds})
+    wait = 0.3 * predicted.seconds
+    assert feedback.lap(Lap(1.1 * predicted.seconds + wait, {"h2d": wait}), predicted) is False
+    assert feedback.lap(Lap(1.1 * predicted.seconds + wait, {"h2d": wait}), predicted)
+    assert feedback.links.h2d < PCIE_GEN5.h2d and feedback.pace == 1.0
+
+
 def test_periods_a_little_longer_or_much_longer_than_predicted_have_another_cause() -> None:
     feedback = gone_by()
     assert not any(told(feedback, [1 + LATE_PACE / 2] * 2 * SURE))

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +155,30 @@ def test_a_full_tier_is_an_error_where_the_plan_counts_on_it() -> None:
     with pytest.raises(TierFull, match="tier dram is full"):
         rig.save("b:0", other)
     assert rig.give_back(kept).numel() == NBYTES
+    rig.close()
+
+
+def test_a_full_tier_is_no_error_where_the_plan_is_on_trial() -> None:
+    """Others have taken what it counted on; the program did without it before, and it goes when the period is over."""
+    rig = Rig(dram=PAGE)
+    (one,), (other,) = rig.planned(group("a:0", last_birth=0), group("b:0", last_birth=1))
+    rig.mover.filling.on_trial = True
+    kept = rig.save("a:0", one)
+    stays = rig.save("b:0", other)
+    assert rig.mover.filling.unforeseen
+    assert rig.give_back(stays).numel() == rig.give_back(kept).numel() == NBYTES
+    rig.close()
+
+
+def test_a_rival_for_which_there_is_no_room_below_gives_way_to_the_plan_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(dram=8 * MiB, budget=512 * MiB)
+    holder, rival = (SimpleNamespace(parcel_bytes=nbytes, room=nbytes, regions=()) for nbytes in (MiB, 100 * MiB))
+    monkeypatch.setattr(Learner, "plans", (holder,))
+    monkeypatch.setattr(Learner, "break_off", lambda learner: True)
+    rig.mover._adopt((rival,))  # type: ignore[arg-type]
+    assert rig.mover.filling.room == MiB
     rig.close()
 
 

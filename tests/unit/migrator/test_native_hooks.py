@@ -311,6 +311,26 @@ def test_what_is_saved_within_backward_is_left_to_python(native_rig: tuple[_Rig,
     assert rig.saver.place.here.count == 1
 
 
+def test_a_period_that_ends_with_an_error_is_followed_by_one_that_is_recorded_if_that_was_decided(
+    twin: Tensors,
+) -> None:
+    """Whoever catches the error may go on, and what is recorded must not take the shortcut."""
+    rig = _Rig(twin)
+    rig.plan([Stay(rig.mover, 1, 1)] * 4, set())
+    rig.pack(torch.randn(8))
+    rig.saver.movers[torch.device("cpu")] = rig.mover
+
+    def raises(saver: Saver) -> None:
+        rig.mover.recorder = object()
+        raise RuntimeError("no plan fits")
+
+    rig.saver._period_over = raises
+    rig.saver.place.in_backward = True
+    with pytest.raises(RuntimeError, match="no plan fits"):
+        rig.saver.end_period()
+    assert rig.saver.place.recording
+
+
 def test_hooks_on_the_stack_are_known_as_their_saver_s(twin: Tensors) -> None:
     saver = _Rig(twin).saver
     saver.push()
@@ -330,16 +350,19 @@ def test_a_hook_wants_one_argument(twin: Tensors) -> None:
 
 def test_what_it_makes_dies_with_its_references(twin: Tensors) -> None:
     rig = _Rig(twin)
-    rig.plan([Stay(rig.mover, 1, 1)] * 9, set())
+    rig.plan([Stay(rig.mover, 1, 1), Stay(rig.mover, 1, 1), Go(rig.mover, GROUP)], set())
     rig.pack(torch.zeros(4))
-    tensor = torch.randn(64, 64)
-    storage = tensor.untyped_storage()._weak_ref()
-    packed = rig.pack(tensor)
-    again = rig.unpack(packed)
-    note(tensor, packed, ":1")
-    del tensor, packed, again
-    assert torch.UntypedStorage._expired(storage)
-    torch.UntypedStorage._free_weak_ref(storage)
+    for _ in ("stays", "moves"):
+        tensor = torch.randn(64, 64)
+        storage = tensor.untyped_storage()._weak_ref()
+        packed = rig.pack(tensor)
+        rig.saver.place.in_backward = True
+        again = rig.unpack(packed)
+        rig.saver.place.in_backward = False
+        note(tensor, packed, ":1")
+        del tensor, packed, again
+        assert torch.UntypedStorage._expired(storage)
+        torch.UntypedStorage._free_weak_ref(storage)
 
 
 def test_the_collector_finds_a_saver_that_nobody_refers_to(twin: Tensors) -> None:
