@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import cast
 
 import torch
 
@@ -16,40 +15,13 @@ from allocator.sizes import PAGE, MiB, round_up
 from migrator import peaks
 from migrator.counters import Counters
 from migrator.lanes import FULL_SPEED, SLOT, TIMED, TIMED_EVERY, Event, Piece, Stream, at_full_speed, flat
-from migrator.lanes.clock import DeviceClock
+from migrator.lanes.laps import Gap, Laps, TimedEvent
 from migrator.lanes.meter import CudaMeter
-from migrator.timing import CALL, Lap
+from migrator.timing import Lap
 from migrator.transfers import Transfer
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
 CLOCK = 1.5e9  # cycles a second of a GPU whose clock PyTorch does not tell: somewhat less than today's have
-
-
-class TimedEvent(Event, Protocol):
-    """An event of a stream, that tells when it was passed."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this one to another; both must have been passed."""
-
-
-_Wait: TypeAlias = tuple[str, TimedEvent, TimedEvent]
-"""Its cause, when the stream got to it, and when it went on."""
-
-
-class _Period(NamedTuple):
-    """One that is over for the host."""
-
-    begin: TimedEvent | None  # where the period before it ended
-    end: TimedEvent
-    waits: list[_Wait]
-    stands_for: int  # periods, with its waits
-    number: int  # of all that the runtime has counted
-    settled: int  # and of this device's
-    recorded: float  # by the host's clock: not before then its end was put into the stream
-
-    def passed(self) -> bool:
-        """Whether the device is through with it."""
-        return self.end.query() and all(on.query() for _, _, on in self.waits)
 
 
 class CudaCompute:
@@ -65,15 +37,9 @@ class CudaCompute:
         )
         self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self._counters = counters
-        self._waits: list[_Wait] = []  # of the period under way
-        self._settling = threading.Lock()
-        self._ended: TimedEvent | None = None  # where the period before it ended
-        self._laps: deque[_Period] = deque()
-        self._settled = 0  # periods
-        self._clock = DeviceClock()
-        self._periods = 1  # that this one's waits stand for
+        self._laps = Laps(str(device), counters)
         self._retries = peaks.retries(device)
-        self.waited: list[tuple[TimedEvent, TimedEvent]] | None = None  # what a meter leaves out
+        self.waited: list[Gap] | None = None  # what a meter leaves out
         peaks.restart(device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -82,7 +48,7 @@ class CudaCompute:
     def mark(self, stream: Stream) -> TimedEvent:
         return _mark(wrapped(stream))
 
-    def follow(self, stream: Stream, event: Event) -> tuple[TimedEvent, TimedEvent] | None:
+    def follow(self, stream: Stream, event: Event) -> Gap | None:
         """Let `stream` go on only after `event`; when it got there and when it went on, or None if that was passed."""
         assert isinstance(event, torch.cuda.Event)
         if event.query():
@@ -97,10 +63,10 @@ class CudaCompute:
         wrapped(stream).wait_event(event)
 
     def time_waits(self, periods: int) -> None:
-        self._periods = periods
+        self._laps.stand_for = periods
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
-        if not self._periods and self.waited is None and not self.capturing():
+        if not self._laps.stand_for and self.waited is None and not self.capturing():
             # To wait costs a stream 0.1 us. The two events that tell for how long cost 6.4, on an H200.
             self.hold(stream, event)
             return
@@ -108,7 +74,7 @@ class CudaCompute:
         gap = self.follow(stream, event)
         if gap is None:
             return
-        self._waits.append((cause, *gap))
+        self._laps.waited(cause, gap)
         if self.waited is not None:
             self.waited.append(gap)
 
@@ -121,47 +87,16 @@ class CudaCompute:
         buffer.record_stream(torch.cuda.current_stream(self.device))
 
     def settle(self) -> Lap | None:
-        self._settled += 1
         if self.capturing():
+            self._laps.period_passed()
             return None
-        with self._settling:  # a query lets other threads go on, and each ends periods of its own
-            recorded = time.perf_counter()
-            begin, self._ended = self._ended, self.mark(self.stream())
-            waits, self._waits = self._waits, []
-            numbers = self._counters.periods, self._settled
-            self._laps.append(_Period(begin, self._ended, waits, self._periods, *numbers, recorded))
-            lap = None
-            while self._laps and self._laps[0].passed():
-                lap = self._lap(self._laps.popleft()) or lap
-        return lap
+        return self._laps.period_over(lambda: self.mark(self.stream()))
 
     def when(self, event: Event, recorded: float) -> float:
-        return self._clock.place(cast("TimedEvent", event), recorded)
+        return self._laps.when(cast("TimedEvent", event), recorded)
 
     def close(self) -> None:
-        with self._settling:
-            while self._laps and not self.capturing() and self._laps[0].passed():
-                self._lap(self._laps.popleft())
-
-    def _lap(self, period: _Period) -> Lap | None:
-        begin, end, timeline, at = period.begin, period.end, self._counters.timeline, 0.0
-        if timeline is not None:
-            at = self.when(end, period.recorded)
-            timeline.period(str(self.device), period.number, at)
-        if not period.stands_for:
-            return None
-        stalls: dict[str, float] = {}
-        for cause, reached, on in period.waits:
-            if (seconds := reached.elapsed_time(on) / 1e3) > CALL:  # else it did not wait
-                self._counters.stalled(cause, seconds, period.stands_for)
-                stalls[cause] = stalls.get(cause, 0.0) + seconds
-                if timeline is not None:
-                    over = at - on.elapsed_time(end) / 1e3
-                    timeline.waited(str(self.device), cause, over - seconds, over)
-        # Of periods that stand for others nobody can say whether the next is of their kind.
-        if begin is None or period.stands_for > 1:
-            return None
-        return Lap(begin.elapsed_time(end) / 1e3, stalls, age=self._settled - period.settled)
+        self._laps.close(capturing=self.capturing())
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)

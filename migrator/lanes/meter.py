@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from migrator.lanes.cuda import CudaCompute, TimedEvent
+    from migrator.lanes.cuda import CudaCompute
     from migrator.lanes.host import HostCompute
+    from migrator.lanes.laps import TimedEvent
 
 
 class Measures(NamedTuple):
