@@ -118,7 +118,7 @@ class Learner:
     @property
     def complete(self) -> bool:
         """Whether there are plans for all that the program has, and no others on their way."""
-        return self._whole and bool(self._made) and self._pending is None and not self._recordings.due
+        return self._whole and self._has_all
 
     @property
     def settled(self) -> bool:
@@ -126,8 +126,7 @@ class Learner:
 
         Also of programs that make no optimizer step, as far as is known.
         """
-        there = bool(self._made) and self._pending is None and not self._recordings.due
-        return there and self._feedback.settled and (self._contest.is_over or not self._may_compete)
+        return self._has_all and self._feedback.settled and (self._contest.is_over or not self._may_compete)
 
     @property
     def racing(self) -> bool:
@@ -139,6 +138,10 @@ class Learner:
         """The plans, or while one is on trial that which it competes with."""
         holder = self._contest.holder
         return self.plans if holder is None else (holder.plan,)
+
+    @property
+    def _has_all(self) -> bool:
+        return bool(self._made) and self._pending is None and not self._recordings.due
 
     @property
     def _may_compete(self) -> bool:
@@ -285,7 +288,7 @@ class Learner:
 
     def _plan(self) -> bool:
         """Ask for plans; whether there are others already. What was asked for before is of no use any more."""
-        self._owed = self.break_off()  # until somebody is told
+        self._owed |= self.break_off()  # until somebody is told
         traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
         budgets = tuple(self._before_correction(trace) for trace in traces)
         links, correction = replace(self._feedback.links, costs=self._contest.costs), self._feedback.correction

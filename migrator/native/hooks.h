@@ -2,7 +2,8 @@
 // what comes again in every period, sites of the plan that stay or move.
 //
 // A shortcut in front of the hooks in Python: whatever is not plain, foreseen and in the plan's order goes to those, before
-// anything was changed. So they alone say what holds, and this must agree with them where it answers.
+// anything was changed but that the module has come to this period. So they alone say what holds, and this must agree
+// with them where it answers.
 #pragma once
 
 #include <torch/csrc/autograd/graph_task.h>
