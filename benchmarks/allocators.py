@@ -49,7 +49,8 @@ MOVING = 1.03  # with migration
 class Row:
     """One variant; times in seconds, sizes in bytes, `ratio` to the first variant's steps.
 
-    `worst` and `median` are of reserved / live; NaN where there is no GPU.
+    `shares` is reserved / live of each step from the third on; NaN where there is no GPU. The last of them are those of the
+    rounds.
     """
 
     workload: str
@@ -60,8 +61,7 @@ class Row:
     allocated: int
     reserved: int
     host_us: float
-    worst: float
-    median: float
+    shares: list[float]
 
 
 def moves(variant: str) -> bool:
@@ -180,8 +180,7 @@ def compare(
             int(max(one["allocated"] for one in seen[name])),
             int(max(one["reserved"] for one in seen[name])),
             float(np.median([one["queued"] for one in seen[name]]) * 1e6),
-            float(np.max(shares[name])),
-            float(np.median(shares[name])),
+            shares[name],
         )
         for name in variants
     ]
@@ -197,19 +196,19 @@ def reserved_to_live(steps: list[dict[str, float]], *, each: bool = False) -> li
     return [one["reserved"] / most if most else float("nan") for one, most in zip(steps, live, strict=True)][2:]
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], rounds: int) -> str:
     """Rows as a Markdown table."""
     lines = [
         "| variant | start-up, first step | step | ratio (95%) | allocated | reserved "
-        "| reserved / live, worst | median |",
-        "|---|---|---|---|---|---|---|---|",
+        "| reserved / live, worst | of the rounds | median |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         ratio = f"{row.ratio.median:.4f} ({row.ratio.low:.4f} to {row.ratio.high:.4f})"
         lines.append(
             f"| {row.variant} | {row.startup:.1f} s | {row.step * 1e3:.1f} ms | {ratio} "
             f"| {row.allocated / GiB:.3f} GiB | {row.reserved / GiB:.3f} GiB "
-            f"| {row.worst:.4f} | {row.median:.4f} |"
+            f"| {max(row.shares):.4f} | {max(row.shares[-rounds:]):.4f} | {np.median(row.shares):.4f} |"
         )
     return "\n".join(lines)
 
@@ -247,7 +246,7 @@ def main() -> None:
         )
         rows += compared
         print(f"{workload}, {arguments.rounds} rounds, SM clock {before} to {sm_clock()} MHz\n")
-        print(table(compared))
+        print(table(compared, arguments.rounds))
         limit = MOVING if any(map(moves, variants)) else LIMITS.get(workload, LIMIT)
         print(f"\nreserved / live is to be at most {limit} with pages\n", flush=True)
     if arguments.json:

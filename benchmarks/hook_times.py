@@ -32,7 +32,7 @@ from migrator.lanes.host import HostEvent
 from migrator.stack import Hooks, OnStack
 from migrator.transfers import Transfer
 
-LEARNING = 8
+LEARNING = 40
 STEPS = 20
 
 

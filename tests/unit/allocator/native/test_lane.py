@@ -99,11 +99,15 @@ library.timed_copy(0, 9, array("Q", [at + 8, at, 8]), [before])
     ]
 
 
-LARGE = """
+PIECES = """
 fake.fake_batches({batches})
-source, target = (ctypes.create_string_buffer(40 << 20) for _ in range(2))
-ctypes.memset(source, 7, 40 << 20)
-spans = array("Q", [ctypes.addressof(target), ctypes.addressof(source), 40 << 20])
+MiB = 1 << 20
+source, target = (ctypes.create_string_buffer(40 * MiB) for _ in range(2))
+ctypes.memset(source, 7, 40 * MiB)
+spans, at = array("Q"), 0
+for nbytes in {sizes}:
+    spans.extend((ctypes.addressof(target) + at, ctypes.addressof(source) + at, nbytes * MiB))
+    at += nbytes * MiB
 library.copy({device}, 9, spans, []).synchronize()
 assert target.raw == source.raw
 """
@@ -116,16 +120,28 @@ def copies(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("cop")]
 
 
-def test_a_large_span_leaves_in_parts(built: Path) -> None:
-    lines = asked(built, LARGE.format(batches=True, device=0))
-    assert copies(lines) == ["copies 16777216 16777216 8388608 on 9"]
+def pieces(sizes: list[int], *, batches: bool = True, device: int = 0) -> str:
+    """A program that copies 40 MiB in pieces of so many MiB."""
+    return PIECES.format(sizes=sizes, batches=batches, device=device)
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_large_piece_leaves_in_several_calls(built: Path, batches: bool) -> None:
+    """With both directions busy a call that goes on for long slows the other one down."""
+    lines = asked(built, pieces([40], batches=batches))
+    assert copies(lines) == ["copy 16777216 on 9", "copy 16777216 on 9", "copy 8388608 on 9"]
+
+
+def test_pieces_share_calls_as_long_as_these_stay_short(built: Path) -> None:
+    lines = asked(built, pieces([8, 8, 4, 12, 8]))
+    assert copies(lines) == ["copies 8388608 8388608 on 9", "copies 4194304 12582912 on 9", "copy 8388608 on 9"]
 
 
 @pytest.mark.parametrize(("batches", "device"), [(False, 0), (True, 1)])
 def test_where_batches_do_not_work_each_copy_is_a_call_of_its_own(built: Path, batches: bool, device: int) -> None:
     """The driver refuses them, or would not find registered host memory at the address that it is given."""
-    lines = asked(built, LARGE.format(batches=batches, device=device))
-    assert copies(lines) == ["copy 16777216 on 9", "copy 16777216 on 9", "copy 8388608 on 9"]
+    lines = asked(built, pieces([8] * 5, batches=batches, device=device))
+    assert copies(lines) == ["copy 8388608 on 9"] * 5
 
 
 def test_what_a_batch_is_refused_for_is_copied_one_by_one(built: Path) -> None:
@@ -141,14 +157,14 @@ assert target.raw == b"efghabcd"
 
 
 def test_that_batches_are_refused_is_said_once_with_the_driver_s_reason(built: Path) -> None:
-    program = LARGE.format(batches=False, device=0)
+    program = pieces([8] * 5, batches=False)
     said = [line for line in asked(built, LOG + program + program) if "refused" in line]
     assert said == ["the CUDA driver refused several copies in one call with error 801: a call each takes 3 us longer"]
 
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_where_batches_work_or_are_not_asked_for_nothing_is_said(built: Path, device: int) -> None:
-    lines = asked(built, LOG + LARGE.format(batches=True, device=device))
+    lines = asked(built, LOG + pieces([8] * 5, device=device))
     assert not any("refused" in line for line in lines)
 
 
