@@ -49,6 +49,7 @@ MOVING = 1.03  # with migration
 class Row:
     """One variant; times in seconds, sizes in bytes, `ratio` to the first variant's steps.
 
+    `steps` are those of the rounds.
     `shares` is reserved / live of each step from the third on; NaN where there is no GPU. The last of them are those of the
     rounds.
     """
@@ -56,7 +57,7 @@ class Row:
     workload: str
     variant: str
     startup: float
-    step: float
+    steps: list[float]
     ratio: Ratio
     allocated: int
     reserved: int
@@ -175,7 +176,7 @@ def compare(
             workload,
             name,
             startups[name],
-            float(np.median(times[name])),
+            times[name],
             median_ratio(times[name], times[variants[0]]),
             int(max(one["allocated"] for one in seen[name])),
             int(max(one["reserved"] for one in seen[name])),
@@ -206,7 +207,7 @@ def table(rows: list[Row], rounds: int) -> str:
     for row in rows:
         ratio = f"{row.ratio.median:.4f} ({row.ratio.low:.4f} to {row.ratio.high:.4f})"
         lines.append(
-            f"| {row.variant} | {row.startup:.1f} s | {row.step * 1e3:.1f} ms | {ratio} "
+            f"| {row.variant} | {row.startup:.1f} s | {np.median(row.steps) * 1e3:.1f} ms | {ratio} "
             f"| {row.allocated / GiB:.3f} GiB | {row.reserved / GiB:.3f} GiB "
             f"| {max(row.shares):.4f} | {max(row.shares[-rounds:]):.4f} | {np.median(row.shares):.4f} |"
         )
