@@ -16,6 +16,7 @@ each of these is corrected a few times only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 from migrator.links import Links
@@ -50,7 +51,7 @@ class Feedback:
     target : int
         The peak to aim for, in bytes.
     given : Links
-        What the lanes are taken to give before any correction; may be set anew at any time.
+        What the lanes are taken to give before any correction.
     """
 
     def __init__(self, target: int, given: Links) -> None:
@@ -81,6 +82,13 @@ class Feedback:
     def links(self) -> Links:
         """What the lanes are taken to give, corrected."""
         return replace(self.given, **{lane: getattr(self.given, lane) * part for lane, part in self._parts.items()})
+
+    def under(self, given: Links) -> Feedback:
+        """The same corrections, to other links; what is found of those is not held against these."""
+        other = copy(self)
+        other.given = given
+        other._laps, other._parts = list(self._laps), dict(self._parts)
+        return other
 
     def adopted(self) -> None:
         """The plans changed: what the allocator caches will have to change, too."""

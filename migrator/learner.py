@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from migrator.background import at_once
@@ -33,6 +33,15 @@ log = logging.getLogger("tiers")
 
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
 AT_ONCE = 100  # sites with times, up to which planning takes but some milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Plans for links that may come back, what they were made for, and what was found of both."""
+
+    made: tuple[Made, ...]
+    planned: tuple[Trace, ...]
+    feedback: Feedback
 
 
 Job = Callable[[], tuple[Made, ...]]
@@ -95,6 +104,7 @@ class Learner:
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._asked: tuple[Trace, ...] = ()  # what the pending job is for
+        self._set_aside: SetAside | None = None
 
     @property
     def records_next(self) -> bool:
@@ -229,6 +239,7 @@ class Learner:
     def _learn(self, trace: Trace, peak: int) -> bool:
         if not self._recordings.add(trace, self._periods):
             return False
+        self._set_aside = None
         self._feedback.news()
         self._contest.renew()
         if self._room is None:
@@ -257,6 +268,8 @@ class Learner:
     def relink(self, links: Links) -> bool:
         """From now on plan with `links`, corrected as before; whether `plans` changed.
 
+        Others need the memory bus for a while, and then do not: what held before them holds again, at once.
+
         Raises
         ------
         NoPlanFits
@@ -264,9 +277,23 @@ class Learner:
         """
         if links == self._feedback.given:
             return False
-        self._feedback.given = links
+        before = self._set_aside
+        if before is not None and before.feedback.given == links:
+            self._take_up(before)
+            return True
+        self._owed |= self.break_off()
+        if before is None and self._has_all:
+            self._set_aside = SetAside(self._made, self._planned, self._feedback)
+        self._feedback = self._feedback.under(links)
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._pending) and self._plan()
+
+    def _take_up(self, before: SetAside) -> None:
+        """Carry out again what was set aside."""
+        self._set_aside = self._pending = None
+        self._planned, self._feedback = before.planned, before.feedback
+        self._contest.adopted()
+        self._carry_out(before.made)
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
@@ -281,7 +308,7 @@ class Learner:
     def _record_anew(self) -> None:
         """Forget the traces; the plans that there are hold until there are others."""
         self._recordings.begin_anew()
-        self._pending = None
+        self._pending = self._set_aside = None
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
         self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)

@@ -63,9 +63,9 @@ def test_a_lane_that_was_found_slower_is_slower_with_other_links_too() -> None:
     plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
     predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
     feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
-    feedback.given = replace(PCIE_GEN5, d2h=30e9, h2d=20e9)
+    feedback = feedback.under(replace(PCIE_GEN5, d2h=30e9, h2d=20e9))
     assert feedback.links == replace(PCIE_GEN5, d2h=30e9, h2d=10e9)
-    feedback.given = PCIE_GEN5
+    feedback = feedback.under(PCIE_GEN5)
     assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
 
 

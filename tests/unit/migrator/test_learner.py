@@ -32,6 +32,7 @@ TARGET = 1000 * MiB
 FLASHNEURON = POLICIES["flashneuron"]
 TRACE = chain([10 * MiB] * 40)
 MODEL = gpt(blocks=8)
+SLOW = replace(PCIE_GEN5, d2h=5e9, h2d=5e9, contended=True)
 
 
 def peak_of(trace: Trace) -> int:
@@ -571,7 +572,7 @@ def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() 
     later.work()
     assert quiet(learner, 0)
     before = learner.plans
-    assert not learner.relink(replace(PCIE_GEN5, d2h=5e9, h2d=5e9))
+    assert not learner.relink(SLOW)
     assert learner.plans == before
     later.work()
     assert quiet(learner, 0)
@@ -580,12 +581,69 @@ def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() 
 
 def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked_for() -> None:
     learner, later = large()
-    assert not learner.relink(replace(PCIE_GEN5, d2h=5e9, h2d=5e9))
+    assert not learner.relink(SLOW)
     later.work()
     assert quiet(learner, 0)
     (of_old, of_new) = [future.result() for _, future in later.jobs]
     assert learner.plans == tuple(made.plan for made in of_new)
     assert of_new != of_old
+
+
+def test_what_held_before_others_needed_the_memory_bus_holds_again_after_them() -> None:
+    learner, later = large()
+    later.work()
+    assert quiet(learner, 0)
+    before, jobs = learner.plans, len(later.jobs)
+    assert not learner.relink(SLOW)
+    later.work()
+    assert quiet(learner, 0)
+    assert learner.plans != before
+    assert not learner.relink(replace(SLOW, h2d=4e9))  # it gets worse
+    later.work()
+    assert quiet(learner, 0)
+    assert learner.relink(PCIE_GEN5)
+    assert learner.plans == before
+    assert len(later.jobs) == jobs + 2, "nothing has to be planned"
+
+
+def test_plans_for_a_busy_bus_that_come_when_it_is_free_again_are_not_carried_out() -> None:
+    learner, later = large()
+    later.work()
+    assert quiet(learner, 0)
+    before = learner.plans
+    learner.relink(SLOW)
+    assert learner.relink(PCIE_GEN5)
+    later.work()
+    assert not quiet(learner, 0)
+    assert learner.plans == before
+
+
+def test_lanes_that_were_late_beside_others_are_not_late_after_them() -> None:
+    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    before = learner.plans
+    learner.relink(SLOW)
+    (predicted,) = learner.predictions
+    assert predicted is not None
+    late = Lap(predicted.seconds * 1.1, {"h2d": predicted.seconds / 10})
+    changed = [learner.period_over(None, 0, whole=True, drifted=False, pressed=False, lap=late) for _ in range(12)]
+    assert any(changed)
+    assert learner.relink(PCIE_GEN5)
+    assert learner.plans == before
+
+
+def test_what_held_before_a_program_changed_does_not_come_back() -> None:
+    learner, slow = Learner(FLASHNEURON, TARGET), replace(PCIE_GEN5, h2d=20e9)
+    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    before = learner.plans
+    assert learner.relink(slow)
+    quiet(learner, TARGET, drifted=True)
+    longer = chain([10 * MiB] * 50)
+    while learner.records_next:
+        learner.period_over(longer, 700 * MiB, whole=True, pressed=False, drifted=False)
+    learner.relink(PCIE_GEN5)
+    assert len(learner.plans) == 2
+    assert learner.plans != before
 
 
 def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
