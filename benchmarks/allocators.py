@@ -49,8 +49,7 @@ MOVING = 1.03  # with migration
 class Row:
     """One variant; times in seconds, sizes in bytes, `ratio` to the first variant's steps.
 
-    `steps` are those of the rounds. `shares` is reserved / live of each step from the third on, so that its last ones are of
-    the rounds, too; NaN where there is no GPU.
+    `steps` are those of the rounds. `shares` is reserved / live of each step from the third on, or NaN without a GPU.
     """
 
     workload: str

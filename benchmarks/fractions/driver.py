@@ -15,7 +15,7 @@ from benchmarks.fractions.cells import Cell, Method, code, commit, parse
 from benchmarks.fractions.processes import Failed, Setting, TooLong, Worker
 from benchmarks.fractions.results import Record, Results, fits
 
-GUESS = 40.0  # seconds that a cell takes, before one is known
+GUESS = 60.0  # seconds that a cell takes, before one is known
 LAST = 6.0  # seconds that stay for the end of the worker
 
 
@@ -169,6 +169,7 @@ def compare(measured: Record, ideal: Record, plain: Record) -> Record:
     return measured | {
         "step": median(steps),
         "worst": max(steps),
+        "ideal_steps": ideal_steps,
         "ideal_step": median(ideal_steps),
         "ideal_worst": max(ideal_steps),
         "ideal_sm_clock": ideal["sm_clock"],

@@ -43,6 +43,9 @@ class Lengths:
         Timed of one that does.
     seconds
         After which no further step is timed, beyond the first few.
+    warm
+        Seconds for which a GPU has trained before a step is timed: a cool one has clocks that it does not keep, and who
+        learns for long is timed without them.
     """
 
     warmup: int = 2
@@ -50,6 +53,7 @@ class Lengths:
     learning: tuple[int, int] = (12, 96)
     settled: int = 10
     seconds: float = 15.0
+    warm: float = 10.0
 
 
 @dataclass(slots=True)
@@ -107,7 +111,7 @@ class Bench:
     def _run(self, step: Step, session: Session | None) -> dict[str, Any]:
         losses: list[float] = []
         timed = partial(_timed, step, losses)
-        settled = True
+        settled, begun = True, time.perf_counter()
         if session is None:
             for _ in range(self.lengths.warmup):
                 timed()
@@ -116,6 +120,8 @@ class Bench:
             learning, settled = _learn(session, timed, *self.lengths.learning)
             count = self.lengths.settled
         if torch.cuda.is_available():
+            while time.perf_counter() - begun < self.lengths.warm:
+                timed()
             torch.cuda.reset_peak_memory_stats()
         before = session.stats() if session is not None else None
         steps: list[float] = []
