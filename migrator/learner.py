@@ -12,16 +12,15 @@ program: the plan that has settled is tried against another, `migrator.contest`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 
 from migrator.background import at_once
-from migrator.contest import Contest, make_rival, may_be
+from migrator.contest import Contest, may_be
 from migrator.feedback import SETTLED, Feedback
 from migrator.links import PCIE_GEN5, Costs, Links
-from migrator.made import Made, make_all
+from migrator.made import Made
+from migrator.orders import Orders, Submit
 from migrator.plan import Plan
 from migrator.policies import Policy
 from migrator.recordings import Recordings
@@ -32,7 +31,6 @@ from migrator.trace import Trace
 log = logging.getLogger("tiers")
 
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
-AT_ONCE = 100  # sites with times, up to which planning takes but some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,6 @@ class SetAside:
     made: tuple[Made, ...]
     planned: tuple[Trace, ...]
     feedback: Feedback
-
-
-Job = Callable[[], tuple[Made, ...]]
-Submit = Callable[[Job], "Future[tuple[Made, ...]]"]
 
 
 class Learner:
@@ -85,17 +79,14 @@ class Learner:
         budget: int | None = None,
         weighs_costs: bool = False,
     ) -> None:
-        self._policy = policy
         self._target = target
-        self._submit = submit
-        self._must_fit = must_fit
         self._budget = target if budget is None else budget
         self._refusal_said = False
+        self._orders = Orders(policy, submit, must_fit=must_fit)
         self._feedback = Feedback(target, links)
         self._weighs_costs = weighs_costs
         self._contest = Contest(links.costs, self._ask_for_rival)
         self._recordings = Recordings(recordings)
-        self._pending: Future[tuple[Made, ...]] | None = None
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
         self._periods = 0
         self._under = 0  # of these, under the plans that there are
@@ -103,7 +94,6 @@ class Learner:
         self._whole = False  # whether any period was
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
-        self._asked: tuple[Trace, ...] = ()  # what the pending job is for
         self._set_aside: SetAside | None = None
 
     @property
@@ -123,7 +113,7 @@ class Learner:
     @property
     def planning(self) -> bool:
         """Whether plans are being made in the background."""
-        return self._contest.planning or (self._pending is not None and not self._pending.done())
+        return self._contest.planning or self._orders.under_way
 
     @property
     def complete(self) -> bool:
@@ -151,7 +141,7 @@ class Learner:
 
     @property
     def _has_all(self) -> bool:
-        return bool(self._made) and self._pending is None and not self._recordings.due
+        return bool(self._made) and not self._orders.asked and not self._recordings.due
 
     @property
     def _may_compete(self) -> bool:
@@ -224,7 +214,7 @@ class Learner:
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
         self._recordings.pass_by(self._periods, drifted=drifted and planned)
-        if changed or self._pending is not None or self._recordings.learning or not self._made:
+        if changed or self._orders.asked or self._recordings.learning or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
         lap = None if drifted else lap
         if not self._contest.racing:  # a rival is not corrected: it is faster as it is, or goes
@@ -258,9 +248,10 @@ class Learner:
     def _ask_for_rival(self, costs: Costs) -> Future[tuple[Made, ...]]:
         """Have a plan made of what the present one was made of, but with other costs."""
         (trace,), (holder,) = self._planned, self._made
-        links, correction = replace(self._feedback.links, costs=costs), self._feedback.correction
-        budget = self._before_correction(trace)
-        return self._have_done(partial(make_rival, self._policy, trace, budget, correction, links, holder), (trace,))
+        links = replace(self._feedback.links, costs=costs)
+        return self._orders.ask_for_rival(
+            trace, self._before_correction(trace), self._feedback.correction, links, holder
+        )
 
     def _before_correction(self, trace: Trace) -> int:
         return self._target if trace.others else self._room or 0
@@ -286,18 +277,19 @@ class Learner:
             self._set_aside = SetAside(self._made, self._planned, self._feedback)
         self._feedback = self._feedback.under(links)
         # Where traces are missing, what is recorded now is planned with them.
-        return not self._recordings.learning and bool(self._made or self._pending) and self._plan()
+        return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
 
     def _take_up(self, before: SetAside) -> None:
         """Carry out again what was set aside."""
-        self._set_aside = self._pending = None
+        self._set_aside = None
+        self._orders.drop()
         self._planned, self._feedback = before.planned, before.feedback
         self._contest.adopted()
         self._carry_out(before.made)
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
-        if self._pending is not None and self._pending.exception() is None:
+        if self._orders.wait():
             self._adopt()
 
     def forget(self) -> None:
@@ -308,8 +300,8 @@ class Learner:
     def _record_anew(self) -> None:
         """Forget the traces; the plans that there are hold until there are others."""
         self._recordings.begin_anew()
-        self._pending = self._set_aside = None
-        self._room = None
+        self._orders.drop()
+        self._set_aside = self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
         self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)
 
@@ -318,10 +310,8 @@ class Learner:
         self._owed |= self.break_off()  # until somebody is told
         traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
         budgets = tuple(self._before_correction(trace) for trace in traces)
-        links, correction = replace(self._feedback.links, costs=self._contest.costs), self._feedback.correction
-        job = partial(make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit)
-        self._asked = traces
-        self._pending = self._have_done(job, traces)
+        links = replace(self._feedback.links, costs=self._contest.costs)
+        self._orders.ask(traces, budgets, self._feedback.correction, links)
         changed = self._adopt() or self._owed
         self._owed = False
         return changed
@@ -333,16 +323,12 @@ class Learner:
             self._carry_out((holder,))
         return holder is not None
 
-    def _have_done(self, job: Job, traces: tuple[Trace, ...]) -> Future[tuple[Made, ...]]:
-        quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
-        return (at_once if quick else self._submit)(job)
-
     def _adopt(self) -> bool:
         """Take plans over that are there now; whether there were any."""
-        if self._pending is None or not self._pending.done():
+        taken = self._orders.take()
+        if taken is None:
             return False
-        pending, self._pending = self._pending, None
-        before, made, self._planned = self._made, pending.result(), self._asked
+        before, (made, self._planned) = self._made, taken
         if len(before) == len(made):
             made = tuple(new.after(old) for new, old in zip(made, before, strict=True))
         self._contest.adopted()

@@ -27,9 +27,10 @@ from migrator.contest import (
 )
 from migrator.feedback import SETTLING, UNTOLD
 from migrator.learner import PATIENCE as PATIENCE_FOR_STEPS
-from migrator.learner import Job, Learner
+from migrator.learner import Learner
 from migrator.links import HARDLY, MEASURED, PCIE_GEN5, Costs, Links
 from migrator.made import Made
+from migrator.orders import Job
 from migrator.plan import NoPlanFits, Plan, make_plan
 from migrator.policies import POLICIES, weighs_costs
 from migrator.simulator import simulate
@@ -332,7 +333,7 @@ def test_the_holder_s_laps_are_those_after_its_rival_was_made(monkeypatch: pytes
         job, future = jobs[-1]
         future.set_result(pickle.loads(pickle.dumps(job))())  # as for a process of its own
 
-    monkeypatch.setattr("migrator.learner.AT_ONCE", 0)  # sites: this trace is planned for beside the program, too
+    monkeypatch.setattr("migrator.orders.AT_ONCE", 0)  # sites: this trace is planned for beside the program, too
     speed = 1.0
     program = Program(learner(submit=later), lambda plan: speed * takes(1.0, 1.0)(plan))
     work()
@@ -390,7 +391,7 @@ def test_the_holder_is_back_before_it_is_planned_anew(monkeypatch: pytest.Monkey
     """The rival moves more, and others need the memory bus now; to plan takes seconds."""
     program = Program(learner(submit=lambda job: Future()), takes(1.0, 0.99))
     program.until_rival()
-    monkeypatch.setattr("migrator.learner.AT_ONCE", 0)
+    monkeypatch.setattr("migrator.orders.AT_ONCE", 0)
     assert program.learner.relink(replace(PCIE_GEN5, contended=True))
     assert program.learner.planning and not program.moves
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from allocator.sizes import MiB
 from migrator.background import in_background
 from migrator.feedback import PRESSED, SETTLED, SURE, UNTOLD
-from migrator.learner import PATIENCE, Job, Learner
+from migrator.learner import PATIENCE, Learner
 from migrator.links import PCIE_GEN5, Links
 from migrator.made import Made
+from migrator.orders import Job
 from migrator.plan import NoPlanFits, Plan, look_ahead
 from migrator.planner.intervals import occupancy
 from migrator.policies import POLICIES
