@@ -59,6 +59,8 @@ class Cell:
         What the load did, in its unit per second.
     moved : float
         Bytes a step, both directions.
+    cores : float
+        Processor seconds a second that the training process took, all of its threads.
     share : float
         Of the usual demand that the monitor left at the end; 1 without it.
     host_us : float
@@ -71,6 +73,7 @@ class Cell:
     training: float
     preprocessing: float
     moved: float = 0.0
+    cores: float = 0.0
     share: float = 1.0
     host_us: float = 0.0
     changes: tuple[str, ...] = ()
@@ -140,14 +143,16 @@ class Bench:
         loss.item()  # waits for the device
         moved = _moved(session)
         before, start = load.count() if load is not None else 0.0, time.perf_counter()
+        busy = time.process_time()
         for _ in range(self._window):
             loss = self._step()
         loss.item()
-        took = time.perf_counter() - start
+        took, busy = time.perf_counter() - start, time.process_time() - busy
         rate = (load.count() - before) / took if load is not None else 0.0
         if load is not None:
             load.switch(False)
-        cell = Cell(number, load.name if load else NONE, variant, self._batch * self._window / took, rate)
+        name = load.name if load else NONE
+        cell = Cell(number, name, variant, self._batch * self._window / took, rate, cores=busy / took)
         if session is not None:
             cell = replace(cell, moved=(_moved(session) - moved) / self._window)
         if switch is not None and switch.monitor is not None:
@@ -159,7 +164,7 @@ class Bench:
     def _add(self, cell: Cell) -> None:
         self.cells.append(cell)
         moved = format_size(int(cell.moved))
-        rates = f"{cell.training:.2f} samples/s, {cell.preprocessing:.1f} preprocessed"
+        rates = f"{cell.training:.2f} samples/s on {cell.cores:.1f} cores, {cell.preprocessing:.1f} preprocessed"
         print(
             f"round {cell.round} {cell.load}, {cell.variant}: {rates}, moved {moved} a step, share {cell.share:.2f}",
             flush=True,
