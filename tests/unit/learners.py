@@ -1,0 +1,98 @@
+"""Learners of a small program, and periods for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from allocator.sizes import MiB
+from migrator.learner import Learner
+from migrator.made import Made
+from migrator.orders import Job
+from migrator.plan import Plan, look_ahead
+from migrator.planner.intervals import occupancy
+from migrator.policies import POLICIES
+from migrator.trace import Trace
+from tests.unit.modelled import gpt
+from tests.unit.traces import chain
+
+TARGET = 1000 * MiB
+FLASHNEURON = POLICIES["flashneuron"]
+TRACE = chain([10 * MiB] * 40)
+MODEL = gpt(blocks=8)
+
+
+def peak_of(trace: Trace) -> int:
+    return int((occupancy(trace) + np.array(trace.others)).max())
+
+
+def learned(peak: int = 700 * MiB) -> Learner:
+    learner = Learner(FLASHNEURON, TARGET)
+    assert learner.period_over(TRACE, peak, whole=True, pressed=False, drifted=False)
+    return learner
+
+
+def room(learner: Learner) -> int:
+    (plan,) = learner.plans
+    return plan.room
+
+
+def quiet(learner: Learner, peak: int, drifted: bool = False) -> bool:
+    """A period that was not recorded."""
+    return learner.period_over(None, peak, whole=True, pressed=False, drifted=drifted)
+
+
+def foreseen(plan: Plan) -> set[str]:
+    return {*plan.keep, *(key for group in plan.groups for key in group.sites)}
+
+
+def most(trace: Trace, plan: Plan | None) -> int:
+    """Saved bytes that are in HBM at once under `plan`: two groups under way beside what is kept."""
+    if plan is None:
+        return 0
+    under_way = look_ahead(max((group.nbytes for group in plan.groups), default=0), plan.room)
+    return plan.kept_bytes + min(under_way, plan.moved_bytes)
+
+
+def run(learner: Learner, periods: Sequence[tuple[Trace, int]], elsewhere: int = 0) -> tuple[list[bool], list[int]]:
+    """A program of `periods`, each with memory of its own beside the saved bytes.
+
+    Returns which of them changed the plans, and their peaks. `elsewhere` is a peak of another moment, in
+    which saved bytes play no part.
+    """
+    changed, peaks = [], []
+    for trace, own in periods:
+        keys = {site.key for site in trace.sites}
+        known = [plan for plan in learner.plans if keys <= foreseen(plan)]
+        peak = max(elsewhere, own + most(trace, known[0] if known else None))
+        recorded = trace if learner.records_next else None
+        drifted = recorded is None and not known
+        changed.append(learner.period_over(recorded, peak, whole=True, pressed=False, drifted=drifted))
+        peaks.append(peak)
+    return changed, peaks
+
+
+class Later:
+    """Jobs that are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Job, Future[tuple[Made, ...]]]] = []
+
+    def __call__(self, job: Job) -> Future[tuple[Made, ...]]:
+        self.jobs.append((job, Future()))
+        return self.jobs[-1][1]
+
+    def work(self) -> None:
+        for job, future in self.jobs:
+            if not future.done():
+                future.set_result(job())
+
+
+def large(trace: Trace = MODEL) -> tuple[Learner, Later]:
+    """A learner that has seen a trace which takes long to plan for, and what does its jobs."""
+    later = Later()
+    learner = Learner(POLICIES["auto"], peak_of(trace) * 3 // 4, submit=later)
+    assert not learner.period_over(trace, 0, whole=True, pressed=False, drifted=False)
+    return learner, later
