@@ -5,66 +5,28 @@ DRAM runs short, the parcel that is needed last is written to NVMe and its block
 is read into a block again before it is needed. What has an extent keeps it until the parcel is
 dropped, so a block that was only read into is dropped again at no cost.
 
-Engines call from whatever threads the program runs in; `_lock` lets them in one at a time. Disk
-requests run behind threads of their own, because a write must wait for the copy that fills its
-block, and a read for copies that still use the block it was given. A block that is given back while
-a copy on a lane still touches it is *guarded*: whoever gets that memory next waits for the copy.
+Engines call from whatever threads the program runs in; `_lock` lets them in one at a time. A block
+that is given back while a copy on a lane still touches it is *guarded*: whoever gets that memory next
+waits for the copy.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import wait
 
 from allocator.dram import DramArena, DramBlock
 from allocator.errors import StoreError, TierFull, TiersError
-from allocator.nvme.store import NvmeExtent, NvmeStore
+from allocator.nvme.store import NvmeStore
 from migrator.counters import Counters
+from migrator.disk import Disk
+from migrator.guards import Guards
 from migrator.lanes import Event
-from migrator.timeline import HOST
+from migrator.parcel import Parcel
 
 ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
-GUARDS = 64  # guards to keep, at least, before those are looked for that may go: each look asks the device
-DISK_THREADS = 2  # per direction: while one waits for a copy or a result, the other keeps the store busy
-
-
-@dataclass(eq=False, slots=True)
-class Parcel:
-    """The bytes of one group below HBM.
-
-    Attributes
-    ----------
-    nbytes : int
-        Size.
-    next_use : int
-        When it is needed, in the group order's own measure; only comparisons matter.
-    block : DramBlock or None
-        Where it lies in DRAM.
-    after : sequence of Event
-        To be passed before anything is written into `block`.
-    filled, lent : Event or None
-        The last copy into the block, and the last out of it; set by the engine.
-    """
-
-    nbytes: int
-    next_use: int
-    block: DramBlock | None = None
-    after: Sequence[Event] = ()
-    filled: Event | None = None
-    lent: Event | None = None
-    extent: NvmeExtent | None = None
-    writing: Future[None] | None = None
-    reading: Future[None] | None = None
-    stuck: bool = False  # a write of it failed: it stays in DRAM
-    tier: str | None = None  # where the plan wants it, if it does not leave that to what is free
-
-    def on_disk_lane(self) -> bool:
-        """Whether a disk request still uses its block."""
-        return any(request is not None and not request.done() for request in (self.writing, self.reading))
 
 
 class Backing:
@@ -83,19 +45,16 @@ class Backing:
     def __init__(self, dram: DramArena, nvme: NvmeStore | None, counters: Counters) -> None:
         self._dram = dram
         self._nvme = nvme
+        self._disk = None if nvme is None else Disk(nvme, counters)
         self._counters = counters
         self._in_dram: dict[Parcel, None] = {}  # an ordered set: victims must not depend on addresses
         self._dropped: list[Parcel] = []
         self._on_nvme: dict[Parcel, None] = {}  # what has an extent and was not dropped
-        self._guards: list[tuple[int, int, Event]] = []
-        self._look_at = GUARDS  # of them: twice as many as were left by the last look, or each parcel would ask for all
+        self._guards = Guards()
         self._largest = 0
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._writers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-write")
-        self._readers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-read")
         self._closed = False
         self._lock = threading.RLock()
-        self._counting = threading.Lock()
         self.has_disk = nvme is not None
         self.direct_disk = False  # every parcel lies in DRAM first, also where the drives could do without
 
@@ -163,14 +122,7 @@ class Backing:
         """Place `parcel` in `block`; the copies that must be over before the block is written to."""
         parcel.block = block
         self._in_dram[parcel] = None
-        if len(self._guards) >= self._look_at:
-            self._guards = [guard for guard in self._guards if not guard[2].query()]
-            self._look_at = max(GUARDS, 2 * len(self._guards))
-        if not self._guards:
-            return ()
-        start = block.address
-        end = start + block.room
-        return tuple(event for low, high, event in self._guards if low < end and start < high and not event.query())
+        return self._guards.over(block)
 
     def _free_block(self, parcel: Parcel) -> bool:
         block = parcel.block
@@ -178,7 +130,7 @@ class Backing:
             return False
         last = parcel.lent or parcel.filled  # what is copied out was waited for until it had been copied in
         if last is not None and not last.query():
-            self._guards.append((block.address, block.address + block.room, last))
+            self._guards.add(block, last)
         self._in_dram.pop(parcel, None)
         parcel.block = None
         self._dram.free(block)
@@ -227,21 +179,15 @@ class Backing:
 
     def _write_out(self, parcel: Parcel) -> Parcel | None:
         """Start writing a parcel out; None if NVMe has no room."""
-        if self._nvme is None or parcel.block is None or parcel.filled is None:
+        if self._nvme is None or self._disk is None or parcel.block is None or parcel.filled is None:
             return None
         extent = self._nvme.allocate(parcel.nbytes)
         if extent is None:
             return None
         parcel.extent = extent
         self._on_nvme[parcel] = None
-        parcel.writing = self._writers.submit(self._write, self._nvme, extent, parcel.block, parcel.filled)
+        parcel.writing = self._disk.write(extent, parcel.block, parcel.filled)
         return parcel
-
-    def _write(self, nvme: NvmeStore, extent: NvmeExtent, block: DramBlock, filled: Event) -> None:
-        filled.synchronize()
-        begin = time.perf_counter()
-        nvme.write(extent, block.padded[: extent.nbytes]).result()
-        self._count("disk_write", block.nbytes, begin)
 
     def _reap(self) -> bool:
         """Give back blocks that no disk request uses any more; whether there was one."""
@@ -337,31 +283,18 @@ class Backing:
             parcel.lent = copy(parcel.block)
 
     def _read_into(self, parcel: Parcel, block: DramBlock) -> None:
-        assert self._nvme is not None and parcel.extent is not None
+        assert self._disk is not None and parcel.extent is not None
         if self._closed:
             self._dram.free(block)
             raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
         after = self._put(parcel, block)
-        parcel.reading = self._readers.submit(self._read, self._nvme, parcel.extent, block, after)
-
-    def _read(self, nvme: NvmeStore, extent: NvmeExtent, block: DramBlock, after: Sequence[Event]) -> None:
-        for event in after:
-            event.synchronize()
-        begin = time.perf_counter()
-        nvme.read(extent, block.padded[: extent.nbytes]).result()
-        self._count("disk_read", block.nbytes, begin)
-
-    def _count(self, lane: str, nbytes: int, begin: float) -> None:
-        with self._counting:  # several disk threads; not `_lock`, whose holder may be waiting for this one
-            self._counters.moved[lane] += nbytes
-        if (timeline := self._counters.timeline) is not None:
-            timeline.copied(HOST, lane, nbytes, begin, time.perf_counter())
+        parcel.reading = self._disk.read(parcel.extent, block, after)
 
     # ---------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
         """Wait for the disk, and give back everything that was dropped."""
         self._closed = True
-        self._writers.shutdown()
-        self._readers.shutdown()
+        if self._disk is not None:
+            self._disk.close()
         self._reap()

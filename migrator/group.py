@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from migrator.backing import Parcel
 from migrator.lanes import Stream
+from migrator.parcel import Parcel
 from migrator.tensors import Saved
 
 NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for

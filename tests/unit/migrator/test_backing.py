@@ -15,10 +15,12 @@ from allocator.nvme.posix import PosixFile
 from allocator.nvme.store import NvmeStore
 from allocator.room import Room
 from allocator.sizes import PAGE, KiB, MiB
-from migrator.backing import GUARDS, Backing, Parcel
+from migrator.backing import Backing
 from migrator.counters import Counters
+from migrator.guards import GUARDS
 from migrator.lanes import Event
 from migrator.lanes.host import HostEvent
+from migrator.parcel import Parcel
 from tests.unit.by_hand import HandStore, eventually
 from tests.unit.store_faults import FaultyFile, fail
 

@@ -1,0 +1,31 @@
+"""Blocks of host memory that were given back while a copy on a lane still touches them."""
+
+from __future__ import annotations
+
+from allocator.dram import DramBlock
+from migrator.lanes import Event
+
+GUARDS = 64  # to keep, at least, before those are looked for that may go: each look asks the device
+
+
+class Guards:
+    """Tells whoever gets such memory next what to wait for. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, int, Event]] = []
+        self._look_at = GUARDS  # twice as many as were left by the last look, or each block would ask for all
+
+    def add(self, block: DramBlock, event: Event) -> None:
+        """`block` is given back, and may be touched until `event`."""
+        self._kept.append((block.address, block.address + block.room, event))
+
+    def over(self, block: DramBlock) -> tuple[Event, ...]:
+        """What has to be passed before anything is written into `block`."""
+        if len(self._kept) >= self._look_at:
+            self._kept = [guard for guard in self._kept if not guard[2].query()]
+            self._look_at = max(GUARDS, 2 * len(self._kept))
+        if not self._kept:
+            return ()
+        start = block.address
+        end = start + block.room
+        return tuple(event for low, high, event in self._kept if low < end and start < high and not event.query())
