@@ -1,0 +1,170 @@
+"""The native library's C interface (`core.h`), declared for ctypes: functions, structures and errors."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from allocator.errors import TiersError
+
+LIBRARY = Path(__file__).with_name("libtiers_core.so")
+U64, P64 = ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)
+
+REQUEST = np.dtype([("bytes", "u8"), ("stream", "u8"), ("birth", "i8"), ("death", "i8"), ("class", "i8")])
+"""One request of a period's log: rounded bytes, the events of its birth and death (-1: alive), and its class."""
+
+BLOCK = np.dtype(
+    [
+        ("address", "u8"),
+        ("bytes", "u8"),
+        ("requested", "u8"),
+        ("stream", "u8"),
+        ("pool", "u8"),
+        ("kind", "i4"),
+        ("tier", "i4"),
+        ("segment", "u8"),
+        ("class", "i8"),
+    ]
+)
+"""One mapped block; kind 1 is free, 2 in use, 3 held for another stream; class 1 is state."""
+
+
+class CoreError(TiersError):
+    """The core could not do what was asked; the text tells which call of the driver failed."""
+
+
+class CoreFull(CoreError):
+    """No tier that the device can address has room."""
+
+
+class CoreBusy(CoreError):
+    """A stream is being captured into a graph, and nobody may wait for it: nothing was done."""
+
+
+_FAILURES: dict[int, type[CoreError]] = {1: CoreFull, 4: CoreBusy}
+
+
+class _Stat(ctypes.Structure):
+    _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in ("current", "peak", "gained", "lost")]
+
+
+_BY_SIZE = ("allocations", "allocated", "requested", "active", "active_blocks")
+PLAIN = (
+    "hbm_bytes",
+    "hbm_peak",
+    "dram_bytes",
+    "dram_peak",
+    "hbm_limit",
+    "dram_limit",
+    "idle_bytes",
+    "largest_idle",
+    "maps",
+    "unmaps",
+    "waits",
+    "retries",
+    "failures",
+    "planned",
+    "departed",
+    "misplaced",
+)
+"""What `Stats` has once, whatever the size of a block."""
+
+
+class Stats(ctypes.Structure):
+    """All that the core counts: five numbers by size of block (all, small, large), and plain ones."""
+
+    _fields_: ClassVar[list[Any]] = [
+        *((name, _Stat * 3) for name in _BY_SIZE),
+        *((name, ctypes.c_int64) for name in PLAIN),
+    ]
+
+
+class Glance(ctypes.Structure):
+    """What is asked for after every period.
+
+    Attributes
+    ----------
+    departed : int
+        Requests so far that did not come as laid out, or whose place was taken.
+    dram : int
+        Bytes of physical pages.
+    present : int
+        Which of the sequences that are laid out came last.
+    came : int
+        How many of its requests had come when the last period ended.
+    """
+
+    departed: int
+    dram: int
+    present: int
+    came: int
+    _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in ("departed", "dram", "present", "came")]
+
+
+@cache
+def library(path: Path = LIBRARY) -> ctypes.CDLL:
+    """The core's shared library.
+
+    Raises
+    ------
+    CoreError
+        If it was not built.
+    """
+    try:
+        core = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CoreError(
+            f"the native core cannot be loaded ({error}): install the package again where a C++ compiler is"
+        ) from error
+    core.tn_last_error.restype = ctypes.c_char_p
+    core.tn_log.restype = core.tn_blocks.restype = core.tn_on.restype = core.tn_pool_used.restype = (
+        core.tn_lap.restype
+    ) = U64
+    core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, U64, U64, ctypes.POINTER(ctypes.c_void_p)]
+    core.tn_allocate.argtypes = [ctypes.c_void_p, U64, U64, U64, P64]
+    core.tn_pack.argtypes = [U64, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p, P64]
+    others: dict[str, list[Any]] = {
+        "tn_close": [],
+        "tn_free": [U64],
+        "tn_used_on": [U64, U64],
+        "tn_block_of": [U64, P64, P64],
+        "tn_pool_retire": [U64],
+        "tn_pool_used": [U64],
+        "tn_pool_clear": [U64],
+        "tn_allocate_at": [U64, U64, U64],
+        "tn_capture": [ctypes.c_int],
+        "tn_class": [ctypes.c_int],
+        "tn_limit": [ctypes.c_int, U64],
+        "tn_trim": [],
+        "tn_share": [ctypes.c_int],
+        "tn_mark": [],
+        "tn_log": [ctypes.c_int, ctypes.c_void_p, U64, P64],
+        "tn_plan": [U64, U64, *[ctypes.c_void_p] * 3, U64, ctypes.c_void_p],
+        "tn_move": [U64, ctypes.c_int],
+        "tn_on": [U64, ctypes.c_int],
+        "tn_get_stats": [ctypes.POINTER(Stats)],
+        "tn_get_glance": [ctypes.POINTER(Glance)],
+        "tn_reset_peaks": [],
+        "tn_lap": [],
+        "tn_blocks": [ctypes.c_void_p, U64],
+    }
+    for name, types in others.items():
+        getattr(core, name).argtypes = [ctypes.c_void_p, *types]
+    return core
+
+
+def checked(status: int) -> None:
+    """Raise what a call of the library did not do.
+
+    Raises
+    ------
+    CoreError
+        With the library's own text.
+    """
+    if status:
+        text = library().tn_last_error().decode()
+        raise _FAILURES.get(status, CoreError)(text)

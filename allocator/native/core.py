@@ -1,0 +1,223 @@
+"""One device's pages and blocks, as the native core keeps them (`core.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from allocator.native.binding import BLOCK, PLAIN, REQUEST, U64, Glance, Stats, checked, library
+
+if TYPE_CHECKING:
+    from allocator.sequence import Foreseen
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the core counted.
+
+    Attributes
+    ----------
+    allocated, allocated_peak : int
+        Bytes in use by the program.
+    hbm, hbm_peak, hbm_limit, dram, dram_peak : int
+        Bytes of physical pages.
+    idle : int
+        Bytes that are mapped and not in use.
+    maps, unmaps, waits : int
+        Pages mapped and unmapped, and waits for a stream that this took.
+    planned, departed, misplaced : int
+        Requests served where the layout has them, those the layout does not know, and those whose place was taken.
+    """
+
+    allocated: int
+    allocated_peak: int
+    hbm: int
+    hbm_peak: int
+    hbm_limit: int
+    dram: int
+    dram_peak: int
+    idle: int
+    maps: int
+    unmaps: int
+    waits: int
+    planned: int
+    departed: int
+    misplaced: int
+
+
+class Core:
+    """One device's pages and blocks; every method may be called from any thread.
+
+    Parameters
+    ----------
+    backend : str
+        ``cuda``, or ``memfd`` where there is no GPU.
+    hbm, dram : int
+        Most physical memory to take, in bytes.
+    device : int
+        Number of the GPU.
+
+    Raises
+    ------
+    CoreError
+        If the library was not built, or the driver lacks what the backend needs.
+    """
+
+    def __init__(self, backend: str, hbm: int, dram: int, device: int = 0) -> None:
+        self._library = library()
+        self._core = ctypes.c_void_p()
+        checked(self._library.tn_open(backend.encode(), device, hbm, dram, ctypes.byref(self._core)))
+
+    @classmethod
+    def at(cls, address: int) -> Core:
+        """The core that the adapter made; it stays the adapter's, and is not to be closed."""
+        core = cls.__new__(cls)
+        core._library, core._core = library(), ctypes.c_void_p(address)
+        return core
+
+    def close(self) -> None:
+        """Give everything back. Nothing may be in use. Idempotent."""
+        if self._core.value is not None:
+            core, self._core = self._core, ctypes.c_void_p()
+            checked(self._library.tn_close(core))
+
+    def allocate(self, nbytes: int, stream: int = 0, pool: int = 0) -> int:
+        """Address of `nbytes` of memory for work on `stream`, aligned to 512 bytes.
+
+        Raises
+        ------
+        CoreFull
+            If every tier is full.
+        """
+        address = U64()
+        checked(self._library.tn_allocate(self._core, nbytes, stream, pool, ctypes.byref(address)))
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Give a block back; work of its stream may still be using it."""
+        checked(self._library.tn_free(self._core, address))
+
+    def used_on(self, address: int, stream: int) -> None:
+        """The block is used on `stream` as well: it is handed out again when that is done with it."""
+        checked(self._library.tn_used_on(self._core, address, stream))
+
+    def trim(self) -> None:
+        """Return idle memory to the system; waits for the streams that used it."""
+        checked(self._library.tn_trim(self._core))
+
+    def share(self, device: int) -> None:
+        """Have another GPU reach all memory, now and from now on; PyTorch's adapter does where GPUs are made peers."""
+        checked(self._library.tn_share(self._core, device))
+
+    def retire(self, pool: int) -> None:
+        """A private pool's memory, once it is free, may serve others."""
+        checked(self._library.tn_pool_retire(self._core, pool))
+
+    def capture(self, begins: bool) -> None:
+        """A graph may be captured from now on, or is no more; meanwhile nobody waits for all streams."""
+        self._library.tn_capture(self._core, int(begins))
+
+    def state(self, on: bool) -> None:
+        """Whether the requests that follow live as long as the program (an optimizer makes its state)."""
+        self._library.tn_class(self._core, int(on))
+
+    def limit(self, tier: int, nbytes: int) -> None:
+        """Change how much physical memory may be taken."""
+        checked(self._library.tn_limit(self._core, tier, nbytes))
+
+    def mark(self) -> None:
+        """A period ends, and the next begins."""
+        self._library.tn_mark(self._core)
+
+    def log(self, ago: int = 0) -> tuple[npt.NDArray[Any], int]:
+        """The requests of the last whole period, or of the one before it, as `REQUEST`; and its number of events.
+
+        None of a period with more of them than anybody could lay out.
+        """
+        events = U64()
+        count = self._library.tn_log(self._core, ago, None, 0, ctypes.byref(events))
+        requests = np.empty(count, REQUEST)
+        there = self._library.tn_log(self._core, ago, requests.ctypes.data, count, ctypes.byref(events))
+        return requests[: min(count, there)], events.value  # another thread may have ended a period in between
+
+    def plan(self, *foreseen: Foreseen) -> None:
+        """Lay out the periods to come, the present one included; each is one of those foreseen.
+
+        Parameters
+        ----------
+        foreseen : Foreseen
+            On one stream. They share a region: there is no telling which comes next before its first requests.
+
+        Raises
+        ------
+        CoreFull
+            If the tiers have no room for the region; then there is no layout any more.
+        CoreBusy
+            If the stream is being captured; then the layout is what it was.
+        """
+        counts = np.array([len(one.sizes) for one in foreseen], np.uint64)
+        sizes = np.concatenate([one.sizes.astype(np.uint64) for one in foreseen])
+        places = np.concatenate([one.offsets for one in foreseen])
+        visits = np.zeros(max(len(one.visits) for one in foreseen), np.int64)
+        for one in foreseen:
+            visits[: len(one.visits)] += one.visits
+        order = np.argsort(-visits, kind="stable").astype(np.uint32)
+        pointers = (counts.ctypes.data, sizes.ctypes.data, places.ctypes.data, len(order), order.ctypes.data)
+        checked(self._library.tn_plan(self._core, foreseen[0].stream, len(foreseen), *pointers))
+
+    def move(self, address: int, tier: int) -> None:
+        """Put the whole pages of a block on `tier`, under the same address; waits for all streams.
+
+        Raises
+        ------
+        CoreFull
+            If the tier has no room; the pages that were moved by then stay there.
+        CoreBusy
+            If a stream is being captured.
+        """
+        checked(self._library.tn_move(self._core, address, tier))
+
+    def on(self, address: int, tier: int) -> int:
+        """Bytes of a block that lie on `tier`."""
+        return int(self._library.tn_on(self._core, address, tier))
+
+    def glance(self) -> Glance:
+        """A little of what `counts` tells, which looks at every block."""
+        glance = Glance()
+        self._library.tn_get_glance(self._core, ctypes.byref(glance))
+        return glance
+
+    def counts(self) -> Counts:
+        """What was counted so far."""
+        stats = Stats()
+        self._library.tn_get_stats(self._core, ctypes.byref(stats))
+        plain = {name: getattr(stats, name) for name in PLAIN}
+        return Counts(
+            allocated=stats.allocated[0].current,
+            allocated_peak=stats.allocated[0].peak,
+            hbm=plain["hbm_bytes"],
+            hbm_peak=plain["hbm_peak"],
+            hbm_limit=plain["hbm_limit"],
+            dram=plain["dram_bytes"],
+            dram_peak=plain["dram_peak"],
+            idle=plain["idle_bytes"],
+            **{name: plain[name] for name in ("maps", "unmaps", "waits", "planned", "departed", "misplaced")},
+        )
+
+    def reset_peaks(self) -> None:
+        """Peaks begin anew at what is in use now."""
+        self._library.tn_reset_peaks(self._core)
+
+    def lap(self) -> int:
+        """The most bytes in use since this was last called; no other peak begins anew."""
+        return int(self._library.tn_lap(self._core))
+
+    def blocks(self) -> npt.NDArray[Any]:
+        """All mapped blocks, as `BLOCK`, by heap and address."""
+        capacity = int(self._library.tn_blocks(self._core, None, 0)) + 64  # other threads may add some
+        blocks = np.empty(capacity, BLOCK)
+        return blocks[: min(capacity, int(self._library.tn_blocks(self._core, blocks.ctypes.data, capacity)))]
