@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,10 @@ def run(
     environ = {**environ, **variant.environ, "TIERS_RUN": str(directory.absolute())}
     with open(output, "wb") as file:
         # In a group of its own: what launches ranks passes the request to end on, or leaves them to us.
-        child = subprocess.Popen(command, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        with _interruptible():
+            child = subprocess.Popen(
+                command, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
         ended = False
         try:
             try:
@@ -120,6 +124,20 @@ def run(
             _signal(child, signal.SIGKILL)  # also workers that a launcher has left behind
             child.wait()
     return Outcome(variant, child.returncode, ended, _stats(directory), _last_line(output))
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Who is started here can be interrupted, also where this process is not to be: behind a shell's ``&``."""
+    here = threading.current_thread() is threading.main_thread()  # elsewhere nobody may change a signal's handler
+    ignored = here and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:

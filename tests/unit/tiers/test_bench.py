@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -91,6 +92,20 @@ def test_a_program_that_trains_for_ever_is_interrupted(program: list[str], capsy
     assert main(["bench", "--json", "--no-ideal", "--hbm", "20GiB", "--seconds", "6", *program, "for-ever"]) == 0
     (run,) = entries(capsys)
     assert not run["failed"] and run["stats"]["step_s"]["median"] == 0.25
+
+
+def test_it_is_interrupted_also_behind_a_shell_s_ampersand(
+    program: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the shell has this process ignore Ctrl-C, and those that it starts with it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        words = ["--json", "--no-ideal", "--hbm", "20GiB", "--seconds", "6"]
+        assert main(["bench", *words, *program, "for-ever"]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    (run,) = entries(capsys)
+    assert not run["failed"]
 
 
 def test_one_that_is_killed_while_it_writes_its_numbers_has_none(
