@@ -7,7 +7,7 @@ order and go in the other:
 
 1. below 1, groups come back just in time, not as early as the room allows: fewer are under way at once;
 2. at `FLOOR`, plans are made for the bandwidth that is left. A planner then recomputes or keeps
-   what no longer hides behind the computation, or has it go to NVMe, where that does not cross the bus.
+   what no longer hides behind the computation. NVMe is a way out only where drives reach HBM without the bus.
 
 Asking for more to see whether the bus is free would swing to and fro under a constant load. There is no need
 to: each copy that is still made tells how much its lane gives. So the share grows only on a verdict that says

@@ -25,10 +25,10 @@ from migrator.backing import Backing
 from migrator.group import NEVER, Claim, Group, State, claim_died, unclaimed
 from migrator.lanes import Compute, Lane, Leaving, whole
 from migrator.paces import Pace
+from migrator.plan import READ_AHEAD
 from migrator.tensors import Saved, Tensors
 from migrator.timing import Lap
 
-READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
 EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it
 
 

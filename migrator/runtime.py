@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -148,7 +148,10 @@ class Runtime:
             stale.pop()  # of a session that another thread ended, which could not do this
         with self._lock:
             if self._tensors is None:
-                self._tensors = self.options.tensors()
+                try:
+                    self._tensors = self.options.tensors()
+                except TiersError as error:
+                    self._refuse(error)
         saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance, self._tensors)
         saver.push()
         self._thread.saver = saver
@@ -162,7 +165,10 @@ class Runtime:
     def _make_mover(self, device: torch.device) -> Mover | None:
         if not has_tiers(device):
             return None
-        mover = self._devices.make_mover(device, self.options, self._tensors or in_python)
+        try:
+            mover = self._devices.make_mover(device, self.options, self._tensors or in_python)
+        except TiersError as error:
+            self._refuse(error)
         self._recount_static()
         return mover
 
@@ -205,7 +211,8 @@ class Runtime:
                     )
                 )
 
-    def _refuse(self, error: TiersError) -> None:
+    def _refuse(self, error: TiersError) -> NoReturn:
+        """End the program before it trains: what was configured cannot be had."""
         if self.options.refuse is not None:
             self.options.refuse(error)
         raise error

@@ -19,13 +19,11 @@ import numpy as np
 
 from allocator.sizes import PAGE, round_up
 from migrator.links import Links
-from migrator.plan import PageGroup, Plan
+from migrator.plan import READ_AHEAD, PageGroup, Plan
 from migrator.planner.effects import Effect, effect
 from migrator.planner.intervals import Bytes, durations
 from migrator.planner.schedule import Span, limits_by_position, spans_of
 from migrator.trace import Trace
-
-READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them, as in the engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class Variant:
     @property
     def environ(self) -> dict[str, str]:
         """Variables to set."""
-        return {"TIERS_POLICY": self.policy} | ({} if self.hbm is None else {"TIERS_HBM": self.hbm})
+        return {"TIERS_POLICY": self.policy, "TIERS_HBM": self.hbm or "all"}
 
     def __str__(self) -> str:
         return f"{self.policy} at {self.hbm or 'all of hbm'}"
@@ -148,7 +148,7 @@ def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
 def _stats(directory: Path) -> dict[str, Any] | None:
     found = sorted(directory.glob(f"rank*/{STATS}"), key=lambda path: (len(path.parent.name), path.parent.name))
     for file in (directory / STATS, *found):
-        with suppress(FileNotFoundError, ValueError):  # killed while it wrote
+        with suppress(FileNotFoundError, ValueError):
             stats: dict[str, Any] = json.loads(file.read_text())
             return stats
     return None

@@ -80,6 +80,10 @@ def _size(raw: object) -> int:
     return parse_size(raw)
 
 
+def _size_or_all(raw: object) -> int | None:
+    return None if isinstance(raw, str) and raw.strip().lower() == "all" else _size(raw)
+
+
 def _flag(raw: object) -> bool:
     if isinstance(raw, bool):
         return raw
@@ -128,6 +132,7 @@ def _one_of(choices: tuple[str, ...]) -> Parser:
 
 
 SIZE = Parser(_size, 'a size such as "24GiB", "512MiB" or a number of bytes, not negative')
+SIZE_OR_ALL = Parser(_size_or_all, f'{SIZE.accepts}, or "all"')
 FLAG = Parser(_flag, "true or false (in the environment also 1 or 0)")
 RATE = Parser(_rate, "a number of bytes per second above 0")
 PATH = Parser(_path, "a path")
@@ -136,7 +141,7 @@ PATHS = Parser(_paths, f"directories: a list, or one text with {os.pathsep!r} be
 KEYS = (
     Key("allocator", _one_of(ALLOCATORS), "TIERS_ALLOCATOR"),
     Key("policy", _one_of(KNOWN_POLICIES), "TIERS_POLICY"),
-    Key("hbm.capacity", SIZE, "TIERS_HBM"),
+    Key("hbm.capacity", SIZE_OR_ALL, "TIERS_HBM"),
     Key("dram.capacity", SIZE, "TIERS_DRAM"),
     Key("nvme.capacity", SIZE, "TIERS_NVME"),
     Key("nvme.paths", PATHS, "TIERS_NVME_PATH"),

@@ -76,7 +76,8 @@ def _from_file(path: Path, origin: str) -> Iterator[Given]:
 def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in tree.items():
         # A table where a key belongs is left whole: its parser then says what the key accepts.
-        if isinstance(value, dict) and prefix + name not in BY_NAME:
+        known = any(key.startswith(f"{prefix}{name}.") for key in BY_NAME)
+        if isinstance(value, dict) and prefix + name not in BY_NAME and (value or known):
             yield from _leaves(value, f"{prefix}{name}.")
-        else:
+        else:  # also an empty table that no key is in
             yield prefix + name, value

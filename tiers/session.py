@@ -32,6 +32,7 @@ from migrator.timeline import Timeline
 from tiers import paging, run_directory
 from tiers.autoload import catch_up
 from tiers.config import Config, ConfigError, load
+from tiers.log import set_up
 from tiers.monitor.build import build as build_monitor
 from tiers.places import cache_directory
 from tiers.shares import Shares, node_of_gpu, room, step
@@ -244,11 +245,15 @@ class session(contextlib.AbstractContextManager[Session]):
     """
 
     def __init__(self, **arguments: object) -> None:
-        config = load(arguments).config
+        resolved = load(arguments)
+        config, self._warnings = resolved.config, resolved.warnings
         self._config = replace(config, allocator="torch") if config.allocator == "off" else config
         self._session: Session | None = None
 
     def __enter__(self) -> Session:
+        set_up(self._config.log)
+        for warning in self._warnings:
+            log.warning(warning)
         self._session = Session(self._config)
         self._session.open()
         return self._session

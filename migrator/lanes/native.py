@@ -39,7 +39,7 @@ class NativeCompute(CudaCompute):
 
 
 class NativeLane(CudaLane):
-    """A CUDA stream made once; each copy is one call, and its pieces leave as they lie."""
+    """A CUDA stream made once; a copy takes few calls of the driver, and its pieces leave as they lie."""
 
     def __init__(self, device: torch.device, name: str, counters: Counters, library: lane.Library) -> None:
         super().__init__(device, name, counters)

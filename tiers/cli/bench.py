@@ -59,7 +59,10 @@ class BenchVerb:
         with _directory(args.out) as directory, Console(stderr=True).status("") as status:
             for number, variant in enumerate([*([] if args.no_ideal else [IDEAL]), *variants]):
                 status.update(f"{variant} ({number + 1} of {len(variants) + (not args.no_ideal)})")
-                outcomes.append(run(variant, command, environ, directory / f"{number}", args.seconds))
+                try:
+                    outcomes.append(run(variant, command, environ, directory / f"{number}", args.seconds))
+                except OSError as error:
+                    raise CliError(f"{error.filename or command[0]}: {error.strerror}") from None
         if args.json:
             print_json([_entry(outcome, outcomes) for outcome in outcomes])
         else:

@@ -18,6 +18,7 @@ from migrator.trace import Trace
 from tiers.cli.run_files import known_links, read_json
 from tiers.cli.verb import CliError, print_json, print_tables
 from tiers.planning import why
+from tiers.run_directory import ENOUGH
 
 _BAR = 20
 
@@ -113,8 +114,9 @@ def _step(step: dict[str, Any]) -> str:
         return "no step was completed"
     of_all = f"{_ms(step['min'])} to {_ms(step['max'])}"
     settled = step.get("settled", {"steps": 0})
-    if not settled["steps"]:
-        return f"step {_ms(step['median'])} (median, learning included; {of_all})"
+    if settled["steps"] < ENOUGH:
+        few = f", {settled['steps']} steps under the last plan" if settled["steps"] else ""
+        return f"step {_ms(step['median'])} (median, learning included{few}; {of_all})"
     return (
         f"step {_ms(settled['median'])} (median of {settled['steps']} under the last plan; {of_all}, learning included)"
     )

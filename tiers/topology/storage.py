@@ -25,13 +25,12 @@ class Filesystem:
 
     Attributes
     ----------
-    mount_point, kind, source
-        As mounted: ``/mnt/data``, ``ext4``, ``/dev/nvme0n1p1``.
+    kind, source
+        As mounted: ``ext4``, ``/dev/nvme0n1p1``.
     drive
         The drive below, where the file system says which; overlay, network and memory file systems do not.
     """
 
-    mount_point: Path
     kind: str
     source: str
     drive: Drive | None
@@ -70,8 +69,8 @@ def filesystem_of(path: Path, root: Path = Path("/")) -> Filesystem:
             found = point, kind, _unescape(source), device
     if found is None:
         raise LookupError(f"no mount in /proc/self/mountinfo holds {target}")
-    point, kind, source, device = found
-    return Filesystem(point, kind, source, _drive(device, root))
+    _, kind, source, device = found
+    return Filesystem(kind, source, _drive(device, root))
 
 
 def _drive(device: str, root: Path) -> Drive | None:

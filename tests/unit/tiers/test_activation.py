@@ -244,6 +244,27 @@ def test_a_budget_below_the_weights_says_how_much_they_need() -> None:
     assert f"{WEIGHTS / MiB:.1f} MiB" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ({"TIERS_NVME": "1GiB", "TIERS_NVME_PATH": "/proc"}, "cannot make a file in /proc"),
+        ({"TIERS_NATIVE": "on", "CXX": "/no/such/compiler"}, "compiler"),
+    ],
+)
+def test_what_cannot_be_set_up_as_configured_ends_the_program_in_one_line(names: dict[str, str], says: str) -> None:
+    done = tiered(TRAIN, **names)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_session_says_what_variables_would_have_said(tmp_path: Path) -> None:
+    program = "import tiers\nwith tiers.session(log='info', nvme_path='.', hbm='all'): pass\n"
+    done = python(program)
+    assert done.returncode == 0
+    assert "nvme.paths is set but nvme.capacity is not" in done.stderr
+
+
 def test_a_session_takes_the_allocator_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert session()._config.allocator == "torch"

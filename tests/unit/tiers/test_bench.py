@@ -14,7 +14,7 @@ import pytest
 from tests.unit.tiers.test_cli import STATS
 from tiers.cli.main import main
 
-SECONDS = {None: 0.2, "20GiB": 0.25, "10GiB": 0.4}  # a step, by budget
+SECONDS = {"all": 0.2, "20GiB": 0.25, "10GiB": 0.4}  # a step, by budget
 
 PROGRAM = f"""
 import json, os, pathlib, sys, time

@@ -163,6 +163,12 @@ def test_several_nvme_directories_are_separated_as_in_path(resolve, tmp_path):
     assert config.nvme.paths == (first, second)
 
 
+def test_all_of_hbm_can_be_asked_for_where_a_file_says_less(resolve):
+    files = {"project": '[hbm]\ncapacity = "1GiB"'}
+    assert resolve(**files).config.hbm.capacity == GiB
+    assert resolve(**files, environ={"TIERS_HBM": "all"}).config.hbm.capacity is None
+
+
 def test_paths_do_not_depend_on_a_later_chdir(resolve, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve({"run": "out"}).config.run == tmp_path / "out"
@@ -175,6 +181,8 @@ def test_paths_do_not_depend_on_a_later_chdir(resolve, tmp_path, monkeypatch):
             {"project": '[hbm]\ncapacty = "1GiB"'},
             "./tiers.toml: unknown key 'hbm.capacty'; did you mean hbm.capacity?",
         ),
+        ({"project": "[hmb]"}, "./tiers.toml: unknown key 'hmb'"),
+        ({"project": "[hbm.x]"}, "./tiers.toml: unknown key 'hbm.x'"),
         ({"project": 'hbm = "1GiB"'}, "unknown key 'hbm'; did you mean hbm.capacity?"),
         ({"project": "[allocator]\nkind = 1"}, "allocator = {'kind': 1} (./tiers.toml) is not accepted"),
         ({"project": "hbm ="}, "./tiers.toml cannot be read"),

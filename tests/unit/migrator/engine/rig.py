@@ -88,9 +88,6 @@ class Rig:
         self.out.run()
         self.back.run()
 
-    def resident_groups(self) -> int:
-        return self.engine.resident // NBYTES
-
     def close(self) -> None:
         self.run()
         self.backing.close()
