@@ -1,8 +1,8 @@
 """A contest of two plans: of what nobody can predict, periods tell which plan is faster.
 
-What moving costs compute besides the link depends on the program and on the GPU. On an H200, 2 GiB to DRAM cost a
-ResNet-152 1.8% of its step, and 4 GiB each way a GPT nothing. No one set of `Costs` suits both, and by what it is wrong
-policies hardly differ. So once a plan has settled, a *rival* is made with the other costs, and carried out if it may be
+What moving costs compute besides the link depends on the program and on the GPU. On an H100 a busy lane
+cost a GPT one or two percent, on an H200 nothing. No one set of `Costs` suits both, and by what it is wrong policies
+hardly differ. So once a plan has settled, a *rival* is made with the other costs, and carried out if it may be
 worth it. The faster is kept, and what it was made with are the costs from then on.
 
 The rival has to win clearly, and against two rounds of the holder's: hosts that others use change their speed by two
