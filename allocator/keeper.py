@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class Keeper:
@@ -29,8 +30,10 @@ class Keeper:
             if self._thread is None:
                 # A daemon: a program that ends without closing its arena must not wait for it.
                 run = (self._tend, self._woken)
-                self._thread = threading.Thread(target=_run, args=run, name="tiers-keeper", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=_run, args=run, name="tiers-keeper", daemon=True)
+                with suppress(RuntimeError):  # no thread can be had: it is tried again when there is more to do
+                    thread.start()
+                    self._thread = thread
 
     def join(self) -> None:
         """Wait until it has ended; `tend` returns None from now on."""

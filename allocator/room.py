@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from allocator.sizes import format_size
@@ -65,7 +66,8 @@ class RoomWatch:
     def left(self) -> int:
         """Bytes that are left now."""
         if self._look is not None and time.monotonic() - self._at > FRESH:
-            self._seen = self._look()
+            with suppress(OSError):  # out of file descriptors, for one: what was seen last is the best there is
+                self._seen = self._look()
             self._at = time.monotonic()
         return self.seen
 

@@ -35,7 +35,10 @@ def in_background(job: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name="tiers-planner", daemon=True).start()
+    try:
+        threading.Thread(target=work, name="tiers-planner", daemon=True).start()
+    except RuntimeError:  # no thread can be had
+        work()
     return future
 
 
@@ -58,12 +61,17 @@ def _elsewhere(job: Callable[[], T]) -> T:
     # Without what would make the new process train, or look like a rank that does.
     quiet = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
     path = os.pathsep.join(filter(None, (here, quiet.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", _SERVE], input=sent, capture_output=True, env={**quiet, "PYTHONPATH": path}, check=False
-    )
-    if done.returncode:
-        return job()  # such as where no process may be started
-    result, error = pickle.loads(done.stdout)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _SERVE],
+            input=sent,
+            capture_output=True,
+            env={**quiet, "PYTHONPATH": path},
+            check=True,
+        )
+        result, error = pickle.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, pickle.UnpicklingError, EOFError):
+        return job()  # such as where no process may be started, or it is out of file descriptors
     if error is not None:
         raise error
     answer: T = result

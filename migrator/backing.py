@@ -184,9 +184,13 @@ class Backing:
         extent = self._nvme.allocate(parcel.nbytes)
         if extent is None:
             return None
+        try:
+            parcel.writing = self._disk.write(extent, parcel.block, parcel.filled)
+        except BaseException:
+            self._nvme.free(extent)
+            raise
         parcel.extent = extent
         self._on_nvme[parcel] = None
-        parcel.writing = self._disk.write(extent, parcel.block, parcel.filled)
         return parcel
 
     def _reap(self) -> bool:
@@ -288,7 +292,13 @@ class Backing:
             self._dram.free(block)
             raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
         after = self._put(parcel, block)
-        parcel.reading = self._disk.read(parcel.extent, block, after)
+        try:
+            parcel.reading = self._disk.read(parcel.extent, block, after)
+        except (
+            BaseException
+        ):  # no thread can be had, for one: nobody may take the block for what was to be read into it
+            self._free_block(parcel)
+            raise
 
     # ---------------------------------------------------------------------------------------- end
 

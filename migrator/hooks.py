@@ -85,6 +85,7 @@ class Saver(OnStack):
         self._allowance = allowance
         self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
         self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
+        self._sharded = False  # whether these change within a forward
         self._observer = Observer(self.regions, self._movable, self.hooks[1])
 
     # ----------------------------------------------------------------------------------- on, off
@@ -341,7 +342,9 @@ class Saver(OnStack):
 
     def _parameters(self) -> set[int]:
         """Storages that belong to the module whose forward is the outermost."""
-        if self._fixed is None:
-            root = self._root() if self._root is not None else None
+        root = self._root() if self._root is not None else None
+        if self._fixed is None and root is not None:
+            self._sharded = weights.is_sharded(root)
+        if self._fixed is None or self._sharded:  # FSDP gathers a layer's parameters right before its forward
             self._fixed = set() if root is None else weights.storages(weights.of_module(root))
         return self._fixed

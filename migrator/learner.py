@@ -270,10 +270,12 @@ class Learner:
             return False
         before = self._set_aside
         if before is not None and before.feedback.given == links:
-            self._take_up(before)
-            return True
+            if self._feedback.correction >= before.feedback.correction:
+                self._take_up(before)
+                return True
+            self._set_aside = before = None  # less fits by now than did
         self._owed |= self.break_off()
-        if before is None and self._has_all:
+        if before is None and self._has_all and not self._feedback.given.contended:
             self._set_aside = SetAside(self._made, self._planned, self._feedback)
         self._feedback = self._feedback.under(links)
         # Where traces are missing, what is recorded now is planned with them.

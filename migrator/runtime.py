@@ -63,6 +63,7 @@ class Runtime:
         self._devices = Devices(self._counters)
         self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
         self._lock = threading.Lock()  # guards the choice of `_tensors`
+        self._listing = threading.Lock()  # guards the two sets below, to which threads add while others go through them
         self._thread = _Thread()
         self._savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # a thread owns its own, and takes it along
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -91,7 +92,7 @@ class Runtime:
         entry.uninstall()
         if self._thread.saver is not None:
             self._thread.saver.end_period()
-        for saver in list(self._savers):
+        for saver in self._all_savers():
             for mover in saver.armed_movers:
                 mover.learner.finish()
             self._learned = self.learned
@@ -155,7 +156,8 @@ class Runtime:
         saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance, self._tensors)
         saver.push()
         self._thread.saver = saver
-        self._savers.add(saver)
+        with self._listing:
+            self._savers.add(saver)
         self.armed = True
         self.options.armed()
         return saver
@@ -197,9 +199,10 @@ class Runtime:
         """See whether the budget holds the weights of the models so far, and this one's."""
         if root in self._roots:
             return
-        self._roots.add(root)
+        with self._listing:
+            self._roots.add(root)
         self._recount_static()
-        tensors = [tensor for known in self._roots for tensor in weights.of_module(known)]
+        tensors = [tensor for known in self._all_roots() for tensor in weights.of_module(known)]
         for device in {tensor.device for tensor in tensors if has_tiers(tensor.device)}:
             needed, budget = weights.bytes_on(device, tensors), self.options.hbm(device)
             if needed > budget:
@@ -217,11 +220,19 @@ class Runtime:
             self.options.refuse(error)
         raise error
 
+    def _all_roots(self) -> list[nn.Module]:
+        with self._listing:
+            return list(self._roots)
+
+    def _all_savers(self) -> list[Saver]:
+        with self._listing:
+            return list(self._savers)
+
     def _recount_static(self) -> None:
         """Without a GPU nobody else counts what lives as long as the program."""
         for shared in self._devices.opened.values():
             if isinstance(compute := shared.compute, HostCompute):
-                tensors = (tensor for root in self._roots for tensor in weights.of_module(root))
+                tensors = (tensor for root in self._all_roots() for tensor in weights.of_module(root))
                 compute.static = weights.bytes_on(compute.device, tensors) + self._optimizers.nbytes
 
     # -------------------------------------------------------------------------- periods and steps
@@ -234,7 +245,7 @@ class Runtime:
         pages = self.options.pages()
         for mover in saver.armed_movers:
             device = mover.engine.compute.device
-            threads = max(1, sum(device in other.movers for other in list(self._savers)))
+            threads = max(1, sum(device in other.movers for other in self._all_savers()))
             overflow = 0 if pages is None else pages.overflow(device) // threads
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
             recorded, racing = mover.recorder is not None, mover.learner.racing
@@ -317,7 +328,7 @@ class Runtime:
     @property
     def learned(self) -> tuple[Trace, Plan] | None:
         """The last trace and plan there are."""
-        learners = [mover.learner for saver in list(self._savers) for mover in saver.armed_movers]
+        learners = [mover.learner for saver in self._all_savers() for mover in saver.armed_movers]
         pairs = [(learner.traces[-1], learner.lasting[-1]) for learner in learners if learner.plans]
         return pairs[-1] if pairs else self._learned
 

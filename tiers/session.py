@@ -247,11 +247,13 @@ class session(contextlib.AbstractContextManager[Session]):
     def __init__(self, **arguments: object) -> None:
         resolved = load(arguments)
         config, self._warnings = resolved.config, resolved.warnings
+        self._speaks = resolved.origin["log"] != "default"  # else the level stays as the program has it
         self._config = replace(config, allocator="torch") if config.allocator == "off" else config
         self._session: Session | None = None
 
     def __enter__(self) -> Session:
-        set_up(self._config.log)
+        if self._speaks:
+            set_up(self._config.log)
         for warning in self._warnings:
             log.warning(warning)
         self._session = Session(self._config)

@@ -63,9 +63,9 @@ class Board:
 
     def let_go(self) -> None:
         """Close the file and leave it: in the child of a fork it is the parent's."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        file, self._file = self._file, None  # at once: closed twice, the number may be somebody else's
+        if file is not None:
+            os.close(file)
 
 
 _boards: weakref.WeakSet[Board] = weakref.WeakSet()

@@ -37,6 +37,7 @@ class Monitor:
         self._response = Response()
         self._wake = threading.Event()
         self._closing = threading.Event()
+        self._starting = threading.Lock()  # several threads may end their first period at once
         self._thread: threading.Thread | None = None
         self._beat = 0.0
         self._shown = float("-inf")
@@ -45,8 +46,10 @@ class Monitor:
     def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
         """Hand a period over; what the thread has last said. Returns at once and never raises."""
         if self._thread is None:
-            self._beat = time.monotonic()
-            self._thread = self._start()
+            with self._starting:
+                if self._thread is None:
+                    self._beat = time.monotonic()
+                    self._thread = self._start()
         if not self._thread.is_alive() or time.monotonic() - self._beat > LOST:
             return Response()
         self.watch.feed(transfers, moved)
@@ -80,7 +83,7 @@ class Monitor:
                 self._response = self.watch.tick()
                 self._show()
                 self._beat = time.monotonic()
-                self._closing.wait(PAUSE * (time.thread_time() - start))
+                self._closing.wait(min(PAUSE * (time.thread_time() - start), LOST / 2))
                 self._wake.wait(IDLE)
         except Exception as error:
             log.warning("the monitor has ended, training goes on without it: %s: %s", type(error).__name__, error)

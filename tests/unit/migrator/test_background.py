@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from functools import partial
 
@@ -33,6 +34,19 @@ def test_what_a_job_raises_comes_back() -> None:
     with pytest.raises(NoPlanFits) as error:
         in_background(job).result(timeout=60)
     assert error.value.smallest > 1
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), None])
+def test_where_no_process_can_be_had_the_job_is_done_here(
+    monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    def run(*_: object, **__: object) -> subprocess.CompletedProcess[bytes]:
+        if error is not None:
+            raise error
+        return subprocess.CompletedProcess([], 0, stdout=b"what a sitecustomize prints")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert in_background(os.getpid).result(timeout=60) == os.getpid()
 
 
 def test_what_cannot_be_sent_is_done_in_a_thread() -> None:

