@@ -70,8 +70,8 @@ def _elsewhere(job: Callable[[], T]) -> T:
             check=True,
         )
         result, error = pickle.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, pickle.UnpicklingError, EOFError):
-        return job()  # such as where no process may be started, or it is out of file descriptors
+    except Exception:  # no process may be started, or what comes from it is no answer: what a job raises is one
+        return job()
     if error is not None:
         raise error
     answer: T = result

@@ -294,10 +294,8 @@ class Backing:
         after = self._put(parcel, block)
         try:
             parcel.reading = self._disk.read(parcel.extent, block, after)
-        except (
-            BaseException
-        ):  # no thread can be had, for one: nobody may take the block for what was to be read into it
-            self._free_block(parcel)
+        except BaseException:  # such as no thread to be had
+            self._free_block(parcel)  # or somebody would take it for what was to be read into it
             raise
 
     # ---------------------------------------------------------------------------------------- end

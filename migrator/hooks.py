@@ -342,9 +342,9 @@ class Saver(OnStack):
 
     def _parameters(self) -> set[int]:
         """Storages that belong to the module whose forward is the outermost."""
-        root = self._root() if self._root is not None else None
-        if self._fixed is None and root is not None:
-            self._sharded = weights.is_sharded(root)
         if self._fixed is None or self._sharded:  # FSDP gathers a layer's parameters right before its forward
+            root = self._root() if self._root is not None else None
+            if self._fixed is None:
+                self._sharded = root is not None and weights.is_sharded(root)
             self._fixed = set() if root is None else weights.storages(weights.of_module(root))
         return self._fixed

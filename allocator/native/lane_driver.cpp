@@ -148,9 +148,10 @@ size_t Batch::a_call(size_t first) const {
 }
 
 Result Batch::submit(Handle stream) {
+    const bool batches = sizes_.size() > 1 && takes_batches(device_);
     for (size_t first = 0, count = 0; first < sizes_.size(); first += count) {
         count = a_call(first);
-        const bool together = count > 1 && takes_batches(device_);
+        const bool together = batches && count > 1;
         const Result refused = together ? at_once(first, count, stream) : 0;
         if (together && !refused) continue;
         // Also what the driver refuses at once it may do one by one. To copy some bytes twice does no harm.
