@@ -168,13 +168,21 @@ def process_groups_that_end_with_ddp(device: torch.device) -> None:
                 raise AssertionError("the ranks hang")
 
 
+class _Frozen(nn.Linear):
+    """Saves its weight as no parameter: FSDP frees that memory after forward, and fills it again for backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.detach())
+
+
 class _Sharded(nn.Module):
     """Blocks whose parameters are gathered for each forward and backward, with what could be recomputed in between."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(2)
+            nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128), _Frozen(128, 128))
+            for _ in range(2)
         )
 
     def forward(self, x: Tensor) -> Tensor:
