@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from allocator.native import lane
+from allocator.native import aside, lane
 from migrator.background import in_background
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.engine import Engine
 from migrator.feedback import SETTLED
-from migrator.lanes import Compute, Lane
+from migrator.lanes import Compute, Lane, Memory
 from migrator.lanes.cuda import CudaCompute, CudaLane
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.lanes.native import NativeCompute, NativeLane
@@ -51,22 +50,22 @@ def open_device(
     device: torch.device,
     counters: Counters,
     budget: int,
-    lap: Callable[[], int] | None = None,
+    memory: Memory | None = None,
     *,
     native: bool = True,
 ) -> Device:
     """Make a device's streams and lanes; with the native library where it was built, unless `native` is false.
 
-    `lap` tells a GPU's peak since it was last called, where PyTorch's allocator is not the one to ask.
+    `memory` is who hands out a GPU's, where it is not PyTorch's allocator.
     """
     if device.type != "cuda":
         return Device(HostCompute(counters), HostLane("d2h", counters), HostLane("h2d", counters), budget)
     library = lane.load() if native else None
     if library is None:
         out, back = (CudaLane(device, name, counters) for name in ("d2h", "h2d"))
-        return Device(CudaCompute(device, counters, lap), out, back, budget)
+        return Device(CudaCompute(device, counters, memory), out, back, budget)
     out, back = (NativeLane(device, name, counters, library) for name in ("d2h", "h2d"))
-    return Device(NativeCompute(device, counters, library, lap), out, back, budget)
+    return Device(NativeCompute(device, counters, library, memory), out, back, budget)
 
 
 class Devices:
@@ -115,8 +114,8 @@ class Devices:
     def _open(self, device: torch.device, options: Options) -> Device:
         budget = options.hbm(device)
         pages = options.pages() if device.type == "cuda" else None
-        lap = None if pages is None else pages.lap(device)
-        shared = open_device(device, self._counters, budget, lap, native=options.native_lanes)
+        memory = None if pages is None else Memory(pages.lap(device), aside)
+        shared = open_device(device, self._counters, budget, memory, native=options.native_lanes)
         if device.type == "cuda" and pages is None:
             shared = replace(shared, holes=holes(device))
         if device.type == "cuda" and options.enforce:

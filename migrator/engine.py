@@ -23,8 +23,9 @@ import torch
 from migrator import tensors as in_python
 from migrator.backing import Backing
 from migrator.group import NEVER, Claim, Group, State, claim_died, unclaimed
-from migrator.lanes import Compute, Lane, Leaving, whole
+from migrator.lanes import Compute, Lane, Leaving, Stream, whole
 from migrator.paces import Pace
+from migrator.parcel import Parcel
 from migrator.plan import READ_AHEAD
 from migrator.tensors import Saved, Tensors
 from migrator.timing import Lap
@@ -225,6 +226,24 @@ class Engine:
                 self.compute.hand_over(group.buffer)
         return group.buffer
 
+    def glimpse(self, saved: Saved) -> torch.Tensor | None:
+        """The same for somebody who only looks: what comes back when, and where it then lies, is as without it.
+
+        What is away is copied to a buffer of its own, which the present stream may read at once.
+        """
+        group, stream = saved.group, self.compute.stream()
+        if group.state in (State.FILLING, State.LEAVING):
+            return None
+        assert group.parcel is not None
+        buffer = group.buffer
+        if buffer is None:
+            buffer = self._copy_back(group.parcel, stream)
+        elif stream != group.stream:
+            self.compute.hand_over(buffer)
+        assert group.parcel.lent is not None
+        self.compute.wait(group.parcel.lent, "h2d", stream)
+        return buffer
+
     def used(self, group: Group) -> None:
         """Take note that backward asked for one more tensor of the group, for the first time."""
         group.unused -= 1
@@ -240,16 +259,18 @@ class Engine:
     def _bring(self, group: Group) -> None:
         assert group.parcel is not None
         group.stream = self.compute.stream()
-        buffer = self.compute.empty(group.parcel.nbytes)
-        after = () if group.parcel.filled is None else (group.parcel.filled,)
-        self.backing.lend(
-            group.parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after, group.stream)
-        )
-        group.buffer = buffer  # only now: a trial may go on after a lower tier had no room, and HBM is to be free again
+        group.buffer = self._copy_back(group.parcel, group.stream)
         group.ready_on = []
         group.state = State.HOME
         if group.unused:
             self._count(group, group.nbytes)
+
+    def _copy_back(self, parcel: Parcel, stream: Stream) -> torch.Tensor:
+        """A new buffer of `stream` that a parcel is on its way to; `Parcel.lent` says when it has come."""
+        buffer = self.compute.empty(parcel.nbytes)
+        after = () if parcel.filled is None else (parcel.filled,)
+        self.backing.lend(parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
+        return buffer
 
     def _leave_home(self, group: Group) -> None:
         if group.stream not in group.ready_on and group.parcel is not None and group.parcel.lent is not None:

@@ -24,7 +24,7 @@ from migrator import weights
 from migrator.actions import Action, Agenda, Go, Recompute, Stay
 from migrator.garbage import Allowance
 from migrator.observer import Observer
-from migrator.packed import Packed, check, keep, modified
+from migrator.packed import Kept, Packed, check, keep, modified
 from migrator.recompute.dropped import Dropped
 from migrator.recompute.origins import note
 from migrator.recompute.regions import Regions
@@ -272,7 +272,7 @@ class Saver(OnStack):
                     stay.mover.engine.reached(stay.pace)
                 if stay.leave:
                     stay.mover.engine.left(stay.leave)
-            return alias if record is None else record.compare(alias, self._peek)
+            return alias if record is None else record.compare(alias, self._look)
         check(packed)
         if not self.place.in_backward:
             self._turn()
@@ -283,19 +283,29 @@ class Saver(OnStack):
         if isinstance(packed, Dropped):
             return packed.view(self._peek, count=True)
         tensor = packed.mover.give_back(packed)
-        return tensor if packed.record is None else packed.record.compare(tensor, self._peek)
+        return tensor if packed.record is None else packed.record.compare(tensor, self._look)
 
     def _peek(self, packed: Packed) -> Tensor:
         """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
         if isinstance(packed, tuple):
-            alias, version, _, _ = packed
-            if alias._version != version:
-                check(packed)
-            return alias
+            return self._kept(packed)
         check(packed)
         if isinstance(packed, Dropped):
             return packed.view(self._peek, count=False)
         return packed.mover.give_back(packed, count=False)
+
+    def _look(self, packed: Packed) -> Tensor:
+        """The same for a trial: nobody needs it, and all is to be afterwards as if it had not been asked for."""
+        if isinstance(packed, tuple):
+            return self._kept(packed)
+        check(packed)
+        return packed.look(self._look) if isinstance(packed, Dropped) else packed.mover.glimpse(packed)
+
+    def _kept(self, packed: Kept) -> Tensor:
+        alias, version, _, _ = packed
+        if alias._version != version:
+            check(packed)
+        return alias
 
     def _turn(self) -> None:
         if _graph_task() == -1:

@@ -191,6 +191,11 @@ class Mover:
                 engine.prefetch()
         return tensor
 
+    def glimpse(self, moved: Moved) -> Tensor:
+        """The same tensor for somebody who only looks, see `Engine.glimpse`."""
+        with self.engine.lock:
+            return moved.view(self.engine.glimpse(moved.saved))
+
     # ---------------------------------------------------------------------------------- periods
 
     def end_period(self, *, whole: bool, alone: bool = True, overflow: int = 0) -> bool:

@@ -11,7 +11,7 @@ from allocator.native.binding import (
     checked,
     library,
 )
-from allocator.native.core import Core, Counts
+from allocator.native.core import Core, Counts, aside
 
 __all__ = [
     "BLOCK",
@@ -23,6 +23,7 @@ __all__ = [
     "CoreFull",
     "Counts",
     "Glance",
+    "aside",
     "checked",
     "library",
 ]

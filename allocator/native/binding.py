@@ -127,6 +127,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
     core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, U64, U64, ctypes.POINTER(ctypes.c_void_p)]
     core.tn_allocate.argtypes = [ctypes.c_void_p, U64, U64, U64, P64]
     core.tn_pack.argtypes = [U64, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p, P64]
+    core.tn_aside.argtypes = [ctypes.c_int]
     others: dict[str, list[Any]] = {
         "tn_close": [],
         "tn_free": [U64],

@@ -20,6 +20,8 @@ void add(tn_stat &stat, int64_t amount) {
 
 }  // namespace
 
+thread_local int tiers::aside = 0;
+
 Status tn_core::heap(const Key &key, Heap **out) {
   auto found = by_key.find(key);
   if (found != by_key.end()) return *out = found->second, Status::Ok;
@@ -66,7 +68,8 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     if (status != Status::Ok) return status;
     Heap *place = *heap_out;
     // While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
-    Range region = place == plan.heap && plan.followed() ? Range{plan.base, plan.base + plan.total} : Range{};
+    bool is_kept = place == plan.heap && plan.followed() && !aside;
+    Range region = is_kept ? Range{plan.base, plan.base + plan.total} : Range{};
     if ((*block = place->fit(bytes, region))) return Status::Ok;
     uint64_t refused = 0;  // pages that the limit allows and the device does not give: other processes use it, too
     for (bool reclaimed = false;; reclaimed = true) {
@@ -139,7 +142,7 @@ Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint6
   uint64_t bytes = (std::max<uint64_t>(requested, 1) + kAlignment - 1) / kAlignment * kAlignment;
   if (!waiting.empty()) settle();
   Heap *heap = nullptr;
-  Block *block = pool == 0 ? planned(bytes, stream, &heap) : nullptr;
+  Block *block = pool == 0 && !aside ? planned(bytes, stream, &heap) : nullptr;
   if (!block) {
     Status status = find(bytes, stream, pool, &heap, &block);
     if (status != Status::Ok) {
@@ -157,7 +160,7 @@ void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
   block->small = block->bytes <= kSmall;
   block->period = period;
   block->request = UINT32_MAX;
-  if (heap->pool() == 0 && log[0].requests.size() <= kLongest) {
+  if (heap->pool() == 0 && !aside && log[0].requests.size() <= kLongest) {
     Log &now = log[0];
     block->request = now.requests.size();
     now.requests.push_back({block->bytes, heap->stream(), int64_t(now.events++), -1, lifetime_class});

@@ -52,6 +52,9 @@ TN_API void tn_capture(tn_core *core, int begins);
 
 /* The class of the requests that follow. */
 TN_API void tn_class(tn_core *core, int lifetime_class);
+/* What the calling thread asks for from now on (1), of any core, is of no sequence, or is again (0); these nest. It is not
+ * logged, and goes where it fits, also into a layout's region: it is to be given back before the sequence goes on. */
+TN_API void tn_aside(int begins);
 /* The most of a tier to make from now on. What is there already stays until it goes back to the system. */
 TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
 /* Return idle memory of all pools that are not private to the system, and the addresses of retired ones with nothing in

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -221,3 +223,17 @@ class Core:
         capacity = int(self._library.tn_blocks(self._core, None, 0)) + 64  # other threads may add some
         blocks = np.empty(capacity, BLOCK)
         return blocks[: min(capacity, int(self._library.tn_blocks(self._core, blocks.ctypes.data, capacity)))]
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What this thread asks of any core inside is none of its program's sequence, and is given back inside.
+
+    It lies wherever there is room, and leaves no trace in the log: the program's own requests are foreseen as ever.
+    """
+    core = library()
+    core.tn_aside(1)
+    try:
+        yield
+    finally:
+        core.tn_aside(0)

@@ -135,6 +135,8 @@ void tn_class(tn_core *core, int lifetime_class) {
   core->lifetime_class = lifetime_class;
 }
 
+void tn_aside(int begins) { aside += begins ? 1 : -1; }
+
 int tn_limit(tn_core *core, int tier, uint64_t bytes) {
   return enter(core, [&] {
     if (tier < 0 || tier >= kTiers) return fail(Status::Invalid, "no such tier");

@@ -56,6 +56,10 @@ struct Pool {
   bool retired = false;
 };
 
+// Whether what this thread asks for is of no sequence. It is back before the program's next request, and may lie until
+// then where the layout has others to come.
+extern thread_local int aside;
+
 }  // namespace tiers
 
 struct tn_core {

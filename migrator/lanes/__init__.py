@@ -10,7 +10,7 @@ wait of the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -123,6 +123,21 @@ class Lane(Protocol):
 
     def close(self) -> None:
         """Wait for what was submitted and end."""
+
+
+class Memory(NamedTuple):
+    """Who hands out a GPU's memory.
+
+    Attributes
+    ----------
+    lap : callable
+        Tells the most bytes in use since it was last called.
+    aside : callable
+        Within it this thread asks for memory that the program alone would not, and gives all of it back.
+    """
+
+    lap: Callable[[], int]
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Meter(Protocol):

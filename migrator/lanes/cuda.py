@@ -14,7 +14,7 @@ import torch
 from allocator.sizes import PAGE, MiB, round_up
 from migrator import peaks
 from migrator.counters import Counters
-from migrator.lanes import FULL_SPEED, SLOT, TIMED, TIMED_EVERY, Event, Piece, Stream, at_full_speed, flat
+from migrator.lanes import FULL_SPEED, SLOT, TIMED, TIMED_EVERY, Event, Memory, Piece, Stream, at_full_speed, flat
 from migrator.lanes.laps import Gap, Laps, TimedEvent
 from migrator.lanes.meter import CudaMeter
 from migrator.timing import Lap
@@ -27,9 +27,9 @@ CLOCK = 1.5e9  # cycles a second of a GPU whose clock PyTorch does not tell: som
 class CudaCompute:
     """The current stream of a CUDA device, asked for at each use: a program may change it at any time."""
 
-    def __init__(self, device: torch.device, counters: Counters, lap: Callable[[], int] | None = None) -> None:
+    def __init__(self, device: torch.device, counters: Counters, memory: Memory | None = None) -> None:
         self.device = device
-        self.lap = functools.partial(peaks.lap, device) if lap is None else lap
+        self.lap, self.aside = memory or Memory(functools.partial(peaks.lap, device))
         # PyTorch's own, without a frame of ours around them: both are asked for with every tensor that moves. What
         # `torch.cuda.current_stream` does with the first takes seven microseconds.
         self.stream: Callable[[], tuple[int, int, int]] = functools.partial(

@@ -121,7 +121,8 @@ class CudaMeter:
         self._highest = max(self._highest, self._compute.lap())
         start = self.mark()
         try:
-            yield
+            with self._compute.aside():
+                yield
         finally:
             self._left_out.append((start, self.mark()))
             self._compute.lap()

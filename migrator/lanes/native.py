@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from allocator.native import lane
 from migrator.counters import Counters
-from migrator.lanes import Event, Leaving, Piece, Stream
+from migrator.lanes import Event, Leaving, Memory, Piece, Stream
 from migrator.lanes.cuda import CudaCompute, CudaLane, wrapped
 
 
@@ -21,9 +21,9 @@ class NativeCompute(CudaCompute):
         device: torch.device,
         counters: Counters,
         library: lane.Library,
-        lap: Callable[[], int] | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        super().__init__(device, counters, lap)
+        super().__init__(device, counters, memory)
         self._library = library
 
     def mark(self, stream: Stream) -> lane.TimedEvent:

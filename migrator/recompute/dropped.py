@@ -103,6 +103,15 @@ class Dropped:
         if count and not self.was_used:
             self.was_used = True
             made.used()
+        return self._of(tensor)
+
+    def look(self, peek: Peek) -> Tensor:
+        """The tensor, bit for bit, recomputed for this once where it is not there."""
+        return self._of(run(self.made.formula, peek) if self.made.tensor is None else self.made.tensor)
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        """Its part of what all of its storage is."""
+        made = self.made
         if (
             tensor.stride() == self.stride
             and tensor.size() == self.size

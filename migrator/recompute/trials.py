@@ -121,10 +121,9 @@ class Trials:
 
     def results(self) -> dict[int, tuple[Recipe, Verified]]:
         """What held, by storage; blocks until the device has passed all trials."""
-        if not self._tried:
-            return self._held
-        held = torch.stack([tried.same for tried in self._tried]).tolist()
-        for trial, _, start, end in (tried for tried, same in zip(self._tried, held, strict=True) if same):
+        for trial, same, start, end in self._tried:
+            if not same:  # one by one: to gather them would ask for memory that the program does not
+                continue
             (name,) = trial.verified.held
             verified = trial.verified._replace(held={name: self._meter.seconds(start, end)})
             self._held[trial.ident] = (_recipe(name, verified, trial.inputs), verified)

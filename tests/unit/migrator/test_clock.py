@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from migrator.counters import Counters
-from migrator.lanes import cuda
+from migrator.lanes import Memory, cuda
 from migrator.lanes.clock import DeviceClock
 from migrator.lanes.cuda import CudaCompute
 from migrator.timeline import Timeline
@@ -101,7 +101,7 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> CudaCompute:
     monkeypatch.setattr(CudaCompute, "mark", lambda self, stream: Event())
     monkeypatch.setattr(CudaCompute, "follow", lambda self, stream, event: (Event(), Event(late=0.01)))
     monkeypatch.setattr(CudaCompute, "hold", lambda self, stream, event: None)
-    return CudaCompute(torch.device("cuda", 0), Counters(timeline=Timeline()), lambda: 0)
+    return CudaCompute(torch.device("cuda", 0), Counters(timeline=Timeline()), Memory(lambda: 0))
 
 
 def period(compute: CudaCompute, *causes: str) -> None:

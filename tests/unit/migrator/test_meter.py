@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,12 @@ class FakeCompute:
         self.highest = 0  # bytes since the last look
         self.stream_has: list[str] = []
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self.stream_has.append("aside")
+        yield
+        self.stream_has.append("no more")
+
     def lap(self) -> int:
         peak, self.highest = self.highest, 0
         return peak
@@ -96,6 +103,13 @@ def test_what_our_own_work_does_to_memory_is_no_stretch_s() -> None:
     meter.resume()
     compute.highest = 80
     assert meter.finish(0, [0, 0]).others == (70, 80)
+
+
+def test_the_allocator_is_told_what_is_not_the_program_s() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    with meter.aside():
+        compute.stream_has.append("work")
+    assert compute.stream_has == ["mark", "mark", "aside", "work", "no more", "mark"]
 
 
 def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from allocator.native import Core, CoreError, CoreFull
+from allocator.native import Core, CoreError, CoreFull, aside
 from allocator.sequence import ELSEWHERE, Foreseen
 from allocator.sizes import GiB, MiB
 
@@ -301,6 +302,37 @@ def test_one_request_more_of_a_common_size_does_not_lose_the_place(core: Core) -
     assert (counts.departed, counts.planned, counts.misplaced) == (1, 4, 0)
 
 
+def test_what_is_asked_for_aside_is_no_part_of_the_sequence(core: Core) -> None:
+    sizes, offsets = [2 * MiB, 4 * MiB, 6 * MiB], [0, 2 * MiB, 6 * MiB]
+    plan(core, sizes, offsets)
+    core.mark()
+    placed = [core.allocate(2 * MiB)]
+    mapped = core.counts().hbm
+    with aside():
+        mine = core.allocate(4 * MiB)  # as large as what comes next
+        with aside():
+            core.free(core.allocate(6 * MiB))
+        core.free(core.allocate(512))  # and after what is inside
+        core.free(mine)
+    placed += [core.allocate(4 * MiB), core.allocate(6 * MiB)]
+    core.mark()
+    requests, events = core.log()
+    assert [address - placed[0] for address in placed] == offsets
+    assert (requests["bytes"].tolist(), events) == (sizes, 3)
+    counts = core.counts()
+    assert (counts.planned, counts.departed, counts.misplaced) == (3, 0, 0)
+    assert counts.hbm - mapped <= PAGE  # the 512 bytes: all else lay where the layout has others to come
+
+
+def test_what_another_thread_asks_for_meanwhile_is_not_aside(core: Core) -> None:
+    with aside():
+        other = threading.Thread(target=lambda: core.free(core.allocate(4 * MiB)))
+        other.start()
+        other.join()
+    core.mark()
+    assert core.log()[0]["bytes"].tolist() == [4 * MiB]
+
+
 def test_of_several_sequences_the_first_requests_tell_which_it_is(core: Core) -> None:
     short, long = [512, 2 * MiB, 3 * MiB], [512, 4 * MiB, 6 * MiB]  # the first is the same in both
     core.plan(foreseen(short, [0, 2 * MiB, 4 * MiB]), foreseen(long, [0, 2 * MiB, 6 * MiB]))
@@ -444,10 +476,12 @@ class Blocks(RuleBasedStateMachine):
         nbytes=st.one_of(st.integers(1, 4096), st.integers(1, 6 * PAGE)),
         stream=st.integers(0, 2),
         pool=st.sampled_from([0, 0, 0, 1]),
+        apart=st.sampled_from([False, False, True]),
     )
-    def allocate(self, nbytes: int, stream: int, pool: int) -> int:
+    def allocate(self, nbytes: int, stream: int, pool: int, apart: bool) -> int:
         try:
-            address = self.core.allocate(nbytes, stream, pool)
+            with aside() if apart else contextlib.nullcontext():
+                address = self.core.allocate(nbytes, stream, pool)
         except CoreFull:
             return 0
         self.made += 1

@@ -69,6 +69,37 @@ def test_a_group_that_comes_back_waits_for_its_own_copy_out(rig: Rig) -> None:
     assert held.group.parcel is not None and held.group.parcel.filled in after
 
 
+def test_a_glimpse_of_a_group_brings_nothing_back(rig: Rig) -> None:
+    (held,), (other,) = rig.sent(next_use=1), rig.sent(next_use=0)
+    rig.run()
+    before = (rig.engine.resident, held.saved.group.state, rig.engine.unsettled)
+    seen = rig.engine.glimpse(held.saved)
+    rig.back.run()
+    assert seen is not None
+    assert torch.equal(seen[held.saved.offset :][:NBYTES], held.expected)
+    assert (rig.engine.resident, held.saved.group.state, rig.engine.unsettled) == before
+    assert held.saved.group.buffer is None
+    for late in (other, held):  # as they would have come back without it
+        given = late.use()
+        rig.back.run()
+        assert torch.equal(given, late.expected)
+
+
+def test_a_glimpse_of_what_is_here_is_of_what_is_here(rig: Rig) -> None:
+    rig.engine.limit = 2 * NBYTES
+    (held,) = rig.sent()
+    assert rig.engine.glimpse(held.saved) is None  # the program's own memory is still there
+    rig.engine.limit = 0
+    rig.engine.relieve()
+    rig.run()
+    rig.engine.limit = NBYTES
+    rig.engine.begin_backward()  # which brings it back early
+    rig.back.run()
+    assert rig.engine.glimpse(held.saved) is held.saved.group.buffer
+    assert held.saved.group in rig.engine._early  # and there is no room for another yet
+    assert rig.back.copies == 1
+
+
 def test_the_stream_waits_for_a_buffer_once(rig: Rig) -> None:
     members = rig.sent(count=3)
     rig.out.run()

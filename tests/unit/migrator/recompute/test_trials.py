@@ -11,11 +11,14 @@ from torch.nn import functional as F
 
 import tiers
 from allocator.errors import TiersError
+from migrator.engine import Engine
+from migrator.group import Group
 from migrator.recompute import finder, fused_layer_norm
 from migrator.recompute import operations as table
 from migrator.recompute.finder import Verified, layout
 from migrator.recompute.formulas import Formula
 from migrator.recompute.trials import Trials
+from migrator.tensors import Saved
 from migrator.trace import Trace
 
 
@@ -31,13 +34,13 @@ class Model(nn.Module):
         return self.last(F.layer_norm(h, (256,)))
 
 
-def recorded(steps: int = 3) -> Trace:
-    """The trace of a period."""
+def recorded(steps: int = 3, rows: int = 128, **options: str) -> Trace:
+    """The trace of a period; by default with room for everything."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tiers.session(policy="auto", dram="64MiB") as session:  # which has room for everything
+    with tiers.session(policy="auto", dram="256MiB", **options) as session:
         for _ in range(steps):
-            model(torch.randn(128, 64)).square().mean().backward()
+            model(torch.randn(rows, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         saver = session.runtime.saver()
@@ -164,6 +167,29 @@ def test_a_recipe_is_tried_once_in_a_program(steps: int) -> None:
     with mock.patch.object(trials.Trials, "attempt", attempt):
         recorded(steps)
     assert tried <= 2 * 4  # two recorded periods: before there is an optimizer's state, and with it
+
+
+def test_trials_change_nothing_about_what_comes_back_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    brought: list[tuple[int, int]] = []
+    looked: list[Saved] = []
+    bring, glimpse = Engine._bring, Engine.glimpse
+
+    def note(engine: Engine, group: Group) -> None:
+        brought.append((group.next_use, group.nbytes))
+        bring(engine, group)
+
+    def look(engine: Engine, saved: Saved) -> Tensor | None:
+        looked.append(saved)
+        return glimpse(engine, saved)
+
+    monkeypatch.setattr(Engine, "_bring", note)
+    monkeypatch.setattr(Engine, "glimpse", look)
+    recorded(2, rows=4096, hbm="4MiB")  # until there is a plan, next to nothing may stay
+    with_trials, brought = brought, []
+    monkeypatch.setattr(Trials, "attempt", lambda *_: None)
+    recorded(2, rows=4096, hbm="4MiB")
+    assert looked
+    assert with_trials == brought != []
 
 
 def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
