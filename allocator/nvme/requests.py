@@ -7,60 +7,85 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+Rest = Callable[[], object]
+Request = Callable[[], "Rest | None"]
+"""Uses a drive, and returns what is left to do without it."""
+
 
 class RequestPool:
-    """Runs requests on `depth` threads: so many are in flight at most, the others wait in order of arrival.
+    """Runs requests: at most `depth` at once are on the drives, the others wait in order of arrival.
 
-    A waiting read goes before every waiting write: a read is needed now, a write only makes room for later.
+    A waiting read goes before every waiting write: a read is needed now, a write only makes room for later. What a
+    request leaves to do the same thread does, which need not be woken and holds what the drive has just brought, while
+    one of the `helpers` takes the place on the drives. These also do the work that needs no drive.
     Requests do not raise: they report to a `Transfer`. `name` is what its threads are called.
     """
 
-    def __init__(self, depth: int, name: str) -> None:
-        self._arrived = threading.Condition()
-        self._reads: deque[Callable[[], None]] = deque()
-        self._writes: deque[Callable[[], None]] = deque()
+    def __init__(self, depth: int, helpers: int, name: str) -> None:
+        self._changed = threading.Condition()
+        self._reads: deque[Request] = deque()
+        self._writes: deque[Request] = deque()
+        self._beside: deque[Request] = deque()
+        self._places = depth  # on the drives, that are free
         self._closing = False
         # Daemons: a program that ends without closing its store must not wait for these threads forever.
         self._threads = [
-            threading.Thread(target=self._serve, name=f"tiers-{name}-{index}", daemon=True) for index in range(depth)
+            threading.Thread(target=self._serve, name=f"tiers-{name}-{index}", daemon=True)
+            for index in range(depth + helpers)
         ]
         for thread in self._threads:
             thread.start()
 
-    def read(self, request: Callable[[], None]) -> None:
+    def read(self, request: Request) -> None:
         """Queue a read."""
         self._submit(self._reads, request)
 
-    def write(self, request: Callable[[], None]) -> None:
+    def write(self, request: Request) -> None:
         """Queue a write."""
         self._submit(self._writes, request)
 
+    def beside(self, request: Request) -> None:
+        """Queue work that needs no drive."""
+        self._submit(self._beside, request)
+
     def close(self) -> None:
         """Run what is queued and end the threads. Idempotent."""
-        with self._arrived:
+        with self._changed:
             self._closing = True
-            self._arrived.notify_all()
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
-    def _submit(self, queue: deque[Callable[[], None]], request: Callable[[], None]) -> None:
-        with self._arrived:
+    def _submit(self, queue: deque[Request], request: Request) -> None:
+        with self._changed:
             if not self._closing:
                 queue.append(request)
-                self._arrived.notify()
+                self._changed.notify()
                 return
-        request()  # no thread is left to run it, and its caller waits for an answer
+        if rest := request():  # no thread is left to run it, and its caller waits for an answer
+            rest()
 
     def _serve(self) -> None:
         while True:
-            with self._arrived:
-                while not (queue := self._reads or self._writes):
+            with self._changed:
+                while (queue := self._next()) is None:
                     if self._closing:
-                        return
-                    self._arrived.wait()
+                        return  # what still waits for a place is taken by who gives one up
+                    self._changed.wait()
                 request = queue.popleft()
-            request()
-            del request  # it holds the caller's memory, and this thread may now sleep for long
+                places = int(queue is not self._beside)
+                self._places -= places
+            rest = request()
+            with self._changed:
+                self._places += places
+                if rest is not None and (self._reads or self._writes):
+                    self._changed.notify()  # this thread has other things to do
+            if rest is not None:
+                rest()
+            del request, rest  # they hold the caller's memory, and this thread may now sleep for long
+
+    def _next(self) -> deque[Request] | None:
+        return (self._places and (self._reads or self._writes)) or self._beside or None
 
 
 class Transfer:

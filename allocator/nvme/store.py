@@ -1,8 +1,8 @@
 """The ``nvme`` tier: extents striped over files in several directories, moved in the background, checked.
 
-Checksums are computed by threads of their own, while the drives work: a stripe that is being written is summed up
-beside its write, one that was read is checked while the next is read. So they cost the drives nothing as long as
-the CPU is faster than they are.
+Checksums are computed while the drives work: a stripe that is being written is summed up beside its write, one that was
+read is checked by the thread that read it while another reads the next. So they cost the drives nothing as long as the
+CPU is faster than they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from allocator.errors import StoreError
 from allocator.ledger import Account
 from allocator.nvme.backend import BLOCK, Backend, read_all, write_all
 from allocator.nvme.choose import Gds, choose_backend
-from allocator.nvme.requests import RequestPool, Transfer
+from allocator.nvme.requests import Request, RequestPool, Rest, Transfer
 from allocator.nvme.stripe import Stripe
 from allocator.nvme.volume import Volume
 from allocator.sizes import GiB, MiB, round_up
@@ -118,8 +118,8 @@ class NvmeStore:
             self._close_files()
             raise
         self._takes_device_memory = all(volume.backend.device_memory for volume in self._volumes)
-        self._drives = RequestPool(depth, "nvme")
-        self._sums = RequestPool(_summing_threads(), "checksum") if checksum else None
+        self._sums = checksum
+        self._drives = RequestPool(depth, _summing_threads() if checksum else 0, "nvme")
         close_at_exit(self)
 
     @property
@@ -187,13 +187,13 @@ class NvmeStore:
             Raises StoreError if the data is not on disk; the extent is then good for nothing but `free`.
         """
         self._check(extent, block)
-        transfer = Transfer(len(extent._stripes) * (1 if self._sums is None else 2))
+        transfer = Transfer(len(extent._stripes) * (2 if self._sums else 1))
         for stripe in extent._stripes:
             part = stripe.of(block)
             stripe.written = False
             self._drives.write(self._request(transfer, stripe, partial(self._write_stripe, stripe, part)))
-            if self._sums is not None:
-                self._sums.write(self._request(transfer, stripe, partial(stripe.sum_up, part)))
+            if self._sums:
+                self._drives.beside(self._request(transfer, stripe, partial(stripe.sum_up, part)))
         return transfer.future
 
     def read(self, extent: NvmeExtent, block: torch.Tensor, arrived: Arrived | None = None) -> Future[None]:
@@ -224,17 +224,14 @@ class NvmeStore:
         for stripe in extent._stripes:
             part = stripe.of(block)
             fetch = partial(read_all, stripe.volume.backend, part, stripe.extent.offset)
-            check = self._request(transfer, stripe, partial(self._hand_out, stripe, part, arrived))
-            then = check if self._sums is None else partial(self._sums.read, check)
-            self._drives.read(self._request(transfer, stripe, fetch, then))
+            rest = self._request(transfer, stripe, partial(self._hand_out, stripe, part, arrived))
+            self._drives.read(self._request(transfer, stripe, fetch, rest))
         return transfer.future
 
     def close(self) -> None:
         """End what is in flight, fail what is queued, and give the disk space back. Idempotent."""
         self._closed = True  # from here on queued requests fail instead of running
         self._drives.close()
-        if self._sums is not None:
-            self._sums.close()
         self._close_files()
 
     def _allocate_stripe(self, start: int, nbytes: int) -> Stripe | None:
@@ -262,11 +259,11 @@ class NvmeStore:
             raise ValueError("this store takes no GPU memory: that needs kvikio (nvme.gds)")
 
     def _request(
-        self, transfer: Transfer, stripe: Stripe, work: Callable[[], None], then: Callable[[], None] | None = None
-    ) -> Callable[[], None]:
-        """Wrap `work` for a pool. If it succeeds, `then` goes on with the same part of the transfer."""
+        self, transfer: Transfer, stripe: Stripe, work: Callable[[], None], rest: Request | None = None
+    ) -> Request:
+        """Wrap `work` for the pool. If it succeeds, `rest` goes on with the same part of the transfer."""
 
-        def request() -> None:
+        def request() -> Rest | None:
             error: Exception | None = None
             try:
                 if self._closed:
@@ -276,10 +273,10 @@ class NvmeStore:
                     work()
             except Exception as caught:  # all of it belongs to who waits, not to this thread
                 error = caught
-            if then is None or error is not None or transfer.failed:
+            if rest is None or error is not None or transfer.failed:
                 transfer.part_done(error)
-            else:
-                then()
+                return None
+            return rest
 
         return request
 
@@ -293,7 +290,7 @@ class NvmeStore:
         stripe.written = True
 
     def _hand_out(self, stripe: Stripe, part: torch.Tensor, arrived: Arrived | None) -> None:
-        if self._sums is not None:
+        if self._sums:
             stripe.verify(part)
         if arrived is not None:
             arrived(stripe.start, part.numel())

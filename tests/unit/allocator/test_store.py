@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from allocator.nvme import posix
 from allocator.nvme import stripe as nvme_stripe
 from allocator.nvme.backend import BLOCK
 from allocator.nvme.posix import PosixFile
+from allocator.nvme.requests import RequestPool, Rest
 from allocator.nvme.store import NvmeExtent, NvmeStore
 from allocator.sizes import KiB, MiB, round_up
 
@@ -216,6 +218,47 @@ def test_sums_are_computed_while_the_drive_writes(make: Make, memory: Memory, mo
     assert not writing.done()
     files[0].gate.set()
     writing.result()
+
+
+def test_the_drive_reads_on_while_what_came_is_checked() -> None:
+    read, checked = threading.Semaphore(0), threading.Event()
+    pool = RequestPool(depth=1, helpers=1, name="test")
+
+    def check() -> None:
+        checked.wait(30)
+
+    def fetch() -> Rest:
+        read.release()
+        return check
+
+    pool.read(fetch)
+    pool.read(fetch)
+    assert all(read.acquire(timeout=30) for _ in range(2))  # by the helper, as the first thread checks
+    checked.set()
+    pool.close()
+
+
+@pytest.mark.parametrize("helpers", [0, 3])
+def test_no_more_requests_are_on_the_drives_than_its_depth(helpers: int) -> None:
+    depth, lock, now, most, done = 2, threading.Lock(), 0, 0, threading.Semaphore(0)
+    pool = RequestPool(depth, helpers, "test")
+
+    def request() -> Rest:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.001)
+        with lock:
+            now -= 1
+        return done.release
+
+    for _ in range(50):
+        pool.read(request)
+        pool.write(request)
+    pool.close()  # which runs all that is queued
+    assert most <= depth
+    assert all(done.acquire(blocking=False) for _ in range(100))
 
 
 def test_an_extent_is_not_readable_before_its_write_is_over(make: Make, memory: Memory) -> None:
