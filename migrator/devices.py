@@ -24,6 +24,7 @@ from migrator.policies import POLICIES, weighs_costs
 from migrator.tensors import Tensors
 
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
+LAYOUTS = 0.005  # the same of ours, which goes on in DRAM should a plan hold more than was predicted
 RECORDINGS = 3  # of the first periods on a GPU: in each the host is late somewhere
 
 
@@ -44,6 +45,13 @@ class Device:
     back: Lane
     budget: int
     holes: int = 0
+
+
+def _margin(device: torch.device, options: Options) -> float:
+    """The part of the budget that plans leave free."""
+    if device.type != "cuda":
+        return SETTLED  # the room settles within that of the target, on either side: the budget lies above it
+    return FRAGMENTS if options.pages() is None else LAYOUTS
 
 
 def open_device(
@@ -95,11 +103,9 @@ class Devices:
                 self._backing = options.backing(self._counters, device.type == "cuda")
             shared = self.opened.get(device) or self._open(device, options)
         engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors)
-        # The room settles within a little of the target, on either side: the budget lies above that.
-        margin = FRAGMENTS if device.type == "cuda" and options.pages() is None else SETTLED
         learner = Learner(
             POLICIES[options.policy],
-            max(0, int(shared.budget * (1 - margin)) - shared.holes),
+            max(0, int(shared.budget * (1 - _margin(device, options))) - shared.holes),
             options.links,
             in_background,
             RECORDINGS if device.type == "cuda" else 1,

@@ -49,7 +49,11 @@ class Observer:
         self._movable = movable
         self._unpack = unpack
         self._began = NO_FORWARD  # PyTorch's number of the first node of the forward under way
-        self._versions: dict[int, int] = {}  # of parameters, when it began
+        self._versions: dict[int, int] = {}  # of parameters that formulas may ask for, when it began
+        self._asked: set[int] = set()  # those that they did ask for so far, by id
+        self._narrowed: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[weakref.ref[nn.Parameter]]]] = (
+            weakref.WeakKeyDictionary()
+        )  # the same by root, and how many had been asked for by then
         self._parameters: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]] | None] = (
             weakref.WeakKeyDictionary()
         )  # of each root, as they were when it was recorded last; None where some are sharded
@@ -60,10 +64,23 @@ class Observer:
             # To visit all modules takes milliseconds, in which the device has nothing to do. A parameter that comes
             # later is one that no formula takes.
             self._parameters[root] = _parameters(root)
+            self._narrowed.pop(root, None)
         known = self._parameters[root]
         self._began = NO_FORWARD if known is None else torch._C._autograd._get_sequence_nr()
-        found = [parameter for ref in known or () if (parameter := ref()) is not None]
+        refs = known or [] if recording else self._of_formulas(root)
+        found = [parameter for ref in refs if (parameter := ref()) is not None]
         self._versions = {id(parameter): parameter._version for parameter in found}
+
+    def _of_formulas(self, root: nn.Module) -> list[weakref.ref[nn.Parameter]]:
+        """The parameters that formulas have asked for: to read the versions of all takes half a millisecond each time.
+
+        One that is asked for later is one more from the next forward on, and until then no formula takes it.
+        """
+        number, refs = self._narrowed.get(root, (-1, []))
+        if number != len(self._asked):
+            refs = [ref for ref in self._parameters[root] or () if id(ref()) in self._asked]
+            self._narrowed[root] = len(self._asked), refs
+        return refs
 
     def enter(self, mover: Mover, path: str, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         """The forward of a module begins that others have called, with these tensors."""
@@ -102,7 +119,7 @@ class Observer:
 
     def origins(self, epsilon: float | None = None) -> Origins:
         """Where formulas find their inputs now."""
-        return Origins(self._unpack, keep, self._versions, self._began, epsilon)
+        return Origins(self._unpack, keep, self._versions, self._asked, self._began, epsilon)
 
     def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
         """See whether the tensor could be recomputed, if this is the first of its storage."""

@@ -22,6 +22,8 @@ class Origins:
         Packs a tensor that stays.
     versions : mapping of int to int
         The model's parameters, by id, and their versions when the forward under way began.
+    asked : set of int
+        Told of every parameter that is asked for.
     began : int
         PyTorch's number of the first node of that forward.
     epsilon : float, optional
@@ -33,12 +35,14 @@ class Origins:
         unpack: Callable[[Any], Tensor],
         keep: Callable[[Tensor], Any],
         versions: Mapping[int, int],
+        asked: set[int],
         began: int,
         epsilon: float | None = None,
     ) -> None:
         self._unpack = unpack
         self._keep = keep
         self._versions = versions
+        self._asked = asked
         self._began = began
         self._epsilon = epsilon
         self.searched = False  # for what a node made
@@ -80,6 +84,7 @@ class Origins:
     def leaf(self, tensor: Tensor) -> Any:
         """Pack a parameter that is as it was when the forward began."""
         self.searched = True
+        self._asked.add(id(tensor))
         return self._keep(tensor) if self._versions.get(id(tensor)) == tensor._version else None
 
     def epsilon(self, node: Any) -> float | None:

@@ -19,11 +19,11 @@ from tests.unit.store_faults import FaultyFile, fail, flip
 from tiers.probe import disk
 from tiers.probe.affinity import Node
 from tiers.probe.buffers import DramBuffer, read_in_slices
-from tiers.probe.catalogue import Disks, Gpu, catalogue, selected
+from tiers.probe.catalogue import Disks, catalogue, selected
 from tiers.probe.disk import DiskPath, Way
 from tiers.probe.host import HostMemory, MemcpyPath
-from tiers.probe.machine import look, parse_answer
-from tiers.probe.measure import Effort, Waived, measure, measure_path, window
+from tiers.probe.machine import parse_answer
+from tiers.probe.measure import Effort, Waived, measure_path, window
 from tiers.probe.pattern import fill, matches
 from tiers.probe.results import Path
 
@@ -188,21 +188,6 @@ def test_without_a_gpu_its_paths_are_waived(memory: HostMemory, tmp_path: Folder
         "disk_read",
     ]
     assert refusals["d2h"] == refusals["hbm_read.gds"] == "no CUDA device"
-
-
-@pytest.mark.gpu
-def test_every_path_of_a_gpu_moves_all_of_it_or_is_waived(tmp_path: Folder) -> None:
-    sizes = Effort(sizes=(4 * KiB, MiB, 16 * MiB), samples=2)
-    memory = HostMemory(4 * window(16 * MiB), pinned=True)
-    try:
-        probes = catalogue([Gpu(0, NODE)], [NODE], memory, Disks((tmp_path,), True))
-        found = measure(probes, lambda probe: sizes, seconds=60)
-    finally:
-        memory.close()
-    assert {result.path.label: result.reason for result in found if result.status == "failed"} == {}
-    measured = {result.path.kind for result in found if result.status == "measured"}
-    assert measured >= {"d2h", "h2d", "both", "d2h.torch", "hbm_write.bounce", "hbm_read.bounce"}
-    assert look((Gpu(0, NODE),), (NODE,), (tmp_path,)).gpus[0].sm_clock_mhz
 
 
 # ----------------------------------------------------------------------------------------- machine

@@ -1,0 +1,51 @@
+"""What formulas are told of a model's parameters."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from migrator.observer import Observer
+
+
+@pytest.fixture
+def observer() -> Observer:
+    return Observer(mock.Mock(), lambda tensor: True, lambda packed: packed)
+
+
+def test_a_parameter_that_changed_since_the_forward_began_is_none_to_recompute_from(observer: Observer) -> None:
+    model = nn.Linear(2, 2)
+    observer.forward_begins(model, recording=True)
+    assert observer.origins().leaf(model.bias) is not None
+    with torch.no_grad():
+        model.bias.add_(1)
+    assert observer.origins().leaf(model.bias) is None
+    observer.forward_begins(model, recording=False)
+    assert observer.origins().leaf(model.bias) is not None
+
+
+def test_once_recorded_only_what_formulas_asked_for_is_looked_at(observer: Observer) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    asked, late = (linear.bias for linear in (model[0], model[1]))
+    observer.forward_begins(model, recording=True)
+    assert observer.origins().leaf(asked) is not None
+    observer.forward_begins(model, recording=False)
+    assert set(observer._versions) == {id(asked)}
+    assert observer.origins().leaf(asked) is not None
+    assert observer.origins().leaf(late) is None  # whether it changed nobody can say
+    observer.forward_begins(model, recording=False)
+    assert observer.origins().leaf(late) is not None  # from now on
+
+
+def test_what_one_model_s_formulas_ask_for_is_looked_at_in_every_model_that_has_it(observer: Observer) -> None:
+    shared, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    one, two = nn.Sequential(shared), nn.Sequential(shared, other)
+    for root in (one, two):
+        observer.forward_begins(root, recording=True)
+    observer.origins().leaf(shared.bias)
+    for root in (one, two, one):
+        observer.forward_begins(root, recording=False)
+        assert set(observer._versions) == {id(shared.bias)}
