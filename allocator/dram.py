@@ -141,6 +141,10 @@ class DramArena:
         more = min(0 if self._refused else self._limit - self._grown, self._room.seen)
         return max(self._grown + more - more % PAGE, 0)
 
+    def lacks_room(self, nbytes: int) -> bool:
+        """Whether it could grow by `nbytes` if others did not use that memory now."""
+        return self._limit - self._grown >= nbytes > self._room.seen
+
     @property
     def used(self) -> int:
         """Bytes in blocks, in whole pages."""

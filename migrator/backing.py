@@ -12,12 +12,14 @@ waits for the copy.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import wait
 
-from allocator.dram import DramArena, DramBlock
+from allocator.dram import LOOK_CLOSELY, DramArena, DramBlock
 from allocator.errors import StoreError, TierFull, TiersError
 from allocator.nvme.store import NvmeStore
 from migrator.counters import Counters
@@ -26,6 +28,9 @@ from migrator.guards import Guards
 from migrator.lanes import Event
 from migrator.parcel import Parcel
 
+log = logging.getLogger("tiers")
+
+LONGEST_WAIT = 10.0  # seconds for others to give memory back that the program cannot go on without
 ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
 
 
@@ -54,14 +59,19 @@ class Backing:
         self._largest = 0
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._closed = False
+        self._waited = False  # for others, which is said once
         self._lock = threading.RLock()
+        self._later = threading.Condition(self._lock)  # nobody notifies: to wait for it lets others in
         self.has_disk = nvme is not None
         self.direct_disk = False  # every parcel lies in DRAM first, also where the drives could do without
 
     # ------------------------------------------------------------------------------------- places
 
-    def new(self, nbytes: int, next_use: int, tier: str | None = None) -> Parcel:
+    def new(self, nbytes: int, next_use: int, tier: str | None = None, *, insist: bool = False) -> Parcel:
         """Make a parcel with a block of its own; for NVMe it starts there, too.
+
+        With `insist` it waits for a while where other processes use the memory: what they take for a moment is no
+        reason to end the program.
 
         Raises
         ------
@@ -71,7 +81,7 @@ class Backing:
         parcel = Parcel(nbytes, next_use, tier=tier)
         with self._lock:
             self._largest = max(self._largest, nbytes)
-            block = self._find_block(nbytes)
+            block = self._find_block(nbytes, LONGEST_WAIT if insist else 0.0)
             while not self._can_come_back():
                 if not (self._reap() or self._wait_for_disk()):
                     self._dram.free(block)
@@ -97,13 +107,19 @@ class Backing:
                 parcel.writing.cancel()  # if it has not begun, nobody needs it any more
             self._reap()
 
-    def _find_block(self, nbytes: int) -> DramBlock:
+    def _find_block(self, nbytes: int, patience: float = 0.0) -> DramBlock:
+        deadline = time.monotonic() + patience
         while (block := self._dram.allocate(nbytes)) is None:
             if not (self._reap() or self._forget_copy() or self._wait_for_disk() or self._demote()):
                 block = self._dram.allocate(nbytes, in_need=True)
-                if block is None:
+                if block is not None:
+                    return block
+                if not (self._dram.lacks_room(nbytes) and time.monotonic() < deadline):
                     raise self._full(nbytes)
-                return block
+                if not self._waited:
+                    self._waited = True
+                    log.warning("dram: others use the host's memory; waiting up to %.0f s for room", patience)
+                self._later.wait(LOOK_CLOSELY)
         return block
 
     def _can_come_back(self) -> bool:

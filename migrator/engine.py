@@ -99,8 +99,8 @@ class Engine:
             self.alive += 1
         return claim
 
-    def send(self, group: Group) -> None:
-        """Start the group's copy to DRAM.
+    def send(self, group: Group, *, insist: bool = False) -> None:
+        """Start the group's copy to DRAM; `insist` as in `Backing.new`.
 
         Raises
         ------
@@ -110,7 +110,7 @@ class Engine:
         self.collect()
         if group.state is not State.FILLING or not group.members:
             return
-        parcel = self.backing.new(self.tensors.arrange(group.members), group.next_use, group.tier)
+        parcel = self.backing.new(self.tensors.arrange(group.members), group.next_use, group.tier, insist=insist)
         assert parcel.block is not None
         leaving = Leaving(group.members, parcel.block.tensor, group.nbytes, self.tensors.spans)
         try:

@@ -88,7 +88,7 @@ class Filling:
         for key in [key for key in self._open if key[0].last_birth <= filling.planned.last_birth]:
             group = self._open.pop(key).group
             try:
-                self._engine.send(group)
+                self._engine.send(group, insist=not self.on_trial)
             except TierFull:
                 if not self.on_trial:
                     raise

@@ -125,6 +125,8 @@ class Saver(OnStack):
     def enter(self, module: nn.Module, args: Sequence[object]) -> None:
         """A forward begins."""
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
+            for armed in self.armed_movers:  # a forward that raised, before one that saves nothing, such as validation
+                armed.collect()
             self._forget_dead_forward()
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
             # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.

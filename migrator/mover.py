@@ -259,6 +259,12 @@ class Mover:
                 self._adopt(self.learner.plans)
         return changed
 
+    def collect(self) -> None:
+        """Give back the memory of what is part of no graph any more."""
+        if self.engine.dead:
+            with self.engine.lock:
+                self.engine.collect()
+
     def forward_is_dead(self) -> bool:
         """Whether tensors were taken in this period and none of them is part of a graph any more."""
         with self.engine.lock:

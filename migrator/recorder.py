@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from migrator.recompute.watch import Watch
 from migrator.tensors import Known
 from migrator.trace import Region, Site, Trace
 
+SELDOM = 8  # what the program has held for so many positions is looked at after one more
 LIMIT = 100_000  # records; a period without backward never ends, and its trace would be of no use
 
 
@@ -55,6 +57,14 @@ class Record:
                 self.recorder.trials.attempt(trial, tensor, peek)
         self.recorder.resume()
         return tensor
+
+
+class _LetGo(NamedTuple):
+    """What the engine let go of at position `since`."""
+
+    known: Known
+    key: str
+    since: int
 
 
 @dataclass(eq=False, slots=True)
@@ -102,8 +112,8 @@ class Recorder:
         self._meter = meter
         self._resident = resident
         self._coming: deque[tuple[Known, str]] = deque()  # what the engine has not let go of yet, and by which site
-        self._let_go: dict[Known, str] = {}  # and what it has, as long as the program holds it
-        self._held: list[tuple[str, int, int]] = []  # site, stretch, bytes: away, and yet in HBM
+        self._let_go: dict[int, list[_LetGo]] = {}  # and what it has, by when to look who holds it
+        self._held: list[tuple[str, int, int, int]] = []  # away, and yet in HBM: site, first stretch, end, bytes
         self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
         self.trials = Trials(meter, verified) if meter is not None and tries else None
         self.verified: dict[str, Verified] = {}  # by site, the formulas that held; known with the trace
@@ -129,12 +139,18 @@ class Recorder:
                 break  # it lets go in the order of saves
             self._coming.popleft()
             if known.saved is not None and known.saved.group.state is State.AWAY:
-                self._let_go[known] = key
-        for known, key in list(self._let_go.items()):
-            if known.freed():
-                del self._let_go[known]
+                self._let_go.setdefault(self._position, []).append(_LetGo(known, key, self._position))
+        for gone in self._let_go.pop(self._position, ()):
+            if gone.known.freed():
+                self._was_held(gone)
             else:
-                self._held.append((key, self._position, known.high - known.low))
+                # What has been held for long is looked at rarely: a program may hold thousands of them.
+                age = self._position - gone.since
+                self._let_go.setdefault(self._position + 1 + age // SELDOM, []).append(gone)
+
+    def _was_held(self, gone: _LetGo) -> None:
+        if self._position > gone.since:
+            self._held.append((gone.key, gone.since, self._position, gone.known.high - gone.known.low))
 
     def aside(self) -> AbstractContextManager[None]:
         """What is done inside is not the program's."""
@@ -183,6 +199,8 @@ class Recorder:
                         visit.end = -1
                     visit.watch = None
         self._coming.clear()
+        for gone in (gone for of in self._let_go.values() for gone in of):
+            self._was_held(gone)
         self._let_go.clear()
         known_storages = [entry.known for entry in self._entries if entry.known is not None]
         # Of a storage that we hold ourselves, by another part of it, nothing can be said.
@@ -212,11 +230,12 @@ class Recorder:
             sites.append(Site(entry.key, ident, nbytes, entry.birth, tuple(entry.uses), entry.kind))
         if self._meter is None:
             return Trace(tuple(sites), self._position)
-        held = [0] * (self._position + 1)
-        for key, stretch, nbytes in self._held:
+        change = [0] * (self._position + 1)
+        for key, first, end, nbytes in self._held:
             if key not in self._outlived:  # that counts as the program's own
-                held[stretch] += nbytes
-        measures = self._meter.finish(self._resident(), held)
+                change[first] += nbytes
+                change[end] -= nbytes
+        measures = self._meter.finish(self._resident(), list(accumulate(change)))
         measured = measures.seconds > 0
         recipes = self.trials.results() if measured and self.trials is not None else {}
         regions = self._regions(self._meter) if measured else []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections import deque
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -188,6 +191,26 @@ def a_long_evaluation_that_forgot_no_grad_fills_no_tier(device: torch.device) ->
         train(model, device, steps=2)
         print(f"  peak {session.stats()['peak']}")
         assert session.stats()["peak"]["dram"] < 32 * MiB
+
+
+def what_a_forward_that_raised_had_saved_is_gone_before_a_validation(device: torch.device) -> None:
+    """Which saves nothing, and may need the memory."""
+    unlucky = _Unlucky()
+    model = nn.Sequential(perceptron(device), unlucky).to(device)
+    with moving(dram="64MiB") as session:
+        train(model, device, steps=3)
+        unlucky.error = ValueError("bad batch")
+        with pytest.raises(ValueError, match="bad batch"):
+            model(batch(device, 7))
+        saver = session.runtime.saver()
+        assert saver is not None
+        (mover,) = saver.armed_movers
+        gc.collect()  # the exception is part of a cycle here, and holds what the forward had
+        assert mover.engine.alive
+        with torch.no_grad():
+            model(batch(device, 8))
+        assert (mover.engine.alive, mover.engine.dead) == (0, deque())
+        train(model, device, steps=1)
 
 
 if __name__ == "__main__":

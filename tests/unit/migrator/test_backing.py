@@ -15,6 +15,7 @@ from allocator.nvme.posix import PosixFile
 from allocator.nvme.store import NvmeStore
 from allocator.room import Room
 from allocator.sizes import PAGE, KiB, MiB
+from migrator import backing as backing_module
 from migrator.backing import Backing
 from migrator.counters import Counters
 from migrator.guards import GUARDS
@@ -68,6 +69,49 @@ def test_dram_grows_ahead_to_what_all_owners_need(tmp_path: Path) -> None:
     assert eventually(lambda: arena.grown == 17 * PAGE)  # and one part in sixteen for the ends
     backing.reserve(owner, 20 * PAGE)
     assert eventually(lambda: arena.grown == 34 * PAGE)
+    backing.close()
+    arena.close()
+
+
+def test_what_others_use_for_a_moment_is_waited_for() -> None:
+    left = 0
+    arena = DramArena(4 * PAGE, pinned=False, step=PAGE, room=lambda: Room(left, ""))
+    backing = Backing(arena, None, Counters())
+
+    def others_are_done() -> None:
+        nonlocal left
+        left = 128 * PAGE
+
+    done = threading.Timer(0.2, others_are_done)
+    done.start()
+    with pytest.raises(TierFull):
+        backing.new(PAGE, 0)
+    assert backing.new(PAGE, 0, insist=True).block is not None
+    done.join()
+    backing.close()
+    arena.close()
+
+
+def test_while_one_waits_for_others_the_other_threads_go_on() -> None:
+    left = PAGE
+    arena = DramArena(2 * PAGE, pinned=False, step=PAGE, room=lambda: Room(left, ""))
+    backing = Backing(arena, None, Counters())
+    first = backing.new(PAGE, 0)
+    left = 0
+    dropping = threading.Timer(0.2, lambda: backing.drop(first))
+    dropping.start()
+    assert backing.new(PAGE, 1, insist=True).block is not None
+    dropping.join()
+    backing.close()
+    arena.close()
+
+
+def test_nobody_waits_for_others_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backing_module, "LONGEST_WAIT", 0.1)
+    arena = DramArena(4 * PAGE, pinned=False, step=PAGE, room=lambda: Room(0, ""))
+    backing = Backing(arena, None, Counters())
+    with pytest.raises(TierFull):
+        backing.new(PAGE, 0, insist=True)
     backing.close()
     arena.close()
 

@@ -129,6 +129,26 @@ def test_what_left_and_is_still_held_by_the_program_counts_as_saved_until_that_i
     assert meter.held == [0, NBYTES, 0, 0]
 
 
+def test_what_the_program_holds_for_long_is_looked_at_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, looks, freed = FakeMeter(), 0, Known.freed
+
+    def look(self: Known) -> bool:
+        nonlocal looks
+        looks += 1
+        return freed(self)
+
+    monkeypatch.setattr(Known, "freed", look)
+    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
+    for k in range(1, 1000):
+        recorder.save(f"loss:{k}", None)
+    assert looks < 100
+    del logits
+    recorder.turn()
+    recorder.trace()
+    assert meter.held[:1000] == [0, *[NBYTES] * 999]
+
+
 def test_what_the_program_keeps_into_backward_is_its_own() -> None:
     meter = FakeMeter()
     recorder, storages, images = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
