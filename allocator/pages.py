@@ -91,6 +91,15 @@ class PageAllocator:
 
         return lap
 
+    def tidy(self, device: torch.device) -> None:
+        """What was asked for aside has been given back: let go of what was mapped for it beside the layout."""
+        core = adapter.core_of(self._library, device.index)
+        if core is not None:
+            try:
+                core.trim_outside()
+            except CoreError:
+                log.exception("what lies idle on %s stays mapped", device)
+
     def begin(self) -> None:
         """The first period begins: what was asked for so far was of no period."""
         for _, core in self.cores():

@@ -219,7 +219,8 @@ class Mover:
         with self.engine.lock:
             trace = None
             if self.recorder is not None:
-                trace = self.recorder.trace()
+                trace = self.recorder.trace()  # which waits for the device
+                self.engine.compute.tidy()
                 for key, verified in self.recorder.verified.items():
                     self.verified[key] = verified.besides(self.verified.get(key))
             peak = self.engine.end_period()

@@ -141,6 +141,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_class": [ctypes.c_int],
         "tn_limit": [ctypes.c_int, U64],
         "tn_trim": [],
+        "tn_trim_outside": [],
         "tn_share": [ctypes.c_int],
         "tn_mark": [],
         "tn_log": [ctypes.c_int, ctypes.c_void_p, U64, P64],

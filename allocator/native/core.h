@@ -60,6 +60,9 @@ TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
 /* Return idle memory of all pools that are not private to the system, and the addresses of retired ones with nothing in
  * use; waits for their streams. */
 TN_API int tn_trim(tn_core *core);
+/* The same of what lies in the layout's heap outside of its region; waits for its stream, and does nothing while that is
+ * captured, or where there is no layout. */
+TN_API int tn_trim_outside(tn_core *core);
 
 /* ---- The sequence of requests, and the layout planned for it ---- */
 

@@ -111,6 +111,10 @@ class Core:
         """Return idle memory to the system; waits for the streams that used it."""
         checked(self._library.tn_trim(self._core))
 
+    def trim_outside(self) -> None:
+        """Return what is idle outside of the layout's region; waits for its stream, unless that is being captured."""
+        checked(self._library.tn_trim_outside(self._core))
+
     def share(self, device: int) -> None:
         """Have another GPU reach all memory, now and from now on; PyTorch's adapter does where GPUs are made peers."""
         checked(self._library.tn_share(self._core, device))

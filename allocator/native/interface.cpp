@@ -167,6 +167,22 @@ int tn_trim(tn_core *core) {
   });
 }
 
+int tn_trim_outside(tn_core *core) {
+  return enter(core, [&] {
+    Heap *heap = core->plan.heap;
+    if (!heap) return Status::Ok;
+    Status status = core->wait(heap->stream());
+    if (status != Status::Ok) return status == Status::Busy ? Status::Ok : status;
+    core->settle();
+    status = heap->surrender_outside(core->plan.base, core->plan.total);
+    for (Pages &tier : core->pages) {
+      Status trimmed = tier.trim();
+      status = status == Status::Ok ? trimmed : status;
+    }
+    return status;
+  });
+}
+
 void tn_mark(tn_core *core) {
   std::lock_guard<std::mutex> guard(core->mutex);
   std::swap(core->log[2], core->log[1]);

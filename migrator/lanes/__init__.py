@@ -134,10 +134,13 @@ class Memory(NamedTuple):
         Tells the most bytes in use since it was last called.
     aside : callable
         Within it this thread asks for memory that the program alone would not, and gives all of it back.
+    tidy : callable
+        Has what that took return to the system, as far as it is cached.
     """
 
     lap: Callable[[], int]
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    tidy: Callable[[], None] = lambda: None
 
 
 class Meter(Protocol):
@@ -199,6 +202,9 @@ class Compute(Protocol):
 
     def capturing(self) -> bool:
         """Whether the program is being captured into a graph, which no lane may become a part of."""
+
+    def tidy(self) -> None:
+        """A period with work of ours aside is over: give back what is cached for that alone. Not within a capture."""
 
     def settle(self) -> Lap | None:
         """A period ends. What the last one took that the device is through with; None where that was not timed."""

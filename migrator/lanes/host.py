@@ -96,6 +96,9 @@ class HostCompute:
     def close(self) -> None:
         """Nothing is left to add up."""
 
+    def tidy(self) -> None:
+        pass
+
     def allocated(self) -> int:
         return 0
 

@@ -61,6 +61,7 @@ class StreamCompute(HostCompute):
         self.waits: list[tuple[Event, Stream]] = []
         self.stands_for: list[int] = []
         self.head_starts: list[float] = []
+        self.tidied = 0
         self.outlasted: list[tuple[Event, Stream]] = []
         self.handed_over: list[tuple[torch.Tensor, int]] = []
 
@@ -73,6 +74,9 @@ class StreamCompute(HostCompute):
     def meter(self, head_start: float = 0.0) -> HostMeter:
         self.head_starts.append(head_start)
         return super().meter(head_start)
+
+    def tidy(self) -> None:
+        self.tidied += 1
 
     def outlast(self, event: Event, stream: Stream) -> None:
         self.outlasted.append((event, stream))

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from allocator import adapter
 from allocator.kinds import REMEMBERED
 from allocator.ledger import Ledger
-from allocator.native import Core, CoreBusy, CoreFull
+from allocator.native import Core, CoreBusy, CoreError, CoreFull, aside
 from allocator.pages import DRAM, HBM, PATIENCE, PageAllocator
 from allocator.room import FRESH, Room
 from allocator.sizes import PAGE, MiB
@@ -56,6 +57,39 @@ def test_the_first_period_is_laid_out_and_the_next_follows_it(pages: OnOneCore, 
     step(core, 4 * MiB, 8 * MiB)
     after = core.counts()
     assert (after.maps, after.unmaps, after.waits) == (before.maps, before.unmaps, before.waits)
+
+
+def test_a_period_with_trials_is_followed_by_one_as_any_other(pages: OnOneCore, core: Core) -> None:
+    """Reserved / live was 1.2 in such a period and in the next, whose layout was made of it (ResNet: 1.99)."""
+    gpu = torch.device("cuda", 0)
+    pages.tidy(gpu)  # before there is a layout
+    pages.begin()
+    step(core, 4 * MiB, 8 * MiB)
+    pages.period_over()
+    first = core.allocate(4 * MiB)
+    with aside():
+        step(core, 30 * MiB)
+    second = core.allocate(8 * MiB)
+    core.free(first)
+    core.free(second)
+    pages.tidy(gpu)
+    assert core.counts().hbm == 12 * MiB
+    pages.period_over()
+    step(core, 4 * MiB, 8 * MiB)
+    assert (core.counts().planned, core.counts().departed) == (4, 0)
+
+
+def test_what_cannot_be_given_back_ends_no_program(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused() -> None:
+        raise CoreError("the driver refuses")
+
+    monkeypatch.setattr(core, "trim_outside", refused)
+    pages.tidy(torch.device("cuda", 0))
+    assert "stays mapped" in caplog.text
+    monkeypatch.setattr(adapter, "core_of", lambda library, device: None)  # before the first request
+    pages.tidy(torch.device("cuda", 0))
 
 
 def test_the_log_of_a_period_that_was_as_foreseen_is_not_read(

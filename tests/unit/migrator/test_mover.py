@@ -363,6 +363,12 @@ def test_the_first_period_is_learned_from(rig: Rig) -> None:
     assert rig.mover.recorder is None
 
 
+def test_what_was_cached_for_trials_is_given_back_after_recorded_periods_alone(rig: Rig) -> None:
+    for recorded in (1, 1, 1):
+        run(rig, layers(4))
+        assert rig.compute.tidied == recorded
+
+
 def test_waits_are_timed_while_that_corrects_plans_and_then_now_and_then(rig: Rig) -> None:
     """To time them costs more than to wait."""
     for _ in range(CLOSELY + 3 * SAMPLED):

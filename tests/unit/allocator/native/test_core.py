@@ -324,6 +324,22 @@ def test_what_is_asked_for_aside_is_no_part_of_the_sequence(core: Core) -> None:
     assert counts.hbm - mapped <= PAGE  # the 512 bytes: all else lay where the layout has others to come
 
 
+def test_what_was_mapped_for_work_aside_goes_back_and_the_region_stays(core: Core) -> None:
+    core.trim_outside()  # without a layout there is nothing beside it
+    plan(core, [4 * MiB, 4 * MiB], [0, 4 * MiB])
+    first = core.allocate(4 * MiB)
+    with aside():
+        core.free(core.allocate(20 * MiB))  # more than is free in the region
+    core.free(first)
+    assert core.counts().hbm >= 24 * MiB
+    core.trim_outside()
+    assert core.counts().hbm == core.counts().idle == 8 * MiB
+    core.mark()
+    core.allocate(4 * MiB)
+    core.allocate(4 * MiB)
+    assert core.counts().planned == 3
+
+
 def test_what_another_thread_asks_for_meanwhile_is_not_aside(core: Core) -> None:
     with aside():
         other = threading.Thread(target=lambda: core.free(core.allocate(4 * MiB)))
@@ -512,9 +528,12 @@ class Blocks(RuleBasedStateMachine):
                 self.core.move(address, tier)
             self.check(address)
 
-    @rule()
-    def trim(self) -> None:
-        self.core.trim()
+    @rule(outside=st.booleans())
+    def trim(self, outside: bool) -> None:
+        if outside:
+            self.core.trim_outside()
+        else:
+            self.core.trim()
 
     @rule()
     def period(self) -> None:
