@@ -132,6 +132,7 @@ def load(
     *,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Merge argument > environment > ``./tiers.toml`` > user config > default.
 
@@ -144,6 +145,8 @@ def load(
         The environment; `os.environ` if not given. An empty variable counts as not set.
     cwd
         Where ``./tiers.toml`` is looked for; the working directory if not given.
+    options
+        Of a command, by the variables of `environ` that they set: what messages are to speak of.
 
     Raises
     ------
@@ -158,7 +161,7 @@ def load(
     origin = dict.fromkeys(values, "default")
     for source in (
         from_files(Path(str(named)) if named else None, environ, cwd or Path()),
-        from_environment(environ),
+        from_environment(environ, options or {}),
         from_arguments(given),
     ):
         for entry in source:

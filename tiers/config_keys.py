@@ -34,10 +34,13 @@ class Parser:
         Raises ValueError or TypeError on what it does not accept.
     accepts
         What it accepts, in words for an error message.
+    choices
+        All that it accepts, where that is a few words.
     """
 
     parse: Callable[[object], object]
     accepts: str
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ def _one_of(choices: tuple[str, ...]) -> Parser:
             raise ValueError("not a choice")
         return text
 
-    return Parser(parse, "one of " + ", ".join(choices))
+    return Parser(parse, "one of " + ", ".join(choices), choices)
 
 
 SIZE = Parser(_size, 'a size such as "24GiB", "512MiB" or a number of bytes, not negative')

@@ -25,8 +25,10 @@ class Given:
         try:
             return self.key.parser.parse(self.raw)
         except (ValueError, TypeError):
+            parser = self.key.parser
             raise ConfigError(
-                f"{self.key.name} = {self.raw!r} ({self.origin}) is not accepted: it must be {self.key.parser.accepts}"
+                f"{self.key.name} = {self.raw!r} ({self.origin}) is not accepted: it must be {parser.accepts}"
+                f"{nearest(str(self.raw), parser.choices)}"
             ) from None
 
 
@@ -44,14 +46,17 @@ def from_files(named: Path | None, environ: Mapping[str, str], cwd: Path) -> Ite
         yield from _from_file(cwd / "tiers.toml", "./tiers.toml")
 
 
-def from_environment(environ: Mapping[str, str]) -> Iterator[Given]:
-    """Yield what the variables say; an empty one counts as not set, an unknown one is an error."""
+def from_environment(environ: Mapping[str, str], options: Mapping[str, str]) -> Iterator[Given]:
+    """Yield what the variables say; an empty one counts as not set, an unknown one is an error.
+
+    `options` names those that options of a command stand for.
+    """
     for name in sorted(environ):
         if not name.startswith(_PREFIX) or name == CONFIG_ENV or not environ[name]:
             continue
         if name not in BY_ENV:
             raise ConfigError(f"environment: unknown variable {name}{nearest(name, {*BY_ENV, CONFIG_ENV})}")
-        yield Given(BY_ENV[name], environ[name], f"environment {name}")
+        yield Given(BY_ENV[name], environ[name], options.get(name, f"environment {name}"))
 
 
 def from_arguments(arguments: Mapping[str, object]) -> Iterator[Given]:

@@ -18,6 +18,7 @@ from tiers.cli.report import ReportVerb
 from tiers.cli.run import RunVerb
 from tiers.cli.top import TopVerb
 from tiers.cli.verb import BAD_INPUT, Verb
+from tiers.config_keys import nearest
 
 VERBS: tuple[Verb, ...] = (
     ProbeVerb(),
@@ -50,7 +51,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``tiers`` and return its exit code: 0, 2 for bad input, or what the verb says."""
-    args = build_parser().parse_args(argv)
+    parser, words = build_parser(), sys.argv[1:] if argv is None else argv
+    names = [verb.name for verb in VERBS]
+    if words and not words[0].startswith("-") and words[0] not in names:
+        parser.error(f"no verb is called {words[0]!r}: it must be one of {', '.join(names)}{nearest(words[0], names)}")
+    args = parser.parse_args(words)
     try:
         code: int = args.do(args)
     except TiersError as error:

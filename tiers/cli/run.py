@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tiers.cli.verb import CliError
 from tiers.config import load
-from tiers.config_keys import BY_ENV, CONFIG_ENV, PATHS
+from tiers.config_keys import BY_ENV, CONFIG_ENV, PATHS, Key
 
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
@@ -31,7 +31,7 @@ class RunVerb:
         """Give every variable an option of the same name."""
         parser.add_argument("--config", metavar="FILE", help=f"sets {CONFIG_ENV}")
         for env, key in BY_ENV.items():
-            option = "--" + key.argument.replace("_", "-")
+            option = _option(key)
             text = f"sets {env}: {key.parser.accepts}"
             if key.parser is PATHS:
                 parser.add_argument(option, action="append", metavar="DIR", help=f"{text}; may be repeated")
@@ -72,11 +72,16 @@ def _changes(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, 
         for env, value in given.items()
         if value is not None
     }
-    allocator = load(environ={**environ, **changes}).config.allocator
+    options = {env: _option(key) for env, key in BY_ENV.items() if env in changes}
+    allocator = load(environ={**environ, **changes}, options=options).config.allocator
     if changes.get("TIERS_ALLOCATOR", "").strip().lower() == "off":
         raise CliError("--allocator off is to run the program without tiers: leave `tiers run` out")
     # The gate looks at the variable alone, so what a file says about the allocator must reach it there.
     return {**changes, "TIERS_ALLOCATOR": "pages" if allocator == "off" else allocator}
+
+
+def _option(key: Key) -> str:
+    return "--" + key.argument.replace("_", "-")
 
 
 def _describe(changes: Mapping[str, str], command: list[str], *, as_json: bool) -> str:

@@ -86,6 +86,20 @@ def test_the_version_is_told(capsys):
     assert re.fullmatch(r"torch-tiers \d+\.\d+.*\n", capsys.readouterr().out)
 
 
+def test_a_verb_that_is_misspelt_is_guessed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["prob", "--json"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("did you mean probe?\n")
+
+
+@pytest.mark.parametrize(("words", "name"), [(["--hbm", "12XB"], "(--hbm)"), ([], "(environment TIERS_HBM)")])
+def test_a_value_that_is_not_accepted_is_called_as_it_was_typed(words, name, capsys, monkeypatch):
+    monkeypatch.setenv("TIERS_HBM", "3XB")
+    assert main(["run", *words, *show("TIERS_HBM")]) == 2
+    assert f"hbm.capacity = '{'12XB' if words else '3XB'}' {name} is not accepted" in capsys.readouterr().err
+
+
 def test_the_verbs_are_frozen():
     assert [verb.name for verb in VERBS] == ["probe", "run", "config", "doctor", "report", "top", "plan", "bench"]
 

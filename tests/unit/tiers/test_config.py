@@ -192,6 +192,7 @@ def test_paths_do_not_depend_on_a_later_chdir(resolve, tmp_path, monkeypatch):
             {"arguments": {"policy": "best"}},
             "policy = 'best' (argument policy) is not accepted: it must be one of auto,",
         ),
+        ({"arguments": {"policy": "capuchn"}}, "vdnn-dyn; did you mean capuchin?"),
         ({"environ": {"TIERS_ALLOCATOR": "on"}}, "it must be one of off, torch, pages"),
         ({"environ": {"TIERS_HBM": "lots"}}, "hbm.capacity = 'lots' (environment TIERS_HBM) is not accepted"),
         ({"environ": {"TIERS_DRAM": "-1GiB"}}, "dram.capacity = '-1GiB'"),
