@@ -143,7 +143,8 @@ class DramArena:
 
     def lacks_room(self, nbytes: int) -> bool:
         """Whether it could grow by `nbytes` if others did not use that memory now."""
-        return self._limit - self._grown >= nbytes > self._room.seen
+        nbytes = round_up(nbytes, PAGE)
+        return not self._closed and self._limit - self._grown >= nbytes > self._room.seen
 
     @property
     def used(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from allocator import adapter
 from allocator.kinds import Kinds
 from allocator.ledger import Account
-from allocator.native import Core, CoreBusy, CoreError, CoreFull
+from allocator.native import Core, CoreBusy, CoreError, CoreFull, is_aside
 from allocator.room import Room, RoomWatch
 from allocator.sequence import STATE, Foreseen, Log, Watch, foresee, repeats
 from allocator.sinking import State, sink_or_rise
@@ -218,7 +218,7 @@ class PageAllocator:
         Called by the adapter, from any thread, without any lock of the core's.
         """
         core = adapter.core_of(self._library, device)
-        if core is None:
+        if core is None or is_aside():
             return False
         with self._lock:
             granted = sum(self._granted.values())

@@ -71,7 +71,7 @@ class Backing:
         """Make a parcel with a block of its own; for NVMe it starts there, too.
 
         With `insist` it waits for a while where other processes use the memory: what they take for a moment is no
-        reason to end the program.
+        reason to end the program. Meanwhile others may use the backing, though not whose engine this is for.
 
         Raises
         ------
@@ -81,9 +81,11 @@ class Backing:
         parcel = Parcel(nbytes, next_use, tier=tier)
         with self._lock:
             self._largest = max(self._largest, nbytes)
-            block = self._find_block(nbytes, LONGEST_WAIT if insist else 0.0)
+            deadline = time.monotonic() + (LONGEST_WAIT if insist else 0.0)
+            block = self._find_block(nbytes, deadline)
             while not self._can_come_back():
-                if not (self._reap() or self._wait_for_disk()):
+                most = max(other.nbytes for other in self._on_nvme)
+                if not (self._reap() or self._wait_for_disk() or self._wait_for_others(most, deadline)):
                     self._dram.free(block)
                     raise self._full(nbytes)
             parcel.after = self._put(parcel, block)
@@ -107,20 +109,27 @@ class Backing:
                 parcel.writing.cancel()  # if it has not begun, nobody needs it any more
             self._reap()
 
-    def _find_block(self, nbytes: int, patience: float = 0.0) -> DramBlock:
-        deadline = time.monotonic() + patience
+    def _find_block(self, nbytes: int, deadline: float = 0.0) -> DramBlock:
         while (block := self._dram.allocate(nbytes)) is None:
             if not (self._reap() or self._forget_copy() or self._wait_for_disk() or self._demote()):
+                # Asked before as well: what others gave back in between is found by the next look.
+                lacked = self._dram.lacks_room(nbytes)
                 block = self._dram.allocate(nbytes, in_need=True)
                 if block is not None:
                     return block
-                if not (self._dram.lacks_room(nbytes) and time.monotonic() < deadline):
+                if not self._wait_for_others(nbytes, deadline, lacked=lacked):
                     raise self._full(nbytes)
-                if not self._waited:
-                    self._waited = True
-                    log.warning("dram: others use the host's memory; waiting up to %.0f s for room", patience)
-                self._later.wait(LOOK_CLOSELY)
         return block
+
+    def _wait_for_others(self, nbytes: int, deadline: float, *, lacked: bool = False) -> bool:
+        """Let other threads in for a moment if it is others' memory that is missing; False if not, or for too long."""
+        if time.monotonic() >= deadline or not (lacked or self._dram.lacks_room(nbytes)):
+            return False
+        if not self._waited:
+            self._waited = True
+            log.warning("dram: others use the host's memory; waiting up to %.0f s for room", LONGEST_WAIT)
+        self._later.wait(LOOK_CLOSELY)
+        return True
 
     def _can_come_back(self) -> bool:
         """Whether any parcel on NVMe finds a block when it is needed: what is new must not take the last one."""

@@ -227,7 +227,7 @@ class Engine:
         return group.buffer
 
     def glimpse(self, saved: Saved) -> torch.Tensor | None:
-        """The same for somebody who only looks: what comes back when, and where it then lies, is as without it.
+        """The same for somebody who only looks: what comes back to HBM, and when, is as without it.
 
         What is away is copied to a buffer of its own, which the present stream may read at once.
         """

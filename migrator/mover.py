@@ -220,7 +220,8 @@ class Mover:
             trace = None
             if self.recorder is not None:
                 trace = self.recorder.trace()  # which waits for the device
-                self.engine.compute.tidy()
+                if not self.engine.compute.capturing():
+                    self.engine.compute.tidy()
                 for key, verified in self.recorder.verified.items():
                     self.verified[key] = verified.besides(self.verified.get(key))
             peak = self.engine.end_period()
@@ -262,7 +263,7 @@ class Mover:
 
     def collect(self) -> None:
         """Give back the memory of what is part of no graph any more."""
-        if self.engine.dead:
+        if self.engine.dead and not self.engine.compute.capturing():
             with self.engine.lock:
                 self.engine.collect()
 

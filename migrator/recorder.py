@@ -60,11 +60,12 @@ class Record:
 
 
 class _LetGo(NamedTuple):
-    """What the engine let go of at position `since`."""
+    """What the engine let go of at position `since`, and somebody still held at position `seen`."""
 
     known: Known
     key: str
     since: int
+    seen: int
 
 
 @dataclass(eq=False, slots=True)
@@ -139,18 +140,22 @@ class Recorder:
                 break  # it lets go in the order of saves
             self._coming.popleft()
             if known.saved is not None and known.saved.group.state is State.AWAY:
-                self._let_go.setdefault(self._position, []).append(_LetGo(known, key, self._position))
+                self._let_go.setdefault(self._position, []).append(
+                    _LetGo(known, key, self._position, self._position - 1)
+                )
         for gone in self._let_go.pop(self._position, ()):
             if gone.known.freed():
                 self._was_held(gone)
             else:
                 # What has been held for long is looked at rarely: a program may hold thousands of them.
-                age = self._position - gone.since
-                self._let_go.setdefault(self._position + 1 + age // SELDOM, []).append(gone)
+                again = self._position + 1 + (self._position - gone.since) // SELDOM
+                self._let_go.setdefault(again, []).append(gone._replace(seen=self._position))
 
     def _was_held(self, gone: _LetGo) -> None:
-        if self._position > gone.since:
-            self._held.append((gone.key, gone.since, self._position, gone.known.high - gone.known.low))
+        # It ended at some time since the last look: halfway, for all that is known.
+        end = (gone.seen + 1 + self._position) // 2 if gone.known.freed() else self._position
+        if end > gone.since:
+            self._held.append((gone.key, gone.since, end, gone.known.high - gone.known.low))
 
     def aside(self) -> AbstractContextManager[None]:
         """What is done inside is not the program's."""

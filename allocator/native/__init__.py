@@ -11,7 +11,7 @@ from allocator.native.binding import (
     checked,
     library,
 )
-from allocator.native.core import Core, Counts, aside
+from allocator.native.core import Core, Counts, aside, is_aside
 
 __all__ = [
     "BLOCK",
@@ -25,5 +25,6 @@ __all__ = [
     "Glance",
     "aside",
     "checked",
+    "is_aside",
     "library",
 ]

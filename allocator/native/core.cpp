@@ -63,7 +63,7 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
   if (lifetime_class == TN_STATE && pool == 0) kind = State;
   // Idle HBM is used, or taken from where it lies idle, before anything goes to DRAM.
   for (int tier = kHbm; tier < kTiers; ++tier) {
-    if (tier == kDram && pages[kDram].limit() == 0) break;
+    if (tier == kDram && (pages[kDram].limit() == 0 || aside)) break;
     Status status = heap({pool, stream, tier, kind}, heap_out);
     if (status != Status::Ok) return status;
     Heap *place = *heap_out;
@@ -87,7 +87,7 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
       if (!reclaimed) {
         settle();
         if ((*block = place->fit(bytes))) return Status::Ok;
-        ++stats.retries;
+        stats.retries += !aside;
       }
       // What was mapped beside the place may be unmapped with the rest: then there is more to map, and to reclaim.
       uint64_t idle = pages[tier].idle();
@@ -103,6 +103,8 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
 Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
   auto missing = [&] { return goal - std::min(goal, pages[tier].available()); };
   for (bool itself : {false, true}) {
+    // What is aside must not take pages out of a layout's region: what comes there next would lie in DRAM, unnoticed.
+    if (itself && aside) break;
     for (auto &[base, heap] : heaps) {
       if ((heap.get() == but) != itself || !missing()) continue;
       Status status = surrender(*heap, tier, missing());
@@ -146,7 +148,7 @@ Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint6
   if (!block) {
     Status status = find(bytes, stream, pool, &heap, &block);
     if (status != Status::Ok) {
-      stats.failures += status == Status::Full;
+      stats.failures += status == Status::Full && !aside;
       return status;
     }
   }

@@ -53,15 +53,17 @@ TN_API void tn_capture(tn_core *core, int begins);
 /* The class of the requests that follow. */
 TN_API void tn_class(tn_core *core, int lifetime_class);
 /* What the calling thread asks for from now on (1), of any core, is of no sequence, or is again (0); these nest. It is not
- * logged, and goes where it fits, also into a layout's region: it is to be given back before the sequence goes on. */
+ * logged, and goes where it fits in HBM, also into a layout's region: what is large is to be given back before the
+ * sequence goes on. Where there is no room it is TN_FULL, and nothing is pushed out for it. */
 TN_API void tn_aside(int begins);
+TN_API int tn_is_aside(void);
 /* The most of a tier to make from now on. What is there already stays until it goes back to the system. */
 TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
 /* Return idle memory of all pools that are not private to the system, and the addresses of retired ones with nothing in
  * use; waits for their streams. */
 TN_API int tn_trim(tn_core *core);
-/* The same of what lies in the layout's heap outside of its region; waits for its stream, and does nothing while that is
- * captured, or where there is no layout. */
+/* The same of what lies in the layout's heap outside of its region, and of pages that nobody has mapped; waits for its
+ * stream, and does nothing while a graph may be captured, or where there is no layout. */
 TN_API int tn_trim_outside(tn_core *core);
 
 /* ---- The sequence of requests, and the layout planned for it ---- */

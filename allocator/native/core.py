@@ -229,11 +229,17 @@ class Core:
         return blocks[: min(capacity, int(self._library.tn_blocks(self._core, blocks.ctypes.data, capacity)))]
 
 
+def is_aside() -> bool:
+    """Whether this thread is within `aside`."""
+    return bool(library().tn_is_aside())
+
+
 @contextmanager
 def aside() -> Iterator[None]:
     """What this thread asks of any core inside is none of its program's sequence, and is given back inside.
 
-    It lies wherever there is room, and leaves no trace in the log: the program's own requests are foreseen as ever.
+    It lies wherever HBM has room, and fails where that has none. It leaves no trace in the log, and so
+    what the program asks for is foreseen as ever.
     """
     core = library()
     core.tn_aside(1)

@@ -136,6 +136,7 @@ void tn_class(tn_core *core, int lifetime_class) {
 }
 
 void tn_aside(int begins) { aside += begins ? 1 : -1; }
+int tn_is_aside(void) { return aside > 0; }
 
 int tn_limit(tn_core *core, int tier, uint64_t bytes) {
   return enter(core, [&] {
@@ -170,7 +171,7 @@ int tn_trim(tn_core *core) {
 int tn_trim_outside(tn_core *core) {
   return enter(core, [&] {
     Heap *heap = core->plan.heap;
-    if (!heap) return Status::Ok;
+    if (!heap || core->captures) return Status::Ok;
     Status status = core->wait(heap->stream());
     if (status != Status::Ok) return status == Status::Busy ? Status::Ok : status;
     core->settle();

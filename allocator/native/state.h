@@ -56,8 +56,8 @@ struct Pool {
   bool retired = false;
 };
 
-// Whether what this thread asks for is of no sequence. It is back before the program's next request, and may lie until
-// then where the layout has others to come.
+// Whether what this thread asks for is of no sequence. What is large of it is back before the program's next request, and
+// may lie until then where the layout has others to come.
 extern thread_local int aside;
 
 }  // namespace tiers

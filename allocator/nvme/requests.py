@@ -27,6 +27,7 @@ class RequestPool:
         self._writes: deque[Request] = deque()
         self._beside: deque[Request] = deque()
         self._places = depth  # on the drives, that are free
+        self._helpers = helpers  # that may do what needs no drive: the other threads are for what does
         self._closing = False
         # Daemons: a program that ends without closing its store must not wait for these threads forever.
         self._threads = [
@@ -73,11 +74,11 @@ class RequestPool:
                         return  # what still waits for a place is taken by who gives one up
                     self._changed.wait()
                 request = queue.popleft()
-                places = int(queue is not self._beside)
-                self._places -= places
+                beside = queue is self._beside
+                self._take(beside, -1)
             rest = request()
             with self._changed:
-                self._places += places
+                self._take(beside, 1)
                 if rest is not None and (self._reads or self._writes):
                     self._changed.notify()  # this thread has other things to do
             if rest is not None:
@@ -85,7 +86,13 @@ class RequestPool:
             del request, rest  # they hold the caller's memory, and this thread may now sleep for long
 
     def _next(self) -> deque[Request] | None:
-        return (self._places and (self._reads or self._writes)) or self._beside or None
+        return (self._places and (self._reads or self._writes)) or (self._helpers and self._beside) or None
+
+    def _take(self, beside: bool, change: int) -> None:
+        if beside:
+            self._helpers += change
+        else:
+            self._places += change
 
 
 class Transfer:

@@ -79,6 +79,12 @@ def test_a_period_with_trials_is_followed_by_one_as_any_other(pages: OnOneCore, 
     assert (core.counts().planned, core.counts().departed) == (4, 0)
 
 
+def test_nothing_is_claimed_for_what_is_asked_for_aside(pages: OnOneCore, core: Core) -> None:
+    with aside():
+        assert not pages._more(0, 4 * MiB)
+    assert pages._more(0, 4 * MiB)
+
+
 def test_what_cannot_be_given_back_ends_no_program(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

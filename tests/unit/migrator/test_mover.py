@@ -363,6 +363,18 @@ def test_the_first_period_is_learned_from(rig: Rig) -> None:
     assert rig.mover.recorder is None
 
 
+def test_within_a_capture_nothing_is_collected(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.save("a:0", None, torch.zeros(MiB, dtype=torch.uint8))
+    gc.collect()
+    assert rig.mover.engine.dead
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.compute, "capturing", lambda: True)
+        rig.mover.collect()
+        assert rig.mover.engine.dead
+    rig.mover.collect()
+    assert not rig.mover.engine.dead
+
+
 def test_what_was_cached_for_trials_is_given_back_after_recorded_periods_alone(rig: Rig) -> None:
     for recorded in (1, 1, 1):
         run(rig, layers(4))

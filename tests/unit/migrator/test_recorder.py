@@ -8,7 +8,7 @@ import torch
 from migrator import recorder as module
 from migrator.group import Group, State
 from migrator.lanes.meter import Measures
-from migrator.recorder import Recorder
+from migrator.recorder import SELDOM, Recorder
 from migrator.tensors import Known, Saved, Storages
 from migrator.trace import Site
 
@@ -146,7 +146,22 @@ def test_what_the_program_holds_for_long_is_looked_at_ever_more_rarely(monkeypat
     del logits
     recorder.turn()
     recorder.trace()
-    assert meter.held[:1000] == [0, *[NBYTES] * 999]
+    assert meter.held[:900] == [0, *[NBYTES] * 899]
+
+
+def test_what_ended_since_the_last_look_is_taken_to_have_ended_halfway() -> None:
+    meter = FakeMeter()
+    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
+    for k in range(1, 100):
+        recorder.save(f"loss:{k}", None)
+    del logits
+    for k in range(100, 120):
+        recorder.save(f"loss:{k}", None)
+    recorder.turn()
+    recorder.trace()
+    held = sum(map(bool, meter.held))
+    assert 99 - 99 // SELDOM <= held <= 99 + 99 // SELDOM
 
 
 def test_what_the_program_keeps_into_backward_is_its_own() -> None:

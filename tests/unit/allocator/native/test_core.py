@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from allocator.native import Core, CoreError, CoreFull, aside
+from allocator.native import Core, CoreError, CoreFull, aside, is_aside
 from allocator.sequence import ELSEWHERE, Foreseen
 from allocator.sizes import GiB, MiB
 
@@ -338,6 +338,25 @@ def test_what_was_mapped_for_work_aside_goes_back_and_the_region_stays(core: Cor
     core.allocate(4 * MiB)
     core.allocate(4 * MiB)
     assert core.counts().planned == 3
+
+
+def test_what_is_aside_pushes_nothing_into_dram() -> None:
+    """Its region's pages would go on lying there, as nothing has departed from the layout."""
+    core = Core("memfd", hbm=16 * MiB, dram=16 * MiB)
+    offsets = [0, 4 * MiB, 8 * MiB, 12 * MiB, 4 * MiB]
+    plan(core, [4 * MiB] * 5, offsets)
+    blocks = [core.allocate(4 * MiB) for _ in range(4)]
+    core.free(blocks.pop(1))  # for the fifth; and with this one there is room for two, but not in one piece
+    core.free(blocks.pop(2))
+    before = core.counts()
+    with aside(), pytest.raises(CoreFull):
+        core.allocate(8 * MiB)
+    assert is_aside() is False
+    fifth = core.allocate(4 * MiB)
+    assert (core.on(fifth, HBM), core.counts().dram, core.counts().hbm) == (4 * MiB, 0, before.hbm)
+    for block in (*blocks, fifth):
+        core.free(block)
+    core.close()
 
 
 def test_what_another_thread_asks_for_meanwhile_is_not_aside(core: Core) -> None:

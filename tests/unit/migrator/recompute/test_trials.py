@@ -17,7 +17,7 @@ from migrator.recompute import finder, fused_layer_norm
 from migrator.recompute import operations as table
 from migrator.recompute.finder import Verified, layout
 from migrator.recompute.formulas import Formula
-from migrator.recompute.trials import Trials
+from migrator.recompute.trials import Trial, Trials
 from migrator.tensors import Saved
 from migrator.trace import Trace
 
@@ -190,6 +190,32 @@ def test_trials_change_nothing_about_what_comes_back_and_when(monkeypatch: pytes
     recorded(2, rows=4096, hbm="4MiB")
     assert looked
     assert with_trials == brought != []
+
+
+def test_an_input_that_is_away_is_copied_once_a_trial_and_not_while_that_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies: list[int] = []
+    inputs: list[int] = []
+    attempt, copy_back = Trials.attempt, Engine._copy_back
+
+    def counted(engine: Engine, *arguments: object) -> Tensor:
+        copies[-1] += 1
+        return copy_back(engine, *arguments)  # type: ignore[arg-type]
+
+    def one(trials: Trials, trial: Trial, *others: object) -> None:
+        copies.append(0)
+        inputs.append(len(trial.what.inputs))
+        attempt(trials, trial, *others)  # type: ignore[arg-type]
+        copies.append(0)  # those of the program
+
+    monkeypatch.setattr(Trials, "attempt", one)
+    monkeypatch.setattr(Engine, "_copy_back", counted)
+    copies.append(0)
+    recorded(2, rows=4096, hbm="4MiB")
+    of_trials = copies[1::2]
+    assert any(of_trials)
+    assert all(number <= most for number, most in zip(of_trials, inputs, strict=True))
 
 
 def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
