@@ -71,7 +71,7 @@ class PageAllocator:
         NoAdapter
             If CUDA is initialised already.
         """
-        adapter.install(self._library, self._hbm, self._more)
+        adapter.install(self._library, self._hbm, self._full)
 
     def cores(self) -> Iterator[tuple[int, Core]]:
         """The GPUs from which memory was asked for, and their cores."""
@@ -212,13 +212,18 @@ class PageAllocator:
         for _, core in self.cores():
             core.state(on)
 
-    def _more(self, device: int, nbytes: int) -> bool:
-        """Every tier is full for a request of `nbytes`: claim more DRAM; whether to try again.
+    def _full(self, device: int, nbytes: int) -> bool:
+        """Every tier is full for a request of `nbytes`; whether to try again.
 
         Called by the adapter, from any thread, without any lock of the core's.
         """
+        # Not `_more` itself: layouts are made while a recorded period stands aside, and may need DRAM.
+        return not is_aside() and self._more(device, nbytes)
+
+    def _more(self, device: int, nbytes: int) -> bool:
+        """Claim DRAM for at least `nbytes`, if there is some; whether there was."""
         core = adapter.core_of(self._library, device)
-        if core is None or is_aside():
+        if core is None:
             return False
         with self._lock:
             granted = sum(self._granted.values())
