@@ -57,11 +57,14 @@ class Recipe:
         Storages it is made from. They are saved in the same period; each is kept, moved or has a recipe itself.
     seconds : float
         What recomputing it takes on the device.
+    scratch : int
+        Bytes that are in use besides while it is recomputed: results in between, a convolution's workspace.
     """
 
     op: str
     inputs: tuple[int, ...]
     seconds: float
+    scratch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,10 @@ int tn_move(tn_core *core, uint64_t address, int tier) {
     if (!block || tier < 0 || tier >= kTiers) return fail(Status::Invalid, "no such block, or no such tier");
     Status status = core->wait_for_all();
     if (status != Status::Ok) return status;
-    return heap->move(block->address, block->bytes, Tier(tier), core->alias, kAliasPages);
+    status = heap->move(block->address, block->bytes, Tier(tier), core->alias, kAliasPages);
+    // What it left in HBM is wanted there at once. DRAM is others' as well, and tells whether HBM was full.
+    Status trimmed = core->pages[kDram].trim();
+    return status == Status::Ok ? trimmed : status;
   });
 }
 

@@ -164,6 +164,9 @@ class Meter(Protocol):
     def aside(self) -> AbstractContextManager[None]:
         """What is done inside is not the program's."""
 
+    def most(self) -> int:
+        """The most bytes in use since this was last called, aside; 0 where nobody counts them."""
+
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The period is over; waits until the device has passed its end.
 

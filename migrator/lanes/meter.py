@@ -65,6 +65,10 @@ class HostMeter:
         finally:
             self._aside += self.mark() - start
 
+    def most(self) -> int:
+        """Nothing here measures memory."""
+        return 0
+
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The period is over. To be called once."""
         return Measures(tuple(self._times), self.mark() - self._begin, (*self._others, self._compute.static))
@@ -126,6 +130,10 @@ class CudaMeter:
         finally:
             self._left_out.append((start, self.mark()))
             self._compute.lap()
+
+    def most(self) -> int:
+        """The most bytes in use since this was last called, aside."""
+        return self._compute.lap()
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The period is over; waits until the device has passed its end. To be called once.

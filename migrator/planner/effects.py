@@ -265,8 +265,17 @@ class _Builder:
             self._work(at, self.trace.recipes[ident].seconds, self.trace.recipes[ident].inputs)
             for source in self.trace.recipes[ident].inputs:
                 (uses[source] if source in uses else self.held[source].asked).append(at)
+        scratch: dict[int, int] = {}
         for ident, at in self.made.items():
             self._there(at + 1, max(uses[ident]) + 2, self.trace.storage_bytes[ident])
+            scratch[at] = max(self.trace.recipes[ident].scratch, scratch.get(at, 0))
+        for at, nbytes in scratch.items():
+            self._there(at + 1, at + 2, max(0, nbytes - self._to_come(at)))
+
+    def _to_come(self, at: int) -> int:
+        """Bytes that the program asks for in the stretch that begins at a position, and has not yet when it does."""
+        others = self.trace.others
+        return max(0, others[at + 1] - others[at]) if others else 0
 
     def _make(self, ident: int, at: int, above: tuple[int, ...]) -> None:
         """Note that a dropped storage is needed at a position, and so what it is made from."""

@@ -15,13 +15,20 @@ if TYPE_CHECKING:
     from migrator.recompute.origins import Origins
 
 
+class Took(NamedTuple):
+    """What it took to carry a formula out: seconds on the device, and bytes in use besides what it makes."""
+
+    seconds: float
+    scratch: int
+
+
 class Verified(NamedTuple):
     """A formula that gave the same bits when it was tried, and for what.
 
     Attributes
     ----------
-    held : mapping of str to float
-        The seconds that it took on the device, by its name: of a convolution there is one for each of several shapes.
+    held : mapping of str to Took
+        What it took, by its name: of a convolution there is one for each of several shapes.
     epsilon : float or None
         What it took for a normalisation's epsilon.
     layout : tuple
@@ -32,7 +39,7 @@ class Verified(NamedTuple):
         Sites of the saved tensors that it takes because of the node that made them.
     """
 
-    held: Mapping[str, float]
+    held: Mapping[str, Took]
     epsilon: float | None
     layout: tuple[Any, ...]
     searched: bool

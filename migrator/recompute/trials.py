@@ -18,7 +18,7 @@ from torch import Tensor
 from allocator.errors import TiersError
 from migrator.lanes import Meter, flat
 from migrator.recompute.dropped import Peek, run
-from migrator.recompute.finder import Verified, layout
+from migrator.recompute.finder import Took, Verified, layout
 from migrator.recompute.formulas import Formula, operation
 from migrator.recompute.fused import plainly
 from migrator.trace import Recipe
@@ -59,6 +59,7 @@ class _Tried(NamedTuple):
     same: Tensor
     start: Any
     end: Any
+    scratch: int
 
 
 class Trials:
@@ -114,29 +115,33 @@ class Trials:
             one = run(trial.what, look)
         # Either may be taken later, as kernels of ours do not know all layouts, and each needs what the other does not.
         other = run(trial.what, look) if plain.asked else one
+        self._meter.most()
+        before = self._meter.most()  # nothing lies between: what is in use now
         start = self._meter.mark()
         run(trial.what, look)
         end = self._meter.mark()
+        scratch = max(0, self._meter.most() - before - trial.nbytes)
         ways = [one] if other is one else [one, other]
         if all(_is_storage(trial, made) for made in ways):
             first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
             same = [_same_bits(made.untyped_storage(), tensor.untyped_storage(), first) for made in ways]
             # The trial's inputs need not outlive the node that saved them.
-            self._tried.append(_Tried(replace(trial, what=_NOTHING), torch.stack(same).all(), start, end))
+            self._tried.append(_Tried(replace(trial, what=_NOTHING), torch.stack(same).all(), start, end, scratch))
 
     def results(self) -> dict[int, tuple[Recipe, Verified]]:
         """What held, by storage; blocks until the device has passed all trials."""
-        for trial, same, start, end in self._tried:
+        for trial, same, start, end, scratch in self._tried:
             if not same:  # one by one: to gather them would ask for memory that the program does not
                 continue
             (name,) = trial.verified.held
-            verified = trial.verified._replace(held={name: self._meter.seconds(start, end)})
+            verified = trial.verified._replace(held={name: Took(self._meter.seconds(start, end), scratch)})
             self._held[trial.ident] = (_recipe(name, verified, trial.inputs), verified)
         return self._held
 
 
 def _recipe(name: str, verified: Verified, inputs: tuple[int, ...]) -> Recipe:
-    return Recipe(operation(name), inputs, verified.held[name])
+    took = verified.held[name]
+    return Recipe(operation(name), inputs, took.seconds, took.scratch)
 
 
 def _is_storage(trial: Trial, made: Tensor) -> bool:

@@ -265,6 +265,12 @@ def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> N
         pages.period_over()
     assert core.on(state, HBM) == 16 * MiB
     assert core.counts().unmaps - unmapped <= 16 * MiB // PAGE  # its own pages: nothing else was laid out anew
+    assert core.counts().dram == 0  # or what it left there would be taken for what HBM has no room for
+    for _ in range(2 * PATIENCE):
+        step(core, 4 * MiB)
+        pages.period_over()
+        assert core.on(state, HBM) == 16 * MiB
+        assert pages.overflow(torch.device("cuda", 0)) == 0
 
 
 def test_a_block_larger_than_what_is_claimed_at_a_time_sinks_whole(

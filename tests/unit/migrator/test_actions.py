@@ -7,7 +7,7 @@ from typing import Any
 from migrator.actions import Agenda, Go, Recompute, Stay
 from migrator.garbage import KEPT, MADE, MOVED
 from migrator.plan import PageGroup
-from migrator.recompute.finder import Finder, Verified
+from migrator.recompute.finder import Finder, Took, Verified
 
 mover: Any = object()
 stay = Stay(mover, 1, 1)
@@ -15,7 +15,7 @@ go = Go(mover, PageGroup(("Net.fc:2",), 1, last_birth=0, first_use=1))
 
 
 def recompute(*found: str, searched: bool = False) -> Recompute:
-    verified = Verified({"exp": 0.0}, None, ((), ()), searched, frozenset(found))  # type: ignore[arg-type]
+    verified = Verified({"exp": Took(0.0, 0)}, None, ((), ()), searched, frozenset(found))  # type: ignore[arg-type]
     return Recompute(mover, verified, Finder(verified))
 
 

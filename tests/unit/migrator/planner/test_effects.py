@@ -97,6 +97,20 @@ def test_bytes_are_recomputed_for_as_long_as_they_are_read() -> None:
     assert occupied(outcome.held.values(), 4).tolist() == [0, 10, 10, 10, 0]
 
 
+def test_scratch_is_there_only_while_something_is_made() -> None:
+    """At 5 both y and z are made, one after the other: the larger scratch counts."""
+    recipes = {1: Recipe("Y", (0,), 0.5, scratch=100), 2: Recipe("Z", (1,), 0.25, scratch=70)}
+    outcome = effect(Trace(SITES, 8, recipes=recipes), {1, 2})
+    assert outcome.again.tolist() == [0, 0, 0, 0, 0, 0, 11 + 12 + 100, 11, 0]
+
+
+def test_scratch_is_gone_before_the_program_asks_for_more() -> None:
+    """Of what the program has in use in a stretch, that which it had not in the one before comes later."""
+    recipes = {2: Recipe("Z", (1,), 0.25, scratch=100)}
+    outcome = effect(Trace(SITES, 8, recipes=recipes, others=(0, 0, 0, 0, 0, 5, 65, 0, 0)), {2})
+    assert outcome.again.tolist() == [0, 0, 0, 0, 0, 0, 12 + 100 - 60, 0, 0]
+
+
 @given(programs(), st.randoms())
 def test_what_is_obtainable_can_be_dropped(trace: Trace, rng: Random) -> None:
     asked = {ident for ident in (*trace.recipes, 99) if rng.random() < 0.7}

@@ -11,11 +11,14 @@ from torch.nn import functional as F
 
 import tiers
 from allocator.errors import TiersError
+from migrator.counters import Counters
 from migrator.engine import Engine
 from migrator.group import Group
+from migrator.lanes.host import HostCompute
+from migrator.lanes.meter import HostMeter
 from migrator.recompute import finder, fused_layer_norm
 from migrator.recompute import operations as table
-from migrator.recompute.finder import Verified, layout
+from migrator.recompute.finder import Took, Verified, layout
 from migrator.recompute.formulas import Formula
 from migrator.recompute.trials import Trial, Trials
 from migrator.tensors import Saved
@@ -218,10 +221,32 @@ def test_an_input_that_is_away_is_copied_once_a_trial_and_not_while_that_is_time
     assert all(number <= most for number, most in zip(of_trials, inputs, strict=True))
 
 
+def test_what_is_in_use_only_while_a_formula_runs_is_its_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a convolution's workspace: a plan that did not know of it exceeded its budget by 4%."""
+    x = torch.ones(1024)
+    in_use, highest = 10 * x.nbytes, [0]
+
+    def most(meter: object) -> int:
+        told, highest[0] = max(highest[0], in_use), in_use
+        return told
+
+    def run(values: object) -> Tensor:
+        highest[0] = in_use + x.nbytes + 7000
+        return x.clone()
+
+    monkeypatch.setattr(HostMeter, "most", most)
+    trials = Trials(HostMeter(HostCompute(Counters())), {})
+    verified = Verified({"op": Took(0.0, 0)}, None, layout(x), False, frozenset())
+    trial = Trial(1, Formula("op", (), run), verified, (), tuple(x.size()), x.stride(), 0, x.nbytes)
+    trials.attempt(trial, x, lambda packed: x)
+    recipe, verified = trials.results()[1]
+    assert recipe.scratch == verified.held["op"].scratch == 7000
+
+
 def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
     x = torch.zeros(4)
     what = Formula("ReluBackward0(.)", (), lambda values: x)
-    before = Verified({what.name: 1e-3}, None, layout(x), True, frozenset({"Model.block:3"}))
+    before = Verified({what.name: Took(1e-3, 0)}, None, layout(x), True, frozenset({"Model.block:3"}))
     trials = Trials(mock.Mock(), {"Model.next:0": before})
     assert trials.knows(7, "Model.next:0", x, what, (), {"Model.block:4"})  # one more was saved before it
     _, verified = trials.results()[7]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from migrator.recompute import finder, ways
 from migrator.recompute.dropped import run
-from migrator.recompute.finder import Finder, Verified, base_of, find, layout
+from migrator.recompute.finder import Finder, Took, Verified, base_of, find, layout
 from migrator.recompute.origins import Origins, note, note_epsilon
 from tests.unit.migrator.recompute.test_formulas import (
     BIAS,
@@ -54,7 +54,7 @@ class Site:
         assert formula is not None
         self.name = formula.name
         self.finder = Finder(
-            Verified({formula.name: 0.0}, None, layout(base_of(made)), source.searched, frozenset(source.found))
+            Verified({formula.name: Took(0.0, 0)}, None, layout(base_of(made)), source.searched, frozenset(source.found))
         )
         assert self.again(forward, x)[0] == "searched"
 
@@ -258,7 +258,7 @@ def test_a_pattern_holds_no_tensor(searches: list[Any]) -> None:
         source = packer.source()
         formula = find(made, source)
         assert formula is not None
-        finder = Finder(Verified({formula.name: 0.0}, None, layout(made), True, frozenset()))
+        finder = Finder(Verified({formula.name: Took(0.0, 0)}, None, layout(made), True, frozenset()))
         assert finder.find(made, source) is not None
     assert not [thing for thing in _reachable(finder) if isinstance(thing, Tensor)]
 
