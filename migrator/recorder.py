@@ -114,7 +114,7 @@ class Recorder:
         self._resident = resident
         self._coming: deque[tuple[Known, str]] = deque()  # what the engine has not let go of yet, and by which site
         self._let_go: dict[int, list[_LetGo]] = {}  # and what it has, by when to look who holds it
-        self._held: list[tuple[str, int, int, int]] = []  # away, and yet in HBM: site, first stretch, end, bytes
+        self._held: list[tuple[str, Known, int, int]] = []  # away, and yet in HBM: site, storage, first stretch, end
         self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
         self.trials = Trials(meter, verified) if meter is not None and tries else None
         self.verified: dict[str, Verified] = {}  # by site, the formulas that held; known with the trace
@@ -155,7 +155,7 @@ class Recorder:
         # It ended at some time since the last look: halfway, for all that is known.
         end = (gone.seen + 1 + self._position) // 2 if gone.known.freed() else self._position
         if end > gone.since:
-            self._held.append((gone.key, gone.since, end, gone.known.high - gone.known.low))
+            self._held.append((gone.key, gone.known, gone.since, end))
 
     def aside(self) -> AbstractContextManager[None]:
         """What is done inside is not the program's."""
@@ -235,11 +235,12 @@ class Recorder:
             sites.append(Site(entry.key, ident, nbytes, entry.birth, tuple(entry.uses), entry.kind))
         if self._meter is None:
             return Trace(tuple(sites), self._position)
-        change = [0] * (self._position + 1)
-        for key, first, end, nbytes in self._held:
+        change, held = [0] * (self._position + 1), dict[int, int]()
+        for key, known, first, end in self._held:
             if key not in self._outlived:  # that counts as the program's own
-                change[first] += nbytes
-                change[end] -= nbytes
+                change[first] += known.high - known.low
+                change[end] -= known.high - known.low
+                held[known.ident] = max(end, held.get(known.ident, 0))
         measures = self._meter.finish(self._resident(), list(accumulate(change)))
         measured = measures.seconds > 0
         recipes = self.trials.results() if measured and self.trials is not None else {}
@@ -254,6 +255,7 @@ class Recorder:
             others=measures.others,
             recipes={ident: recipe for ident, (recipe, _) in recipes.items()},
             regions=tuple(regions),
+            held=held,
         )
 
     def _regions(self, meter: Meter) -> list[Region]:

@@ -61,7 +61,10 @@ def together(one: Trace, other: Trace) -> Trace:
         for region in other.regions
     )
     others = tuple(min(pair) for pair in zip(one.others, other.others, strict=True))
-    return replace(other, times=tuple(times), seconds=seconds, recipes=recipes, regions=regions, others=others)
+    held = {ident: max(end, one.held.get(ident, 0)) for ident, end in {**one.held, **other.held}.items()}
+    return replace(
+        other, times=tuple(times), seconds=seconds, recipes=recipes, regions=regions, others=others, held=held
+    )
 
 
 def alike(trace: Trace) -> Trace:

@@ -116,6 +116,9 @@ class Trace:
         Storages that can be recomputed cheaply.
     regions : tuple of Region
         Modules that can be recomputed as a whole; they may nest.
+    held : mapping of int to int
+        Storages that the program itself holds for longer than until the next save, and the stretch in which it does
+        no more: a block's input until it is added to the output. Until then they lie in HBM though nobody keeps them.
     """
 
     sites: tuple[Site, ...]
@@ -125,6 +128,7 @@ class Trace:
     others: tuple[int, ...] = ()
     recipes: Mapping[int, Recipe] = field(default_factory=dict, hash=False)
     regions: tuple[Region, ...] = ()
+    held: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @cached_property
     def lifetimes(self) -> tuple[Lifetime, ...]:
@@ -153,6 +157,14 @@ class Trace:
         for site in self.sites:
             nbytes[site.storage] = max(site.nbytes, nbytes.get(site.storage, 0))
         return nbytes
+
+    @cached_property
+    def let_go(self) -> Mapping[int, int]:
+        """By storage, the stretch from which on it lies in HBM only if somebody keeps it, as the program does not."""
+        ends = dict(self.held)
+        for site in self.sites:  # what saved it works with it right after
+            ends[site.storage] = max(site.birth + 2, ends.get(site.storage, 0))
+        return ends
 
     @cached_property
     def turn(self) -> int:
@@ -191,6 +203,7 @@ class Trace:
             "others": self.others,
             "recipes": {ident: asdict(recipe) for ident, recipe in self.recipes.items()},
             "regions": [asdict(region) for region in self.regions],
+            "held": self.held,
         }
         return json.dumps(data)
 
@@ -215,4 +228,5 @@ class Trace:
             others=tuple(data["others"]),
             recipes={int(i): Recipe(**r | {"inputs": tuple(r["inputs"])}) for i, r in data["recipes"].items()},
             regions=tuple(Region(**region | {"inputs": tuple(region["inputs"])}) for region in data["regions"]),
+            held={int(i): end for i, end in data.get("held", {}).items()},
         )

@@ -17,6 +17,7 @@ from migrator.links import Links
 from migrator.plan import Plan, least_room, look_ahead
 from migrator.planner.booking import Lanes, Memory, Transfer
 from migrator.planner.decisions import Trip, assemble
+from migrator.planner.effects import scratch
 from migrator.planner.intervals import Floats, Interval, durations, inactive
 from migrator.trace import Trace
 
@@ -101,6 +102,8 @@ class Draft:
         self._ends = {life.ident: life.death + 2 for life in self.trace.lifetimes}  # first stretch without it
         self._away: dict[int, tuple[int, int]] = {}
         self._made: dict[int, int] = {}  # where each storage that is recomputed is made
+        self._made_at: dict[int, list[int]] = {}  # the same by position
+        self._scratch: dict[int, int] = {}  # by position, see `effects.scratch`
 
     @property
     def remade(self) -> Collection[int]:
@@ -223,10 +226,22 @@ class Draft:
         """
         life = self._lives[storage]
         at = self.idle[storage].end
-        self._made[storage] = at
-        self.memory.add(life.birth + 1, at + 1, -life.nbytes)
+        self._make(storage, at)
+        self.memory.add(min(self.trace.let_go[storage], at + 1), at + 1, -life.nbytes)
         for source in self.trace.recipes[storage].inputs:
             self._need(source, at)
+
+    def _make(self, storage: int, at: int) -> None:
+        """Have a storage made at a position, and nowhere else."""
+        before = self._made.get(storage, at)
+        if before != at:
+            self._made_at[before].remove(storage)
+        self._made[storage] = at
+        self._made_at.setdefault(at, []).append(storage)
+        for position in {before, at}:
+            needed = scratch(self.trace, dict.fromkeys(self._made_at[position], position)).get(position, 0)
+            self.memory.add(position + 1, position + 2, needed - self._scratch.get(position, 0))
+            self._scratch[position] = needed
 
     def _need(self, source: int, at: int) -> None:
         """Have `source` in HBM at position `at`."""
@@ -236,8 +251,9 @@ class Draft:
         idle = self.idle.get(source)
         if source in self._made:
             if at < self._made[source]:
-                self.memory.add(at + 1, self._made[source] + 1, life.nbytes)
-                self._made[source] = at
+                end = self._made[source] + 1
+                self.memory.add(max(at + 1, min(self.trace.let_go[source], end)), end, life.nbytes)
+                self._make(source, at)
                 for below in self.trace.recipes[source].inputs:
                     self._need(below, at)
         elif idle is not None and source in self.trips:

@@ -186,6 +186,20 @@ def outside(trace: Trace, regions: Sequence[Region]) -> Iterator[Site]:
     yield from sites[at:]
 
 
+def scratch(trace: Trace, made: Mapping[int, int]) -> dict[int, int]:
+    """By position, how much more HBM holds right after it because of what recomputing needs besides.
+
+    `made` says where each storage is recomputed. One is after the other, and before the program asks for what it has
+    in use in that stretch and had not in the one before.
+    """
+    most: dict[int, int] = {}
+    for ident, at in made.items():
+        most[at] = max(trace.recipes[ident].scratch, most.get(at, 0))
+    others = trace.others
+    to_come = {at: max(0, others[at + 1] - others[at]) if others else 0 for at in most}
+    return {at: max(0, nbytes - to_come[at]) for at, nbytes in most.items()}
+
+
 class _Builder:
     def __init__(self, trace: Trace, dropped: Collection[int], regions: list[Region]) -> None:
         self.trace = trace
@@ -249,7 +263,10 @@ class _Builder:
                 self.held[site.storage].asked.extend(site.uses)
             else:
                 last[site.storage] = max((begins, *site.uses, last.get(site.storage, 0)))
+        births = {site.storage: site.birth for site in reversed(inner)}
         for ident, use in last.items():
+            if ident not in self.held:
+                self._until_let_go(ident, births[ident], begins)
             self._there(begins + 1, use + 2, self.trace.storage_bytes[ident])
 
     def _drop(self) -> None:
@@ -265,17 +282,17 @@ class _Builder:
             self._work(at, self.trace.recipes[ident].seconds, self.trace.recipes[ident].inputs)
             for source in self.trace.recipes[ident].inputs:
                 (uses[source] if source in uses else self.held[source].asked).append(at)
-        scratch: dict[int, int] = {}
+        births = {site.storage: site.birth for site in reversed(self.recomputed)}
+        for ident, birth in births.items():
+            self._until_let_go(ident, birth, self.made.get(ident, self.trace.positions))
         for ident, at in self.made.items():
             self._there(at + 1, max(uses[ident]) + 2, self.trace.storage_bytes[ident])
-            scratch[at] = max(self.trace.recipes[ident].scratch, scratch.get(at, 0))
-        for at, nbytes in scratch.items():
-            self._there(at + 1, at + 2, max(0, nbytes - self._to_come(at)))
+        for at, nbytes in scratch(self.trace, self.made).items():
+            self._there(at + 1, at + 2, nbytes)
 
-    def _to_come(self, at: int) -> int:
-        """Bytes that the program asks for in the stretch that begins at a position, and has not yet when it does."""
-        others = self.trace.others
-        return max(0, others[at + 1] - others[at]) if others else 0
+    def _until_let_go(self, ident: int, birth: int, made: int) -> None:
+        """What nobody keeps lies in HBM all the same while the program works with it, if not until it is made again."""
+        self._there(birth + 1, min(self.trace.let_go[ident], made + 1), self.trace.storage_bytes[ident])
 
     def _make(self, ident: int, at: int, above: tuple[int, ...]) -> None:
         """Note that a dropped storage is needed at a position, and so what it is made from."""

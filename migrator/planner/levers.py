@@ -81,6 +81,7 @@ class Levers:
         # Stretch from which what was dropped is there again; what is never used is there for one stretch.
         self.again = np.array([life.uses[0] + 1 if life.uses else life.birth + 1 for life in lives], dtype=np.int64)
         last_save = {site.storage: site.birth for site in trace.sites}
+        self.let_go = np.array([trace.let_go[life.ident] for life in lives], dtype=np.int64)
         self.turn = trace.turn
         self.before_turn = np.array([last_save[ident] <= self.turn for ident in self.idents], dtype=bool)
         self.times = np.array(trace.times)
@@ -159,10 +160,13 @@ class Levers:
 
     def used(self, state: State) -> Bytes:
         """Saved bytes in HBM by stretch, with copies that leave one after the other and come back just in time."""
-        first = np.where((state.action == DROP) | (state.action == WITHIN), state.made + 1, self.birth)
+        again = (state.action == DROP) | (state.action == WITHIN)
+        first = np.where(again, state.made + 1, self.birth)
         changes = np.zeros(len(self.room) + 1, dtype=np.int64)
         np.add.at(changes, first, self.nbytes)
         np.add.at(changes, self.end, -self.nbytes)
+        np.add.at(changes, self.birth[again], self.nbytes[again])
+        np.add.at(changes, np.minimum(self.let_go, first)[again], -self.nbytes[again])
         moved = self.in_order[state.action[self.in_order] == MOVE]
         if len(moved):
             out = np.minimum(self._stretch(self._left(moved)), self.again[moved])

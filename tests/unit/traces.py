@@ -54,7 +54,7 @@ def programs(draw: st.DrawFn) -> Trace:
         if draw(st.booleans()):
             made = len(nbytes)
             nbytes.append(draw(sizes))
-            recipes[made] = Recipe("Op", (source,), draw(seconds))
+            recipes[made] = Recipe("Op", (source,), draw(seconds), draw(st.sampled_from([0, 5 * MiB])))
             saves.append((f"layer{layer}:1", made))
     last = 2 * len(saves) - 1
     sites = tuple(Site(key, at, nbytes[at], k, (last - k,)) for k, (key, at) in enumerate(saves))
@@ -75,4 +75,5 @@ def programs(draw: st.DrawFn) -> Trace:
                 regions.append(Region(f"layers{layer}-{part}", begin, end, (source,), nbytes[source], draw(seconds)))
         layer += max(length, 1)
     others = draw(st.lists(st.integers(0, 500).map(lambda n: n * MiB), min_size=last + 2, max_size=last + 2))
-    return Trace(sites, last + 1, clock[:-1], clock[-1], tuple(others), recipes, tuple(regions))
+    held = draw(st.dictionaries(st.integers(0, len(nbytes) - 1), st.integers(0, last + 1), max_size=3))
+    return Trace(sites, last + 1, clock[:-1], clock[-1], tuple(others), recipes, tuple(regions), held)

@@ -125,8 +125,9 @@ def test_what_left_and_is_still_held_by_the_program_counts_as_saved_until_that_i
     del logits
     recorder.save("loss:2", None)
     recorder.turn()
-    recorder.trace()
+    trace = recorder.trace()
     assert meter.held == [0, NBYTES, 0, 0]
+    assert trace.held == {trace.sites[0].storage: 2}
 
 
 def test_what_the_program_holds_for_long_is_looked_at_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,14 +82,14 @@ def test_what_is_recomputed_takes_its_time_when_it_is_needed() -> None:
     trace = replace(TRACE, recipes={3: Recipe("Op", (2,), 0.5)})
     result = played(make_plan("test", trace, (), 0, dropped={3}), trace=trace)
     assert (result.seconds, result.recomputing) == (10.5, 0.5)
-    assert result.hbm.tolist() == [0, 100, 200, 300, 300, 400, 300, 200, 100]
+    assert result.hbm.tolist() == [0, 100, 200, 300, 400, 400, 300, 200, 100]
 
 
 def test_a_region_costs_its_forward_once_more_and_holds_what_it_makes() -> None:
     trace = replace(TRACE, regions=(Region("m", 1, 4, (1,), 100, 2.0),))
     result = played(make_plan("test", trace, (), 0, regions=["m"]), trace=trace)
     assert result.seconds == 12.0
-    assert result.hbm.tolist() == [0, 100, 200, 200, 200, 400, 300, 200, 100]
+    assert result.hbm.tolist() == [0, 100, 200, 300, 300, 400, 300, 200, 100]
 
 
 def test_a_moved_input_is_fetched_before_something_is_made_from_it() -> None:

@@ -30,6 +30,10 @@ def test_what_was_in_hbm_by_accident_is_not_counted() -> None:
     assert together(TRACE, replace(TRACE, others=(7, 11, 9, 9, 9))).others == (7, 9, 9, 9, 9)
 
 
+def test_what_the_program_holds_it_holds_as_long_as_any_recording_says() -> None:
+    assert together(replace(TRACE, held={0: 3}), replace(TRACE, held={0: 2, 1: 4})).held == {0: 3, 1: 4}
+
+
 def test_recipes_are_known_from_any_recording() -> None:
     first = replace(TRACE, recipes={0: Recipe("Gelu", (1,), 0.5)})
     second = replace(TRACE, recipes={0: Recipe("Gelu", (1,), 0.2)})

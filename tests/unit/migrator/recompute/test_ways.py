@@ -54,7 +54,9 @@ class Site:
         assert formula is not None
         self.name = formula.name
         self.finder = Finder(
-            Verified({formula.name: Took(0.0, 0)}, None, layout(base_of(made)), source.searched, frozenset(source.found))
+            Verified(
+                {formula.name: Took(0.0, 0)}, None, layout(base_of(made)), source.searched, frozenset(source.found)
+            )
         )
         assert self.again(forward, x)[0] == "searched"
 
