@@ -141,6 +141,11 @@ class Saver(OnStack):
             if mover is not None:
                 self._observer.enter(mover, self.place.here.path, module, tensors)
 
+    def stepped(self) -> None:
+        """The optimizer has made a step."""
+        if self._agenda.searches and not self.place.recording:
+            self._observer.stepped()
+
     def leave(
         self, module: nn.Module, args: Sequence[object], named: Mapping[str, object] | None, output: object
     ) -> None:

@@ -14,7 +14,7 @@ from migrator.mover import Mover
 from migrator.packed import Packed, keep
 from migrator.recompute.arguments import changeable
 from migrator.recompute.dropped import Dropped
-from migrator.recompute.finder import Verified, base_of, find, layout
+from migrator.recompute.finder import Took, Verified, base_of, find, layout
 from migrator.recompute.formulas import Formula
 from migrator.recompute.origins import Origins, note_epsilon
 from migrator.recompute.regions import Regions
@@ -51,6 +51,10 @@ class Observer:
         self._began = NO_FORWARD  # PyTorch's number of the first node of the forward under way
         self._versions: dict[int, int] = {}  # of parameters that formulas may ask for, when it began
         self._asked: set[int] = set()  # those that they did ask for so far, by id
+        self._changed: set[int] = set()  # those that had changed when they did
+        self._root: weakref.ref[nn.Module] | None = None
+        self._ahead: dict[int, int] | None = None  # the versions of its parameters after the last step
+        self._reads_ahead = True
         self._narrowed: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[weakref.ref[nn.Parameter]]]] = (
             weakref.WeakKeyDictionary()
         )  # the same by root, and how many had been asked for by then
@@ -67,9 +71,25 @@ class Observer:
             self._narrowed.pop(root, None)
         known = self._parameters[root]
         self._began = NO_FORWARD if known is None else torch._C._autograd._get_sequence_nr()
-        refs = known or [] if recording else self._of_formulas(root)
-        found = [parameter for ref in refs if (parameter := ref()) is not None]
-        self._versions = {id(parameter): parameter._version for parameter in found}
+        if self._changed and self._ahead is not None:
+            self._reads_ahead = False  # the program changes parameters between its steps and its forwards
+        self._changed.clear()
+        ahead = self._ahead if self._root is not None and self._root() is root else None
+        self._root, self._ahead = weakref.ref(root), None
+        if recording or ahead is None or not self._reads_ahead:
+            self._versions = _versions(known or [] if recording else self._of_formulas(root))
+        else:
+            self._versions = self._ahead = ahead
+
+    def stepped(self) -> None:
+        """The optimizer has made a step: what parameters are now they mostly are when the next forward begins.
+
+        To read that takes a tenth of a millisecond, for which the device would wait then, and now does not. Should one
+        change in between, no formula takes it in that forward.
+        """
+        root = None if self._root is None else self._root()
+        if root is not None and self._reads_ahead:
+            self._ahead = _versions(self._of_formulas(root))
 
     def _of_formulas(self, root: nn.Module) -> list[weakref.ref[nn.Parameter]]:
         """The parameters that formulas have asked for: to read the versions of all takes half a millisecond each time.
@@ -119,7 +139,7 @@ class Observer:
 
     def origins(self, epsilon: float | None = None) -> Origins:
         """Where formulas find their inputs now."""
-        return Origins(self._unpack, keep, self._versions, self._asked, self._began, epsilon)
+        return Origins(self._unpack, keep, self._versions, self._asked, self._changed, self._began, epsilon)
 
     def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
         """See whether the tensor could be recomputed, if this is the first of its storage."""
@@ -137,7 +157,7 @@ class Observer:
                 if trials.knows(ident, key, base, what, inputs, source.found):
                     return
                 verified = Verified(
-                    {what.name: 0.0}, source.told, layout(base), source.searched, frozenset(source.found)
+                    {what.name: Took(0.0, 0)}, source.told, layout(base), source.searched, frozenset(source.found)
                 )
                 first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
                 record.trials.append(Trial(ident, what, verified, inputs, base.size(), base.stride(), first, nbytes))
@@ -150,6 +170,11 @@ def _parameters(root: nn.Module) -> list[weakref.ref[nn.Parameter]] | None:
     if weights.is_sharded(root):
         return None
     return [weakref.ref(parameter) for parameter in root.parameters()]
+
+
+def _versions(refs: Sequence[weakref.ref[nn.Parameter]]) -> dict[int, int]:
+    found = [parameter for ref in refs if (parameter := ref()) is not None]
+    return {id(parameter): parameter._version for parameter in found}
 
 
 def _was_changed(argument: object) -> bool:

@@ -24,6 +24,8 @@ class Origins:
         The model's parameters, by id, and their versions when the forward under way began.
     asked : set of int
         Told of every parameter that is asked for.
+    changed : set of int
+        Told of every one that had another version by then.
     began : int
         PyTorch's number of the first node of that forward.
     epsilon : float, optional
@@ -36,6 +38,7 @@ class Origins:
         keep: Callable[[Tensor], Any],
         versions: Mapping[int, int],
         asked: set[int],
+        changed: set[int],
         began: int,
         epsilon: float | None = None,
     ) -> None:
@@ -43,6 +46,7 @@ class Origins:
         self._keep = keep
         self._versions = versions
         self._asked = asked
+        self._changed = changed
         self._began = began
         self._epsilon = epsilon
         self.searched = False  # for what a node made
@@ -85,7 +89,12 @@ class Origins:
         """Pack a parameter that is as it was when the forward began."""
         self.searched = True
         self._asked.add(id(tensor))
-        return self._keep(tensor) if self._versions.get(id(tensor)) == tensor._version else None
+        version = self._versions.get(id(tensor))
+        if version == tensor._version:
+            return self._keep(tensor)
+        if version is not None:
+            self._changed.add(id(tensor))
+        return None
 
     def epsilon(self, node: Any) -> float | None:
         """The epsilon of a normalisation."""

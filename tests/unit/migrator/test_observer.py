@@ -49,3 +49,53 @@ def test_what_one_model_s_formulas_ask_for_is_looked_at_in_every_model_that_has_
     for root in (one, two, one):
         observer.forward_begins(root, recording=False)
         assert set(observer._versions) == {id(shared.bias)}
+
+
+def change(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.add_(1)
+
+
+def test_versions_are_read_after_a_step_and_not_before_the_forward(
+    observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device would wait for it."""
+    model = nn.Linear(2, 2)
+    observer.forward_begins(model, recording=True)
+    observer.origins().leaf(model.bias)
+    observer.forward_begins(model, recording=False)
+    for _ in range(3):
+        change(model.bias)
+        observer.stepped()
+        with monkeypatch.context() as within:
+            within.setattr("migrator.observer._versions", mock.Mock(side_effect=AssertionError))
+            for _ in range(2):  # as with gradient accumulation
+                observer.forward_begins(model, recording=False)
+                assert observer.origins().leaf(model.bias) is not None
+
+
+def test_where_parameters_change_between_step_and_forward_they_are_read_there(observer: Observer) -> None:
+    """In the first such forward no formula takes them; weights that are clipped after each step, say, cost no more."""
+    model = nn.Linear(2, 2)
+    observer.forward_begins(model, recording=True)
+    observer.origins().leaf(model.bias)
+    observer.forward_begins(model, recording=False)
+    taken = []
+    for _ in range(3):
+        observer.stepped()
+        change(model.bias)
+        observer.forward_begins(model, recording=False)
+        taken.append(observer.origins().leaf(model.bias) is not None)
+    assert taken == [False, True, True]
+
+
+def test_what_was_read_after_a_step_says_nothing_of_another_model(observer: Observer) -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    for root in (one, two):
+        observer.forward_begins(root, recording=True)
+        observer.origins().leaf(root.bias)
+    observer.forward_begins(one, recording=False)
+    observer.stepped()
+    for root in (two, one):
+        observer.forward_begins(root, recording=False)
+        assert observer.origins().leaf(root.bias) is not None

@@ -38,7 +38,7 @@ class Packer:
 
     def source(self, epsilon: float | None = None) -> Origins:
         versions = {id(parameter): parameter._version for parameter in (WEIGHT, BIAS)}
-        return Origins(self.unpack, self.pack, versions, set(), 0, epsilon)
+        return Origins(self.unpack, self.pack, versions, set(), set(), 0, epsilon)
 
     @contextmanager
     def on(self) -> Iterator[None]:
