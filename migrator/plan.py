@@ -15,7 +15,7 @@ from migrator.planner.effects import Effect, effect
 from migrator.planner.effects import checkpoint_key as checkpoint_key  # hooks that carry a plan out look for it here
 from migrator.trace import Trace
 
-LARGEST_GROUP = 256 * MiB  # 16 run at the link's full speed; but to send a group takes the host 60 to 300 us
+LARGEST_GROUP = 192 * MiB  # 16 run at the link's full speed; but to send a group takes the host 60 to 300 us
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
 GROUPS_AHEAD = 2  # one group on the link and one behind it keep the link busy
 _NOWHERE: Mapping[int, str] = MappingProxyType({})
@@ -176,7 +176,7 @@ def least_room(trace: Trace, budget: int) -> int:
 
 
 def group_bytes(room: int) -> int:
-    """Size of a page group under `room` bytes: a sixteenth of it, between a page and 256 MiB."""
+    """Size of a page group under `room` bytes: a sixteenth of it, between a page and 192 MiB."""
     return min(LARGEST_GROUP, max(PAGE, room // 16))
 
 

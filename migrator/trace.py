@@ -162,8 +162,13 @@ class Trace:
     def let_go(self) -> Mapping[int, int]:
         """By storage, the stretch from which on it lies in HBM only if somebody keeps it, as the program does not."""
         ends = dict(self.held)
-        for site in self.sites:  # what saved it works with it right after
-            ends[site.storage] = max(site.birth + 2, ends.get(site.storage, 0))
+        after = ("", -1, -1)  # the next site's module, its birth, and the last save that follows it in that module
+        for site in reversed(self.sites):
+            # An operation saves all that it keeps before it computes, or right after, and has it until then.
+            module = site.key.rpartition(":")[0]
+            last = after[2] if after[:2] == (module, site.birth + 1) else site.birth
+            after = (module, site.birth, last)
+            ends[site.storage] = max(last + 2, ends.get(site.storage, 0))
         return ends
 
     @cached_property

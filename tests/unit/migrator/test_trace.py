@@ -52,3 +52,10 @@ def test_another_format_is_refused(header: dict[str, int]) -> None:
     text = json.dumps({**header, "positions": 0, "sites": []})
     with pytest.raises(ValueError, match="record it again"):
         Trace.from_json(text)
+
+
+def test_an_operation_holds_what_it_saves_until_it_has_computed() -> None:
+    """A batch normalisation saves its input, its weight and its statistics, and makes its output last."""
+    sites = [Site("conv:0", 0, 8, 0, (6,)), *(Site(f"norm:{k}", 1 + k, 8, 1 + k, ()) for k in range(3))]
+    trace = Trace((*sites, Site("relu:0", 4, 8, 4, (5,))), 7, held={0: 4})
+    assert trace.let_go == {0: 4, 1: 5, 2: 5, 3: 5, 4: 6}
