@@ -113,6 +113,7 @@ class Recorder:
         self._meter = meter
         self._resident = resident
         self._coming: deque[tuple[Known, str]] = deque()  # what the engine has not let go of yet, and by which site
+        self._followed: set[int] = set()
         self._let_go: dict[int, list[_LetGo]] = {}  # and what it has, by when to look who holds it
         self._held: list[tuple[str, Known, int, int]] = []  # away, and yet in HBM: site, storage, first stretch, end
         self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
@@ -167,7 +168,8 @@ class Recorder:
             return None
         entry = _Entry(key, self.advance(), known, kind)
         self._entries.append(entry)
-        if known is not None and self._meter is not None:
+        if known is not None and self._meter is not None and known.ident not in self._followed:
+            self._followed.add(known.ident)  # once: other tensors on it are as much in HBM as this one
             self._coming.append((known, key))
         return Record(self, known, entry.uses)
 

@@ -130,6 +130,20 @@ def test_what_left_and_is_still_held_by_the_program_counts_as_saved_until_that_i
     assert trace.held == {trace.sites[0].storage: 2}
 
 
+def test_what_two_modules_save_is_held_once() -> None:
+    """Counted twice, as much of all else in use was taken not to be there: a ResNet's plans exceeded their budget."""
+    meter = FakeMeter()
+    recorder, storages, shared = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("relu:0", moved(known(storages, shared), State.AWAY))
+    recorder.save("conv:0", storages.find(shared))
+    recorder.save("conv:1", None)
+    del shared
+    recorder.save("norm:0", None)
+    recorder.turn()
+    recorder.trace()
+    assert max(meter.held) == NBYTES
+
+
 def test_what_the_program_holds_for_long_is_looked_at_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     meter, looks, freed = FakeMeter(), 0, Known.freed
 
