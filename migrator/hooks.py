@@ -141,10 +141,10 @@ class Saver(OnStack):
             if mover is not None:
                 self._observer.enter(mover, self.place.here.path, module, tensors)
 
-    def stepped(self) -> None:
-        """The optimizer has made a step."""
+    def stepped(self, *, leads: bool) -> None:
+        """An optimizer has made a step, the first of those that step each time if it `leads`."""
         if self._agenda.searches and not self.place.recording:
-            self._observer.stepped()
+            self._observer.stepped(all_of_it=leads)
 
     def leave(
         self, module: nn.Module, args: Sequence[object], named: Mapping[str, object] | None, output: object

@@ -16,7 +16,7 @@ from migrator.recompute.arguments import changeable
 from migrator.recompute.dropped import Dropped
 from migrator.recompute.finder import Took, Verified, base_of, find, layout
 from migrator.recompute.formulas import Formula
-from migrator.recompute.origins import Origins, note_epsilon
+from migrator.recompute.origins import Origins, Versions, note_epsilon
 from migrator.recompute.regions import Regions
 from migrator.recompute.trials import Trial
 from migrator.recompute.watch import Watch
@@ -49,11 +49,15 @@ class Observer:
         self._movable = movable
         self._unpack = unpack
         self._began = NO_FORWARD  # PyTorch's number of the first node of the forward under way
-        self._versions: dict[int, int] = {}  # of parameters that formulas may ask for, when it began
+        self._versions: Versions = {}  # of parameters that formulas may ask for, when it began
         self._asked: set[int] = set()  # those that they did ask for so far, by id
         self._changed: set[int] = set()  # those that had changed when they did
         self._root: weakref.ref[nn.Module] | None = None
-        self._ahead: dict[int, int] | None = None  # the versions of its parameters after the last step
+        self._ahead: tuple[int, Versions] = (
+            -1,
+            {},
+        )  # of its parameters after the last step, when so many were asked for
+        self._was_ahead = False  # whether the forward under way goes by that
         self._reads_ahead = True
         self._narrowed: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[weakref.ref[nn.Parameter]]]] = (
             weakref.WeakKeyDictionary()
@@ -71,25 +75,26 @@ class Observer:
             self._narrowed.pop(root, None)
         known = self._parameters[root]
         self._began = NO_FORWARD if known is None else torch._C._autograd._get_sequence_nr()
-        if self._changed and self._ahead is not None:
+        if self._changed and self._was_ahead:
             self._reads_ahead = False  # the program changes parameters between its steps and its forwards
         self._changed.clear()
-        ahead = self._ahead if self._root is not None and self._root() is root else None
-        self._root, self._ahead = weakref.ref(root), None
-        if recording or ahead is None or not self._reads_ahead:
-            self._versions = _versions(known or [] if recording else self._of_formulas(root))
-        else:
-            self._versions = self._ahead = ahead
+        number, ahead = self._ahead if self._root is not None and self._root() is root else (-1, {})
+        self._was_ahead = self._reads_ahead and not recording and number == len(self._asked)
+        if not self._was_ahead:
+            self._ahead = -1, {}
+            ahead = _versions(known or [] if recording else self._of_formulas(root))
+        self._root, self._versions = weakref.ref(root), ahead
 
-    def stepped(self) -> None:
-        """The optimizer has made a step: what parameters are now they mostly are when the next forward begins.
+    def stepped(self, *, all_of_it: bool) -> None:
+        """An optimizer has made a step: what parameters are now they mostly are when the next forward begins.
 
         To read that takes a tenth of a millisecond, for which the device would wait then, and now does not. Should one
-        change in between, no formula takes it in that forward.
+        change in between, no formula takes it in that forward. Where it is but one of several optimizers that steps,
+        versions are read when the forward begins.
         """
         root = None if self._root is None else self._root()
         if root is not None and self._reads_ahead:
-            self._ahead = _versions(self._of_formulas(root))
+            self._ahead = (len(self._asked), _versions(self._of_formulas(root))) if all_of_it else (-1, {})
 
     def _of_formulas(self, root: nn.Module) -> list[weakref.ref[nn.Parameter]]:
         """The parameters that formulas have asked for: to read the versions of all takes half a millisecond each time.
@@ -172,9 +177,8 @@ def _parameters(root: nn.Module) -> list[weakref.ref[nn.Parameter]] | None:
     return [weakref.ref(parameter) for parameter in root.parameters()]
 
 
-def _versions(refs: Sequence[weakref.ref[nn.Parameter]]) -> dict[int, int]:
-    found = [parameter for ref in refs if (parameter := ref()) is not None]
-    return {id(parameter): parameter._version for parameter in found}
+def _versions(refs: Sequence[weakref.ref[nn.Parameter]]) -> Versions:
+    return {id(parameter): (ref, parameter._version) for ref in refs if (parameter := ref()) is not None}
 
 
 def _was_changed(argument: object) -> bool:

@@ -318,8 +318,7 @@ class Runtime:
                 return
             saver.modules.leave_all()
             saver.end_period()
-            if leads:
-                saver.stepped()
+            saver.stepped(leads=leads)
             if len(self._savers) == 1:  # of several threads one alone would see that HBM is full
                 saver.rest_if_idle()
                 if saver.resting:

@@ -15,6 +15,7 @@ from functools import cached_property
 from allocator.lifetimes import Lifetime
 
 FORMAT = 2
+KEPT = 6  # tensors that one operation saves at most: a batch normalisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class Trace:
     held : mapping of int to int
         Storages that the program itself holds for longer than until the next save, and the stretch in which it does
         no more: a block's input until it is added to the output. Until then they lie in HBM though nobody keeps them.
+        Of what was still on its way out when the program let go of it nothing is known.
     """
 
     sites: tuple[Site, ...]
@@ -168,7 +170,8 @@ class Trace:
             module = site.key.rpartition(":")[0]
             last = after[2] if after[:2] == (module, site.birth + 1) else site.birth
             after = (module, site.birth, last)
-            ends[site.storage] = max(last + 2, ends.get(site.storage, 0))
+            # But not all that follows in one module is of one operation.
+            ends[site.storage] = max(min(last, site.birth + KEPT - 1) + 2, ends.get(site.storage, 0))
         return ends
 
     @cached_property

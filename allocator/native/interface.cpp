@@ -249,7 +249,8 @@ int tn_move(tn_core *core, uint64_t address, int tier) {
     Status status = core->wait_for_all();
     if (status != Status::Ok) return status;
     status = heap->move(block->address, block->bytes, Tier(tier), core->alias, kAliasPages);
-    // What it left in HBM is wanted there at once. DRAM is others' as well, and tells whether HBM was full.
+    if (tier != kHbm) return status;
+    // What it left in DRAM is others' as well, and would be taken for what HBM has no room for: state would sink again.
     Status trimmed = core->pages[kDram].trim();
     return status == Status::Ok ? trimmed : status;
   });

@@ -214,6 +214,7 @@ class _Builder:
         self.seconds: dict[int, float] = {}
         self.inputs: dict[int, set[int]] = {}
         self.inputs_seen: dict[str, int] = {}  # of each region's path
+        self.passing: dict[int, tuple[int, int]] = {}  # what nobody keeps: its birth, and the first stretch without it
 
     def build(self) -> Effect:
         nbytes = self.trace.storage_bytes
@@ -225,6 +226,7 @@ class _Builder:
         for region in self.regions:
             self._recompute(region)
         self._drop()
+        self._let_go()
         self.held = dict(sorted(self.held.items(), key=lambda item: item[1].birth))
         for held in self.held.values():
             # Read by what is recomputed, or by a region's own backward, after the last holder was asked for.
@@ -263,10 +265,8 @@ class _Builder:
                 self.held[site.storage].asked.extend(site.uses)
             else:
                 last[site.storage] = max((begins, *site.uses, last.get(site.storage, 0)))
-        births = {site.storage: site.birth for site in reversed(inner)}
+        self._pass(inner, dict.fromkeys(last, begins))
         for ident, use in last.items():
-            if ident not in self.held:
-                self._until_let_go(ident, births[ident], begins)
             self._there(begins + 1, use + 2, self.trace.storage_bytes[ident])
 
     def _drop(self) -> None:
@@ -282,17 +282,26 @@ class _Builder:
             self._work(at, self.trace.recipes[ident].seconds, self.trace.recipes[ident].inputs)
             for source in self.trace.recipes[ident].inputs:
                 (uses[source] if source in uses else self.held[source].asked).append(at)
-        births = {site.storage: site.birth for site in reversed(self.recomputed)}
-        for ident, birth in births.items():
-            self._until_let_go(ident, birth, self.made.get(ident, self.trace.positions))
+        self._pass(self.recomputed, self.made)
         for ident, at in self.made.items():
             self._there(at + 1, max(uses[ident]) + 2, self.trace.storage_bytes[ident])
         for at, nbytes in scratch(self.trace, self.made).items():
             self._there(at + 1, at + 2, nbytes)
 
-    def _until_let_go(self, ident: int, birth: int, made: int) -> None:
-        """What nobody keeps lies in HBM all the same while the program works with it, if not until it is made again."""
-        self._there(birth + 1, min(self.trace.let_go[ident], made + 1), self.trace.storage_bytes[ident])
+    def _pass(self, sites: Sequence[Site], made: Mapping[int, int]) -> None:
+        """Nobody keeps what is saved at `sites`; `made` says where it is made again."""
+        for site in sites:
+            first, end = self.passing.get(site.storage, (site.birth, self.trace.let_go[site.storage]))
+            end = min(end, made.get(site.storage, self.trace.positions) + 1)
+            self.passing[site.storage] = min(first, site.birth), end
+
+    def _let_go(self) -> None:
+        """What nobody keeps lies in HBM all the same while the program works with it, if it is not held by then."""
+        for ident, (birth, end) in self.passing.items():
+            if ident in self.held:
+                end = min(end, self.held[ident].birth + 1)
+            if end > birth + 1:
+                self._there(birth + 1, end, self.trace.storage_bytes[ident])
 
     def _make(self, ident: int, at: int, above: tuple[int, ...]) -> None:
         """Note that a dropped storage is needed at a position, and so what it is made from."""

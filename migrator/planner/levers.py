@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from migrator.links import Links
+from migrator.plan import group_bytes
 from migrator.planner.intervals import Bytes, Floats, in_hbm, room
 from migrator.trace import Region, Trace
 
@@ -90,7 +91,8 @@ class Levers:
         self.in_order = np.argsort(self.saved_at, kind="stable")
         costs = links.costs
         moved_seconds = self.nbytes / links.d2h * costs.d2h + self.nbytes / links.h2d * costs.h2d
-        self.move_cost = moved_seconds + costs.host * np.maximum(self.nbytes / (64 << 20), 1 / 16)
+        group = group_bytes(int(self.room.max(initial=0)))  # as far as is known before there are any
+        self.move_cost = moved_seconds + costs.host * np.maximum(self.nbytes / group, 1 / 16)
         seen = trace.storage_bytes.keys()
         recipes = [trace.recipes.get(ident) for ident in self.idents]
         recipes = [recipe if recipe and seen >= set(recipe.inputs) else None for recipe in recipes]

@@ -14,8 +14,9 @@ from migrator.recompute.fused import Affine
 from migrator.recompute.launches import Launcher, is_aligned
 
 ROWS, CHANNELS = 64, 64  # of one program: 32 values a thread, in loads of 16 bytes
-NUMBERS, COLUMNS = 8192, 2048  # of one program, and of a row at most: whole rows take 6% less than pieces of 256
-MOST_ROWS = 64
+NUMBERS = 8192  # of one program, where a row is long
+COLUMNS, PIECE = 2048, 256  # of a row, at most and at least: whole rows take 6% less than pieces
+IDLE = 8  # one in so many columns may lie past the row's end
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -80,8 +81,10 @@ def launch_rows(
 ) -> None:
     """Write into `out`, on the present stream; rows of `length` lie one after the other in `x` and `out`."""
     rows = x.numel() // length
-    columns = min(COLUMNS, triton.next_power_of_2(length))
-    block = min(MOST_ROWS, NUMBERS // columns)
+    columns = COLUMNS
+    while columns > PIECE and -length % columns * IDLE > length:
+        columns //= 2
+    block = NUMBERS // columns
     grid = (-(-rows // block), -(-length // columns), 1)
     tensors = (x, weight, bias, mean, inverse, out)
     arguments = (*tensors, rows, length, block, columns)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 _ORIGIN, _EPSILON = "tiers.origin", "tiers.epsilon"  # in a node's metadata, which lives and dies with the node
+
+Versions: TypeAlias = Mapping[int, tuple[Callable[[], Any], int]]
+_UNKNOWN: tuple[Callable[[], Any], int] = (lambda: None, -1)
 
 
 class Origins:
@@ -20,8 +23,8 @@ class Origins:
         The thread's own unpack hook.
     keep : callable
         Packs a tensor that stays.
-    versions : mapping of int to int
-        The model's parameters, by id, and their versions when the forward under way began.
+    versions : mapping of int to (weak reference, int)
+        The model's parameters by id, which others may have once they are gone, and what versions they had.
     asked : set of int
         Told of every parameter that is asked for.
     changed : set of int
@@ -36,7 +39,7 @@ class Origins:
         self,
         unpack: Callable[[Any], Tensor],
         keep: Callable[[Tensor], Any],
-        versions: Mapping[int, int],
+        versions: Versions,
         asked: set[int],
         changed: set[int],
         began: int,
@@ -89,11 +92,12 @@ class Origins:
         """Pack a parameter that is as it was when the forward began."""
         self.searched = True
         self._asked.add(id(tensor))
-        version = self._versions.get(id(tensor))
+        ref, version = self._versions.get(id(tensor), _UNKNOWN)
+        if ref() is not tensor:
+            return None
         if version == tensor._version:
             return self._keep(tensor)
-        if version is not None:
-            self._changed.add(id(tensor))
+        self._changed.add(id(tensor))
         return None
 
     def epsilon(self, node: Any) -> float | None:

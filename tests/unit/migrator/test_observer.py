@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from migrator.observer import Observer
+from migrator.recompute.origins import Origins
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def test_versions_are_read_after_a_step_and_not_before_the_forward(
     observer.forward_begins(model, recording=False)
     for _ in range(3):
         change(model.bias)
-        observer.stepped()
+        observer.stepped(all_of_it=True)
         with monkeypatch.context() as within:
             within.setattr("migrator.observer._versions", mock.Mock(side_effect=AssertionError))
             for _ in range(2):  # as with gradient accumulation
@@ -82,7 +84,7 @@ def test_where_parameters_change_between_step_and_forward_they_are_read_there(ob
     observer.forward_begins(model, recording=False)
     taken = []
     for _ in range(3):
-        observer.stepped()
+        observer.stepped(all_of_it=True)
         change(model.bias)
         observer.forward_begins(model, recording=False)
         taken.append(observer.origins().leaf(model.bias) is not None)
@@ -95,7 +97,51 @@ def test_what_was_read_after_a_step_says_nothing_of_another_model(observer: Obse
         observer.forward_begins(root, recording=True)
         observer.origins().leaf(root.bias)
     observer.forward_begins(one, recording=False)
-    observer.stepped()
+    observer.stepped(all_of_it=True)
     for root in (two, one):
         observer.forward_begins(root, recording=False)
         assert observer.origins().leaf(root.bias) is not None
+
+
+def test_where_several_optimizers_step_versions_are_read_when_the_forward_begins(observer: Observer) -> None:
+    """The second steps after the first: what was read in between is not what the forward finds."""
+    model = nn.Linear(2, 2)
+    observer.forward_begins(model, recording=True)
+    observer.origins().leaf(model.bias)
+    for _ in range(3):
+        observer.forward_begins(model, recording=False)
+        assert observer.origins().leaf(model.bias) is not None
+        observer.stepped(all_of_it=True)
+        change(model.bias)
+        observer.stepped(all_of_it=False)
+
+
+def test_what_changes_within_a_forward_is_no_reason_to_read_late(observer: Observer) -> None:
+    model = nn.Linear(2, 2)
+    observer.forward_begins(model, recording=True)
+    observer.origins().leaf(model.bias)
+    observer.forward_begins(model, recording=False)
+    change(model.bias)
+    assert observer.origins().leaf(model.bias) is None
+    observer.stepped(all_of_it=True)
+    observer.forward_begins(model, recording=False)
+    assert observer._reads_ahead
+
+
+def test_what_is_asked_for_later_is_looked_at_from_the_next_forward_on_also_without_a_step(observer: Observer) -> None:
+    model = nn.Linear(2, 2)
+    observer.forward_begins(model, recording=True)
+    observer.origins().leaf(model.bias)
+    observer.forward_begins(model, recording=False)
+    observer.stepped(all_of_it=True)
+    taken = []
+    for _ in range(3):
+        observer.forward_begins(model, recording=False)
+        taken.append(observer.origins().leaf(model.weight) is not None)
+    assert taken == [False, True, True]
+
+
+def test_a_parameter_that_has_the_id_of_one_that_is_gone_is_not_taken_for_it() -> None:
+    gone, new = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    versions = {id(new): (weakref.ref(gone), new._version)}
+    assert Origins(lambda packed: packed, lambda tensor: tensor, versions, set(), set(), 0).leaf(new) is None

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,6 +105,21 @@ def test_what_the_program_holds_lies_in_hbm_though_nobody_keeps_it() -> None:
     outcome = effect(replace(TRACE, held=held), {2})
     assert outcome.again.tolist() == [0, 0, 0, 12, 12, 0, 12, 0, 0]
     assert effect(replace(TRACE, held=held), (), ["m"]).again.tolist() == [0, 0, 11, 12, 12, 0, 11 + 12, 11, 0]
+
+
+def test_what_one_region_saves_and_the_next_begins_with_is_there_once() -> None:
+    """A block's output is the next block's input, which a checkpoint holds."""
+    regions = (Region("m", 0, 2, (9,), 5, 1.0), Region("n", 2, 4, (1,), 11, 1.0))
+    outcome = effect(Trace(SITES, 8, regions=regions, held={1: 5}), (), ["m", "n"])
+    assert outcome.held[1].birth == 2
+    there = outcome.again + np.array(occupied([outcome.held[1]], 8))
+    assert there[:4].tolist() == [0, 10, 11, 11 + 12]  # x, then y, then y as it is held, and z
+
+
+def test_what_is_within_a_region_and_dropped_outside_of_it_is_there_once() -> None:
+    sites = (Site("a:0", 0, 100, 0, (5,)), Site("m.b:0", 1, 200, 1, (4,)), Site("c:0", 1, 200, 2, (3,)))
+    trace = Trace(sites, 6, recipes={1: Recipe("B", (0,), 1.0)}, regions=(Region("m", 1, 2, (0,), 100, 1.0),))
+    assert effect(trace, {1}, ["m"]).again[2:4].tolist() == [200, 200]
 
 
 def test_what_the_program_holds_until_it_is_made_again_is_there_once() -> None:

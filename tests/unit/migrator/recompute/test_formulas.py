@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,7 @@ class Packer:
         return packed[0]
 
     def source(self, epsilon: float | None = None) -> Origins:
-        versions = {id(parameter): parameter._version for parameter in (WEIGHT, BIAS)}
+        versions = {id(p): (weakref.ref(p), p._version) for p in (WEIGHT, BIAS)}
         return Origins(self.unpack, self.pack, versions, set(), set(), 0, epsilon)
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -196,7 +197,7 @@ def test_what_an_earlier_forward_made_is_refused(searches: list[Any]) -> None:
     with packer.on():
         made = forward(X.clone().requires_grad_() * 1)
     for began, held in ((0, True), (1 << 63, False)):
-        versions = {id(BIAS): BIAS._version}
+        versions = {id(BIAS): (weakref.ref(BIAS), BIAS._version)}
         source = Origins(packer.unpack, packer.pack, versions, set(), set(), began)
         assert (site.finder.find(made, source) is not None) is held
 

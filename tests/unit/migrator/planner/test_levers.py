@@ -1,0 +1,29 @@
+"""What a state of the search holds by its own count is what its effect says, where nothing moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from allocator.sizes import GiB
+from migrator.links import PCIE_GEN5
+from migrator.planner.effects import effect
+from migrator.planner.levers import Levers
+from migrator.planner.schedule import occupied
+from migrator.trace import Recipe, Site, Trace
+
+# x -> y, and z: saved at 0 to 2, used at 9 to 7.
+SITES = tuple(Site(f"{name}:0", k, 10 + k, k, (9 - k,)) for k, name in enumerate("xyz"))
+TRACE = Trace(SITES, 10, times=tuple(range(10)), seconds=10.0, recipes={1: Recipe("Y", (0,), 0.5)})
+
+
+@pytest.mark.parametrize("held", [{}, {1: 6}, {1: 10}])
+def test_what_is_dropped_lies_in_hbm_while_the_program_holds_it(held: dict[int, int]) -> None:
+    trace = replace(TRACE, held=held)
+    levers = Levers(trace, GiB, PCIE_GEN5)
+    state = levers.start()
+    assert levers.drop(state, 1)
+    outcome = effect(trace, {1})
+    expected = occupied(outcome.held.values(), trace.positions) + outcome.again
+    assert levers.used(state).tolist() == expected.tolist()
