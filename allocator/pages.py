@@ -62,6 +62,7 @@ class PageAllocator:
         self._departed: dict[int, int] = {}
         self._overflow: dict[int, int] = {}
         self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
+        self._news: set[int] = set()  # GPUs whose layouts are of no use from the next period on
 
     def install(self) -> None:
         """Become PyTorch's allocator for CUDA memory.
@@ -105,11 +106,14 @@ class PageAllocator:
         for _, core in self.cores():
             core.mark()
 
-    def expect_news(self) -> None:
-        """From now on other tensors stay and move: layouts are to be made as eagerly as in the beginning."""
-        for watch in list(self._watches.values()):  # another thread may be at its first period
-            watch.expect_news()
-        self._spilled.clear()
+    def expect_news(self, device: torch.device) -> None:
+        """From the next period on other tensors stay and move on a GPU.
+
+        It goes by best fit, in all that is mapped: one that departs here and there from a layout that was another's
+        finds places taken, and takes more pages beside it than that leaves idle.
+        """
+        self._news.add(device.index)
+        self._spilled.pop(device.index, None)
 
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
@@ -134,6 +138,11 @@ class PageAllocator:
             since, self._departed[device] = now.departed - self._departed.get(device, 0), now.departed
             watch, kinds = self._watches.setdefault(device, Watch()), self._kinds.setdefault(device, Kinds())
             sank = self._sink(device, core, now.dram, alone)
+            if device in self._news:
+                self._news.discard(device)
+                self._forget(device, core)
+                watch.expect_news()
+                continue
             if not (sank or since) and kinds.is_whole(now.present, now.came) and watch.nothing_departed():
                 # Thousands of requests take half a millisecond to read, in which the device has nothing to do.
                 if kinds.came_as_laid_out(now.present):
@@ -149,6 +158,13 @@ class PageAllocator:
                     self._plan(device, core, kinds.layouts())
             elif forgot:
                 self._plan(device, core, kinds.layouts())
+
+    def _forget(self, device: int, core: Core) -> None:
+        core.forget_plan()
+        try:
+            core.trim()  # what another step needed at its peak, this one may not
+        except CoreError:
+            log.exception("what lies idle on cuda:%d stays mapped", device)
 
     def _plan(self, device: int, core: Core, layouts: list[Foreseen]) -> None:
         while layouts:

@@ -124,9 +124,8 @@ class Watch:
         self._until = 0
 
     def expect_news(self) -> None:
-        """The program is about to change, and to settle again."""
-        self._looks = min(self._looks, 1)
-        self._until = 0
+        """The program is about to change, and to settle again: there is no layout to depart from."""
+        self._looks = self._until = 0
 
     def nothing_departed(self) -> bool:
         """Take note of a period from whose layout nothing departed; False while there is none to depart from."""

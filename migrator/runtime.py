@@ -241,7 +241,7 @@ class Runtime:
         self._counters.periods += 1
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
         advice = self._advice.period_over(saver.armed_movers)
-        changed = False
+        changed = set[torch.device]()
         pages = self.options.pages()
         for mover in saver.armed_movers:
             device = mover.engine.compute.device
@@ -252,9 +252,10 @@ class Runtime:
             if overflow:
                 self._happened("hbm was full", device=str(device), bytes=overflow)
             try:
-                changed |= mover.end_period(whole=whole, alone=threads == 1, overflow=overflow)
-                if advice is not None:
-                    changed |= mover.heed(*advice)
+                if mover.end_period(whole=whole, alone=threads == 1, overflow=overflow):
+                    changed.add(device)
+                if advice is not None and mover.heed(*advice):
+                    changed.add(device)
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
@@ -270,7 +271,8 @@ class Runtime:
                 self._steps.planned()
                 self._tell_plans(saver)
             if pages is not None:
-                pages.expect_news()
+                for device in changed:
+                    pages.expect_news(device)
             movers = saver.armed_movers
             saver.adopt(
                 (action for mover in movers for action in mover.actions()),

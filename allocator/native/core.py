@@ -175,6 +175,10 @@ class Core:
         pointers = (counts.ctypes.data, sizes.ctypes.data, places.ctypes.data, len(order), order.ctypes.data)
         checked(self._library.tn_plan(self._core, foreseen[0].stream, len(foreseen), *pointers))
 
+    def forget_plan(self) -> None:
+        """From now on there is no layout; what was mapped for it stays, and serves whatever comes."""
+        self._library.tn_forget_plan(self._core)
+
     def move(self, address: int, tier: int) -> None:
         """Put the whole pages of a block on `tier`, under the same address; waits for all streams.
 

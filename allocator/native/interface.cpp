@@ -223,6 +223,11 @@ int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *
   });
 }
 
+void tn_forget_plan(tn_core *core) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  core->plan = {};
+}
+
 int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const int64_t *deaths, int64_t events,
             uint64_t *offsets, uint64_t *most) {
   try {

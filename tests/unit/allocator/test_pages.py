@@ -315,3 +315,22 @@ def test_a_layout_that_has_to_wait_for_a_capture_is_made_after_it(
         step(core, 4 * MiB, 8 * MiB)
         pages.period_over()
     assert core.counts().planned == 2
+
+
+def test_a_step_that_is_said_to_be_another_goes_by_no_layout_and_the_next_by_its_own(
+    pages: OnOneCore, core: Core
+) -> None:
+    pages.begin()
+    for _ in range(2):
+        step(core, 4 * MiB, 8 * MiB)
+        pages.period_over()
+    assert core.counts().planned == 2
+    pages.expect_news(torch.device("cuda", 0))
+    step(core, 4 * MiB, 8 * MiB)  # what is under way when plans change ends as it began
+    assert core.counts().planned == 4
+    pages.period_over()
+    step(core, 8 * MiB, 2 * MiB)
+    assert (core.counts().planned, core.counts().departed) == (4, 0)
+    pages.period_over()
+    step(core, 8 * MiB, 2 * MiB)
+    assert core.counts().planned == 6

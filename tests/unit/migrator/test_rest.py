@@ -33,7 +33,7 @@ class Pages:
     def period_over(self, *, alone: bool = True) -> None:
         pass
 
-    def expect_news(self) -> None:
+    def expect_news(self, device: torch.device) -> None:
         pass
 
     def state(self, on: bool) -> None:

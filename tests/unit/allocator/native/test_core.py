@@ -592,3 +592,16 @@ class Blocks(RuleBasedStateMachine):
 
 TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_a_forgotten_layout_had_mapped_serves_whatever_comes(core: Core) -> None:
+    core.plan(Foreseen(0, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(8 * MiB // PAGE, np.int64)))
+    assert core.counts().planned == 0
+    core.forget_plan()
+    mapped = core.counts().maps
+    blocks = [core.allocate(size) for size in (3 * MiB, 5 * MiB)]
+    assert core.counts().maps == mapped
+    assert (core.counts().planned, core.counts().departed) == (0, 0)
+    for block in blocks:
+        core.free(block)
+    core.trim_outside()  # of no layout

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from allocator.native import Core, Counts
 from allocator.packing import pack
 from allocator.pages import PageAllocator
 from allocator.sequence import Log, foresee
 from allocator.sharing import shared_share
-from allocator.sizes import GiB, round_up
+from allocator.sizes import PAGE, GiB, MiB, round_up
 
 SEQUENCES = Path(__file__).parents[3] / "data" / "sequences"
 PYTORCH = {"gpt-1.3b": 1.049, "gpt-1.3b-checkpointed": 1.177, "resnet152-b256": 1.063, "unet-b16-512": 1.090}
@@ -116,6 +117,57 @@ def test_reserved_is_what_is_alive_where_the_length_changes_from_step_to_step(se
     assert max(ratios[1:]) < 1.03
     assert float(np.median(ratios[1:])) < 1.001
     assert max(ratios[-10:]) < 1.001  # once each length has come back
+
+
+def leaving(events: list[list[Any]], share: float, seed: int) -> list[list[Any]]:
+    """The step in which a share of what lives past its middle is freed soon and asked for again before its end."""
+    births = {event[1]: k for k, event in enumerate(events) if event[0] == "a"}
+    deaths = {event[1]: k for k, event in enumerate(events) if event[0] == "f"}
+    sizes = {event[1]: event[2] for event in events if event[0] == "a"}
+    middle = len(events) // 2
+    long = [i for i in births if sizes[i] >= MiB and births[i] < 0.98 * middle and deaths.get(i, 0) > 1.02 * middle]
+    gone = set(random.Random(seed).sample(long, int(share * len(long))))
+    told: list[tuple[float, list[Any]]] = []
+    for k, (kind, ident, *rest) in enumerate(events):
+        if ident not in gone:
+            told.append((k, [kind, ident, *rest]))
+        elif kind == "f":
+            told.append((k, ["f", -ident]))
+        else:
+            told.append((k, ["a", ident, *rest]))
+            told.append((min(k + 8.5, middle), ["f", ident]))
+            told.append((max(deaths[ident] - 6.5, middle + 0.1), ["a", -ident, *rest]))
+    return [event for _, event in sorted(told, key=lambda entry: entry[0])]
+
+
+def most_alive(events: list[list[Any]]) -> int:
+    alive = most = 0
+    sizes = {event[1]: event[2] for event in events if event[0] == "a"}
+    for kind, ident, *_ in events:
+        alive += sizes[ident] if kind == "a" else -sizes[ident]
+        most = max(most, alive)
+    return most
+
+
+def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive() -> None:
+    """By the layout of the plan before, it took 1.9% more; on a GPU, with pages in DRAM, up to 7%."""
+    data = json.loads(gzip.decompress((SEQUENCES / "resnet152-b256.json.gz").read_bytes()))
+    plans = [leaving(data["events"], share, seed) for share, seed in ((1.0, 0), (0.6, 1), (0.62, 1))]
+    static = sum(nbytes for _, nbytes in data["live_at_start"])
+    core = Core("memfd", hbm=round_up(int(1.005 * (static + max(map(most_alive, plans)))), PAGE), dram=4 * GiB)
+    for _, nbytes in data["live_at_start"]:
+        core.allocate(nbytes)
+    pages = OnOneCore(core)
+    pages.begin()
+    for plan in plans:
+        for step in range(3):
+            core.reset_peaks()
+            replay(core, plan)
+            counts = core.counts()
+            assert (counts.hbm_peak + counts.dram_peak) / counts.allocated_peak < (1.001 if step else 1.005)
+            if step == 2:
+                pages.expect_news(torch.device("cuda", 0))
+            pages.period_over()
 
 
 @pytest.mark.parametrize("name", PYTORCH)
