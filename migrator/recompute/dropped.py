@@ -105,9 +105,13 @@ class Dropped:
             made.used()
         return self._of(tensor)
 
-    def look(self, peek: Peek) -> Tensor:
-        """The tensor, bit for bit, recomputed for this once where it is not there."""
-        return self._of(run(self.made.formula, peek) if self.made.tensor is None else self.made.tensor)
+    def look(self, peek: Peek, there: dict[Recomputed, Tensor]) -> Tensor:
+        """The tensor, bit for bit, recomputed where it is neither in use nor `there`, and then put there."""
+        made = self.made
+        tensor = there.get(made) if made.tensor is None else made.tensor
+        if tensor is None:
+            tensor = there[made] = run(made.formula, peek)
+        return self._of(tensor)
 
     def _of(self, tensor: Tensor) -> Tensor:
         """Its part of what all of its storage is."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,13 +13,16 @@ from torch.nn import functional as F
 
 import tiers
 from allocator.errors import TiersError
+from migrator import hooks
 from migrator.counters import Counters
 from migrator.engine import Engine
 from migrator.group import Group
 from migrator.lanes.host import HostCompute
 from migrator.lanes.meter import HostMeter
+from migrator.packed import keep
 from migrator.recompute import finder, fused_layer_norm
 from migrator.recompute import operations as table
+from migrator.recompute.dropped import Dropped, Recomputed
 from migrator.recompute.finder import Took, Verified, layout
 from migrator.recompute.formulas import Formula
 from migrator.recompute.trials import Trial, Trials
@@ -251,3 +256,22 @@ def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
     assert trials.knows(7, "Model.next:0", x, what, (), {"Model.block:4"})  # one more was saved before it
     _, verified = trials.results()[7]
     assert verified.found == {"Model.block:3", "Model.block:4"}
+
+
+def test_what_a_trial_takes_in_two_ways_is_recomputed_once() -> None:
+    """In a residual network each block has two ways to every one before it, and every one was gone."""
+    runs = 0
+
+    def added(values: Sequence[Tensor]) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return values[0] + values[1]
+
+    engine, ones = mock.Mock(empty=lambda dtype: torch.empty(0, dtype=dtype)), torch.ones(4)
+    packed: Any = keep(ones)
+    for _ in range(24):
+        packed = Dropped(
+            ones, Recomputed(torch.empty(4), Formula("add", (packed, packed), added), engine), mock.Mock(), None
+        )
+    assert hooks._Look()(packed).tolist() == [2.0**24] * 4
+    assert runs == 24
