@@ -24,8 +24,8 @@ from migrator import weights
 from migrator.actions import Action, Agenda, Go, Recompute, Stay
 from migrator.garbage import Allowance
 from migrator.observer import Observer
-from migrator.packed import Kept, Packed, check, keep, modified
-from migrator.recompute.dropped import Dropped, Recomputed
+from migrator.packed import Look, Packed, check, keep, modified
+from migrator.recompute.dropped import Dropped
 from migrator.recompute.origins import note
 from migrator.recompute.regions import Regions
 from migrator.recorder import Record
@@ -279,7 +279,7 @@ class Saver(OnStack):
                     stay.mover.engine.reached(stay.pace)
                 if stay.leave:
                     stay.mover.engine.left(stay.leave)
-            return alias if record is None else record.compare(alias, _Look())
+            return alias if record is None else record.compare(alias, Look())
         check(packed)
         if not self.place.in_backward:
             self._turn()
@@ -290,13 +290,13 @@ class Saver(OnStack):
         if isinstance(packed, Dropped):
             return packed.view(self._peek, count=True)
         tensor = packed.mover.give_back(packed)
-        return tensor if packed.record is None else packed.record.compare(tensor, _Look())
+        return tensor if packed.record is None else packed.record.compare(tensor, Look())
 
     def _peek(self, packed: Packed) -> Tensor:
         """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
-        if isinstance(packed, tuple):
-            return _kept(packed)
         check(packed)
+        if isinstance(packed, tuple):
+            return packed[0]
         if isinstance(packed, Dropped):
             return packed.view(self._peek, count=False)
         return packed.mover.give_back(packed, count=False)
@@ -352,27 +352,3 @@ class Saver(OnStack):
                 self._sharded = root is not None and weights.is_sharded(root)
             self._fixed = set() if root is None else weights.storages(weights.of_module(root))
         return self._fixed
-
-
-def _kept(packed: Kept) -> Tensor:
-    alias, version, _, _ = packed
-    if alias._version != version:
-        check(packed)
-    return alias
-
-
-class _Look:
-    """What `Saver.unpack` would return, for a trial: nobody needs it, and nothing is to be as if somebody had asked.
-
-    What was dropped is recomputed once for all that is made from it here: a residual network's tensors have two ways
-    to each that came before, and so 2 ** n to one n blocks away.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[Recomputed, Tensor] = {}
-
-    def __call__(self, packed: Packed) -> Tensor:
-        if isinstance(packed, tuple):
-            return _kept(packed)
-        check(packed)
-        return packed.look(self, self._made) if isinstance(packed, Dropped) else packed.mover.glimpse(packed)
