@@ -109,8 +109,8 @@ class PageAllocator:
     def expect_news(self, device: torch.device) -> None:
         """From the next period on other tensors stay and move on a GPU.
 
-        It goes by best fit, in all that is mapped: one that departs here and there from a layout that was another's
-        finds places taken, and takes more pages beside it than that leaves idle.
+        That one goes by best fit, and what the one before leaves idle goes back first. One that departs here and there
+        from a layout that was another's finds places taken, and takes pages beside it, in DRAM where HBM is full.
         """
         self._news.add(device.index)
         self._spilled.pop(device.index, None)

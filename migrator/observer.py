@@ -53,10 +53,8 @@ class Observer:
         self._asked: set[int] = set()  # those that they did ask for so far, by id
         self._changed: set[int] = set()  # those that had changed when they did
         self._root: weakref.ref[nn.Module] | None = None
-        self._ahead: tuple[int, Versions] = (
-            -1,
-            {},
-        )  # of its parameters after the last step, when so many were asked for
+        # Of its parameters after the last step, and how many had been asked for by then.
+        self._ahead: tuple[int, Versions] = -1, {}
         self._was_ahead = False  # whether the forward under way goes by that
         self._reads_ahead = True
         self._narrowed: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[weakref.ref[nn.Parameter]]]] = (
