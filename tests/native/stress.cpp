@@ -1,4 +1,4 @@
-// Threads that allocate, free, move and plan at once, for a sanitiser to watch. Usage: stress SECONDS SEED
+// Threads that make every call of the core at once, for a sanitiser to watch. Usage: stress SECONDS SEED
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -33,10 +33,60 @@ bool intact(const Block &block) {
   return memory[0] == block.stamp && memory[block.bytes - 1] == block.stamp;
 }
 
+// What neither allocates for the program nor frees: questions, counters, and requests that are gone again at once.
+void ask(tn_core *core, std::mt19937 &random, const std::vector<Block> &blocks, uint64_t own_pool) {
+  tn_stats stats;
+  tn_get_stats(core, &stats);
+  expect(stats.hbm_bytes <= stats.hbm_limit && stats.dram_bytes <= stats.dram_limit, "the caps hold");
+  tn_glance glance;
+  tn_get_glance(core, &glance);
+  std::vector<tn_block> all(4096);
+  tn_blocks(core, all.data(), all.size());
+  std::vector<tn_request> requests(4096);
+  uint64_t events = 0;
+  tn_log(core, random() % 2, requests.data(), requests.size(), &events);
+  tn_lap(core);
+  tn_pool_used(core, own_pool);
+  if (random() % 4 == 0) tn_reset_peaks(core);
+  if (random() % 4 == 0) tn_reset_totals(core);
+  expect(tn_limit(core, 1, 128 * kMiB) == TN_OK, "a limit can be set");
+  for (int begins : {1, 0}) tn_capture(core, begins);
+  if (!blocks.empty()) {
+    const Block &one = blocks[random() % blocks.size()];
+    uint64_t begin = 0, bytes = 0;
+    expect(tn_owns(core, one.address), "a core knows what it gave out");
+    expect(tn_block_of(core, one.address + one.bytes - 1, &begin, &bytes) == TN_OK && begin == one.address,
+           "a core knows where a block begins");
+    tn_on(core, one.address, random() % 2);
+  }
+  uint64_t bytes[2] = {kMiB, kMiB}, offsets[2], most = 0;
+  int64_t births[2] = {0, 1}, deaths[2] = {2, 3};
+  expect(tn_pack(2, bytes, births, deaths, 4, offsets, &most) == TN_OK && most == 2 * kMiB, "what is alive is packed");
+}
+
+void request_in_passing(tn_core *core, std::mt19937 &random, uint64_t fresh_pool) {
+  uint64_t address = 0;
+  tn_aside(1);
+  expect(tn_is_aside(), "a thread knows that it is aside");
+  if (tn_allocate(core, kMiB, 0, 0, &address) == TN_OK) expect(tn_free(core, address) == TN_OK, "aside is given back");
+  tn_aside(0);
+  tn_class(core, TN_STATE);
+  bool served = tn_allocate(core, kMiB, 0, 0, &address) == TN_OK;
+  tn_class(core, TN_ANY);
+  if (served) {
+    expect(tn_free(core, address) == TN_OK, "state can be freed");
+    // Another thread may have the place by now.
+    if (tn_allocate_at(core, address, kMiB, kMiB) == TN_OK) expect(tn_free(core, address) == TN_OK, "a place is freed");
+  }
+  for (unsigned k = 0; k < 1 + random() % 3; ++k) tn_allocate(core, 4096, k, fresh_pool, &address);
+  expect(tn_pool_clear(core, fresh_pool) == TN_OK && tn_pool_used(core, fresh_pool) == 0, "a pool is cleared");
+  expect(tn_pool_retire(core, fresh_pool) == TN_OK, "a pool can be retired");
+}
+
 void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::time_point until) {
   std::mt19937 random(seed * 1000 + thread);
   std::vector<Block> blocks;
-  uint64_t pool = 1 + thread;  // of this thread alone
+  uint64_t pool = 1 + thread, passing = uint64_t{1} << 40 | thread;  // of this thread alone
   auto drop = [&](size_t i) {
     expect(intact(blocks[i]), "a block holds what was written");
     expect(tn_free(core, blocks[i].address) == TN_OK, "a block in use can be freed");
@@ -70,16 +120,12 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
     } else if (dice < 995) {
       expect(tn_pool_retire(core, pool) == TN_OK, "a pool can be retired");
       pool += kThreads;
-      expect(tn_trim(core) == TN_OK, "idle memory goes back");
+      if (dice == 990) tn_forget_plan(core);
+      expect((dice % 2 ? tn_trim : tn_trim_outside)(core) == TN_OK, "idle memory goes back");
+    } else if (dice < 998) {
+      ask(core, random, blocks, pool);
     } else {
-      tn_stats stats;
-      tn_get_stats(core, &stats);
-      expect(blocks.empty() || tn_owns(core, blocks[0].address), "a core knows what it gave out");
-      tn_capture(core, 1);
-      tn_capture(core, 0);
-      expect(stats.hbm_bytes <= stats.hbm_limit && stats.dram_bytes <= stats.dram_limit, "the caps hold");
-      std::vector<tn_block> all(4096);
-      tn_blocks(core, all.data(), all.size());
+      request_in_passing(core, random, passing += kThreads);
     }
   }
   while (!blocks.empty()) drop(0);

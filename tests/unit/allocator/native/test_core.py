@@ -566,6 +566,10 @@ class Blocks(RuleBasedStateMachine):
         with contextlib.suppress(CoreFull):
             self.core.plan(foreseen(sizes, offsets), foreseen(sizes[::-1], offsets))
 
+    @rule()
+    def forget_plan(self) -> None:
+        self.core.forget_plan()
+
     def check(self, address: int) -> None:
         nbytes, value = self.live[address]
         assert ctypes.string_at(address, 1)[0] == value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,6 +17,13 @@ CORE = [
     for name in ("core", "cuda", "heap", "heap_pages", "interface", "layout", "memfd", "packing", "pages")
 ]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+
+def test_every_call_of_the_core_is_made_under_the_sanitisers() -> None:
+    calls = set(re.findall(r"\b(tn_\w+)\(", (ROOT / "allocator" / "native" / "core.h").read_text()))
+    made = set(re.findall(r"\btn_\w+", (ROOT / "tests" / "native" / "stress.cpp").read_text()))
+    assert "tn_allocate" in calls
+    assert not calls - made
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
