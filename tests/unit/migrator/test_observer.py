@@ -53,6 +53,15 @@ def test_what_one_model_s_formulas_ask_for_is_looked_at_in_every_model_that_has_
         assert set(observer._versions) == {id(shared.bias)}
 
 
+def learned(observer: Observer) -> nn.Linear:
+    """A model whose formulas ask for its bias, in its first forward that is not recorded."""
+    model = nn.Linear(2, 2)
+    observer.forward_begins(model, recording=True)
+    observer.origins().leaf(model.bias)
+    observer.forward_begins(model, recording=False)
+    return model
+
+
 def change(parameter: nn.Parameter) -> None:
     with torch.no_grad():
         parameter.add_(1)
@@ -62,10 +71,7 @@ def test_versions_are_read_after_a_step_and_not_before_the_forward(
     observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the device would wait for it."""
-    model = nn.Linear(2, 2)
-    observer.forward_begins(model, recording=True)
-    observer.origins().leaf(model.bias)
-    observer.forward_begins(model, recording=False)
+    model = learned(observer)
     for _ in range(3):
         change(model.bias)
         observer.stepped(all_of_it=True)
@@ -78,10 +84,7 @@ def test_versions_are_read_after_a_step_and_not_before_the_forward(
 
 def test_where_parameters_change_between_step_and_forward_they_are_read_there(observer: Observer) -> None:
     """In the first such forward no formula takes them; weights that are clipped after each step, say, cost no more."""
-    model = nn.Linear(2, 2)
-    observer.forward_begins(model, recording=True)
-    observer.origins().leaf(model.bias)
-    observer.forward_begins(model, recording=False)
+    model = learned(observer)
     taken = []
     for _ in range(3):
         observer.stepped(all_of_it=True)
@@ -117,10 +120,7 @@ def test_where_several_optimizers_step_versions_are_read_when_the_forward_begins
 
 
 def test_what_changes_within_a_forward_is_no_reason_to_read_late(observer: Observer) -> None:
-    model = nn.Linear(2, 2)
-    observer.forward_begins(model, recording=True)
-    observer.origins().leaf(model.bias)
-    observer.forward_begins(model, recording=False)
+    model = learned(observer)
     change(model.bias)
     assert observer.origins().leaf(model.bias) is None
     observer.stepped(all_of_it=True)
@@ -129,10 +129,7 @@ def test_what_changes_within_a_forward_is_no_reason_to_read_late(observer: Obser
 
 
 def test_what_is_asked_for_later_is_looked_at_from_the_next_forward_on_also_without_a_step(observer: Observer) -> None:
-    model = nn.Linear(2, 2)
-    observer.forward_begins(model, recording=True)
-    observer.origins().leaf(model.bias)
-    observer.forward_begins(model, recording=False)
+    model = learned(observer)
     observer.stepped(all_of_it=True)
     taken = []
     for _ in range(3):
