@@ -110,7 +110,8 @@ class PageAllocator:
         """From the next period on other tensors stay and move on a GPU.
 
         That one goes by best fit, and what the one before leaves idle goes back first. One that departs here and there
-        from a layout that was another's finds places taken, and takes pages beside it, in DRAM where HBM is full.
+        from a layout that was another's finds places taken, and takes pages beside it, in DRAM where HBM is full. Nor
+        are pages made then while others lie idle: between a budget and what is alive best fit would fill all there is.
         """
         self._news.add(device.index)
         self._spilled.pop(device.index, None)

@@ -10,6 +10,8 @@ namespace {
 constexpr uint64_t kSmall = uint64_t{1} << 20;          // requests up to here share pages apart from larger ones
 constexpr uint64_t kRange = uint64_t{1} << 40;          // addresses of a heap; they cost nothing
 constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the address space is short
+constexpr uint64_t kSpare = 256;                        // one page in so many: of those that are only in part in use
+constexpr char kFull[] = "every tier is full";
 constexpr char kCapturing[] = "a stream is being captured into a graph";
 
 void add(tn_stat &stat, int64_t amount) {
@@ -59,44 +61,53 @@ bool tn_core::is_retired(uint64_t pool) const {
 }
 
 Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
+  if (thrifty && !aside) {
+    uint64_t alive = std::max(most, stats.allocated[TN_ALL].current + int64_t(bytes)) / kPage;
+    uint64_t limit = pages[kHbm].limit(), enough = alive + alive / kSpare;
+    pages[kHbm].set_limit(std::min(limit, enough));
+    Status status = find_in(kHbm, bytes, stream, pool, heap_out, block);
+    pages[kHbm].set_limit(limit);
+    if (status != Status::Full) return status;
+  }
+  // Idle HBM is used, or taken from where it lies idle, before anything goes to DRAM.
+  Status status = find_in(kHbm, bytes, stream, pool, heap_out, block);
+  if (status != Status::Full || pages[kDram].limit() == 0 || aside) return status;
+  return find_in(kDram, bytes, stream, pool, heap_out, block);
+}
+
+Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
   int kind = bytes <= kSmall ? Small : General;
   if (lifetime_class == TN_STATE && pool == 0) kind = State;
-  // Idle HBM is used, or taken from where it lies idle, before anything goes to DRAM.
-  for (int tier = kHbm; tier < kTiers; ++tier) {
-    if (tier == kDram && (pages[kDram].limit() == 0 || aside)) break;
-    Status status = heap({pool, stream, tier, kind}, heap_out);
-    if (status != Status::Ok) return status;
-    Heap *place = *heap_out;
-    // While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
-    bool is_kept = place == plan.heap && plan.followed() && !aside;
-    Range region = is_kept ? Range{plan.base, plan.base + plan.total} : Range{};
-    if ((*block = place->fit(bytes, region))) return Status::Ok;
-    uint64_t refused = 0;  // pages that the limit allows and the device does not give: other processes use it, too
-    for (bool reclaimed = false;; reclaimed = true) {
-      Heap::Growth growth;
-      if (!place->growth(bytes, region, &growth)) {  // no addresses but those of the region
-        settle();
-        if ((*block = place->fit(bytes))) return Status::Ok;
-        break;
-      }
-      if (growth.pages <= pages[tier].available()) {
-        status = place->grow(growth, bytes, block);
-        if (status != Status::Full) return status;
-        refused = pages[tier].available() - pages[tier].idle();
-      }
-      if (!reclaimed) {
-        settle();
-        if ((*block = place->fit(bytes))) return Status::Ok;
-        stats.retries += !aside;
-      }
-      // What was mapped beside the place may be unmapped with the rest: then there is more to map, and to reclaim.
-      uint64_t idle = pages[tier].idle();
-      status = reclaim(growth.pages + refused, Tier(tier), place);
-      if (status != Status::Ok && status != Status::Full) return status;
-      if (pages[tier].idle() == idle) break;
+  Status status = heap({pool, stream, tier, kind}, heap_out);
+  if (status != Status::Ok) return status;
+  Heap *place = *heap_out;
+  // While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
+  bool is_kept = place == plan.heap && plan.followed() && !aside;
+  Range region = is_kept ? Range{plan.base, plan.base + plan.total} : Range{};
+  if ((*block = place->fit(bytes, region))) return Status::Ok;
+  uint64_t refused = 0;  // pages that the limit allows and the device does not give: other processes use it, too
+  for (bool reclaimed = false;; reclaimed = true) {
+    Heap::Growth growth;
+    if (!place->growth(bytes, region, &growth)) {  // no addresses but those of the region
+      settle();
+      return (*block = place->fit(bytes)) ? Status::Ok : fail(Status::Full, kFull);
     }
+    if (growth.pages <= pages[tier].available()) {
+      status = place->grow(growth, bytes, block);
+      if (status != Status::Full) return status;
+      refused = pages[tier].available() - pages[tier].idle();
+    }
+    if (!reclaimed) {
+      settle();
+      if ((*block = place->fit(bytes))) return Status::Ok;
+      stats.retries += !aside && !thrifty;
+    }
+    // What was mapped beside the place may be unmapped with the rest: then there is more to map, and to reclaim.
+    uint64_t idle = pages[tier].idle();
+    status = reclaim(growth.pages + refused, tier, place);
+    if (status != Status::Ok && status != Status::Full) return status;
+    if (pages[tier].idle() == idle) return fail(Status::Full, kFull);
   }
-  return fail(Status::Full, "every tier is full");
 }
 
 // Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again.
@@ -176,6 +187,7 @@ void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
     add(stats.active_blocks[size], 1);
   }
   lap = std::max(lap, stats.allocated[TN_ALL].current);
+  most = std::max(most, stats.allocated[TN_ALL].current);
 }
 
 Status tn_core::free(uint64_t address) {

@@ -176,7 +176,11 @@ class Core:
         checked(self._library.tn_plan(self._core, foreseen[0].stream, len(foreseen), *pointers))
 
     def forget_plan(self) -> None:
-        """From now on there is no layout; what was mapped for it stays, and serves whatever comes."""
+        """From now on there is no layout; what was mapped for it stays, and serves whatever comes.
+
+        Until the next mark or layout, pages that lie idle go wherever one is missing before any is made beyond the most
+        that was alive; that waits for their stream.
+        """
         self._library.tn_forget_plan(self._core)
 
     def move(self, address: int, tier: int) -> None:

@@ -191,6 +191,8 @@ void tn_mark(tn_core *core) {
   core->log[0].requests.clear();
   core->log[0].events = 0;
   ++core->period;
+  core->most = core->stats.allocated[TN_ALL].current;
+  core->thrifty = false;
   core->plan.came = core->plan.next;
   core->plan.next = 0;
   core->plan.back = kNone;  // `lost` stays: where one period was not foreseen, the next may not be either
@@ -226,6 +228,7 @@ int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *
 void tn_forget_plan(tn_core *core) {
   std::lock_guard<std::mutex> guard(core->mutex);
   core->plan = {};
+  core->thrifty = true;
 }
 
 int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const int64_t *deaths, int64_t events,

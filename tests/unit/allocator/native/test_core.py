@@ -609,3 +609,19 @@ def test_what_a_forgotten_layout_had_mapped_serves_whatever_comes(core: Core) ->
     for block in blocks:
         core.free(block)
     core.trim_outside()  # of no layout
+
+
+@pytest.mark.parametrize(("calls", "most"), [(["forget_plan"], 10), (["forget_plan", "mark"], 16), ([], 16)])
+def test_a_period_after_a_forgotten_layout_makes_no_pages_while_others_lie_idle(
+    core: Core, calls: list[str], most: int
+) -> None:
+    first, last = core.allocate(6 * MiB), core.allocate(2 * MiB)
+    core.free(first)
+    core.mark()
+    for call in calls:
+        getattr(core, call)()
+    core.reset_peaks()
+    larger = core.allocate(8 * MiB)  # than the hole
+    assert core.counts().hbm_peak == most * MiB
+    core.free(larger)
+    core.free(last)

@@ -149,22 +149,37 @@ def most_alive(events: list[list[Any]]) -> int:
     return most
 
 
-def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive() -> None:
-    """By the layout of the plan before, it took 1.9% more; on a GPU, with pages in DRAM, up to 7%."""
-    data = json.loads(gzip.decompress((SEQUENCES / "resnet152-b256.json.gz").read_bytes()))
-    plans = [leaving(data["events"], share, seed) for share, seed in ((1.0, 0), (0.6, 1), (0.62, 1))]
+@pytest.mark.parametrize("spare", [1.005, 1.06])
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        ("resnet152-b256", ((1.0, 0), (0.6, 1), (0.62, 1))),
+        ("gpt-1.3b", ((1.0, 0), (0.8, 3), (0.75, 3))),
+    ],
+)
+def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive(
+    name: str, plans: tuple[tuple[float, int], ...], spare: float
+) -> None:
+    """By the layout of the plan before, it took 1.9% more; on a GPU, with pages in DRAM, up to 7%.
+
+    And by best fit, which makes pages as long as there are some: 0.3% of the ResNet, 3.6% of the GPT.
+    """
+    data = json.loads(gzip.decompress((SEQUENCES / f"{name}.json.gz").read_bytes()))
+    steps = [leaving(data["events"], share, seed) for share, seed in plans]
     static = sum(nbytes for _, nbytes in data["live_at_start"])
-    core = Core("memfd", hbm=round_up(int(1.005 * (static + max(map(most_alive, plans)))), PAGE), dram=4 * GiB)
+    core = Core("memfd", hbm=round_up(int(spare * (static + max(map(most_alive, steps)))), PAGE), dram=4 * GiB)
     for _, nbytes in data["live_at_start"]:
         core.allocate(nbytes)
     pages = OnOneCore(core)
     pages.begin()
-    for plan in plans:
+    for number, events in enumerate(steps):
         for step in range(3):
             core.reset_peaks()
-            replay(core, plan)
+            replay(core, events)
             counts = core.counts()
-            assert (counts.hbm_peak + counts.dram_peak) / counts.allocated_peak < (1.001 if step else 1.005)
+            if number or step:  # the very first step has no other before it
+                most = 1.001 if step else 1.005
+                assert (counts.hbm_peak + counts.dram_peak) / counts.allocated_peak < most
             if step == 2:
                 pages.expect_news(torch.device("cuda", 0))
             pages.period_over()
