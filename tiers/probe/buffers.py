@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from allocator.dram import DramBlock
 from allocator.nvme.backend import BLOCK
 from allocator.nvme.store import NvmeExtent, NvmeStore
-from migrator.counters import Counters
-from migrator.lanes import Event, whole
-from migrator.lanes.cuda import CudaLane
+from migrator.lanes import Event, Piece, whole
 from tiers.probe.affinity import Node
+from tiers.probe.gpu import RuntimeLane
 from tiers.probe.host import HostMemory
 from tiers.probe.measure import window
+
+Slice: TypeAlias = tuple[int, int, int]
+"""The index of a part, and from which byte of it how many."""
 
 
 class Buffer(Protocol):
@@ -111,15 +113,14 @@ class BouncedBuffer:
         self.memory = _NOTHING
         self._device = torch.device("cuda", index)
         self._bounce = bounce
-        self._lanes: tuple[CudaLane, CudaLane] | None = None
+        self._lanes: tuple[RuntimeLane, RuntimeLane] | None = None
         self._parts: Sequence[torch.Tensor] = ()
 
     def take(self, size: int) -> None:  # noqa: D102
         self._bounce.take(size)
         self.memory = torch.empty(window(size), dtype=torch.uint8, device=self._device)
         self._parts = self.memory.split(size)
-        counters = Counters()
-        self._lanes = CudaLane(self._device, "d2h", counters), CudaLane(self._device, "h2d", counters)
+        self._lanes = RuntimeLane(self._device, "d2h"), RuntimeLane(self._device, "h2d")
 
     def give(self) -> None:  # noqa: D102
         for lane in self._lanes or ():
@@ -135,7 +136,7 @@ class BouncedBuffer:
     def write(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
         assert self._lanes is not None
         d2h, _ = self._lanes
-        arrived = [d2h.copy([whole(*pair)], []) for pair in zip(self._bounce.parts, self._parts, strict=True)]
+        arrived = [d2h.copy([whole(*pair)]) for pair in zip(self._bounce.parts, self._parts, strict=True)]
         writes = []
         for event, extent, part in zip(arrived, extents, self._bounce.parts, strict=True):
             event.synchronize()
@@ -145,9 +146,10 @@ class BouncedBuffer:
     def read(self, store: NvmeStore, extents: Sequence[NvmeExtent]) -> None:  # noqa: D102
         assert self._lanes is not None
         _, h2d = self._lanes
+        pairs = [whole(*pair) for pair in zip(self._parts, self._bounce.parts, strict=True)]
         last: Event | None = None
-        for index, arrived in read_in_slices(store, extents, self._bounce.parts):
-            last = h2d.copy([whole(self._parts[index][arrived], self._bounce.parts[index][arrived])], [])
+        for slices in read_in_slices(store, extents, self._bounce.parts):
+            last = h2d.copy([_part(pairs[index], start, nbytes) for index, start, nbytes in slices])
         if last is not None:
             last.synchronize()
 
@@ -163,27 +165,41 @@ def _read(store: NvmeStore, extents: Sequence[NvmeExtent], parts: Sequence[torch
     _finish([store.read(extent, part) for extent, part in zip(extents, parts, strict=True)])
 
 
+def _part(all_of_it: Piece, start: int, nbytes: int) -> Piece:
+    return all_of_it._replace(at=all_of_it.at + start, start=all_of_it.start + start, nbytes=nbytes)
+
+
 def read_in_slices(
     store: NvmeStore, extents: Sequence[NvmeExtent], parts: Sequence[torch.Tensor]
-) -> Iterator[tuple[int, slice]]:
-    """Read `extents` into `parts`; yield the index of a part and a slice of it as soon as that has come.
+) -> Iterator[Sequence[Slice]]:
+    """Read `extents` into `parts`; yield slices as soon as they have come, all together that are there.
+
+    Whoever takes them holds the interpreter's lock against the threads that read: to look at each alone, and to copy
+    it by itself, took 90 us a slice, and a third of the speed.
 
     Raises
     ------
     StoreError
         At the end, if any of it did not come back as it was written.
     """
-    came: SimpleQueue[tuple[int, slice] | None] = SimpleQueue()
+    came: SimpleQueue[Slice | None] = SimpleQueue()
     reads = []
     for index, (extent, part) in enumerate(zip(extents, parts, strict=True)):
 
         def arrived(start: int, nbytes: int, index: int = index) -> None:
-            came.put((index, slice(start, start + nbytes)))
+            came.put((index, start, nbytes))
 
         reads.append(store.read(extent, part, arrived))
         reads[-1].add_done_callback(lambda read: came.put(None))
-    for _ in reads:
-        yield from iter(came.get, None)
+    under_way = len(reads)
+    while under_way:
+        there = [came.get()]
+        while not came.empty():
+            there.append(came.get())
+        slices = [one for one in there if one is not None]
+        under_way -= len(there) - len(slices)
+        if slices:
+            yield slices
     _finish(reads)
 
 

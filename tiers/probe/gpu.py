@@ -11,8 +11,9 @@ import torch
 from allocator.dram import DramBlock
 from allocator.errors import TiersError
 from migrator.counters import Counters
-from migrator.lanes import Event, Piece, flat, whole
-from migrator.lanes.cuda import CudaLane
+from migrator.devices import open_device
+from migrator.lanes import Event, Piece, Stream, flat, whole
+from migrator.lanes.cuda import wrapped
 from tiers.probe.affinity import Node
 from tiers.probe.host import HostMemory
 from tiers.probe.measure import Run, copies, window
@@ -31,10 +32,13 @@ def cuda_refusal() -> str | None:
 
 
 class Copier(Protocol):
-    """What a lane does."""
+    """Copies in one direction, on a stream of its own."""
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> Event:
-        """Copy once all of `after` have been passed; the event says when it is done."""
+    def copy(self, pieces: Sequence[Piece], behind: Stream) -> Event:
+        """Copy, but not before all that `behind` was given so far, if that is given; the event says when it is done."""
+
+    def hold(self, event: Event) -> None:
+        """Let the current stream go on only after `event`."""
 
     def close(self) -> None:
         """Wait for what was submitted."""
@@ -44,22 +48,46 @@ class PlainStream:
     """A stream with nothing of ours around it."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def copy(self, pieces: Sequence[Piece], after: Sequence[Event]) -> torch.cuda.Event:
+    def copy(self, pieces: Sequence[Piece], behind: Stream) -> torch.cuda.Event:
         """Queue plain copies."""
         with torch.cuda.stream(self._stream):
-            for event in after:
-                self._stream.wait_event(cast("torch.cuda.Event", event))
+            if behind is not None:
+                self._stream.wait_stream(wrapped(behind))
             for target, at, source, start, nbytes in pieces:
                 flat(target, at, nbytes).copy_(flat(source, start, nbytes), non_blocking=True)
             done = torch.cuda.Event(enable_timing=True)
             done.record(self._stream)
         return done
 
+    def hold(self, event: Event) -> None:  # noqa: D102
+        torch.cuda.current_stream(self._device).wait_event(cast("torch.cuda.Event", event))
+
     def close(self) -> None:
         """Wait for what was queued."""
         self._stream.synchronize()
+
+
+class RuntimeLane:
+    """A lane as a run has it: native where that was built."""
+
+    def __init__(self, device: torch.device, direction: Direction) -> None:
+        opened = open_device(device, Counters(), 0)
+        self._compute = opened.compute
+        self._compute.time_waits(0)
+        self._lane = opened.out if direction == "d2h" else opened.back
+
+    def copy(self, pieces: Sequence[Piece], behind: Stream = None) -> Event:  # noqa: D102
+        return self._lane.copy(pieces, (), behind)
+
+    def hold(self, event: Event) -> None:  # noqa: D102
+        self._compute.wait(event, "copy", self._compute.stream())
+
+    def close(self) -> None:
+        """Wait for what was submitted."""
+        self._lane.close()
 
 
 class HbmDramPath:
@@ -72,7 +100,7 @@ class HbmDramPath:
     directions
         Each gets memory and a stream of its own.
     memory
-        The arena's, copied by `CudaLane`; None is memory that torch pins, copied by `PlainStream`.
+        The arena's, copied by `RuntimeLane`; None is memory that torch pins, copied by `PlainStream`.
     cores
         Those near the GPU.
     """
@@ -113,7 +141,7 @@ class HbmDramPath:
             destination.zero_()
             self._pairs.append((destination, source))
             self._copiers.append(
-                PlainStream(self._device) if self._memory is None else CudaLane(self._device, direction, Counters())
+                PlainStream(self._device) if self._memory is None else RuntimeLane(self._device, direction)
             )
         torch.cuda.synchronize(self._device)  # what follows runs on other streams than what was written here
 
@@ -124,7 +152,7 @@ class HbmDramPath:
         """
         while True:
             gate = self._gate()
-            ends = [self._queue(copier, *pair, size, gate) for copier, pair in self._paired()]
+            ends = [(copier, self._queue(copier, *pair, size)) for copier, pair in self._paired()]
             held = not gate.query()
             over = self._over(ends)
             over.synchronize()
@@ -164,21 +192,19 @@ class HbmDramPath:
             gate.record()
         return gate
 
-    def _over(self, ends: Sequence[Event]) -> torch.cuda.Event:
+    def _over(self, ends: Sequence[tuple[Copier, Event]]) -> torch.cuda.Event:
         """When the last of `ends` was passed: by themselves most of a lane's events keep no time."""
-        stream = torch.cuda.current_stream(self._device)
-        for end in ends:
-            stream.wait_event(cast("torch.cuda.Event", end))
+        for copier, end in ends:
+            copier.hold(end)
         over = torch.cuda.Event(enable_timing=True)
-        over.record(stream)
+        over.record(torch.cuda.current_stream(self._device))
         return over
 
-    def _queue(
-        self, copier: Copier, destination: torch.Tensor, source: torch.Tensor, size: int, gate: torch.cuda.Event
-    ) -> Event:
-        end: Event = gate
+    def _queue(self, copier: Copier, destination: torch.Tensor, source: torch.Tensor, size: int) -> Event:
+        stream: Stream = torch._C._cuda_getCurrentStream(self._device.index)
+        ends = []
         for index in range(copies(size)):
             at = slice(index * size, (index + 1) * size)
             # A stream keeps its order, so only its first copy waits for the gate.
-            end = copier.copy([whole(destination[at], source[at])], [] if index else [gate])
-        return end
+            ends.append(copier.copy([whole(destination[at], source[at])], None if index else stream))
+        return ends[-1]
