@@ -115,6 +115,9 @@ class PageAllocator:
         """
         self._news.add(device.index)
         self._spilled.pop(device.index, None)
+        for index, core in self.cores():
+            if index == device.index:
+                self._trim(index, core)  # now, while the device is through: what it held is no part of the next step
 
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
@@ -141,7 +144,8 @@ class PageAllocator:
             sank = self._sink(device, core, now.dram, alone)
             if device in self._news:
                 self._news.discard(device)
-                self._forget(device, core)
+                core.forget_plan()
+                self._trim(device, core)  # gradients, too, are gone by now
                 watch.expect_news()
                 continue
             if not (sank or since) and kinds.is_whole(now.present, now.came) and watch.nothing_departed():
@@ -160,10 +164,9 @@ class PageAllocator:
             elif forgot:
                 self._plan(device, core, kinds.layouts())
 
-    def _forget(self, device: int, core: Core) -> None:
-        core.forget_plan()
+    def _trim(self, device: int, core: Core) -> None:
         try:
-            core.trim()  # what another step needed at its peak, this one may not
+            core.trim()
         except CoreError:
             log.exception("what lies idle on cuda:%d stays mapped", device)
 

@@ -120,7 +120,7 @@ class Trace:
     held : mapping of int to int
         Storages that the program itself holds for longer than until the next save, and the stretch in which it does
         no more: a block's input until it is added to the output. Until then they lie in HBM though nobody keeps them.
-        Of what was still on its way out when the program let go of it nothing is known.
+        Of what was still on its way out when the program let go of it nothing is known but what recipes tell.
     """
 
     sites: tuple[Site, ...]
@@ -172,6 +172,10 @@ class Trace:
             after = (module, site.birth, last)
             # But not all that follows in one module is of one operation.
             ends[site.storage] = max(min(last, site.birth + KEPT - 1) + 2, ends.get(site.storage, 0))
+        for life in self.lifetimes:
+            # And what it was computed from the program had until then, whoever else kept it.
+            for source in self.recipes[life.ident].inputs if life.ident in self.recipes else ():
+                ends[source] = max(life.birth + 1, ends.get(source, 0))
         return ends
 
     @cached_property

@@ -325,7 +325,9 @@ def test_a_step_that_is_said_to_be_another_goes_by_no_layout_and_the_next_by_its
         step(core, 4 * MiB, 8 * MiB)
         pages.period_over()
     assert core.counts().planned == 2
+    assert core.counts().hbm >= 12 * MiB
     pages.expect_news(torch.device("cuda", 0))
+    assert core.counts().hbm == 0  # what nobody uses is no part of the next step
     step(core, 4 * MiB, 8 * MiB)  # what is under way when plans change ends as it began
     assert core.counts().planned == 4
     pages.period_over()
