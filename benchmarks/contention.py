@@ -6,7 +6,8 @@
 A *cell* is one variant beside one load: training runs for some steps until both have settled, then a
 window of steps is timed, and what the load does in it is counted. Variants are ``plain`` (no tiers),
 ``off`` and ``on`` (tiers at a budget that forces moves, without and with the monitor); the last two
-alternate within one session, their order turning from round to round. Loads are those of `loads`.
+alternate within one session, their order turning from round to round. The last round of ``plain`` comes after it: what a
+host does meanwhile is no work of tiers. Loads are those of `loads`.
 """
 
 from __future__ import annotations
@@ -185,7 +186,9 @@ def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
     for load in loads:
         bench.alone(load, options.seconds)
     beside: list[Load | None] = [None, *loads]
-    for number in range(options.rounds):
+    # The last round after tiers: a host that is slower by then is slower for plain training, too.
+    *first, last = range(options.rounds)
+    for number in first or [last]:
         for load in beside:
             bench.cell(number, load, "plain", None, None)
     gc.collect()
@@ -212,6 +215,8 @@ def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
                 print(f"no time for more than {number + 1} rounds")
                 break
         switch.set(False)
+    for load in beside if first else []:
+        bench.cell(last, load, "plain", None, None)
     return bench.cells
 
 

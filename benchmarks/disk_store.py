@@ -22,12 +22,10 @@ import torch
 from allocator.dram import DramArena
 from allocator.nvme.backend import Backend
 from allocator.nvme.posix import PosixFile
-from allocator.nvme.store import NvmeStore
+from allocator.nvme.store import DEPTH, STRIPE, NvmeStore
 from allocator.sizes import MiB, format_size, parse_size
 from benchmarks.alternate import alternate
 
-STRIPE = 4 * MiB
-DEPTH = 8
 GROUP = 64 * MiB  # what the engine moves at once
 PLAIN = "plain O_DIRECT"
 
