@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from allocator.errors import TierFull, TiersError
-from allocator.sizes import format_size
 from migrator import entry, weights
 from migrator import tensors as in_python
 from migrator.advice import Advice
@@ -29,6 +28,7 @@ from migrator.garbage import Allowance
 from migrator.hooks import Saver
 from migrator.lanes.host import HostCompute
 from migrator.made import Made
+from migrator.models import BudgetTooSmall, Models
 from migrator.mover import Mover
 from migrator.optimizers import Optimizers
 from migrator.options import Advisor, Options
@@ -38,10 +38,6 @@ from migrator.tensors import Tensors
 from migrator.trace import Trace
 
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
-
-
-class BudgetTooSmall(TiersError):
-    """The HBM budget does not even hold the model's weights."""
 
 
 class _Thread(threading.local):
@@ -63,10 +59,10 @@ class Runtime:
         self._devices = Devices(self._counters)
         self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
         self._lock = threading.Lock()  # guards the choice of `_tensors`
-        self._listing = threading.Lock()  # guards the two sets below, to which threads add while others go through them
+        self._listing = threading.Lock()  # guards the savers, to which threads add while others go through them
         self._thread = _Thread()
         self._savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # a thread owns its own, and takes it along
-        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models = Models(options.hbm)
         self._optimizers = Optimizers()
         self._allowance = Allowance()
         self._pid = os.getpid()
@@ -195,34 +191,21 @@ class Runtime:
         self._period_begins(saver)
         self._look_at(root)
 
-    def _look_at(self, root: nn.Module) -> None:
+    def _look_at(self, model: nn.Module) -> None:
         """See whether the budget holds the weights of the models so far, and this one's."""
-        if root in self._roots:
+        if not self._models.add(model):
             return
-        with self._listing:
-            self._roots.add(root)
         self._recount_static()
-        tensors = [tensor for known in self._all_roots() for tensor in weights.of_module(known)]
-        for device in {tensor.device for tensor in tensors if has_tiers(tensor.device)}:
-            needed, budget = weights.bytes_on(device, tensors), self.options.hbm(device)
-            if needed > budget:
-                self._refuse(
-                    BudgetTooSmall(
-                        f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on "
-                        f"{device}: raise TIERS_HBM above that, with room for gradients, optimizer state and the work "
-                        "of a layer"
-                    )
-                )
+        try:
+            self._models.check()
+        except BudgetTooSmall as error:
+            self._refuse(error)
 
     def _refuse(self, error: TiersError) -> NoReturn:
         """End the program before it trains: what was configured cannot be had."""
         if self.options.refuse is not None:
             self.options.refuse(error)
         raise error
-
-    def _all_roots(self) -> list[nn.Module]:
-        with self._listing:
-            return list(self._roots)
 
     def _all_savers(self) -> list[Saver]:
         with self._listing:
@@ -232,8 +215,7 @@ class Runtime:
         """Without a GPU nobody else counts what lives as long as the program."""
         for shared in self._devices.opened.values():
             if isinstance(compute := shared.compute, HostCompute):
-                tensors = (tensor for root in self._all_roots() for tensor in weights.of_module(root))
-                compute.static = weights.bytes_on(compute.device, tensors) + self._optimizers.nbytes
+                compute.static = weights.bytes_on(compute.device, self._models.tensors()) + self._optimizers.nbytes
 
     # -------------------------------------------------------------------------- periods and steps
 

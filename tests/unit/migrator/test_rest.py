@@ -15,8 +15,8 @@ from torch import nn
 import tiers
 from allocator.sizes import MiB
 from migrator import optimizers
+from migrator.models import BudgetTooSmall
 from migrator.mover import CLOSELY
-from migrator.runtime import BudgetTooSmall
 from tiers import paging
 
 _top = torch._C._autograd._top_saved_tensors_default_hooks
