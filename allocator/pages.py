@@ -62,7 +62,7 @@ class PageAllocator:
         self._departed: dict[int, int] = {}
         self._overflow: dict[int, int] = {}
         self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
-        self._news: set[int] = set()  # GPUs whose layouts are of no use from the next period on
+        self._news: dict[int, int] = {}  # GPUs whose layouts are of no use from the next period on, and its peak
 
     def install(self) -> None:
         """Become PyTorch's allocator for CUDA memory.
@@ -106,18 +106,26 @@ class PageAllocator:
         for _, core in self.cores():
             core.mark()
 
-    def expect_news(self, device: torch.device) -> None:
+    def expect_news(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
         """From the next period on other tensors stay and move on a GPU.
 
         That one goes by best fit, and what the one before leaves idle goes back first. One that departs here and there
         from a layout that was another's finds places taken, and takes pages beside it, in DRAM where HBM is full. Nor
         are pages made then while others lie idle: between a budget and what is alive best fit would fill all there is.
+
+        Parameters
+        ----------
+        peak : int
+            What that period is expected to have in HBM, in bytes; 0 if nobody knows.
+        now : bool
+            Whether this one is over but for what frees memory, and nobody else allocates: then what it leaves idle goes
+            back at once, as the next one may be measured before it gets to its first forward.
         """
-        self._news.add(device.index)
+        self._news[device.index] = peak
         self._spilled.pop(device.index, None)
-        for index, core in self.cores():
-            if index == device.index:
-                self._trim(index, core)  # now, while the device is through: what it held is no part of the next step
+        core = adapter.core_of(self._library, device.index) if now else None
+        if core is not None:
+            self._trim(device.index, core)
 
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
@@ -143,8 +151,7 @@ class PageAllocator:
             watch, kinds = self._watches.setdefault(device, Watch()), self._kinds.setdefault(device, Kinds())
             sank = self._sink(device, core, now.dram, alone)
             if device in self._news:
-                self._news.discard(device)
-                core.forget_plan()
+                core.forget_plan(self._news.pop(device))
                 self._trim(device, core)  # gradients, too, are gone by now
                 watch.expect_news()
                 continue

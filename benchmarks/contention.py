@@ -6,8 +6,8 @@
 A *cell* is one variant beside one load: training runs for some steps until both have settled, then a
 window of steps is timed, and what the load does in it is counted. Variants are ``plain`` (no tiers),
 ``off`` and ``on`` (tiers at a budget that forces moves, without and with the monitor); the last two
-alternate within one session, their order turning from round to round. The last round of ``plain`` comes after it: what a
-host does meanwhile is no work of tiers. Loads are those of `loads`.
+alternate within one session, their order turning from round to round. Half of the rounds of ``plain`` come before
+that session and half after it, as hosts that others use change. Loads are those of `loads`.
 """
 
 from __future__ import annotations
@@ -186,9 +186,8 @@ def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
     for load in loads:
         bench.alone(load, options.seconds)
     beside: list[Load | None] = [None, *loads]
-    # The last round after tiers: a host that is slower by then is slower for plain training, too.
-    *first, last = range(options.rounds)
-    for number in first or [last]:
+    before = (options.rounds + 1) // 2
+    for number in range(before):
         for load in beside:
             bench.cell(number, load, "plain", None, None)
     gc.collect()
@@ -215,8 +214,9 @@ def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
                 print(f"no time for more than {number + 1} rounds")
                 break
         switch.set(False)
-    for load in beside if first else []:
-        bench.cell(last, load, "plain", None, None)
+    for number in range(before, options.rounds):
+        for load in beside:
+            bench.cell(number, load, "plain", None, None)
     return bench.cells
 
 
@@ -294,7 +294,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--settle", type=int, default=12, help="steps before the timed ones, with the monitor on")
     parser.add_argument("--window", type=int, default=6, help="timed steps")
     parser.add_argument("--learning", type=int, default=64, help="steps until the plans have settled")
-    parser.add_argument("--minutes", type=float, default=4.5, help="no round begins that would end after these")
+    parser.add_argument("--minutes", type=float, default=4.5, help="begin no round with tiers that would end after")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each load alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)

@@ -26,7 +26,7 @@ from allocator.nvme.store import DEPTH, STRIPE, NvmeStore
 from allocator.sizes import MiB, format_size, parse_size
 from benchmarks.alternate import alternate
 
-GROUP = 64 * MiB  # what the engine moves at once
+GROUP = 64 * MiB  # about what the engine moves at once: up to 192
 PLAIN = "plain O_DIRECT"
 
 

@@ -15,12 +15,17 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
+from allocator.errors import TiersError
 from migrator import peaks, process_groups
 from migrator.engine import Engine
 from migrator.group import claim_died
 from migrator.hooks import Saver
 from migrator.lanes.host import HostCompute
 from migrator.mover import Mover
+
+
+class AlreadyActive(TiersError):
+    """Another runtime is installed in this process."""
 
 
 class Listener(Protocol):
@@ -54,12 +59,15 @@ def install(listener: Listener) -> None:
 
     Raises
     ------
-    RuntimeError
+    AlreadyActive
         If another one is installed.
     """
     global _active
     if _active is not None:
-        raise RuntimeError("tiers is active already: close that session before opening another")
+        raise AlreadyActive(
+            "tiers is active already in this process: close that session before opening another, or, if "
+            "TIERS_ALLOCATOR has opened it, unset that or leave tiers.session out"
+        )
     _active = listener
     _handles.extend(
         [

@@ -15,10 +15,10 @@ from migrator.packed import Packed, keep
 from migrator.recompute.arguments import changeable
 from migrator.recompute.dropped import Dropped
 from migrator.recompute.finder import Took, Verified, base_of, find, layout
-from migrator.recompute.formulas import Formula
+from migrator.recompute.formulas import Formula, given_at_last
 from migrator.recompute.origins import Origins, Versions, note_epsilon
 from migrator.recompute.regions import Regions
-from migrator.recompute.trials import Trial
+from migrator.recompute.trials import Inputs, Trial
 from migrator.recompute.watch import Watch
 from migrator.recorder import Recorder
 
@@ -183,10 +183,11 @@ def _was_changed(argument: object) -> bool:
     return isinstance(argument, Tensor) and not argument.is_inference() and argument._version > 0
 
 
-def _inputs(what: Formula, recorder: Recorder) -> tuple[int, ...] | None:
+def _inputs(what: Formula, recorder: Recorder) -> Inputs | None:
     """The storages that a formula needs; None if one of them is not of this period."""
-    idents: dict[int, None] = {}
-    for packed in what.inputs:
+    idents, at_last = dict[int, None](), set(given_at_last(what.name))
+    held = dict[int, None]()
+    for number, packed in enumerate(what.inputs):
         record = packed[3] if isinstance(packed, tuple) else packed.record
         if record is None:
             continue  # a leaf of the graph: the program keeps it
@@ -194,4 +195,6 @@ def _inputs(what: Formula, recorder: Recorder) -> tuple[int, ...] | None:
             return None
         if record.known is not None:
             idents[record.known.ident] = None
-    return tuple(idents)
+            if number in at_last:
+                held[record.known.ident] = None
+    return Inputs(tuple(idents), tuple(held))

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from allocator.errors import TierFull, TiersError
+from allocator.pages import PageAllocator
 from migrator import entry, weights
 from migrator import tensors as in_python
 from migrator.advice import Advice
@@ -74,7 +76,7 @@ class Runtime:
 
         Raises
         ------
-        RuntimeError
+        AlreadyActive
             If another runtime is installed.
         """
         entry.install(self)
@@ -252,14 +254,21 @@ class Runtime:
             if not self.closed:  # else they are never carried out
                 self._steps.planned()
                 self._tell_plans(saver)
-            if pages is not None:
-                for device in changed:
-                    pages.expect_news(device)
             movers = saver.armed_movers
+            if pages is not None:
+                self._tell_pages(pages, saver, [m for m in movers if m.engine.compute.device in changed])
             saver.adopt(
                 (action for mover in movers for action in mover.actions()),
                 [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
             )
+
+    def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
+        # At the end of a step. Elsewhere a layout is in use: by what backward is still to do, or by another thread.
+        now = self._optimizers.period_due and len(self._savers) == 1 and not self.closed and not saver.capturing()
+        with saver.aside():  # no part of the next period, whose recorder there may be already
+            for mover in movers:
+                peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
+                pages.expect_news(mover.engine.compute.device, max(peaks, default=0), now=now)
 
     def _tell_plans(self, saver: Saver) -> None:
         if self._counters.timeline is None:

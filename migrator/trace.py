@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
 
 from allocator.lifetimes import Lifetime
 
@@ -60,12 +61,16 @@ class Recipe:
         What recomputing it takes on the device.
     scratch : int
         Bytes that are in use besides while it is recomputed: results in between, a convolution's workspace.
+    held : tuple of int
+        Of the inputs, those that are known to have been in HBM when it was saved, as the operation that saved it was
+        given them: as they are, or to be added up.
     """
 
     op: str
     inputs: tuple[int, ...]
     seconds: float
     scratch: int = 0
+    held: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +178,9 @@ class Trace:
             # But not all that follows in one module is of one operation.
             ends[site.storage] = max(min(last, site.birth + KEPT - 1) + 2, ends.get(site.storage, 0))
         for life in self.lifetimes:
-            # And what it was computed from the program had until then, whoever else kept it.
-            for source in self.recipes[life.ident].inputs if life.ident in self.recipes else ():
-                ends[source] = max(life.birth + 1, ends.get(source, 0))
+            if life.ident in self.recipes:
+                for source in self.recipes[life.ident].held:
+                    ends[source] = max(life.birth + 1, ends.get(source, 0))
         return ends
 
     @cached_property
@@ -238,7 +243,12 @@ class Trace:
             times=tuple(data["times"]),
             seconds=data["seconds"],
             others=tuple(data["others"]),
-            recipes={int(i): Recipe(**r | {"inputs": tuple(r["inputs"])}) for i, r in data["recipes"].items()},
+            recipes={int(i): _recipe(**recipe) for i, recipe in data["recipes"].items()},
             regions=tuple(Region(**region | {"inputs": tuple(region["inputs"])}) for region in data["regions"]),
             held={int(i): end for i, end in data.get("held", {}).items()},
         )
+
+
+def _recipe(*, inputs: list[int], held: Sequence[int] = (), **others: Any) -> Recipe:
+    """One that was written, perhaps before it told what was held."""
+    return Recipe(inputs=tuple(inputs), held=tuple(held), **others)

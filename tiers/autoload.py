@@ -26,7 +26,7 @@ def gate() -> None:
     if allocator in ("", "off"):
         others = [name for name in os.environ if name.startswith("TIERS_") and name != "TIERS_ALLOCATOR"]
         if others and not allocator:
-            _tell_misspelt(others)
+            _tell_off(others)
         return
     session = sys.modules.get("tiers.session")
     if session is not None and not hasattr(session, "install"):
@@ -44,17 +44,33 @@ def gate() -> None:
         )
 
 
-def _tell_misspelt(names: Iterable[str]) -> None:
-    """Tell which are none of ours: with ``TIERS_ALLOCATR`` a program runs without tiers, and looks as if with them."""
+def _tell_off(names: Iterable[str]) -> None:
+    """Tell that tiers is off though `names` are set: a program that runs without looks as if it ran with them.
+
+    Of names that are none of ours, such as ``TIERS_ALLOCATR``, each; of ours one.
+    """
     import multiprocessing
 
     from tiers.config_keys import BY_ENV, CONFIG_ENV, nearest
 
     known = {*BY_ENV, CONFIG_ENV}
-    if multiprocessing.parent_process() is None:
-        for name in sorted(name for name in names if name not in known):
-            text = f"tiers is off: TIERS_ALLOCATOR is not set, and {name} is no variable of ours{nearest(name, known)}"
-            print(text, file=sys.stderr)
+    if multiprocessing.parent_process() is not None:
+        return
+    strange = sorted(name for name in names if name not in known)
+    for name in strange:
+        text = f"tiers is off: TIERS_ALLOCATOR is not set, and {name} is no variable of ours{nearest(name, known)}"
+        print(text, file=sys.stderr)
+    wanted = sorted({"TIERS_HBM", "TIERS_POLICY"}.intersection(names))
+    if wanted and not strange:
+        import atexit
+
+        # At the end: until then a session in code may read it.
+        atexit.register(_tell_unread, wanted[0])
+
+
+def _tell_unread(name: str) -> None:
+    if "tiers.session" not in sys.modules and "tiers.cli" not in sys.modules:
+        print(f"tiers was off: {name} is set, and TIERS_ALLOCATOR is not", file=sys.stderr)
 
 
 def catch_up() -> None:

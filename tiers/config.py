@@ -160,7 +160,7 @@ def load(
     values = flatten(Config())
     origin = dict.fromkeys(values, "default")
     for source in (
-        from_files(Path(str(named)) if named else None, environ, cwd or Path()),
+        from_files(Path(str(named)) if named else None, environ, cwd or Path(), options or {}),
         from_environment(environ, options or {}),
         from_arguments(given),
     ):

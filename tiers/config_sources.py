@@ -32,15 +32,20 @@ class Given:
             ) from None
 
 
-def from_files(named: Path | None, environ: Mapping[str, str], cwd: Path) -> Iterator[Given]:
-    """Yield what the user config says, then `named` or, without it, ``tiers.toml`` of `cwd`."""
+def from_files(
+    named: Path | None, environ: Mapping[str, str], cwd: Path, options: Mapping[str, str]
+) -> Iterator[Given]:
+    """Yield what the user config says, then `named` or, without it, ``tiers.toml`` of `cwd`.
+
+    `options` as for `from_environment`.
+    """
     base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config"
     user = Path(base) / "tiers" / "tiers.toml"
     if user.is_file():
         yield from _from_file(user, str(user))
     if named is not None:
         if not named.is_file():
-            raise ConfigError(f"{CONFIG_ENV} names {named}, which is not a file")
+            raise ConfigError(f"{options.get(CONFIG_ENV, CONFIG_ENV)} names {named}, which is not a file")
         yield from _from_file(named, str(named))
     elif (cwd / "tiers.toml").is_file():
         yield from _from_file(cwd / "tiers.toml", "./tiers.toml")

@@ -146,7 +146,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_mark": [],
         "tn_log": [ctypes.c_int, ctypes.c_void_p, U64, P64],
         "tn_plan": [U64, U64, *[ctypes.c_void_p] * 3, U64, ctypes.c_void_p],
-        "tn_forget_plan": [],
+        "tn_forget_plan": [U64],
         "tn_move": [U64, ctypes.c_int],
         "tn_on": [U64, ctypes.c_int],
         "tn_get_stats": [ctypes.POINTER(Stats)],

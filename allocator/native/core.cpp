@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t kSmall = uint64_t{1} << 20;          // requests up to here share pages apart from larger ones
 constexpr uint64_t kRange = uint64_t{1} << 40;          // addresses of a heap; they cost nothing
 constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the address space is short
-constexpr uint64_t kSpare = 256;                        // one page in so many: of those that are only in part in use
+constexpr uint64_t kSpare = 256;                        // one page in so many, for those that are in use only in part
 constexpr char kFull[] = "every tier is full";
 constexpr char kCapturing[] = "a stream is being captured into a graph";
 
@@ -62,17 +62,34 @@ bool tn_core::is_retired(uint64_t pool) const {
 
 Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
   if (thrifty && !aside) {
-    uint64_t alive = std::max(most, stats.allocated[TN_ALL].current + int64_t(bytes)) / kPage;
-    uint64_t limit = pages[kHbm].limit(), enough = alive + alive / kSpare;
-    pages[kHbm].set_limit(std::min(limit, enough));
-    Status status = find_in(kHbm, bytes, stream, pool, heap_out, block);
-    pages[kHbm].set_limit(limit);
+    --thrifty;
+    Status status = find_thriftily(bytes, stream, pool, heap_out, block);
     if (status != Status::Full) return status;
   }
   // Idle HBM is used, or taken from where it lies idle, before anything goes to DRAM.
   Status status = find_in(kHbm, bytes, stream, pool, heap_out, block);
   if (status != Status::Full || pages[kDram].limit() == 0 || aside) return status;
   return find_in(kDram, bytes, stream, pool, heap_out, block);
+}
+
+// In HBM, where no page is made beyond what is expected to be alive at most: what lies idle is mapped anew first.
+Status tn_core::find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
+  uint64_t most = std::max(uint64_t(stats.active[TN_ALL].current) + bytes, expected) / kPage;
+  most -= std::min(most, pages[kDram].made());
+  // Nobody takes a private pool's pages.
+  for (auto &[base, heap] : heaps)
+    if (heap->pool() != 0 && !is_retired(heap->pool())) most += heap->idle_pages(kHbm);
+  struct Lowered {
+    Pages &tier;
+    uint64_t limit;
+    int64_t &retries, before;
+    ~Lowered() {
+      tier.set_limit(limit);
+      retries = before;  // HBM is not full
+    }
+  } lowered{pages[kHbm], pages[kHbm].limit(), stats.retries, stats.retries};
+  pages[kHbm].set_limit(std::min(lowered.limit, most + most / kSpare));
+  return find_in(kHbm, bytes, stream, pool, heap_out, block);
 }
 
 Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
@@ -100,7 +117,7 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
     if (!reclaimed) {
       settle();
       if ((*block = place->fit(bytes))) return Status::Ok;
-      stats.retries += !aside && !thrifty;
+      stats.retries += !aside;
     }
     // What was mapped beside the place may be unmapped with the rest: then there is more to map, and to reclaim.
     uint64_t idle = pages[tier].idle();
@@ -187,7 +204,6 @@ void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
     add(stats.active_blocks[size], 1);
   }
   lap = std::max(lap, stats.allocated[TN_ALL].current);
-  most = std::max(most, stats.allocated[TN_ALL].current);
 }
 
 Status tn_core::free(uint64_t address) {

@@ -88,9 +88,10 @@ TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacit
  * for the region, and there is no layout any more. TN_BUSY: the layout is what it was. */
 TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
                    const uint64_t *offsets, uint64_t pages, const uint32_t *order);
-/* From now on there is no layout; what was mapped for it stays, and is anybody's. Until the next mark or layout no page is
- * made beyond the most that was alive while others lie idle: those are mapped anew, which waits for their stream. */
-TN_API void tn_forget_plan(tn_core *core);
+/* From now on there is no layout; what was mapped for it stays, and is anybody's. Until the next mark or layout, and for
+ * twice as many requests as the last period had at most, hardly a page is made beyond what is alive, or beyond `expected`
+ * bytes if that is more, while others lie idle: those are mapped anew, which waits for their stream. */
+TN_API void tn_forget_plan(tn_core *core, uint64_t expected);
 
 /* Where requests of known lives lie, so that no two overlap in both time and space: an offset for each. Births and deaths
  * are events of a period of `events`; a death past them lies in the next period. `most` gets the most bytes that are

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from allocator.sequence import Foreseen
 
 
+COUNTED = ("maps", "unmaps", "waits", "retries", "planned", "departed", "misplaced")
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """What the core counted.
@@ -31,6 +34,8 @@ class Counts:
         Bytes that are mapped and not in use.
     maps, unmaps, waits : int
         Pages mapped and unmapped, and waits for a stream that this took.
+    retries : int
+        Requests for which a tier was full before idle pages were taken from elsewhere.
     planned, departed, misplaced : int
         Requests served where the layout has them, those the layout does not know, and those whose place was taken.
     """
@@ -46,6 +51,7 @@ class Counts:
     maps: int
     unmaps: int
     waits: int
+    retries: int
     planned: int
     departed: int
     misplaced: int
@@ -175,13 +181,13 @@ class Core:
         pointers = (counts.ctypes.data, sizes.ctypes.data, places.ctypes.data, len(order), order.ctypes.data)
         checked(self._library.tn_plan(self._core, foreseen[0].stream, len(foreseen), *pointers))
 
-    def forget_plan(self) -> None:
+    def forget_plan(self, expected: int = 0) -> None:
         """From now on there is no layout; what was mapped for it stays, and serves whatever comes.
 
-        Until the next mark or layout, pages that lie idle go wherever one is missing before any is made beyond the most
-        that was alive; that waits for their stream.
+        Until the next mark or layout, pages that lie idle go wherever one is missing before any is made beyond what is
+        alive, or beyond `expected` bytes if that is more; that waits for their stream.
         """
-        self._library.tn_forget_plan(self._core)
+        self._library.tn_forget_plan(self._core, expected)
 
     def move(self, address: int, tier: int) -> None:
         """Put the whole pages of a block on `tier`, under the same address; waits for all streams.
@@ -219,7 +225,7 @@ class Core:
             dram=plain["dram_bytes"],
             dram_peak=plain["dram_peak"],
             idle=plain["idle_bytes"],
-            **{name: plain[name] for name in ("maps", "unmaps", "waits", "planned", "departed", "misplaced")},
+            **{name: plain[name] for name in COUNTED},
         )
 
     def reset_peaks(self) -> None:

@@ -191,8 +191,7 @@ void tn_mark(tn_core *core) {
   core->log[0].requests.clear();
   core->log[0].events = 0;
   ++core->period;
-  core->most = core->stats.allocated[TN_ALL].current;
-  core->thrifty = false;
+  core->thrifty = 0;
   core->plan.came = core->plan.next;
   core->plan.next = 0;
   core->plan.back = kNone;  // `lost` stays: where one period was not foreseen, the next may not be either
@@ -225,10 +224,11 @@ int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *
   });
 }
 
-void tn_forget_plan(tn_core *core) {
+void tn_forget_plan(tn_core *core, uint64_t expected) {
   std::lock_guard<std::mutex> guard(core->mutex);
   core->plan = {};
-  core->thrifty = true;
+  core->thrifty = 2 * core->log[1].requests.size();
+  core->expected = expected;
 }
 
 int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const int64_t *deaths, int64_t events,

@@ -71,7 +71,7 @@ Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_
   if (status == Status::Ok) status = wait(stream);
   if (status != Status::Ok) return status;
   plan = {};
-  thrifty = false;
+  thrifty = 0;
   settle();
   Plan next;
   next.heap = heap;

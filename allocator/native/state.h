@@ -87,11 +87,11 @@ struct tn_core {
   tiers::Plan plan;
   tn_stats stats{};
   uint64_t maps = 0, unmaps = 0;  // of heaps that are gone
-  int64_t lap = 0;   // the most bytes in use since it was last asked for
-  int64_t most = 0;  // and in this period
-  // Whether this period has no layout though the ones before it had: it makes no pages beyond the most that is alive
-  // while others lie idle. Best fit alone would leave up to 4% idle; to unmap those costs this one step a wait each.
-  bool thrifty = false;
+  int64_t lap = 0;  // the most bytes in use since it was last asked for
+  // Requests for which no page is made beyond what is `expected` to be alive at most while others lie idle: those of the
+  // one period without a layout, after others that had one. Best fit alone would leave up to 4% idle. To unmap that
+  // costs a wait each, with the lock held, as where HBM is full; so there is an end to it even if no period ends.
+  uint64_t thrifty = 0, expected = 0;
 
   tn_core(std::unique_ptr<tiers::Primitives> made, uint64_t hbm, uint64_t dram)
       : primitives(std::move(made)),
@@ -105,6 +105,7 @@ struct tn_core {
   size_t follow(uint64_t bytes);
   Block *planned(uint64_t bytes, Stream stream, Heap **out);
   Status find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
+  Status find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Status find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Status reclaim(uint64_t goal, Tier tier, const Heap *but);
   Status surrender(Heap &heap, Tier tier, uint64_t count);

@@ -10,6 +10,7 @@ Whether a formula gives the same bits is not decided here: see `migrator.recompu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ from migrator.recompute.ways import (
 from migrator.timing import product_in
 
 DEPTH = 6  # operations in one formula
+SAVE_WHAT_THEY_MAKE = frozenset({"ReluBackward0", "SigmoidBackward0", "TanhBackward0"})
+SUM = "AddBackward0"
 
 Run = Callable[[Sequence[Tensor]], Tensor]
 AddAndClamp = Callable[[Sequence[Tensor], Tensor, bool], Tensor]
@@ -66,6 +69,26 @@ def operation(name: str) -> str:
     last, _, before = name.partition("(")
     product = product_in(before)
     return f"{last}({product})" if product else last
+
+
+def given_at_last(name: str) -> list[int]:
+    """Which inputs of the formula of that name were there when its result was saved, by their numbers.
+
+    Of one whose last operation saves what it makes: those that this was given, as they are or as a sum, which is made
+    right before. A residual block's input is one of them. What lies deeper may be gone by then.
+    """
+    found: list[int] = []
+    number, path = -1, list[str]()
+    for token in re.findall(r"[^(),\[\]]+(?:\[[^\]]*\])?|[()]", name):
+        if token == ")":
+            path.pop()
+        elif token == ".":
+            number += 1
+            if path and path[0] in SAVE_WHAT_THEY_MAKE and all(above == SUM for above in path[1:]):
+                found.append(number)
+        elif token != "(":
+            path.append(token)
+    return found
 
 
 class Pattern(NamedTuple):

@@ -24,6 +24,13 @@ from migrator.recompute.fused import plainly
 from migrator.trace import Recipe
 
 
+class Inputs(NamedTuple):
+    """The storages of a formula's inputs, each once; and those of them that `Recipe.held` names."""
+
+    idents: tuple[int, ...]
+    held: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Trial:
     """A formula that waits for backward to ask for the tensor that it should make.
@@ -36,7 +43,7 @@ class Trial:
         How to make all of that storage.
     verified : Verified
         What will have been seen to hold.
-    inputs : tuple of int
+    inputs : Inputs
         The storages of the formula's inputs.
     size, stride : tuple of int
         Of what is made.
@@ -47,7 +54,7 @@ class Trial:
     ident: int
     what: Formula
     verified: Verified
-    inputs: tuple[int, ...]
+    inputs: Inputs
     size: tuple[int, ...]
     stride: tuple[int, ...]
     first: int
@@ -87,9 +94,7 @@ class Trials:
         self._seen.add(ident)
         return True
 
-    def knows(
-        self, ident: int, key: str, base: Tensor, what: Formula, inputs: tuple[int, ...], found: Set[str]
-    ) -> bool:
+    def knows(self, ident: int, key: str, base: Tensor, what: Formula, inputs: Inputs, found: Set[str]) -> bool:
         """Whether the formula held at this site before; then it counts as held, with what it finds now."""
         verified = self._verified.get(key)
         if verified is None or what.name not in verified.held or verified.layout != layout(base):
@@ -139,9 +144,9 @@ class Trials:
         return self._held
 
 
-def _recipe(name: str, verified: Verified, inputs: tuple[int, ...]) -> Recipe:
+def _recipe(name: str, verified: Verified, inputs: Inputs) -> Recipe:
     took = verified.held[name]
-    return Recipe(operation(name), inputs, took.seconds, took.scratch)
+    return Recipe(operation(name), inputs.idents, took.seconds, took.scratch, inputs.held)
 
 
 def _is_storage(trial: Trial, made: Tensor) -> bool:

@@ -120,7 +120,7 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
     } else if (dice < 995) {
       expect(tn_pool_retire(core, pool) == TN_OK, "a pool can be retired");
       pool += kThreads;
-      if (dice == 990) tn_forget_plan(core);
+      if (dice == 990) tn_forget_plan(core, dice * 4096);
       expect((dice % 2 ? tn_trim : tn_trim_outside)(core) == TN_OK, "idle memory goes back");
     } else if (dice < 998) {
       ask(core, random, blocks, pool);

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import optimizer as optimizers
 
 import tiers
+from allocator.errors import TiersError
 from allocator.sizes import MiB
 from tests.scenarios import batch, bits, gradients, main, moved, moving, perceptron, train
 
@@ -68,7 +69,7 @@ def left_by_an_exception(device: torch.device) -> None:
 def never_nested(device: torch.device) -> None:
     with moving(room=0) as session:
         train(perceptron(device), device, steps=2)
-        with pytest.raises(RuntimeError, match="already"), tiers.session(policy="keep"):
+        with pytest.raises(TiersError, match="already"), tiers.session(policy="keep"):
             pass
         before = moved(session)["h2d"]
         train(perceptron(device), device, steps=2)
@@ -86,7 +87,7 @@ def the_same_object_twice(device: torch.device) -> None:
     try:
         with again:
             train(perceptron(device), device)
-    except RuntimeError as refusal:
+    except (RuntimeError, TiersError) as refusal:
         print(f"  {refusal}")
     assert _footprint() == before
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from allocator.sizes import format_size
 from tiers.bench import IDEAL, Outcome, Variant, run
-from tiers.cli.run import refuse_without_autoload
+from tiers.cli.run import options_for, refuse_without_autoload
 from tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
 from tiers.config import load
 
@@ -113,7 +113,7 @@ def _environ(variants: Sequence[Variant]) -> Mapping[str, str]:
     allocator = load().config.allocator
     environ = {**os.environ, "TIERS_ALLOCATOR": "pages" if allocator == "off" else allocator}
     for variant in variants:
-        load(environ={**environ, **variant.environ})
+        load(environ={**environ, **variant.environ}, options=options_for(variant.environ))
     return environ
 
 

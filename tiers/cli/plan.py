@@ -68,7 +68,7 @@ class PlanVerb:
 
         if args.plot:
             check(args.plot, force=args.force)
-        file = args.trace / "trace.json" if args.trace.is_dir() else args.trace
+        file = args.trace if args.trace.suffix == ".json" else args.trace / "trace.json"
         trace = read_json(file, Trace.from_json)
         below = known_below(args.dram)
         links = known_links(args.links, below=below)

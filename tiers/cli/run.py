@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tiers.cli.verb import CliError
 from tiers.config import load
@@ -72,8 +72,7 @@ def _changes(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, 
         for env, value in given.items()
         if value is not None
     }
-    options = {env: _option(key) for env, key in BY_ENV.items() if env in changes}
-    allocator = load(environ={**environ, **changes}, options=options).config.allocator
+    allocator = load(environ={**environ, **changes}, options=options_for(changes)).config.allocator
     if changes.get("TIERS_ALLOCATOR", "").strip().lower() == "off":
         raise CliError("--allocator off is to run the program without tiers: leave `tiers run` out")
     # The gate looks at the variable alone, so what a file says about the allocator must reach it there.
@@ -82,6 +81,12 @@ def _changes(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, 
 
 def _option(key: Key) -> str:
     return "--" + key.argument.replace("_", "-")
+
+
+def options_for(variables: Iterable[str]) -> dict[str, str]:
+    """The options that set `variables`, as far as there are some: what messages are to speak of."""
+    options = {CONFIG_ENV: "--config"} | {env: _option(key) for env, key in BY_ENV.items()}
+    return {env: options[env] for env in variables if env in options}
 
 
 def _describe(changes: Mapping[str, str], command: list[str], *, as_json: bool) -> str:

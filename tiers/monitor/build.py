@@ -59,4 +59,6 @@ def read_curves(path: Path | None) -> dict[str, Curve]:
     try:
         return curves_of(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"monitor.calibration: {path}: {error}") from None
+        raise ConfigError(
+            f"monitor.calibration: {path}: {error}; make one with tiers probe --contention --json > {path}"
+        ) from None

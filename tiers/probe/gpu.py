@@ -71,12 +71,12 @@ class PlainStream:
 
 
 class RuntimeLane:
-    """A lane as a run has it: native where that was built."""
+    """A lane as a run has it, unless TIERS_NATIVE is off: native where that was built."""
 
     def __init__(self, device: torch.device, direction: Direction) -> None:
         opened = open_device(device, Counters(), 0)
         self._compute = opened.compute
-        self._compute.time_waits(0)
+        self._compute.time_waits(0)  # so that `wait` is nothing but a wait
         self._lane = opened.out if direction == "d2h" else opened.back
 
     def copy(self, pieces: Sequence[Piece], behind: Stream = None) -> Event:  # noqa: D102
@@ -202,9 +202,8 @@ class HbmDramPath:
 
     def _queue(self, copier: Copier, destination: torch.Tensor, source: torch.Tensor, size: int) -> Event:
         stream: Stream = torch._C._cuda_getCurrentStream(self._device.index)
-        ends = []
-        for index in range(copies(size)):
+        for index in range(copies(size)):  # at least one
             at = slice(index * size, (index + 1) * size)
             # A stream keeps its order, so only its first copy waits for the gate.
-            ends.append(copier.copy([whole(destination[at], source[at])], None if index else stream))
-        return ends[-1]
+            end = copier.copy([whole(destination[at], source[at])], None if index else stream)
+        return end

@@ -33,7 +33,7 @@ class Pages:
     def period_over(self, *, alone: bool = True) -> None:
         pass
 
-    def expect_news(self, device: torch.device) -> None:
+    def expect_news(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
         pass
 
     def state(self, on: bool) -> None:

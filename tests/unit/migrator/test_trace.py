@@ -67,9 +67,10 @@ def test_what_follows_in_one_module_is_not_all_of_one_operation() -> None:
     assert [trace.let_go[k] for k in range(24)] == [min(k + KEPT - 1, 23) + 2 for k in range(24)]
 
 
-def test_what_another_was_computed_from_the_program_held_until_then() -> None:
+def test_what_a_result_was_made_from_at_last_the_program_held_until_it_was_saved() -> None:
     """A residual block's input, which was still on its way out when the block added it: nobody saw who held it."""
     sites = tuple(Site(f"block.{k}:0", k, 8, k, (19 - k,)) for k in range(10))
-    trace = Trace(sites, 20, recipes={7: Recipe("AddBackward0", (1, 6), 1e-3)})
+    trace = Trace(sites, 20, recipes={7: Recipe("ReluBackward0", (2, 1), 1e-3, held=(1,))})
     assert trace.let_go[1] == 8  # once 7 is made, which position 7 saves
-    assert trace.let_go[2] == 4
+    assert trace.let_go[2] == 4  # a batch normalisation's input, which that alone needed
+    assert Trace.from_json(trace.to_json()) == trace

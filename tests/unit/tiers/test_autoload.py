@@ -52,7 +52,14 @@ def test_a_misspelt_allocator_does_not_pass_for_tiers():
 
 
 def test_variables_for_a_session_in_code_are_nobody_s_mistake():
-    assert python(GATE, TIERS_HBM="1GiB", TIERS_CONFIG="tiers.toml").stderr == ""
+    later = "; import sys; sys.modules['tiers.session'] = sys"
+    assert python(GATE + later, TIERS_HBM="1GiB", TIERS_CONFIG="tiers.toml").stderr == ""
+
+
+def test_a_budget_that_nobody_read_is_told_at_the_end():
+    done = python(GATE + "; print('trains')", TIERS_HBM="1GiB", TIERS_LOG="info")
+    assert done.stderr == "tiers was off: TIERS_HBM is set, and TIERS_ALLOCATOR is not\n"
+    assert python(GATE, TIERS_LOG="info").stderr == ""
 
 
 def test_on_installs_the_session_with_the_configuration():

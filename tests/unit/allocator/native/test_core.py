@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -611,17 +611,64 @@ def test_what_a_forgotten_layout_had_mapped_serves_whatever_comes(core: Core) ->
     core.trim_outside()  # of no layout
 
 
-@pytest.mark.parametrize(("calls", "most"), [(["forget_plan"], 10), (["forget_plan", "mark"], 16), ([], 16)])
+def with_a_hole(core: Core) -> None:
+    """A period that leaves 6 MiB idle below 2 MiB in use."""
+    first, _ = core.allocate(6 * MiB), core.allocate(2 * MiB)
+    core.free(first)
+    core.mark()
+
+
+@pytest.mark.parametrize(
+    ("forgets", "most"),
+    [
+        (lambda core: core.forget_plan(), 10),
+        (lambda core: core.forget_plan(14 * MiB), 16),  # that much will be alive, so the hole will be of use
+        (lambda core: (core.forget_plan(), core.mark()), 16),
+        (lambda core: (core.forget_plan(), [core.free(core.allocate(MiB)) for _ in range(4)]), 18),  # of two requests
+        (lambda core: None, 16),
+    ],
+)
 def test_a_period_after_a_forgotten_layout_makes_no_pages_while_others_lie_idle(
-    core: Core, calls: list[str], most: int
+    core: Core, forgets: Callable[[Core], object], most: int
 ) -> None:
+    with_a_hole(core)
+    forgets(core)
+    core.reset_peaks()
+    core.allocate(8 * MiB)  # than which the hole is smaller
+    assert core.counts().hbm_peak <= most * MiB
+    assert core.counts().hbm_peak > (most - 4) * MiB
+    assert core.counts().retries == 0  # there was room
+
+
+def test_what_state_has_in_dram_makes_no_room_for_pages_in_hbm(core: Core) -> None:
+    state = core.allocate(8 * MiB)
+    with_a_hole(core)
+    core.move(state, DRAM)
+    core.trim()  # of what it had in HBM, and of the hole
     first, last = core.allocate(6 * MiB), core.allocate(2 * MiB)
     core.free(first)
     core.mark()
-    for call in calls:
-        getattr(core, call)()
+    core.forget_plan()
     core.reset_peaks()
-    larger = core.allocate(8 * MiB)  # than the hole
-    assert core.counts().hbm_peak == most * MiB
-    core.free(larger)
+    core.allocate(8 * MiB)
+    assert core.counts().hbm_peak == 12 * MiB  # with the other 2 MiB in use
     core.free(last)
+
+
+def test_a_request_aside_does_not_unmap_for_others_to_come(core: Core) -> None:
+    with_a_hole(core)
+    core.forget_plan()
+    core.reset_peaks()
+    with aside():
+        core.free(core.allocate(8 * MiB))
+    assert core.counts().hbm_peak == 16 * MiB
+
+
+def test_a_full_hbm_is_told_also_in_a_period_after_a_forgotten_layout() -> None:
+    core = Core("memfd", hbm=8 * MiB, dram=0)
+    with_a_hole(core)
+    core.forget_plan()
+    with pytest.raises(CoreFull):
+        core.allocate(8 * MiB)
+    assert core.counts().retries == 1
+    core.allocate(6 * MiB)  # and the limit is what it was

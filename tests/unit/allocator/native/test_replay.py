@@ -29,6 +29,7 @@ PYTORCH = {"gpt-1.3b": 1.049, "gpt-1.3b-checkpointed": 1.177, "resnet152-b256": 
 
 
 LENGTHS = (512, 896, 1280, 1664, 2048)
+WAITS = 8  # for the device in a step without a layout: each may cost it a millisecond
 
 
 def replay(core: Core, events: list[list[int | str]]) -> None:
@@ -162,7 +163,7 @@ def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive(
 ) -> None:
     """By the layout of the plan before, it took 1.9% more; on a GPU, with pages in DRAM, up to 7%.
 
-    And by best fit, which makes pages as long as there are some: 0.3% of the ResNet, 3.6% of the GPT.
+    And by best fit, which makes pages as long as there are some: 0.3% more for the ResNet, 3.6% for the GPT.
     """
     data = json.loads(gzip.decompress((SEQUENCES / f"{name}.json.gz").read_bytes()))
     steps = [leaving(data["events"], share, seed) for share, seed in plans]
@@ -173,6 +174,7 @@ def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive(
     pages = OnOneCore(core)
     pages.begin()
     for number, events in enumerate(steps):
+        waits = core.counts().waits
         for step in range(3):
             core.reset_peaks()
             replay(core, events)
@@ -180,8 +182,11 @@ def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive(
             if number or step:  # the very first step has no other before it
                 most = 1.001 if step else 1.005
                 assert (counts.hbm_peak + counts.dram_peak) / counts.allocated_peak < most
+            if number and not step and spare > 1.01:
+                assert counts.waits - waits <= WAITS
             if step == 2:
-                pages.expect_news(torch.device("cuda", 0))
+                next_one = steps[min(number + 1, len(steps) - 1)]
+                pages.expect_news(torch.device("cuda", 0), static + most_alive(next_one))
             pages.period_over()
 
 

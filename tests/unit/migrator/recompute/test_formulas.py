@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from migrator.recompute import fused, fused_layer_norm, operations
 from migrator.recompute.dropped import run
 from migrator.recompute.finder import base_of, find
+from migrator.recompute.formulas import given_at_last
 from migrator.recompute.origins import Origins, note, note_epsilon
 
 X = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -301,3 +302,19 @@ def test_a_bias_that_is_recomputed_is_recomputed_in_every_period() -> None:
 
 def test_without_a_gpu_nothing_is_made_at_once() -> None:
     assert not fused._exact(torch.device("cpu"), torch.float32, torch.float32, True, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("ReluBackward0(.)", [0]),
+        ("ReluBackward0(AddBackward0(NativeBatchNormBackward0(.,.,.,.,.),.))", [5]),  # a residual block's input
+        ("ReluBackward0(AddBackward0(NativeBatchNormBackward0(.,.),NativeBatchNormBackward0(.,.)))", []),
+        ("ReluBackward0(AddBackward0(.,ConvolutionBackward0[8x4x1x1, 4x4x1x1](.,.)))", [0]),
+        ("AddBackward0(.,.)", []),  # saved by whoever works with it, perhaps much later
+    ],
+)
+def test_what_an_operation_at_the_end_was_given_is_there_when_its_result_is_saved(
+    name: str, numbers: list[int]
+) -> None:
+    assert given_at_last(name) == numbers

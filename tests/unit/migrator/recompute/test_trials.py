@@ -24,7 +24,7 @@ from migrator.recompute import operations as table
 from migrator.recompute.dropped import Dropped, Recomputed
 from migrator.recompute.finder import Took, Verified, layout
 from migrator.recompute.formulas import Formula
-from migrator.recompute.trials import Trial, Trials
+from migrator.recompute.trials import Inputs, Trial, Trials
 from migrator.tensors import Saved
 from migrator.trace import Trace
 
@@ -41,9 +41,9 @@ class Model(nn.Module):
         return self.last(F.layer_norm(h, (256,)))
 
 
-def recorded(steps: int = 3, rows: int = 128, **options: str) -> Trace:
+def recorded(steps: int = 3, rows: int = 128, model: nn.Module | None = None, **options: str) -> Trace:
     """The trace of a period; by default with room for everything."""
-    model = Model()
+    model = model or Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with tiers.session(policy="auto", dram="256MiB", **options) as session:
         for _ in range(steps):
@@ -120,6 +120,26 @@ def test_a_recipe_names_the_storages_that_it_needs() -> None:
     storage = {site.key: site.storage for site in trace.sites}
     assert trace.recipes[storage["Model:0"]].inputs == (storage["Model.block.2:0"],)
     assert trace.recipes[storage["Model.last:0"]].inputs == (storage["Model:0"],)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.path = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return self.last(torch.relu(self.path(x) + x))
+
+
+def test_a_recipe_tells_what_was_there_when_the_tensor_was_saved() -> None:
+    """A block's input is, until it is added; not what the batch normalisation was given."""
+    trace = recorded(model=Residual())
+    storage = {site.key: site.storage for site in trace.sites}
+    made, before, normalised = (storage[f"Residual.{key}:0"] for key in ("last", "path.0", "path.1"))
+    assert set(trace.recipes[made].inputs) >= {before, normalised}
+    assert trace.recipes[made].held == (before,)
 
 
 def test_what_is_not_the_same_bit_for_bit_is_no_recipe() -> None:
@@ -241,7 +261,7 @@ def test_what_is_in_use_only_while_a_formula_runs_is_its_scratch(monkeypatch: py
     monkeypatch.setattr(HostMeter, "most", most)
     trials = Trials(HostMeter(HostCompute(Counters())), {})
     verified = Verified({"op": Took(0.0, 0)}, None, layout(x), False, frozenset())
-    trial = Trial(1, Formula("op", (), run), verified, (), tuple(x.size()), x.stride(), 0, x.nbytes)
+    trial = Trial(1, Formula("op", (), run), verified, Inputs((), ()), tuple(x.size()), x.stride(), 0, x.nbytes)
     trials.attempt(trial, x, lambda packed: x)
     recipe, verified = trials.results()[1]
     assert recipe.scratch == verified.held["op"].scratch == 7000
@@ -252,7 +272,9 @@ def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
     what = Formula("ReluBackward0(.)", (), lambda values: x)
     before = Verified({what.name: Took(1e-3, 0)}, None, layout(x), True, frozenset({"Model.block:3"}))
     trials = Trials(mock.Mock(), {"Model.next:0": before})
-    assert trials.knows(7, "Model.next:0", x, what, (), {"Model.block:4"})  # one more was saved before it
+    assert trials.knows(
+        7, "Model.next:0", x, what, Inputs((1,), (1,)), {"Model.block:4"}
+    )  # one more was saved before it
     _, verified = trials.results()[7]
     assert verified.found == {"Model.block:3", "Model.block:4"}
 
