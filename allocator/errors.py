@@ -42,6 +42,19 @@ class TierFull(TiersError):
         )
 
 
+class TierTooSmall(TierFull):
+    """A plan asks for more at once than a tier holds at all."""
+
+    def __str__(self) -> str:
+        variables = " or ".join(f"TIERS_{name.upper()}" for name in self.tier.split(" and "))
+        place = f" at {self.path}" if self.path else ""
+        return (
+            f"the plan has {format_size(self.requested)} in {self.tier}{place} at once, which holds "
+            f"{format_size(self.capacity)}: raise {variables}, or choose TIERS_POLICY=auto, which plans for what there "
+            "is"
+        )
+
+
 class StoreError(TiersError):
     """A store could not do what it was asked to.
 

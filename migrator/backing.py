@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 
 from allocator.dram import LOOK_CLOSELY, DramArena, DramBlock
-from allocator.errors import StoreError, TierFull, TiersError
+from allocator.errors import StoreError, TierFull, TiersError, TierTooSmall
 from allocator.nvme.store import NvmeStore
 from migrator.counters import Counters
 from migrator.disk import Disk
@@ -162,11 +162,11 @@ class Backing:
         return True
 
     def check(self, needed: int) -> None:
-        """Raise TierFull if `needed` bytes at once are more than DRAM and NVMe hold together."""
+        """Raise TierTooSmall if `needed` bytes at once are more than DRAM and NVMe hold together."""
         dram, nvme = self._dram.capacity, 0 if self._nvme is None else self._nvme.capacity
         if needed > dram + nvme:
             where = None if self._nvme is None else self._nvme.where
-            raise TierFull("dram" if self._nvme is None else "dram and nvme", where, needed, 0, dram + nvme)
+            raise TierTooSmall("dram" if self._nvme is None else "dram and nvme", where, needed, 0, dram + nvme)
 
     def reserve(self, owner: object, nbytes: int) -> None:
         """Have DRAM grow in the background to what all owners say they need at once."""

@@ -133,6 +133,7 @@ def load(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     options: Mapping[str, str] | None = None,
+    trains: bool = True,
 ) -> Resolved:
     """Merge argument > environment > ``./tiers.toml`` > user config > default.
 
@@ -147,6 +148,9 @@ def load(
         Where ``./tiers.toml`` is looked for; the working directory if not given.
     options
         Of a command, by the variables of `environ` that they set: what messages are to speak of.
+    trains
+        Whether a program is to train with it. Else NVMe directories need not be there, as on another machine: that is a
+        warning.
 
     Raises
     ------
@@ -169,7 +173,13 @@ def load(
             values[entry.key.name] = entry.parse()
             origin[entry.key.name] = entry.origin
     config = _build(values)
-    return Resolved(config, origin, _check_nvme(config.nvme, origin))
+    try:
+        warnings = _check_nvme(config.nvme, origin)
+    except ConfigError as error:
+        if trains:
+            raise
+        warnings = (str(error),)
+    return Resolved(config, origin, warnings)
 
 
 def _build(values: Mapping[str, Any]) -> Config:

@@ -135,7 +135,7 @@ def _kvikio(topology: Topology) -> Finding:
         return Finding("kvikio", "ok", topology.kvikio)
     if not topology.gpus:
         return Finding("kvikio", "ok", "not installed; of no use without a GPU")
-    return Finding("kvikio", "degraded", "not installed", "pip install 'torch-tiers[cuda13]' (or cuda12)")
+    return Finding("kvikio", "ok", "not installed; only tiers probe uses it: pip install '.[cuda13]' (or cuda12)")
 
 
 def _gds(topology: Topology, nvme: NvmeConfig) -> Finding:
@@ -149,7 +149,7 @@ def _gds(topology: Topology, nvme: NvmeConfig) -> Finding:
         return Finding("GDS", "missing", f"not in use: {obstacle}", 'set nvme.gds to "prefer", or mend that')
     if not topology.gpus:
         return Finding("GDS", "ok", "not in use; of no use without a GPU")
-    return Finding("GDS", "degraded", f"not in use: {obstacle}", "NVMe goes through host memory")
+    return Finding("GDS", "ok", f"not in use: {obstacle}; NVMe goes through host memory")
 
 
 def _pinning(topology: Topology) -> Finding:

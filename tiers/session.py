@@ -202,7 +202,7 @@ class Session:
 def _check_policy(policy: str) -> None:
     """Refuse a policy that lacks what it needs before training starts: it would fail at the first plan."""
     if policy == "autotm" and find_spec("scipy") is None:
-        raise ConfigError("policy autotm needs scipy: pip install 'torch-tiers[plan]'")
+        raise ConfigError("policy autotm needs scipy: pip install scipy")
 
 
 def install(config: Config) -> None:

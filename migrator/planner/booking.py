@@ -203,7 +203,3 @@ class Memory:
     def fits(self) -> bool:
         """Whether every stretch is within the budget."""
         return bool((self.used <= self.room).all())
-
-    def least_spare(self, first: int, end: int) -> int:
-        """The least that is free in stretches ``[first, end)``."""
-        return int((self.room[first:end] - self.used[first:end]).min(initial=2**62))

@@ -68,11 +68,6 @@ class Held:
         return max(holder.birth for holder in self.holders)
 
     @property
-    def first_need(self) -> int | None:
-        """Position at which it must be in HBM again; None if never."""
-        return min(self.asked, default=None)
-
-    @property
     def leave(self) -> int:
         """Position at which the last of its holders is asked for."""
         return max((holder.uses[-1] for holder in self.holders if holder.uses), default=self.birth)

@@ -114,7 +114,7 @@ class _Program:
         try:
             from scipy import optimize, sparse
         except ModuleNotFoundError:
-            raise ModuleNotFoundError("the policy autotm needs scipy: pip install 'torch-tiers[plan]'") from None
+            raise ModuleNotFoundError("the policy autotm needs scipy: pip install scipy") from None
         rows, columns, factors = zip(*self._entries, strict=True)
         matrix = sparse.csr_array((factors, (rows, columns)), shape=(len(self.lower), len(self.cost)))
         result: Any = optimize.milp(

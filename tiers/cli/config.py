@@ -27,7 +27,7 @@ class ConfigVerb:
 
     def run(self, args: argparse.Namespace) -> int:
         """Load and print; a configuration error is the error of this verb."""
-        resolved = load()
+        resolved = load(trains=False)
         values = flatten(resolved.config)
         if args.json:
             keys = {key: {"value": value, "origin": resolved.origin[key]} for key, value in values.items()}

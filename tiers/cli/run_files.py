@@ -40,13 +40,13 @@ def known_links(given: Mapping[str, float], *, disk: bool = False, below: int | 
 
     `below` is what the tiers at their other end hold.
     """
-    config = load().config
+    config = load(trains=False).config
     rates = {lane: given.get(lane) or asdict(config.links)[lane] for lane in LANES}
     return links_from(rates, disk=disk or bool(rates["disk_write"] and rates["disk_read"]), below=below)
 
 
 def known_below(dram: int | None) -> int | None:
     """Bytes that `dram`, or else what is configured, holds with the NVMe that is; None if neither says."""
-    config = load().config
+    config = load(trains=False).config
     dram = config.dram.capacity if dram is None else dram
     return None if dram is None else dram + (config.nvme.capacity or 0 if config.nvme.paths else 0)

@@ -51,7 +51,7 @@ def by_traffic(results: tuple[PathResult, ...]) -> list[Series]:
 def check(path: Path, *, force: bool) -> None:
     """Raise TiersError if no plot could be written to `path`: asked before minutes are spent measuring."""
     if find_spec("matplotlib") is None:
-        raise TiersError("--plot needs matplotlib: pip install 'torch-tiers[plot]'")
+        raise TiersError("--plot needs matplotlib: pip install matplotlib")
     if path.suffix.lower() not in FORMATS:
         raise TiersError(f"{path}: a plot is one of {', '.join(FORMATS)}")
     if not path.absolute().parent.is_dir():

@@ -140,7 +140,7 @@ def test_a_program_that_goes_to_another_directory_leaves_its_run_here(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--hbm", "lots"], "TIERS_HBM"),
+        (["--hbm", "lots"], "(--hbm)"),
         (["--hbm", "20GiB", "--policy", "capuchn"], "capuchin"),
         (["--hbm", "20GiB", "--out", "."], "is there already"),
         (["--hbm", "20GiB,"], "empty entry"),

@@ -256,3 +256,12 @@ def test_an_nvme_directory_must_be_writable(resolve, tmp_path, monkeypatch):
 def test_an_nvme_directory_in_memory_is_allowed_but_said(resolve):
     (warning,) = resolve({"nvme": "1GiB", "nvme_path": "/dev/shm"}).warnings
     assert "/dev/shm is on tmpfs" in warning
+
+
+def test_a_directory_that_is_not_there_is_an_error_only_where_a_program_trains(tmp_path):
+    """A run is looked at on another machine than the one it is configured for."""
+    environ = {"TIERS_NVME": "1GiB", "TIERS_NVME_PATH": str(tmp_path / "elsewhere")}
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(environ=environ, cwd=tmp_path)
+    (warning,) = load(environ=environ, cwd=tmp_path, trains=False).warnings
+    assert "does not exist" in warning

@@ -85,7 +85,7 @@ def test_a_policy_that_lacks_its_extra_leaves_the_others_their_rows(
 ) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     data = json.loads(output(capsys, trace, "--budget", "12GiB", "--policy", "autotm,keep,auto", "--json"))
-    assert data["policies"]["autotm"]["error"] == "the policy autotm needs scipy: pip install 'torch-tiers[plan]'"
+    assert data["policies"]["autotm"]["error"] == "the policy autotm needs scipy: pip install scipy"
     assert data["policies"]["auto"]["fits"]
 
 
@@ -222,3 +222,10 @@ def test_links_that_were_not_measured_are_taken_for_granted() -> None:
 def test_plans_leave_a_part_of_what_is_below_hbm() -> None:
     assert links_from({}, disk=False, below=16 * GiB).below == 15 * GiB
     assert links_from({}, disk=False).below == PCIE_GEN5.below
+
+
+def test_a_run_directory_that_is_not_there_is_told_from_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(tmp_path / "nope"), "--budget", "3GiB"]) == 2
+    assert f"run with TIERS_RUN={tmp_path / 'nope'} to have it written" in capsys.readouterr().err

@@ -270,3 +270,5 @@ def test_curves_come_from_the_probe() -> None:
     assert calibration.left_at("d2h", 49e9) is None
     with pytest.raises(ValueError, match="not a report"):
         curves_of({"paths": []})
+    with pytest.raises(ValueError, match="no lane in it was measured under load"):
+        curves_of({"results": [{"path": {"lane": "h2d"}, "loaded": []}]})

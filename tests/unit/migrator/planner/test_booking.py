@@ -90,4 +90,3 @@ def test_memory_by_hand() -> None:
     assert memory.over.tolist() == [0, 0, 5, 5, 0]
     memory.add(2, 3, -10)
     assert memory.over.tolist() == [0, 0, 0, 5, 0]
-    assert memory.least_spare(0, 3) == 5

@@ -40,7 +40,7 @@ def test_what_is_made_from_something_dropped_makes_that_first() -> None:
     outcome = effect(TRACE, {1, 2})
     assert outcome.work == {5: Work(0.75, (0,))}
     assert outcome.again.tolist() == [0, 0, 11, 12, 0, 0, 11 + 12, 11, 0]
-    assert outcome.held[0].first_need == 5
+    assert min(outcome.held[0].asked) == 5
 
 
 def test_a_region_holds_its_inputs_and_makes_the_rest_at_its_first_use() -> None:
