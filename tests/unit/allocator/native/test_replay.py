@@ -29,7 +29,7 @@ PYTORCH = {"gpt-1.3b": 1.049, "gpt-1.3b-checkpointed": 1.177, "resnet152-b256": 
 
 
 LENGTHS = (512, 896, 1280, 1664, 2048)
-WAITS = 8  # for the device in a step without a layout: each may cost it a millisecond
+WAITS = 4  # for the device in a step without a layout: each may cost it a millisecond
 
 
 def replay(core: Core, events: list[list[int | str]]) -> None:
