@@ -21,6 +21,10 @@ SMALL = "--tiny --rounds 1 --steps 1 --dram 1GiB"
         (f"recompute {SMALL}", ["AddmmBackward0", "plain", "light"]),
         ("disk_store --directory . --size 8MiB --rounds 2", ["plain"]),
         ("hook_times", ["policy auto", "policy move"]),
+        (
+            "losses --tiny --steps 2 --deterministic --allocator torch --policy move --budgets 1MiB",
+            ["plain, once more", "move at 1MiB", "the same in all of 2 steps"],
+        ),
     ],
 )
 def test_it_runs(
