@@ -92,6 +92,7 @@ class Learner:
         self._under = 0  # of these, under the plans that there are
         self._owed = False  # plans changed, and whoever is to be told was told of an error instead
         self._whole = False  # whether any period was
+        self._afresh = False  # whether something was recorded since: formulas may hold for more than they did
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._set_aside: SetAside | None = None
@@ -230,6 +231,7 @@ class Learner:
         if not self._recordings.add(trace, self._periods):
             return False
         self._set_aside = None
+        self._afresh = True
         self._feedback.news()
         self._contest.renew()
         if self._room is None:
@@ -326,7 +328,7 @@ class Learner:
         return holder is not None
 
     def _adopt(self) -> bool:
-        """Take plans over that are there now; whether there were any."""
+        """Take plans over that are there now; whether they are others than there were."""
         taken = self._orders.take()
         if taken is None:
             return False
@@ -334,6 +336,12 @@ class Learner:
         if len(before) == len(made):
             made = tuple(new.after(old) for new, old in zip(made, before, strict=True))
         self._contest.adopted()
+        afresh, self._afresh = self._afresh, False
+        if not afresh and [each.plan for each in made] == [each.plan for each in before]:
+            # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
+            self._made = made
+            log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, made)))
+            return False
         self._carry_out(made)
         return True
 

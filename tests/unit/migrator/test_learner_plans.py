@@ -275,6 +275,36 @@ def test_a_policy_that_refuses_nothing_is_asked_for_less_in_vain_only_once(name:
         assert not any(changed[10:])
 
 
+def test_a_plan_that_comes_out_the_same_is_not_begun_anew() -> None:
+    """A ResNet at half of its memory, where nothing moves: the device was faster than recorded."""
+    target = peak_of(MODEL) * 3 // 4
+    learner = Learner(POLICIES["checkpoint"], target)  # which goes by shares of time, so that the pace is all one
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    (plan,), (before,) = learner.plans, learner.predictions
+    assert before is not None
+    lap = Lap(0.9 * before.seconds, before.stalls)
+    for _ in range(2 * UNTOLD):
+        assert not learner.period_over(None, target, whole=True, pressed=False, drifted=False, lap=lap), (
+            "nothing changed for whoever carries it out"
+        )
+    (after,) = learner.predictions
+    assert learner.plans == (plan,) and learner.settled
+    assert after is not None and after.seconds < 0.95 * before.seconds
+
+
+def test_what_was_recorded_anew_is_carried_out_anew_though_the_plan_is_the_same() -> None:
+    """Formulas may hold for shapes by now for which they had not been tried."""
+    learner = Learner(POLICIES["keep"], 2 * peak_of(MODEL))
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    (plan,) = learner.plans
+    while not learner.records_next:
+        quiet(learner, 0, drifted=True)
+    changed = False
+    while learner.records_next:
+        changed |= learner.period_over(replace(MODEL, regions=()), 0, whole=True, pressed=False, drifted=False)
+    assert changed and learner.plans == (plan,)
+
+
 def test_a_plan_is_told_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="tiers"):
         Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4).period_over(
