@@ -34,24 +34,28 @@ class TierFull(TiersError):
         self.capacity = capacity
 
     def __str__(self) -> str:
-        place = f" at {self.path}" if self.path else ""
-        variables = " or ".join(f"TIERS_{name.upper()}" for name in self.tier.split(" and "))
         return (
-            f"tier {self.tier}{place} is full: {format_size(self.requested)} requested, "
-            f"{format_size(self.used)} of {format_size(self.capacity)} in use; raise {variables}"
+            f"tier {self._where} is full: {format_size(self.requested)} requested, "
+            f"{format_size(self.used)} of {format_size(self.capacity)} in use; raise {self._variables}"
         )
+
+    @property
+    def _where(self) -> str:
+        return f"{self.tier} at {self.path}" if self.path else self.tier
+
+    @property
+    def _variables(self) -> str:
+        return " or ".join(f"TIERS_{name.upper()}" for name in self.tier.split(" and "))
 
 
 class TierTooSmall(TierFull):
     """A plan asks for more at once than a tier holds at all."""
 
     def __str__(self) -> str:
-        variables = " or ".join(f"TIERS_{name.upper()}" for name in self.tier.split(" and "))
-        place = f" at {self.path}" if self.path else ""
         return (
-            f"the plan has {format_size(self.requested)} in {self.tier}{place} at once, which holds "
-            f"{format_size(self.capacity)}: raise {variables}, or choose TIERS_POLICY=auto, which plans for what there "
-            "is"
+            f"the plan has {format_size(self.requested)} in {self._where} at once, which holds "
+            f"{format_size(self.capacity)}: raise {self._variables}, or choose TIERS_POLICY=auto, which plans for what "
+            "there is"
         )
 
 

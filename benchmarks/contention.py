@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -186,10 +187,12 @@ def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
     for load in loads:
         bench.alone(load, options.seconds)
     beside: list[Load | None] = [None, *loads]
-    before = (options.rounds + 1) // 2
-    for number in range(before):
-        for load in beside:
-            bench.cell(number, load, "plain", None, None)
+    plain = [
+        partial(bench.cell, number, load, "plain", None, None) for number in range(options.rounds) for load in beside
+    ]
+    before = (options.rounds + 1) // 2 * len(beside)
+    for measure in plain[:before]:
+        measure()
     gc.collect()
     measured: dict[str, float] = {}
     if cuda:
@@ -214,9 +217,8 @@ def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
                 print(f"no time for more than {number + 1} rounds")
                 break
         switch.set(False)
-    for number in range(before, options.rounds):
-        for load in beside:
-            bench.cell(number, load, "plain", None, None)
+    for measure in plain[before:]:
+        measure()
     return bench.cells
 
 

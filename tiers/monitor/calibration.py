@@ -92,7 +92,7 @@ def curves_of(report: Mapping[str, Any]) -> dict[str, Curve]:
             if lane is not None and points and points[0][1] > 0:
                 curves[lane] = [(float(traffic), min(rate / points[0][1], 1.0)) for traffic, rate in points]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"not a report of tiers probe --json: {error!r} is missing") from None
+        raise ValueError(f"not a report of tiers probe --json ({error!r})") from None
     if not curves:
         raise ValueError("no lane in it was measured under load")
     return curves
