@@ -1,4 +1,5 @@
-// Times every request and every free of a sequence through the core. Usage: request_latency PERIODS DISTURBANCE < SEQUENCE
+// Times every request and every free of a sequence through the core. Usage: request_latency PERIODS DISTURBANCE <
+// SEQUENCE
 //
 // SEQUENCE is numbers: what lives as long as the program, each with its bytes; events, each a block's number and its
 // bytes, or 0 for its free; the layout's requests, each with bytes and offset; the order of its pages. Each list begins

@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable
+from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
 from migrator.transfers import Transfer
@@ -104,13 +105,11 @@ def trace_events(events: Iterable[Event], process: int) -> list[dict[str, Any]]:
     Slices of one track must not overlap there; where these do (two threads wait, two requests are under way), those
     that begin later go on a track of their own.
     """
-    ends: dict[tuple[str, str], list[int]] = {}  # of each row of a track: that of its last slice, in nanoseconds
+    rows: dict[tuple[str, str], _Rows] = {}
     placed: list[tuple[tuple[str, int, int], dict[str, Any]]] = []
     for _, device, kind, name, begin, end, more in sorted(events, key=lambda event: event[4]):
         start, stop = (round(1e9 * at) for at in (begin, begin if end is None else end))
-        rows = ends.setdefault((device, kind), [])
-        row = next((k for k, at in enumerate(rows) if at <= start), len(rows))
-        rows[row : row + 1] = [stop]
+        row = rows.setdefault((device, kind), _Rows()).take(start, stop)
         lasts = {"ph": "i", "s": "t"} if end is None else {"ph": "X", "dur": (stop - start) / 1e3}
         event = {"name": name, "cat": kind, "ts": start / 1e3, "pid": process, **lasts, "args": dict(more)}
         placed.append(((device, ORDER.index(kind), row), event))
@@ -122,6 +121,22 @@ def trace_events(events: Iterable[Event], process: int) -> list[dict[str, Any]]:
         named.append(_metadata("thread_name", process, thread, _title(device, ORDER[place], row)))
         named.append(_metadata("thread_sort_index", process, thread, thread))
     return named + [event | {"tid": threads[track]} for track, event in placed]
+
+
+class _Rows:
+    """The rows of a track, each of which has one slice at a time. Slices come in the order of their beginnings."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[int, int]] = []  # a heap: until when in nanoseconds, and which row
+        self._free: list[int] = []  # a heap
+
+    def take(self, start: int, stop: int) -> int:
+        """The first row that is free from `start`, in nanoseconds; it is taken until `stop`."""
+        while self._taken and self._taken[0][0] <= start:
+            heappush(self._free, heappop(self._taken)[1])
+        row = heappop(self._free) if self._free else len(self._taken)
+        heappush(self._taken, (stop, row))
+        return row
 
 
 def _metadata(what: str, process: int, thread: int, value: str | int) -> dict[str, Any]:

@@ -117,8 +117,8 @@ void Adapter::refuse(int status, size_t bytes, c10::DeviceIndex device) {
   for (auto &observer : observers) observer(device, bytes, limit, free);
   TORCH_CHECK_WITH(OutOfMemoryError, false,
                    "CUDA out of memory. Tried to allocate " + size(bytes) + " on GPU " + std::to_string(device) + ": " +
-                       why + ". hbm: " + size(stats.hbm_bytes) + " of " + size(limit) + "; dram: " +
-                       size(stats.dram_bytes) + " of " + size(stats.dram_limit) + "; in use " +
+                       why + ". hbm: " + size(stats.hbm_bytes) + " of " + size(limit) +
+                       "; dram: " + size(stats.dram_bytes) + " of " + size(stats.dram_limit) + "; in use " +
                        size(stats.allocated[0].current) + ", idle in fragments " + size(stats.idle_bytes) +
                        ". Raise TIERS_DRAM (or TIERS_HBM), or let less live at once.");
 }
@@ -140,9 +140,9 @@ void Adapter::recordStream(const c10::DataPtr &data, c10::cuda::CUDAStream strea
   // Memory that is not ours, such as another process's, is not ours to look after either.
   if (!data.get() || data.get_deleter() != &drop) return;
   if (tn_core *core = core_of(data.get()))
-    TORCH_CHECK(tn_used_on(core, reinterpret_cast<uint64_t>(data.get()), reinterpret_cast<uint64_t>(stream.stream())) ==
-                    TN_OK,
-                tn_last_error());
+    TORCH_CHECK(
+        tn_used_on(core, reinterpret_cast<uint64_t>(data.get()), reinterpret_cast<uint64_t>(stream.stream())) == TN_OK,
+        tn_last_error());
 }
 
 void *Adapter::getBaseAllocation(void *pointer, size_t *bytes) {

@@ -8,10 +8,10 @@
 // are put together with `snprintf` and `std::to_string`, and TORCH_CHECK gets one string: it joins several by a stream.
 #pragma once
 
-#include <cstdint>
-#include <functional>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
+#include <cstdint>
+#include <functional>
 
 #include <atomic>
 #include <deque>

@@ -40,8 +40,8 @@ Status tn_core::heap(const Key &key, Heap **out) {
   return Status::Ok;
 }
 
-// Without the core's lock, which is held while it waits for a stream: work on that may wait for what another GPU's thread
-// is to launch, which first frees a block and asks every core whose it is.
+// Without the core's lock, which is held while it waits for a stream: work on that may wait for what another GPU's
+// thread is to launch, which first frees a block and asks every core whose it is.
 bool tn_core::owns(uint64_t address) {
   std::lock_guard<std::mutex> guard(places_mutex);
   auto after = places.upper_bound(address);
@@ -252,8 +252,9 @@ void tn_core::release(Heap *heap, Block *block) {
   heap->free(block);
 }
 
-// Release blocks that no other stream uses any more. Every request comes here while blocks wait, and to ask for an event
-// takes the driver a microsecond: of each stream one event is asked for that is not passed, as none behind it can be.
+// Release blocks that no other stream uses any more. Every request comes here while blocks wait, and to ask for an
+// event takes the driver a microsecond: of each stream one event is asked for that is not passed, as none behind it can
+// be.
 void tn_core::settle() {
   std::vector<Stream> behind;
   auto passed = [&](const std::pair<Stream, Event> &end) {

@@ -52,8 +52,8 @@ TN_API void tn_capture(tn_core *core, int begins);
 
 /* The class of the requests that follow. */
 TN_API void tn_class(tn_core *core, int lifetime_class);
-/* What the calling thread asks for from now on (1), of any core, is of no sequence, or is again (0); these nest. It is not
- * logged, and goes where it fits in HBM, also into a layout's region: what is large is to be given back before the
+/* What the calling thread asks for from now on (1), of any core, is of no sequence, or is again (0); these nest. It is
+ * not logged, and goes where it fits in HBM, also into a layout's region: what is large is to be given back before the
  * sequence goes on. Where there is no room it is TN_FULL, and nothing is pushed out for it. */
 TN_API void tn_aside(int begins);
 TN_API int tn_is_aside(void);
@@ -69,10 +69,10 @@ TN_API int tn_trim_outside(tn_core *core);
 /* ---- The sequence of requests, and the layout planned for it ---- */
 
 typedef struct {
-  uint64_t bytes;  /* as rounded */
+  uint64_t bytes; /* as rounded */
   uint64_t stream;
-  int64_t birth;   /* event of the period; requests and frees count alike */
-  int64_t death;   /* event of the period, plus `events` if it died in the next one; -1: alive */
+  int64_t birth; /* event of the period; requests and frees count alike */
+  int64_t death; /* event of the period, plus `events` if it died in the next one; -1: alive */
   int64_t lifetime_class;
 } tn_request;
 
@@ -82,20 +82,20 @@ TN_API void tn_mark(tn_core *core);
  * it has; copies at most `capacity`. A period of more than 32768 has none: nobody could lay it out. */
 TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events);
 /* From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at `offsets[k]` in
- * a region of `pages` pages; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts` requests each, one
- * after the other in `bytes` and `offsets`; its first requests tell which. Where HBM does not hold the region, the pages
- * that come last in `order`, a permutation of them, lie in DRAM. Waits for the stream. TN_FULL: the tiers have no room
- * for the region, and there is no layout any more. TN_BUSY: the layout is what it was. */
+ * a region of `pages` pages; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts` requests each,
+ * one after the other in `bytes` and `offsets`; its first requests tell which. Where HBM does not hold the region, the
+ * pages that come last in `order`, a permutation of them, lie in DRAM. Waits for the stream. TN_FULL: the tiers have no
+ * room for the region, and there is no layout any more. TN_BUSY: the layout is what it was. */
 TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
                    const uint64_t *offsets, uint64_t pages, const uint32_t *order);
-/* From now on there is no layout; what was mapped for it stays, and is anybody's. Until the next mark or layout, and for
- * twice as many requests as the last period had at most, hardly a page is made beyond what is alive, or beyond `expected`
- * bytes if that is more, while others lie idle: those are mapped anew, which waits for their stream. */
+/* From now on there is no layout; what was mapped for it stays, and is anybody's. Until the next mark or layout, and
+ * for twice as many requests as the last period had at most, hardly a page is made beyond what is alive, or beyond
+ * `expected` bytes if that is more, while others lie idle: those are mapped anew, which waits for their stream. */
 TN_API void tn_forget_plan(tn_core *core, uint64_t expected);
 
-/* Where requests of known lives lie, so that no two overlap in both time and space: an offset for each. Births and deaths
- * are events of a period of `events`; a death past them lies in the next period. `most` gets the most bytes that are
- * alive at once. TN_INVALID if one lives longer than a period: it would meet itself. Needs no core. */
+/* Where requests of known lives lie, so that no two overlap in both time and space: an offset for each. Births and
+ * deaths are events of a period of `events`; a death past them lies in the next period. `most` gets the most bytes that
+ * are alive at once. TN_INVALID if one lives longer than a period: it would meet itself. Needs no core. */
 TN_API int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const int64_t *deaths, int64_t events,
                    uint64_t *offsets, uint64_t *most);
 
@@ -119,7 +119,7 @@ typedef struct {
   tn_stat allocations[3], allocated[3], requested[3], active[3], active_blocks[3];
   int64_t hbm_bytes, hbm_peak, dram_bytes, dram_peak; /* physical pages */
   int64_t hbm_limit, dram_limit;
-  int64_t idle_bytes;                                 /* mapped, and not in use */
+  int64_t idle_bytes; /* mapped, and not in use */
   int64_t largest_idle;
   int64_t maps, unmaps, waits, retries, failures;
   int64_t planned, departed, misplaced; /* requests served where planned; not as planned; whose place was taken */

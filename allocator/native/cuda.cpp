@@ -17,8 +17,8 @@ using Pointer = unsigned long long;
 constexpr Result kSuccess = 0, kOutOfMemory = 2, kNotReady = 600;
 constexpr int kPinned = 1, kLocationDevice = 1, kLocationHostNuma = 3, kReadWrite = 3;
 constexpr int kHostNumaId = 134, kVmmSupported = 102;  // CUdevice_attribute
-constexpr int kRelaxed = 2;                             // CUstreamCaptureMode
-constexpr unsigned kNoTiming = 2;                       // CUevent_flags
+constexpr int kRelaxed = 2;                            // CUstreamCaptureMode
+constexpr unsigned kNoTiming = 2;                      // CUevent_flags
 
 struct Location {
   int type, id;

@@ -7,7 +7,13 @@ namespace tiers {
 
 Heap::Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t pool, bool state,
            uint64_t base, uint64_t bytes)
-    : primitives_(primitives), pages_(pages), tier_(tier), stream_(stream), pool_(pool), state_(state), base_(base),
+    : primitives_(primitives),
+      pages_(pages),
+      tier_(tier),
+      stream_(stream),
+      pool_(pool),
+      state_(state),
+      base_(base),
       bytes_(bytes) {
   Block all;
   all.address = base;
@@ -181,8 +187,8 @@ Status Heap::surrender_outside(uint64_t address, uint64_t bytes) {
   std::vector<std::pair<uint64_t, uint64_t>> all(free_.begin(), free_.end());
   for (auto &[size, at] : all) {
     uint64_t begin = up(at, kPage), end = down(at + size, kPage);
-    for (auto [from, to] : {std::make_pair(begin, std::min(end, address)),
-                            std::make_pair(std::max(begin, address + bytes), end)}) {
+    for (auto [from, to] :
+         {std::make_pair(begin, std::min(end, address)), std::make_pair(std::max(begin, address + bytes), end)}) {
       if (from >= to) continue;
       Status status = unmap(from, (to - from) / kPage);
       if (status != Status::Ok) return status;

@@ -69,7 +69,8 @@ class Heap {
 
   // A run of `bytes` without blocks in use, as much of it mapped as there is. False if the range is too small.
   bool find_run(uint64_t bytes, uint64_t *address) const;
-  // Map the free run `[address, address + pages)` anew: `in_hbm[i]` says of each page whether it lies in HBM or in DRAM.
+  // Map the free run `[address, address + pages)` anew: `in_hbm[i]` says of each page whether it lies in HBM or in
+  // DRAM.
   Status lay_out(uint64_t address, const std::vector<bool> &in_hbm);
   // Map what is missing in `[address, address + bytes)`, in this heap's tier while it lasts and in DRAM after that.
   Status back(uint64_t address, uint64_t bytes);
@@ -121,10 +122,10 @@ class Heap {
   bool state_;
   uint64_t base_, bytes_;
   uint64_t mapped_ = 0, maps_ = 0, unmaps_ = 0;
-  std::map<uint64_t, Block> blocks_;                 // by address; they cover the range
-  std::set<std::pair<uint64_t, uint64_t>> free_;     // (bytes, address) of Free blocks
-  std::set<uint64_t> void_;                          // addresses of Void blocks
-  std::vector<Page> table_;                          // by page of the range, as far as any was mapped
+  std::map<uint64_t, Block> blocks_;              // by address; they cover the range
+  std::set<std::pair<uint64_t, uint64_t>> free_;  // (bytes, address) of Free blocks
+  std::set<uint64_t> void_;                       // addresses of Void blocks
+  std::vector<Page> table_;                       // by page of the range, as far as any was mapped
 };
 
 }  // namespace tiers

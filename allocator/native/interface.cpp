@@ -335,8 +335,15 @@ uint64_t tn_blocks(tn_core *core, tn_block *out, uint64_t capacity) {
       segment = segment ? segment : address;
       if (count < capacity) {
         bool foreign = heap->on(heap->tier(), address, block.bytes) < block.bytes;
-        out[count] = {address, block.bytes, block.requested, heap->stream(), heap->pool(), int32_t(block.kind),
-                      foreign ? int32_t(kDram) : int32_t(heap->tier()), segment, heap->state()};
+        out[count] = {address,
+                      block.bytes,
+                      block.requested,
+                      heap->stream(),
+                      heap->pool(),
+                      int32_t(block.kind),
+                      foreign ? int32_t(kDram) : int32_t(heap->tier()),
+                      segment,
+                      heap->state()};
       }
       ++count;
     }

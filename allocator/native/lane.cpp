@@ -13,31 +13,31 @@ namespace {
 using namespace tiers::lane;
 
 struct Span {
-    uint64_t target, source, nbytes;
+  uint64_t target, source, nbytes;
 };
 
-Result wait(Handle stream, int count, const Handle* events) {
-    for (int k = 0; k < count; ++k) {
-        if (Result error = driver().stream_wait(stream, events[k], 0)) return error;
-    }
-    return 0;
+Result wait(Handle stream, int count, const Handle *events) {
+  for (int k = 0; k < count; ++k) {
+    if (Result error = driver().stream_wait(stream, events[k], 0)) return error;
+  }
+  return 0;
 }
 
 // What was asked of the driver for one group.
 struct Asked {
-    Event begin, done, behind;
-    Batch batch;
+  Event begin, done, behind;
+  Batch batch;
 
-    Result copy(Handle lane, const Span* spans, int count, int waits, const Handle* events, bool timed) {
-        if (Result error = wait(lane, waits, events)) return error;
-        if (Result error = behind.hold_back(lane)) return error;
-        if (timed) {
-            if (Result error = begin.record(lane)) return error;
-        }
-        for (int k = 0; k < count; ++k) batch.add(spans[k].target, spans[k].source, spans[k].nbytes);
-        if (Result error = batch.submit(lane)) return error;
-        return done.record(lane);
+  Result copy(Handle lane, const Span *spans, int count, int waits, const Handle *events, bool timed) {
+    if (Result error = wait(lane, waits, events)) return error;
+    if (Result error = behind.hold_back(lane)) return error;
+    if (timed) {
+      if (Result error = begin.record(lane)) return error;
     }
+    for (int k = 0; k < count; ++k) batch.add(spans[k].target, spans[k].source, spans[k].nbytes);
+    if (Result error = batch.submit(lane)) return error;
+    return done.record(lane);
+  }
 };
 
 }  // namespace
@@ -45,20 +45,28 @@ struct Asked {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Why the driver first refused to take several copies in one call; 0 as long as it never did, below 0 once that was said.
+// Why the driver first refused to take several copies in one call; 0 as long as it never did, below 0 once that was
+// said.
 std::atomic<int> tiers_batch_refused{0};
 
 // Whether the driver was found.
 int tiers_lane_available() { return driver().found; }
 
+// What the driver calls its error.
+const char *tiers_error_name(Result error) {
+  const char *name = nullptr;
+  if (driver().found) driver().error_name(error, &name);
+  return name != nullptr ? name : "unknown";
+}
+
 // Record an event of the pool at the end of `stream`, and its time.
-Result tiers_event_record(int device, Handle stream, Handle* event) {
-    Within within(device);
-    if (within.error) return within.error;
-    Event recorded(device, kTimed);
-    if (Result error = recorded.record(stream)) return error;
-    *event = recorded.hand_on();
-    return 0;
+Result tiers_event_record(int device, Handle stream, Handle *event) {
+  Within within(device);
+  if (within.error) return within.error;
+  Event recorded(device, kTimed);
+  if (Result error = recorded.record(stream)) return error;
+  *event = recorded.hand_on();
+  return 0;
 }
 
 // Give an event back. Who waits for it already goes on waiting for what it was recorded for.
@@ -66,66 +74,66 @@ void tiers_event_release(int device, Handle event, int timed) { release(device, 
 
 // 0 if passed, 600 if not yet.
 Result tiers_event_query(int device, Handle event) {
-    Within within(device);
-    return within.error ? within.error : driver().event_query(event);
+  Within within(device);
+  return within.error ? within.error : driver().event_query(event);
 }
 
 // Block until it is passed.
 Result tiers_event_synchronize(int device, Handle event) {
-    Within within(device);
-    return within.error ? within.error : driver().event_synchronize(event);
+  Within within(device);
+  return within.error ? within.error : driver().event_synchronize(event);
 }
 
 // From one event to another, both timed and passed.
-Result tiers_event_elapsed(int device, Handle start, Handle end, float* milliseconds) {
-    Within within(device);
-    return within.error ? within.error : driver().event_elapsed(milliseconds, start, end);
+Result tiers_event_elapsed(int device, Handle start, Handle end, float *milliseconds) {
+  Within within(device);
+  return within.error ? within.error : driver().event_elapsed(milliseconds, start, end);
 }
 
 // Have `stream` wait for an event.
 Result tiers_stream_wait(int device, Handle stream, Handle event) {
-    Within within(device);
-    return within.error ? within.error : wait(stream, 1, &event);
+  Within within(device);
+  return within.error ? within.error : wait(stream, 1, &event);
 }
 
 // Have `stream` wait for an event, and record in `reached` when it got there and in `on` when it went on; both are null
 // if the event was passed already.
-Result tiers_stream_follow(int device, Handle stream, Handle event, Handle* reached, Handle* on) {
-    *reached = *on = nullptr;
-    Within within(device);
-    if (within.error) return within.error;
-    const Result passed = driver().event_query(event);
-    if (passed != kNotReady) return passed;
-    Event before(device, kTimed), after(device, kTimed);
-    Result error = before.record(stream);
-    if (!error) error = wait(stream, 1, &event);
-    if (!error) error = after.record(stream);
-    if (error) return error;
-    *reached = before.hand_on();
-    *on = after.hand_on();
-    return 0;
+Result tiers_stream_follow(int device, Handle stream, Handle event, Handle *reached, Handle *on) {
+  *reached = *on = nullptr;
+  Within within(device);
+  if (within.error) return within.error;
+  const Result passed = driver().event_query(event);
+  if (passed != kNotReady) return passed;
+  Event before(device, kTimed), after(device, kTimed);
+  Result error = before.record(stream);
+  if (!error) error = wait(stream, 1, &event);
+  if (!error) error = after.record(stream);
+  if (error) return error;
+  *reached = before.hand_on();
+  *on = after.hand_on();
+  return 0;
 }
 
 // Have `lane` wait for `events`, and for all that the stream at `behind` (unless that is null) was given so far, record
 // `begin` (unless it is null; then neither it nor `done` is timed), copy every span, and record `done`. After an error
 // nothing of the group is under way.
-Result tiers_copy(int device, Handle lane, int count, const Span* spans, int waits, const Handle* events,
-                  const Handle* behind, Handle* begin, Handle* done) {
-    Within within(device);
-    if (within.error) return within.error;
-    const bool timed = begin != nullptr;
-    Asked asked{{device, kTimed}, {device, timed ? kTimed : kUntimed}, {device, kUntimed}, Batch(device)};
-    Result error = behind == nullptr ? 0 : asked.behind.record(*behind);
-    if (!error) error = asked.copy(lane, spans, count, waits, events, timed);
-    if (error) {
-        driver().stream_synchronize(lane);  // the caller may give the memory to others
-        return error;
-    }
-    int none = 0;
-    if (asked.batch.refused()) tiers_batch_refused.compare_exchange_strong(none, asked.batch.refused());
-    if (timed) *begin = asked.begin.hand_on();
-    *done = asked.done.hand_on();
-    return 0;
+Result tiers_copy(int device, Handle lane, int count, const Span *spans, int waits, const Handle *events,
+                  const Handle *behind, Handle *begin, Handle *done) {
+  Within within(device);
+  if (within.error) return within.error;
+  const bool timed = begin != nullptr;
+  Asked asked{{device, kTimed}, {device, timed ? kTimed : kUntimed}, {device, kUntimed}, Batch(device)};
+  Result error = behind == nullptr ? 0 : asked.behind.record(*behind);
+  if (!error) error = asked.copy(lane, spans, count, waits, events, timed);
+  if (error) {
+    driver().stream_synchronize(lane);  // the caller may give the memory to others
+    return error;
+  }
+  int none = 0;
+  if (asked.batch.refused()) tiers_batch_refused.compare_exchange_strong(none, asked.batch.refused());
+  if (timed) *begin = asked.begin.hand_on();
+  *done = asked.done.hand_on();
+  return 0;
 }
 
 }  // extern "C"

@@ -6,7 +6,7 @@ import ctypes
 import logging
 from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_float, c_int, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_void_p
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,12 +44,12 @@ class Event:
         error = self._library.query(self.device, self.handle)
         if error == NOT_READY:
             return False
-        _check(error)
+        self._library.check(error)
         return True
 
     def synchronize(self) -> None:
         """Block the host until it has been passed."""
-        _check(self._library.synchronize(self.device, self.handle))
+        self._library.check(self._library.synchronize(self.device, self.handle))
 
 
 class TimedEvent(Event):
@@ -61,7 +61,7 @@ class TimedEvent(Event):
     def elapsed_time(self, end: TimedEvent) -> float:
         """Milliseconds from this one to another; both must have been passed."""
         milliseconds = c_float()
-        _check(self._library.elapsed(self.device, self.handle, end.handle, byref(milliseconds)))
+        self._library.check(self._library.elapsed(self.device, self.handle, end.handle, byref(milliseconds)))
         return milliseconds.value
 
 
@@ -81,6 +81,9 @@ class Library:
         self.release = library.tiers_event_release
         self.release.argtypes = (c_int, c_void_p, c_int)
         self.release.restype = None
+        self._error_name = library.tiers_error_name
+        self._error_name.argtypes = (c_int,)
+        self._error_name.restype = c_char_p
         self._wait = library.tiers_stream_wait
         self._wait.argtypes = (c_int, c_void_p, c_void_p)
         self._record = library.tiers_event_record
@@ -100,20 +103,29 @@ class Library:
             POINTER(c_void_p),
         )
 
+    def check(self, error: int) -> None:
+        """Raise DriverError unless it is 0."""
+        if error:
+            name = self._error_name(error).decode()
+            raise DriverError(
+                f"the CUDA driver answered with error {error} ({name}). If a kernel failed before, the driver "
+                "says so in whatever is called next: CUDA_LAUNCH_BLOCKING=1 shows where"
+            )
+
     def record(self, device: int, stream: int) -> TimedEvent:
         """The end of everything that `stream` was given so far."""
         handle = c_void_p()
-        _check(self._record(device, stream, byref(handle)))
+        self.check(self._record(device, stream, byref(handle)))
         return TimedEvent(self, device, handle.value or 0)
 
     def wait(self, device: int, stream: int, event: Event) -> None:
         """Let `stream` go on only after `event`."""
-        _check(self._wait(device, stream, event.handle))
+        self.check(self._wait(device, stream, event.handle))
 
     def follow(self, device: int, stream: int, event: Event) -> tuple[TimedEvent, TimedEvent] | None:
         """Let `stream` go on only after `event`; when it got there and when it went on, or None if that was passed."""
         reached, on = c_void_p(), c_void_p()
-        _check(self._follow(device, stream, event.handle, byref(reached), byref(on)))
+        self.check(self._follow(device, stream, event.handle, byref(reached), byref(on)))
         if reached.value is None:
             return None
         return TimedEvent(self, device, reached.value), TimedEvent(self, device, on.value or 0)
@@ -165,7 +177,7 @@ class Library:
         address, length = spans.buffer_info()
         events = (c_void_p * len(after))(*[event.handle for event in after])
         stream = None if behind is None else byref(c_void_p(behind))
-        _check(self._copy(device, lane, length // 3, address, len(after), events, stream, begin, done))
+        self.check(self._copy(device, lane, length // 3, address, len(after), events, stream, begin, done))
         if self._refused.value > 0:
             text = "the CUDA driver refused several copies in one call with error %d: a call each takes 3 us longer"
             log.warning(text, self._refused.value)
@@ -179,8 +191,3 @@ def load(path: Path = LIBRARY) -> Library | None:
     except OSError:
         return None
     return library if library.available else None
-
-
-def _check(error: int) -> None:
-    if error:
-        raise DriverError(f"the CUDA driver answered with error {error}")

@@ -11,35 +11,31 @@ namespace tiers::lane {
 namespace {
 
 template <typename Function>
-bool look_up(void* library, const char* name, Function& function) {
-    function = reinterpret_cast<Function>(dlsym(library, name));
-    return function != nullptr;
+bool look_up(void *library, const char *name, Function &function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  return function != nullptr;
 }
 
 Driver open_driver() {
-    Driver d{};
-    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-    if (library == nullptr) return d;
-    d.found = look_up(library, "cuDeviceGet", d.device_get) &&
-              look_up(library, "cuDeviceGetAttribute", d.attribute) &&
-              look_up(library, "cuDevicePrimaryCtxRetain", d.retain) &&
-              look_up(library, "cuCtxGetCurrent", d.get_context) &&
-              look_up(library, "cuCtxSetCurrent", d.set_context) &&
-              look_up(library, "cuThreadExchangeStreamCaptureMode", d.exchange_capture_mode) &&
-              look_up(library, "cuEventCreate", d.event_create) &&
-              look_up(library, "cuEventRecord", d.event_record) &&
-              look_up(library, "cuEventQuery", d.event_query) &&
-              look_up(library, "cuEventSynchronize", d.event_synchronize) &&
-              look_up(library, "cuEventElapsedTime", d.event_elapsed) &&
-              look_up(library, "cuStreamWaitEvent", d.stream_wait) &&
-              look_up(library, "cuStreamSynchronize", d.stream_synchronize) &&
-              look_up(library, "cuMemcpyAsync", d.copy);
-    look_up(library, "cuMemcpyBatchAsync", d.copy_batch);
-    return d;
+  Driver d{};
+  void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+  if (library == nullptr) return d;
+  d.found =
+      look_up(library, "cuDeviceGet", d.device_get) && look_up(library, "cuDeviceGetAttribute", d.attribute) &&
+      look_up(library, "cuDevicePrimaryCtxRetain", d.retain) && look_up(library, "cuCtxGetCurrent", d.get_context) &&
+      look_up(library, "cuCtxSetCurrent", d.set_context) &&
+      look_up(library, "cuThreadExchangeStreamCaptureMode", d.exchange_capture_mode) &&
+      look_up(library, "cuEventCreate", d.event_create) && look_up(library, "cuEventRecord", d.event_record) &&
+      look_up(library, "cuEventQuery", d.event_query) && look_up(library, "cuEventSynchronize", d.event_synchronize) &&
+      look_up(library, "cuEventElapsedTime", d.event_elapsed) && look_up(library, "cuStreamWaitEvent", d.stream_wait) &&
+      look_up(library, "cuStreamSynchronize", d.stream_synchronize) && look_up(library, "cuMemcpyAsync", d.copy) &&
+      look_up(library, "cuGetErrorName", d.error_name);
+  look_up(library, "cuMemcpyBatchAsync", d.copy_batch);
+  return d;
 }
 
-// Bytes a call: with both directions busy, 32 MiB at a time gave 100.4 GB/s on an H100 where 256 MiB in one call gave 95.8,
-// be it one copy or a batch of parts (16 MiB: 99.8). One way 32 MiB cost 0.4%, 16 MiB 0.7%.
+// Bytes a call: with both directions busy, 32 MiB at a time gave 100.4 GB/s on an H100 where 256 MiB in one call
+// gave 95.8, be it one copy or a batch of parts (16 MiB: 99.8). One way 32 MiB cost 0.4%, 16 MiB 0.7%.
 constexpr uint64_t kBytes = uint64_t{32} << 20;
 
 constexpr size_t kMost = 1024;  // copies a call: drivers were seen to fail with tens of thousands
@@ -50,136 +46,136 @@ std::mutex lock;
 
 // What is kept per device, from its first use to the end of the process: nobody could say when to give it back.
 struct Device {
-    Handle context = nullptr;
-    int takes_batches = -1;  // not known yet
-    std::map<Kind, std::vector<Handle>> events;  // recorded by nobody
+  Handle context = nullptr;
+  int takes_batches = -1;                      // not known yet
+  std::map<Kind, std::vector<Handle>> events;  // recorded by nobody
 };
 
-std::map<int, Device>& devices() {
-    static auto* known = new std::map<int, Device>();
-    return *known;
+std::map<int, Device> &devices() {
+  static auto *known = new std::map<int, Device>();
+  return *known;
 }
 
-Result primary(int device, Handle* context) {
-    std::lock_guard<std::mutex> guard(lock);
-    Device& known = devices()[device];
-    if (known.context == nullptr) {
-        int number = 0;
-        if (Result error = driver().device_get(&number, device)) return error;
-        if (Result error = driver().retain(&known.context, number)) return error;
-    }
-    *context = known.context;
-    return 0;
+Result primary(int device, Handle *context) {
+  std::lock_guard<std::mutex> guard(lock);
+  Device &known = devices()[device];
+  if (known.context == nullptr) {
+    int number = 0;
+    if (Result error = driver().device_get(&number, device)) return error;
+    if (Result error = driver().retain(&known.context, number)) return error;
+  }
+  *context = known.context;
+  return 0;
 }
 
 // Whether several copies can be asked for in one call. Where registered host memory has another address for the device
 // (Windows' Linux), single copies translate it and batches do not.
 bool takes_batches(int device) {
-    std::lock_guard<std::mutex> guard(lock);
-    int& known = devices()[device].takes_batches;
-    if (known < 0) {
-        int number = 0, one_address = 0;
-        known = driver().copy_batch != nullptr && driver().device_get(&number, device) == 0 &&
-                driver().attribute(&one_address, kRegisteredHasOneAddress, number) == 0 && one_address != 0;
-    }
-    return known != 0;
+  std::lock_guard<std::mutex> guard(lock);
+  int &known = devices()[device].takes_batches;
+  if (known < 0) {
+    int number = 0, one_address = 0;
+    known = driver().copy_batch != nullptr && driver().device_get(&number, device) == 0 &&
+            driver().attribute(&one_address, kRegisteredHasOneAddress, number) == 0 && one_address != 0;
+  }
+  return known != 0;
 }
 
 // To make an event costs more than to record it, so they are kept.
-Result take(int device, Kind kind, Handle* event) {
-    {
-        std::lock_guard<std::mutex> guard(lock);
-        auto& events = devices()[device].events[kind];
-        if (!events.empty()) {
-            *event = events.back();
-            events.pop_back();
-            return 0;
-        }
+Result take(int device, Kind kind, Handle *event) {
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    auto &events = devices()[device].events[kind];
+    if (!events.empty()) {
+      *event = events.back();
+      events.pop_back();
+      return 0;
     }
-    return driver().event_create(event, kind);
+  }
+  return driver().event_create(event, kind);
 }
 
 }  // namespace
 
-const Driver& driver() {
-    static const Driver opened = open_driver();
-    return opened;
+const Driver &driver() {
+  static const Driver opened = open_driver();
+  return opened;
 }
 
 Within::Within(int device) {
-    if (!driver().found) {
-        error = kNoDriver;
-        return;
-    }
-    driver().exchange_capture_mode(&mode_);
-    Handle wanted = nullptr;
-    if ((error = primary(device, &wanted))) return;
-    if ((error = driver().get_context(&before_)) || before_ == wanted) return;
-    error = driver().set_context(wanted);
-    // A thread that had no context keeps this one, as after any call of the runtime library.
-    changed_ = !error && before_ != nullptr;
+  if (!driver().found) {
+    error = kNoDriver;
+    return;
+  }
+  driver().exchange_capture_mode(&mode_);
+  Handle wanted = nullptr;
+  if ((error = primary(device, &wanted))) return;
+  if ((error = driver().get_context(&before_)) || before_ == wanted) return;
+  error = driver().set_context(wanted);
+  // A thread that had no context keeps this one, as after any call of the runtime library.
+  changed_ = !error && before_ != nullptr;
 }
 
 Within::~Within() {
-    if (driver().found) driver().exchange_capture_mode(&mode_);
-    if (changed_) driver().set_context(before_);
+  if (driver().found) driver().exchange_capture_mode(&mode_);
+  if (changed_) driver().set_context(before_);
 }
 
 void release(int device, Handle event, Kind kind) {
-    if (event == nullptr) return;
-    std::lock_guard<std::mutex> guard(lock);
-    devices()[device].events[kind].push_back(event);
+  if (event == nullptr) return;
+  std::lock_guard<std::mutex> guard(lock);
+  devices()[device].events[kind].push_back(event);
 }
 
 void Batch::add(uint64_t target, uint64_t source, uint64_t nbytes) {
-    for (uint64_t at = 0; at < nbytes; at += kBytes) {
-        targets_.push_back(target + at);
-        sources_.push_back(source + at);
-        sizes_.push_back(std::min(kBytes, nbytes - at));
-    }
+  for (uint64_t at = 0; at < nbytes; at += kBytes) {
+    targets_.push_back(target + at);
+    sources_.push_back(source + at);
+    sizes_.push_back(std::min(kBytes, nbytes - at));
+  }
 }
 
 size_t Batch::a_call(size_t first) const {
-    size_t end = first;
-    for (uint64_t nbytes = 0; end < sizes_.size() && end - first < kMost; ++end) {
-        if (nbytes += sizes_[end]; nbytes > kBytes) break;
-    }
-    return end - first;
+  size_t end = first;
+  for (uint64_t nbytes = 0; end < sizes_.size() && end - first < kMost; ++end) {
+    if (nbytes += sizes_[end]; nbytes > kBytes) break;
+  }
+  return end - first;
 }
 
 Result Batch::submit(Handle stream) {
-    const bool batches = sizes_.size() > 1 && takes_batches(device_);
-    for (size_t first = 0, count = 0; first < sizes_.size(); first += count) {
-        count = a_call(first);
-        const bool together = batches && count > 1;
-        const Result refused = together ? at_once(first, count, stream) : 0;
-        if (together && !refused) continue;
-        // Also what the driver refuses at once it may do one by one. To copy some bytes twice does no harm.
-        if (Result error = one_by_one(first, count, stream)) return error;
-        if (refused) refused_ = refused;
-    }
-    return 0;
+  const bool batches = sizes_.size() > 1 && takes_batches(device_);
+  for (size_t first = 0, count = 0; first < sizes_.size(); first += count) {
+    count = a_call(first);
+    const bool together = batches && count > 1;
+    const Result refused = together ? at_once(first, count, stream) : 0;
+    if (together && !refused) continue;
+    // Also what the driver refuses at once it may do one by one. To copy some bytes twice does no harm.
+    if (Result error = one_by_one(first, count, stream)) return error;
+    if (refused) refused_ = refused;
+  }
+  return 0;
 }
 
 Result Batch::at_once(size_t first, size_t count, Handle stream) {
-    CopyAttributes attributes;
-    size_t from = 0, failed = 0;
-    return driver().copy_batch(&targets_[first], &sources_[first], &sizes_[first], count, &attributes, &from, 1, &failed,
-                               stream);
+  CopyAttributes attributes;
+  size_t from = 0, failed = 0;
+  return driver().copy_batch(&targets_[first], &sources_[first], &sizes_[first], count, &attributes, &from, 1, &failed,
+                             stream);
 }
 
 Result Batch::one_by_one(size_t first, size_t count, Handle stream) const {
-    for (size_t k = first; k < first + count; ++k) {
-        if (Result error = driver().copy(targets_[k], sources_[k], sizes_[k], stream)) return error;
-    }
-    return 0;
+  for (size_t k = first; k < first + count; ++k) {
+    if (Result error = driver().copy(targets_[k], sources_[k], sizes_[k], stream)) return error;
+  }
+  return 0;
 }
 
 Result Event::record(Handle stream) {
-    if (handle_ == nullptr) {
-        if (Result error = take(device_, kind_, &handle_)) return error;
-    }
-    return driver().event_record(handle_, stream);
+  if (handle_ == nullptr) {
+    if (Result error = take(device_, kind_, &handle_)) return error;
+  }
+  return driver().event_record(handle_, stream);
 }
 
 }  // namespace tiers::lane

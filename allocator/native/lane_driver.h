@@ -13,7 +13,7 @@
 namespace tiers::lane {
 
 using Result = int;
-using Handle = void*;
+using Handle = void *;
 
 constexpr Result kNoDriver = 100;
 constexpr Result kNotReady = 600;
@@ -22,98 +22,100 @@ constexpr Result kNotReady = 600;
 // 1.0 to 1.6 us on an H100, which is 2% of a copy of 4 MiB. One without costs nothing that shows.
 enum Kind : int { kTimed = 0, kUntimed = 2 };
 
-// How the driver reads what a batch copies: all of ours in the stream's order, as single copies do. The places are hints
-// that managed memory alone would need.
+// How the driver reads what a batch copies: all of ours in the stream's order, as single copies do. The places are
+// hints that managed memory alone would need.
 struct CopyAttributes {
-    int order = 1;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    int from[2] = {}, to[2] = {};
-    unsigned flags = 0;
+  int order = 1;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+  int from[2] = {}, to[2] = {};
+  unsigned flags = 0;
 };
 
 struct Driver {
-    Result (*device_get)(int*, int);
-    Result (*attribute)(int*, int, int);
-    Result (*retain)(Handle*, int);
-    Result (*get_context)(Handle*);
-    Result (*set_context)(Handle);
-    Result (*exchange_capture_mode)(int*);
-    Result (*event_create)(Handle*, unsigned);
-    Result (*event_record)(Handle, Handle);
-    Result (*event_query)(Handle);
-    Result (*event_synchronize)(Handle);
-    Result (*event_elapsed)(float*, Handle, Handle);
-    Result (*stream_wait)(Handle, Handle, unsigned);
-    Result (*stream_synchronize)(Handle);
-    Result (*copy)(uint64_t, uint64_t, size_t, Handle);
-    // Of CUDA 12.8 and later, or null. Targets, sources, sizes, how many; attributes, from which copy on each holds, how
-    // many; which copy failed.
-    Result (*copy_batch)(uint64_t*, uint64_t*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*, Handle);
-    bool found = false;
+  Result (*device_get)(int *, int);
+  Result (*attribute)(int *, int, int);
+  Result (*retain)(Handle *, int);
+  Result (*get_context)(Handle *);
+  Result (*set_context)(Handle);
+  Result (*exchange_capture_mode)(int *);
+  Result (*event_create)(Handle *, unsigned);
+  Result (*event_record)(Handle, Handle);
+  Result (*event_query)(Handle);
+  Result (*event_synchronize)(Handle);
+  Result (*event_elapsed)(float *, Handle, Handle);
+  Result (*stream_wait)(Handle, Handle, unsigned);
+  Result (*stream_synchronize)(Handle);
+  Result (*copy)(uint64_t, uint64_t, size_t, Handle);
+  // Of CUDA 12.8 and later, or null. Targets, sources, sizes, how many; attributes, from which copy on each holds, how
+  // many; which copy failed.
+  Result (*copy_batch)(uint64_t *, uint64_t *, size_t *, size_t, CopyAttributes *, size_t *, size_t, size_t *, Handle);
+  Result (*error_name)(Result, const char **);
+  bool found = false;
 };
 
-const Driver& driver();
+const Driver &driver();
 
 // Within it, calls go to the device's primary context, which is PyTorch's; and none of them harms a graph that another
 // thread captures. In the default mode even to ask for an event would be refused then, and the graph given up.
 class Within {
-  public:
-    explicit Within(int device);
-    ~Within();
-    Within(const Within&) = delete;
-    Within& operator=(const Within&) = delete;
+ public:
+  explicit Within(int device);
+  ~Within();
+  Within(const Within &) = delete;
+  Within &operator=(const Within &) = delete;
 
-    Result error = 0;
+  Result error = 0;
 
-  private:
-    Handle before_ = nullptr;
-    bool changed_ = false;
-    int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, and then what the thread had
+ private:
+  Handle before_ = nullptr;
+  bool changed_ = false;
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, and then what the thread had
 };
 
 // Give an event back to the pool. Who waits for it already goes on waiting for what it was recorded for.
 void release(int device, Handle event, Kind kind);
 
-// Copies that the driver is asked for in few calls, where it has such a call. One of its own each keeps a copy engine for
-// 2.8 us longer than its bytes take (H100, H200): 9% of a MiB. In a batch nothing shows of that, down to copies of 16 KiB.
+// Copies that the driver is asked for in few calls, where it has such a call. One of its own each keeps a copy engine
+// for 2.8 us longer than its bytes take (H100, H200): 9% of a MiB. In a batch nothing shows of that, down to copies of
+// 16 KiB.
 class Batch {
-  public:
-    explicit Batch(int device) : device_(device) {}
+ public:
+  explicit Batch(int device) : device_(device) {}
 
-    void add(uint64_t target, uint64_t source, uint64_t nbytes);
-    // In no order among themselves.
-    Result submit(Handle stream);
-    // Why the driver would not take them in one call, though it has such a call, and was asked one by one; or 0.
-    Result refused() const { return refused_; }
+  void add(uint64_t target, uint64_t source, uint64_t nbytes);
+  // In no order among themselves.
+  Result submit(Handle stream);
+  // Why the driver would not take them in one call, though it has such a call, and was asked one by one; or 0.
+  Result refused() const { return refused_; }
 
-  private:
-    size_t a_call(size_t first) const;  // copies from there on that go together
-    Result at_once(size_t first, size_t count, Handle stream);
-    Result one_by_one(size_t first, size_t count, Handle stream) const;
+ private:
+  size_t a_call(size_t first) const;  // copies from there on that go together
+  Result at_once(size_t first, size_t count, Handle stream);
+  Result one_by_one(size_t first, size_t count, Handle stream) const;
 
-    int device_;
-    Result refused_ = 0;
-    std::vector<uint64_t> targets_, sources_;
-    std::vector<size_t> sizes_;
+  int device_;
+  Result refused_ = 0;
+  std::vector<uint64_t> targets_, sources_;
+  std::vector<size_t> sizes_;
 };
 
 // An event of the pool, which goes back there unless it is handed on. To be used within its device.
 class Event {
-  public:
-    Event(int device, Kind kind) : device_(device), kind_(kind) {}
-    ~Event() { release(device_, handle_, kind_); }
-    Event(const Event&) = delete;
-    Event& operator=(const Event&) = delete;
+ public:
+  Event(int device, Kind kind) : device_(device), kind_(kind) {}
+  ~Event() { release(device_, handle_, kind_); }
+  Event(const Event &) = delete;
+  Event &operator=(const Event &) = delete;
 
-    // At the end of `stream`.
-    Result record(Handle stream);
-    // No wait if it was never recorded here.
-    Result hold_back(Handle stream) const { return handle_ == nullptr ? 0 : driver().stream_wait(stream, handle_, 0); }
-    Handle hand_on() { return std::exchange(handle_, nullptr); }
+  // At the end of `stream`.
+  Result record(Handle stream);
+  // No wait if it was never recorded here.
+  Result hold_back(Handle stream) const { return handle_ == nullptr ? 0 : driver().stream_wait(stream, handle_, 0); }
+  Handle hand_on() { return std::exchange(handle_, nullptr); }
 
-  private:
-    int device_;
-    Kind kind_;
-    Handle handle_ = nullptr;
+ private:
+  int device_;
+  Kind kind_;
+  Handle handle_ = nullptr;
 };
 
 }  // namespace tiers::lane

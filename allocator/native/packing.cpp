@@ -20,13 +20,13 @@ namespace tiers {
 
 namespace {
 
-constexpr uint64_t kLarge = 4096;         // one in so many of the most that is alive
-constexpr uint64_t kNear = 2048;          // one in so many of the most that is alive: near enough, and the least step
-constexpr uint64_t kStep = 10;            // one in so many of what is left to gain: how much lower the region is made
-constexpr uint64_t kWork = 600'000'000;   // looks at what is placed, and moves of it, in one search: half a second
-constexpr uint64_t kMove = 2'000;         // as much work is one move besides
-constexpr uint64_t kPatience = 10'000;    // moves until one height is given up
-constexpr double kDear = 32;              // how much dearer than the least the largest and longest is to push out
+constexpr uint64_t kLarge = 4096;        // one in so many of the most that is alive
+constexpr uint64_t kNear = 2048;         // one in so many of the most that is alive: near enough, and the least step
+constexpr uint64_t kStep = 10;           // one in so many of what is left to gain: how much lower the region is made
+constexpr uint64_t kWork = 600'000'000;  // looks at what is placed, and moves of it, in one search: half a second
+constexpr uint64_t kMove = 2'000;        // as much work is one move besides
+constexpr uint64_t kPatience = 10'000;   // moves until one height is given up
+constexpr double kDear = 32;             // how much dearer than the least the largest and longest is to push out
 
 constexpr uint64_t kNowhere = UINT64_MAX;
 
@@ -256,7 +256,7 @@ class Search {
   std::vector<uint64_t> dear_, penalty_;
   std::vector<uint32_t> below_, above_;  // who meets the one that is asked about, as places in the two orders
   size_t below_count_ = 0;
-  uint64_t work_ = 0;              // of the starts, too, which is little
+  uint64_t work_ = 0;  // of the starts, too, which is little
   uint64_t state_ = 0x9E3779B97F4A7C15;
 };
 

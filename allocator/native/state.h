@@ -1,5 +1,5 @@
-// What a core knows: its heaps by pool, stream, tier and class; blocks that wait for other streams; the log of the period
-// and its layout; counters. `core.cpp` decides, `layout.cpp` foresees, `interface.cpp` locks and is called.
+// What a core knows: its heaps by pool, stream, tier and class; blocks that wait for other streams; the log of the
+// period and its layout; counters. `core.cpp` decides, `layout.cpp` foresees, `interface.cpp` locks and is called.
 #pragma once
 
 #include <deque>
@@ -38,7 +38,7 @@ struct Plan {
   std::vector<Sequence> sequences;  // of which each period is one
   size_t present = 0;               // as far as its requests tell
   size_t next = 0;
-  size_t came = 0;  // `next`, at the end of the last period
+  size_t came = 0;      // `next`, at the end of the last period
   size_t back = kNone;  // where it went on before it last jumped ahead
   size_t lost = 0;      // grows with requests that nobody foresaw, shrinks with those that came as foreseen
 
@@ -56,8 +56,8 @@ struct Pool {
   bool retired = false;
 };
 
-// Whether what this thread asks for is of no sequence. What is large of it is back before the program's next request, and
-// may lie until then where the layout has others to come.
+// Whether what this thread asks for is of no sequence. What is large of it is back before the program's next request,
+// and may lie until then where the layout has others to come.
 extern thread_local int aside;
 
 }  // namespace tiers
@@ -75,21 +75,21 @@ struct tn_core {
   tiers::Pages pages[tiers::kTiers];
   std::map<Key, Heap *> by_key;
   std::map<uint64_t, std::unique_ptr<Heap>> heaps;  // by base
-  std::mutex places_mutex;            // held for the next alone, and so at any time free at once
-  std::map<uint64_t, uint64_t> places;  // where heaps begin and end
+  std::mutex places_mutex;                          // held for the next alone, and so at any time free at once
+  std::map<uint64_t, uint64_t> places;              // where heaps begin and end
   std::unordered_map<uint64_t, tiers::Pool> pools;
   std::deque<tiers::Waiting> waiting;
   uint64_t alias = 0;
   int lifetime_class = TN_ANY;
-  int captures = 0;  // of graphs that may be under way
+  int captures = 0;   // of graphs that may be under way
   tiers::Log log[3];  // of the present period, the one before, and the one before that
   uint32_t period = 0;
   tiers::Plan plan;
   tn_stats stats{};
   uint64_t maps = 0, unmaps = 0;  // of heaps that are gone
-  int64_t lap = 0;  // the most bytes in use since it was last asked for
-  // Requests for which no page is made beyond what is `expected` to be alive at most while others lie idle: those of the
-  // one period without a layout, after others that had one. Best fit alone would leave up to 4% idle. To unmap that
+  int64_t lap = 0;                // the most bytes in use since it was last asked for
+  // Requests for which no page is made beyond what is `expected` to be alive at most while others lie idle: those of
+  // the one period without a layout, after others that had one. Best fit alone would leave up to 4% idle. To unmap that
   // costs a wait each, with the lock held, as where HBM is full; so there is an end to it even if no period ends.
   uint64_t thrifty = 0, expected = 0;
 

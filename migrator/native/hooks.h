@@ -1,9 +1,9 @@
-// What PyTorch calls for each tensor that it saves, and when backward needs it: `Saver.pack` and `unpack` of `hooks.py` for
-// what comes again in every period, sites of the plan that stay or move.
+// What PyTorch calls for each tensor that it saves, and when backward needs it: `Saver.pack` and `unpack` of `hooks.py`
+// for what comes again in every period, sites of the plan that stay or move.
 //
-// A shortcut in front of the hooks in Python: whatever is not plain, foreseen and in the plan's order goes to those, before
-// anything was changed but that the module has come to this period. So they alone say what holds, and this must agree
-// with them where it answers.
+// A shortcut in front of the hooks in Python: whatever is not plain, foreseen and in the plan's order goes to those,
+// before anything was changed but that the module has come to this period. So they alone say what holds, and this must
+// agree with them where it answers.
 #pragma once
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -26,9 +26,7 @@ PyObject *&at(PyObject *object, Py_ssize_t slot) {
   return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
 }
 
-void put(PyObject *object, Py_ssize_t slot, THPObjectPtr value) {
-  Py_SETREF(at(object, slot), value.release());
-}
+void put(PyObject *object, Py_ssize_t slot, THPObjectPtr value) { Py_SETREF(at(object, slot), value.release()); }
 
 THPObjectPtr number_of(Py_ssize_t value) {
   THPObjectPtr number(PyLong_FromSsize_t(value));
@@ -236,7 +234,8 @@ Slots slots_of(PyObject *place) {
   THPObjectPtr go(actions ? PyObject_GetAttrString(actions, "Go") : nullptr);
   THPObjectPtr here(PyObject_GetAttrString(place, "here"));
   if (!stay || !go || !here) throw python_error();
-  PyObject *of = reinterpret_cast<PyObject *>(Py_TYPE(place)), *node = reinterpret_cast<PyObject *>(Py_TYPE(here.get()));
+  PyObject *of = reinterpret_cast<PyObject *>(Py_TYPE(place)),
+           *node = reinterpret_cast<PyObject *>(Py_TYPE(here.get()));
   return {
       reinterpret_cast<PyTypeObject *>(stay.get()),  // which live as long as their module
       reinterpret_cast<PyTypeObject *>(go.get()),

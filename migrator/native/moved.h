@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int64_t kSlot = 512;             // `lanes.SLOT`
+constexpr int64_t kSlot = 512;               // `lanes.SLOT`
 constexpr int64_t kFullSpeed = 1024 * 1024;  // `lanes.FULL_SPEED`
 
 using Numbers = c10::SmallVector<int64_t, 6>;
@@ -253,8 +253,7 @@ PyObject *moved_size(PyObject *self, void *) {
   const Numbers &size = reinterpret_cast<Moved *>(self)->own.size;
   THPObjectPtr numbers(PyTuple_New(Py_ssize_t(size.size())));
   if (!numbers) return nullptr;
-  for (size_t k = 0; k < size.size(); ++k)
-    PyTuple_SET_ITEM(numbers.get(), Py_ssize_t(k), THPUtils_packInt64(size[k]));
+  for (size_t k = 0; k < size.size(); ++k) PyTuple_SET_ITEM(numbers.get(), Py_ssize_t(k), THPUtils_packInt64(size[k]));
   return PyObject_CallOneArg(reinterpret_cast<PyObject *>(&THPSizeType), numbers.get());
   END_HANDLE_TH_ERRORS
 }

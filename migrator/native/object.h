@@ -1,4 +1,5 @@
-// What it takes to make a type of Python's here: C++ members behind Python's header, and references the collector knows.
+// What it takes to make a type of Python's here: C++ members behind Python's header, and references the collector
+// knows.
 //
 // A `Type` has, after its header and references, `own`: the members with constructors. `clear` drops its references,
 // `visit` shows them to the collector, and `forget_weak` clears weak ones to it, if there may be any.

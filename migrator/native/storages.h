@@ -67,9 +67,7 @@ PyGetSetDef known_getters[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-PyObject *known_freed(PyObject *self, PyObject *) {
-  return PyBool_FromLong(reinterpret_cast<Known *>(self)->freed());
-}
+PyObject *known_freed(PyObject *self, PyObject *) { return PyBool_FromLong(reinterpret_cast<Known *>(self)->freed()); }
 
 PyMethodDef known_methods[] = {
     {"freed", known_freed, METH_NOARGS, nullptr},

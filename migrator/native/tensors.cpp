@@ -1,13 +1,14 @@
 // What the hooks do with every tensor that is saved: `tensors.py` again, line by line, at a tenth of the host's time.
 //
-// Every call of PyTorch's from Python takes a microsecond or half of one, and a tensor that moves needs twenty. Here they
-// are reads of fields. Compiled once against the torch that is installed, and only where there is a compiler: what is
-// decided, and all that happens once a group, stays in Python. Everything here runs with the interpreter's lock held.
+// Every call of PyTorch's from Python takes a microsecond or half of one, and a tensor that moves needs twenty. Here
+// they are reads of fields. Compiled once against the torch that is installed, and only where there is a compiler: what
+// is decided, and all that happens once a group, stays in Python. Everything here runs with the interpreter's lock
+// held.
 //
 // References are the same as in Python, and the collector sees them: a group refers to its members, and they to it.
 //
-// One source, with the parts in headers of its own, since each that includes PyTorch's takes fifteen seconds to compile,
-// and somebody waits for that.
+// One source, with the parts in headers of its own, since each that includes PyTorch's takes fifteen seconds to
+// compile, and somebody waits for that.
 #include "hooks.h"
 #include "moved.h"
 #include "storages.h"

@@ -10,5 +10,5 @@ extern "C" {
 bool fake_pending_at(uint64_t address, size_t bytes);
 // What a call answers that may harm a graph which is being captured; if so, that is spoilt.
 int fake_unsafe();
-int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream);
+int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void *stream);
 }

@@ -230,8 +230,12 @@ for refused in (lambda: library.copy(0, 9, array("Q", [1, 1, 8]), []), lambda: l
         flush(); print(error)
 """
     lines = asked(built, program)
-    assert "the CUDA driver answered with error 700" in lines
-    assert "the CUDA driver answered with error 101" in lines
+    told = [line for line in lines if line.startswith("the CUDA driver answered")]
+    assert [line.partition(". ")[0] for line in told] == [
+        "the CUDA driver answered with error 700 (CUDA_ERROR_FAKE)",
+        "the CUDA driver answered with error 101 (CUDA_ERROR_FAKE)",
+    ]
+    assert all("CUDA_LAUNCH_BLOCKING=1" in line for line in told)
 
 
 STORM = """
