@@ -5,32 +5,37 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <type_traits>
 #include <vector>
 
 namespace tiers::lane {
 namespace {
 
-template <typename Function>
-bool look_up(void *library, const char *name, Function &function) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
-  return function != nullptr;
-}
-
 Driver open_driver() {
   Driver d{};
   void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) return d;
-  d.found =
-      look_up(library, "cuDeviceGet", d.device_get) && look_up(library, "cuDeviceGetAttribute", d.attribute) &&
-      look_up(library, "cuDevicePrimaryCtxRetain", d.retain) && look_up(library, "cuCtxGetCurrent", d.get_context) &&
-      look_up(library, "cuCtxSetCurrent", d.set_context) &&
-      look_up(library, "cuThreadExchangeStreamCaptureMode", d.exchange_capture_mode) &&
-      look_up(library, "cuEventCreate", d.event_create) && look_up(library, "cuEventRecord", d.event_record) &&
-      look_up(library, "cuEventQuery", d.event_query) && look_up(library, "cuEventSynchronize", d.event_synchronize) &&
-      look_up(library, "cuEventElapsedTime", d.event_elapsed) && look_up(library, "cuStreamWaitEvent", d.stream_wait) &&
-      look_up(library, "cuStreamSynchronize", d.stream_synchronize) && look_up(library, "cuMemcpyAsync", d.copy) &&
-      look_up(library, "cuGetErrorName", d.error_name);
-  look_up(library, "cuMemcpyBatchAsync", d.copy_batch);
+  auto find = [library](auto &function, const char *name) {
+    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+    return function != nullptr;
+  };
+  d.found = true;
+  d.found &= find(d.device_get, "cuDeviceGet");
+  d.found &= find(d.attribute, "cuDeviceGetAttribute");
+  d.found &= find(d.retain, "cuDevicePrimaryCtxRetain");
+  d.found &= find(d.get_context, "cuCtxGetCurrent");
+  d.found &= find(d.set_context, "cuCtxSetCurrent");
+  d.found &= find(d.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+  d.found &= find(d.event_create, "cuEventCreate");
+  d.found &= find(d.event_record, "cuEventRecord");
+  d.found &= find(d.event_query, "cuEventQuery");
+  d.found &= find(d.event_synchronize, "cuEventSynchronize");
+  d.found &= find(d.event_elapsed, "cuEventElapsedTime");
+  d.found &= find(d.stream_wait, "cuStreamWaitEvent");
+  d.found &= find(d.stream_synchronize, "cuStreamSynchronize");
+  d.found &= find(d.copy, "cuMemcpyAsync");
+  d.found &= find(d.error_name, "cuGetErrorName");
+  find(d.copy_batch, "cuMemcpyBatchAsync");  // of CUDA 12.8 and later
   return d;
 }
 
