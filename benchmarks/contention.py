@@ -32,8 +32,8 @@ from benchmarks import workloads
 from benchmarks.activation_path import link_speed
 from benchmarks.alternate import sm_clock
 from benchmarks.loads import Copies, Jpegs, Load
-from migrator.backoff import Response
-from migrator.transfers import Transfer
+from migrator.runtime.backoff import Response
+from migrator.telemetry.transfers import Transfer
 from tiers.monitor.build import available_sensors
 from tiers.monitor.calibration import Calibration
 from tiers.monitor.sensors import copies as own

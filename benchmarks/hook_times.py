@@ -25,12 +25,12 @@ import tiers
 from allocator.native import lane
 from benchmarks import workloads
 from benchmarks.alternate import host_us
-from migrator import devices
-from migrator.counters import Counters
+from migrator.hooks.stack import Hooks, OnStack
 from migrator.lanes import Event, Piece, Stream
 from migrator.lanes.host import HostEvent
-from migrator.stack import Hooks, OnStack
-from migrator.transfers import Transfer
+from migrator.runtime import devices
+from migrator.telemetry.counters import Counters
+from migrator.telemetry.transfers import Transfer
 
 LEARNING = 40
 STEPS = 20

@@ -21,12 +21,14 @@ import tiers
 from allocator.sizes import GiB
 from benchmarks import workloads
 from benchmarks.activation_path import Sitting, run_variant, table
-from migrator import devices, hooks
+from migrator.hooks import saver as hooks
 from migrator.links import Links
-from migrator.plan import Plan, make_plan
+from migrator.plan import Plan
+from migrator.planner.build import make_plan
 from migrator.planner.effects import obtainable
 from migrator.policies import POLICIES
 from migrator.recompute.finder import base_of
+from migrator.runtime import devices
 from migrator.timing import product_in
 from migrator.trace import Trace
 

@@ -252,3 +252,11 @@ class Trace:
 def _recipe(*, inputs: list[int], held: Sequence[int] = (), **others: Any) -> Recipe:
     """One that was written, perhaps before it told what was held."""
     return Recipe(inputs=tuple(inputs), held=tuple(held), **others)
+
+
+def checkpoint_key(path: str, number: int) -> str:
+    """Key of the site that holds input `number` of the region `path` while it is recomputed as a whole.
+
+    Inputs are counted through the period: a module that is called twice goes on counting.
+    """
+    return f"{path}/in:{number}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from migrator.plan import Plan
-from migrator.timeline import Timeline
+from migrator.telemetry.timeline import Timeline
 from migrator.trace import Trace
 from tiers.config import Config, ConfigError
 

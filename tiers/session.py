@@ -20,15 +20,15 @@ from allocator.errors import TiersError
 from allocator.extension import CannotBuild
 from allocator.nvme.store import NvmeStore
 from allocator.pinning import return_what_is_freed
-from migrator import native
-from migrator import tensors as in_python
-from migrator.backing import Backing
-from migrator.counters import Counters
+from migrator.engine import native
+from migrator.engine import tensors as in_python
+from migrator.engine.backing import Backing
+from migrator.engine.tensors import Tensors
 from migrator.links import Links, links_from
-from migrator.options import Options
-from migrator.runtime import Runtime
-from migrator.tensors import Tensors
-from migrator.timeline import Timeline
+from migrator.runtime.options import Options
+from migrator.runtime.runtime import Runtime
+from migrator.telemetry.counters import Counters
+from migrator.telemetry.timeline import Timeline
 from tiers import paging, run_directory
 from tiers.autoload import catch_up
 from tiers.config import Config, ConfigError, load
@@ -51,7 +51,7 @@ class Session:
     config : Config
         What the user asked for.
     refuse : callable, optional
-        See `migrator.options.Options`.
+        See `migrator.runtime.options.Options`.
 
     Raises
     ------

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from allocator.sizes import MiB
+from migrator.telemetry.transfers import Transfer
 from migrator.timing import Lap
-from migrator.transfers import Transfer
 
 if TYPE_CHECKING:
+    from migrator.engine.tensors import Saved
     from migrator.lanes.meter import Measures
-    from migrator.tensors import Saved
 
 SLOT = 512
 """Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
@@ -63,7 +63,7 @@ class Leaving:
     nbytes : int
         Of all members.
     spans : callable
-        That of `migrator.tensors`.
+        That of `migrator.engine.tensors`.
     """
 
     members: list[Saved]

@@ -12,13 +12,24 @@ from typing import cast
 import torch
 
 from allocator.sizes import PAGE, MiB, round_up
-from migrator import peaks
-from migrator.counters import Counters
-from migrator.lanes import FULL_SPEED, SLOT, TIMED, TIMED_EVERY, Event, Memory, Piece, Stream, at_full_speed, flat
+from migrator.lanes import (
+    FULL_SPEED,
+    SLOT,
+    TIMED,
+    TIMED_EVERY,
+    Event,
+    Memory,
+    Piece,
+    Stream,
+    at_full_speed,
+    flat,
+    peaks,
+)
 from migrator.lanes.laps import Gap, Laps, TimedEvent
 from migrator.lanes.meter import CudaMeter
+from migrator.telemetry.counters import Counters
+from migrator.telemetry.transfers import Transfer
 from migrator.timing import Lap
-from migrator.transfers import Transfer
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
 CLOCK = 1.5e9  # cycles a second of a GPU whose clock PyTorch does not tell: somewhat less than today's have

@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import torch
 
-from migrator.counters import Counters
 from migrator.lanes import TIMED, Event, Piece, Stream, at_full_speed, flat
 from migrator.lanes.meter import HostMeter
-from migrator.transfers import Transfer
+from migrator.telemetry.counters import Counters
+from migrator.telemetry.transfers import Transfer
 
 
 class HostEvent:

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from migrator.counters import Counters
 from migrator.lanes import Event
 from migrator.lanes.clock import DeviceClock
+from migrator.telemetry.counters import Counters
 from migrator.timing import CALL, Lap
 
 

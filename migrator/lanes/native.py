@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from allocator.native import lane
-from migrator.counters import Counters
 from migrator.lanes import Event, Leaving, Memory, Piece, Stream
 from migrator.lanes.cuda import CudaCompute, CudaLane, wrapped
+from migrator.telemetry.counters import Counters
 
 
 class NativeCompute(CudaCompute):

@@ -14,11 +14,12 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from migrator.links import Links
-from migrator.plan import Plan, least_room, look_ahead
+from migrator.plan import Plan
 from migrator.planner.booking import Lanes, Memory, Transfer
 from migrator.planner.decisions import Trip, assemble
 from migrator.planner.effects import scratch
 from migrator.planner.intervals import Floats, Interval, durations, inactive
+from migrator.planner.sizes import least_room, look_ahead
 from migrator.trace import Trace
 
 CLOSE = 0.1  # worths that differ by less count as equal

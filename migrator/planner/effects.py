@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from migrator.planner.intervals import Bytes
-from migrator.trace import Region, Site, Trace
+from migrator.trace import Region, Site, Trace, checkpoint_key
 
 
 class Unobtainable(ValueError):
@@ -101,14 +101,6 @@ class Effect:
     recomputed: tuple[str, ...]
     again: Bytes
     work: Mapping[int, Work]
-
-
-def checkpoint_key(path: str, number: int) -> str:
-    """Key of the site that holds input `number` of the region `path` while it is recomputed as a whole.
-
-    Inputs are counted through the period: a module that is called twice goes on counting.
-    """
-    return f"{path}/in:{number}"
 
 
 def outermost(trace: Trace, paths: Collection[str]) -> list[Region]:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from migrator.links import Links
-from migrator.plan import group_bytes
 from migrator.planner.intervals import Bytes, Floats, in_hbm, room
+from migrator.planner.sizes import group_bytes
 from migrator.trace import Region, Trace
 
 KEEP, MOVE, DROP, WITHIN = range(4)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from migrator.plan import PageGroup, Plan, plan_of
+from migrator.plan import PageGroup, Plan
+from migrator.planner.build import plan_of
 from migrator.planner.effects import Effect, Held, Holder, effect
 from migrator.planner.intervals import Bytes, room
 from migrator.trace import Trace

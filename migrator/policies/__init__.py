@@ -7,7 +7,8 @@ To add one: write ``migrator/policies/NAME.py`` with a function ``plan(trace, bu
 docstring cites its source, enter it in `MODULES`, and give it a golden test in
 ``tests/unit/migrator/policies``. What policies share is in `migrator.planner`; its `schedule.fit` makes the plan of
 a choice, and `migrator.simulator` tells what that takes. A file whose plans depend on `Links.costs` says so with
-``WEIGHS_COSTS = True``: nobody knows these of a program, so a plan made with others is tried, too (`migrator.contest`).
+``WEIGHS_COSTS = True``: nobody knows these of a program, so a plan made with others is tried, too
+(`migrator.learning.contest`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from migrator.links import Links
-from migrator.plan import Plan, least_room, look_ahead
+from migrator.plan import Plan
 from migrator.planner.schedule import fit
+from migrator.planner.sizes import least_room, look_ahead
 from migrator.trace import Trace
 
 

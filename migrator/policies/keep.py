@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from migrator.links import Links
-from migrator.plan import Plan, least_room, make_plan
+from migrator.plan import Plan
+from migrator.planner.build import make_plan
+from migrator.planner.sizes import least_room
 from migrator.trace import Trace
 
 

@@ -26,9 +26,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from migrator.links import Links
-from migrator.plan import Plan, least_room
+from migrator.plan import Plan
 from migrator.planner.draft import Draft
 from migrator.planner.layers import layers
+from migrator.planner.sizes import least_room
 from migrator.simulator import simulate
 from migrator.trace import Trace
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from migrator.packed import modified
+from migrator.hooks.packed import modified
 from migrator.recompute.dropped import FOR_RECOMPUTING
 from migrator.recompute.watch import OF_EVERY_MODULE, SETTINGS
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from migrator.engine.tensors import view
 from migrator.recompute.formulas import Formula
-from migrator.tensors import view
 
 if TYPE_CHECKING:
-    from migrator.actions import Recompute
-    from migrator.engine import Engine
-    from migrator.recorder import Record
+    from migrator.engine.engine import Engine
+    from migrator.hooks.actions import Recompute
+    from migrator.recording.recorder import Record
 
 Peek = Callable[[Any], Tensor]
 """Hands a packed tensor out without counting that as a use."""

@@ -22,10 +22,10 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from migrator.plan import checkpoint_key
+from migrator.hooks.sites import Modules, Node
 from migrator.recompute.arguments import copy_of, tensors_in
 from migrator.recompute.as_it_was import Snapshot
-from migrator.sites import Modules, Node
+from migrator.trace import checkpoint_key
 
 _graph_task = torch._C._current_graph_task_id
 

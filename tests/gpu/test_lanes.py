@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from allocator.sizes import KiB, MiB, round_up
-from migrator.counters import Counters
-from migrator.devices import open_device
 from migrator.lanes import SLOT, Event, Piece
 from migrator.lanes.native import NativeLane
+from migrator.runtime.devices import open_device
+from migrator.telemetry.counters import Counters
 
 SIZES = ((1, 600), (SLOT, 64 * KiB), (64 * KiB, MiB), (MiB, 20 * MiB))
 GROUPS, UNDER_WAY = 12, 3

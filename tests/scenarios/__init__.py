@@ -29,12 +29,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import tiers
 from allocator.sizes import MiB
-from migrator import devices, mover
+from migrator.engine import mover
 from migrator.links import Links
-from migrator.plan import Plan, plan_of
+from migrator.plan import Plan
+from migrator.planner.build import plan_of
 from migrator.planner.effects import effect
 from migrator.planner.schedule import scheduled
 from migrator.policies import POLICIES
+from migrator.runtime import devices
 from migrator.trace import Region, Trace
 from tests.programs import deterministic_kernels
 from tiers.session import Session

@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 
-from migrator.backoff import Response
 from migrator.lanes import cuda as lanes_of_gpu
-from migrator.transfers import Transfer
+from migrator.runtime.backoff import Response
+from migrator.telemetry.transfers import Transfer
 from tests.scenarios import Program, assert_same, main, moving, perceptron, train
 
 LEFT = {"d2h": 0.5, "h2d": 0.4, "bus": 0.4}

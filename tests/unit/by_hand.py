@@ -12,10 +12,10 @@ import torch
 
 from allocator.nvme.store import NvmeExtent
 from allocator.sizes import KiB, round_up
-from migrator.counters import Counters
 from migrator.lanes import Event, Piece, Stream, flat
 from migrator.lanes.host import HostCompute, HostEvent
 from migrator.lanes.meter import HostMeter
+from migrator.telemetry.counters import Counters
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -8,11 +8,12 @@ from concurrent.futures import Future
 import numpy as np
 
 from allocator.sizes import MiB
-from migrator.learner import Learner
-from migrator.made import Made
-from migrator.orders import Job
-from migrator.plan import Plan, look_ahead
+from migrator.learning.learner import Learner
+from migrator.learning.made import Made
+from migrator.learning.orders import Job
+from migrator.plan import Plan
 from migrator.planner.intervals import occupancy
+from migrator.planner.sizes import look_ahead
 from migrator.policies import POLICIES
 from migrator.trace import Trace
 from tests.unit.modelled import gpt

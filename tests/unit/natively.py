@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from migrator import native
-from migrator.tensors import Tensors
+from migrator.engine import native
+from migrator.engine.tensors import Tensors
 from tiers.places import cache_directory
 
 needs_compiler = pytest.mark.skipif(native.obstacle() is not None, reason="it cannot be built here")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from allocator.sizes import MiB
-from migrator.contest import (
+from migrator.learning.contest import (
     LAPS,
     WORTH,
 )
-from migrator.feedback import SETTLING
+from migrator.learning.feedback import SETTLING
+from migrator.learning.made import Made
 from migrator.links import HARDLY, PCIE_GEN5, Links
-from migrator.made import Made
-from migrator.plan import Plan, make_plan
+from migrator.plan import Plan
+from migrator.planner.build import make_plan
 from migrator.simulator import simulate
 from migrator.trace import Recipe, Trace
 from tests.unit.traces import chain

@@ -68,7 +68,7 @@ def _torch_facts() -> TorchFacts | None:
     except (ImportError, OSError):
         return None
     from allocator import adapter
-    from migrator import native
+    from migrator.engine import native
 
     return TorchFacts(
         version=torch.__version__,

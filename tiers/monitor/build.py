@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from migrator.timeline import Timeline
+from migrator.telemetry.timeline import Timeline
 from tiers.config import Config, ConfigError
 from tiers.monitor.board import Board
 from tiers.monitor.calibration import Calibration, Curve, curves_of

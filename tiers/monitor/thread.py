@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from migrator.backoff import Response
-from migrator.transfers import Transfer
+from migrator.runtime.backoff import Response
+from migrator.telemetry.transfers import Transfer
 from tiers.monitor.board import Board
 from tiers.monitor.watch import Watch
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 
-from migrator.backoff import Cause, State, Verdict
+from migrator.runtime.backoff import Cause, State, Verdict
 from tiers.monitor.calibration import Calibration
 from tiers.monitor.sensors import Reading
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from migrator.backoff import Backoff, Response, Verdict
-from migrator.timeline import Timeline
-from migrator.transfers import Transfer
+from migrator.runtime.backoff import Backoff, Response, Verdict
+from migrator.telemetry.timeline import Timeline
+from migrator.telemetry.transfers import Transfer
 from tiers.monitor.sensors import Choice, Sensor
 from tiers.monitor.sensors.copies import Copies
 from tiers.monitor.verdict import Judge, whose

@@ -10,10 +10,10 @@ import torch
 
 from allocator.dram import DramBlock
 from allocator.errors import TiersError
-from migrator.counters import Counters
-from migrator.devices import open_device
 from migrator.lanes import Event, Piece, Stream, flat, whole
 from migrator.lanes.cuda import wrapped
+from migrator.runtime.devices import open_device
+from migrator.telemetry.counters import Counters
 from tiers.probe.affinity import Node
 from tiers.probe.host import HostMemory
 from tiers.probe.measure import Run, copies, window

@@ -11,9 +11,9 @@ from allocator.dram import DramArena, DramBlock
 from allocator.errors import TierFull
 from allocator.nvme.backend import BLOCK
 from allocator.sizes import PAGE, round_up
-from migrator.counters import Counters
 from migrator.lanes import whole
 from migrator.lanes.host import HostLane
+from migrator.telemetry.counters import Counters
 from tiers.probe.affinity import Node, on_cores
 from tiers.probe.measure import Run, Waived, copies, window
 from tiers.probe.pattern import fill, matches

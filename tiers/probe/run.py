@@ -13,7 +13,7 @@ from pathlib import Path as Folder
 
 from allocator.errors import TiersError
 from allocator.sizes import GiB
-from migrator.counters import LANES
+from migrator.telemetry.counters import LANES
 from tiers.probe.affinity import nodes
 from tiers.probe.catalogue import Disks, catalogue, selected
 from tiers.probe.contention import under_load, workers_that_fit

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from allocator.extension import CannotBuild, Extension, compiler
-from migrator import native
-from migrator import tensors as in_python
+from migrator.engine import native
+from migrator.engine import tensors as in_python
 from tiers.config import load
 from tiers.session import Session
 

@@ -26,9 +26,9 @@ from benchmarks.lane_copies import (
     rows,
     table,
 )
-from migrator.counters import Counters
-from migrator.devices import open_device
 from migrator.lanes import SLOT
+from migrator.runtime.devices import open_device
+from migrator.telemetry.counters import Counters
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
-from migrator.plan import Keep, NoPlanFits, Plan, group_bytes, look_ahead, make_plan
+from migrator.plan import Keep, NoPlanFits, Plan
+from migrator.planner.build import make_plan
 from migrator.planner.schedule import fit
+from migrator.planner.sizes import group_bytes, look_ahead
 from migrator.trace import Site, Trace
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain, traces

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from allocator.sizes import GiB
 from migrator.links import PCIE_GEN5, Costs, Links
-from migrator.plan import Plan, make_plan
+from migrator.plan import Plan
+from migrator.planner.build import make_plan
 from migrator.planner.effects import effect
 from migrator.planner.schedule import scheduled
 from migrator.simulator import Simulated, simulate

@@ -134,6 +134,6 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
     reason="the package is not installed, so PyTorch does not know of it",
 )
 def test_the_gate_is_not_missed_where_our_session_is_what_imports_torch() -> None:
-    code = "import tiers; tiers.session; from migrator import entry; print(entry._active is not None)"
+    code = "import tiers; tiers.session; from migrator.runtime import entry; print(entry._active is not None)"
     done = python(code, TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB")
     assert (done.stdout, done.stderr) == ("True\n", "")

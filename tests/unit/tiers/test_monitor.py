@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from migrator.backoff import Response
-from migrator.timeline import Timeline
-from migrator.transfers import Transfer
+from migrator.runtime.backoff import Response
+from migrator.telemetry.timeline import Timeline
+from migrator.telemetry.transfers import Transfer
 from tests.unit.by_hand import eventually
 from tiers.cli import top as top_verb
 from tiers.cli.main import main

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from migrator.transfers import Transfer
+from migrator.telemetry.transfers import Transfer
 from tiers.monitor.build import available_sensors
 from tiers.monitor.calibration import Calibration
 from tiers.monitor.sensors import Rate, Reading, choose

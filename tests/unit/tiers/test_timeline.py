@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from migrator.timeline import Timeline
+from migrator.telemetry.timeline import Timeline
 from tests.scenarios import moving, perceptron, train
 from tests.unit.tiers.test_activation import SMALL, START, stats_of, tiered
 from tiers import run_directory

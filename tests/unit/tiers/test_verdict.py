@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from migrator.backoff import FLOOR, Backoff, Verdict
-from tests.unit.migrator.test_backoff import reversals
+from migrator.runtime.backoff import FLOOR, Backoff, Verdict
+from tests.unit.migrator.runtime.test_backoff import reversals
 from tiers.monitor.calibration import Calibration, curves_of, kind_of
 from tiers.monitor.sensors import Reading
 from tiers.monitor.verdict import BLIND, CALM, GAP, MIDDLING, STALE, Judge, verdicts

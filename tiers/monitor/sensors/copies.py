@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
-from migrator.transfers import Transfer
+from migrator.telemetry.transfers import Transfer
 from tiers.monitor.calibration import Calibration, Kind, kind_of
 from tiers.monitor.sensors import Clock, Rate, Reading
 

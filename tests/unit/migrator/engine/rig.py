@@ -7,11 +7,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from allocator.dram import DramArena
 from allocator.sizes import KiB, MiB
-from migrator.backing import Backing
-from migrator.counters import Counters
-from migrator.engine import Engine
-from migrator.group import Group
-from migrator.tensors import Saved
+from migrator.engine.backing import Backing
+from migrator.engine.engine import Engine
+from migrator.engine.group import Group
+from migrator.engine.tensors import Saved
+from migrator.telemetry.counters import Counters
 from tests.unit.by_hand import HandLane, HandStore, StreamCompute
 
 NBYTES = 64 * KiB

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from migrator.group import State
+from migrator.engine.group import State
 from tests.unit.migrator.engine.rig import NBYTES, Rig, assert_nothing_left
 
 

@@ -12,11 +12,11 @@ import torch
 from allocator.dram import DramArena
 from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, KiB, MiB
-from migrator.backing import Backing
-from migrator.counters import Counters
-from migrator.engine import Engine
-from migrator.group import Group
+from migrator.engine.backing import Backing
+from migrator.engine.engine import Engine
+from migrator.engine.group import Group
 from migrator.lanes.host import HostCompute, HostLane
+from migrator.telemetry.counters import Counters
 from tests.unit.migrator.engine.rig import Held
 
 

@@ -11,12 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from allocator.dram import DramArena
 from allocator.errors import TierFull
 from allocator.sizes import MiB
-from migrator.backing import Backing
-from migrator.counters import Counters
-from migrator.engine import Engine
-from migrator.group import Group, State
+from migrator.engine.backing import Backing
+from migrator.engine.engine import Engine
+from migrator.engine.group import Group, State
 from migrator.lanes.host import HostCompute, HostLane
-from migrator.paces import Pace
+from migrator.planner.paces import Pace
+from migrator.telemetry.counters import Counters
 from tests.unit.migrator.engine.rig import NBYTES, Held, Rig
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from allocator.sizes import PAGE
-from migrator.group import State
+from migrator.engine.group import State
 from tests.unit.migrator.engine.rig import NBYTES, Held, Rig, assert_nothing_left
 
 

@@ -7,7 +7,7 @@ import torch
 
 from allocator.errors import TierFull
 from allocator.sizes import PAGE, MiB
-from migrator.group import State
+from migrator.engine.group import State
 from migrator.lanes import SLOT
 from tests.unit.migrator.engine.rig import NBYTES, Held, Rig
 

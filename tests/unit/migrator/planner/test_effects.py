@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from migrator.planner.effects import Unobtainable, Work, checkpoint_key, effect, obtainable
+from migrator.planner.effects import Unobtainable, Work, effect, obtainable
 from migrator.planner.intervals import occupancy
 from migrator.planner.schedule import occupied
-from migrator.trace import Recipe, Region, Site, Trace
+from migrator.trace import Recipe, Region, Site, Trace, checkpoint_key
 from tests.unit.traces import chain, programs, traces
 
 # x -> y -> z, and w: saved at 0 to 3, used at 7 to 4; y is made from x, and z from y.

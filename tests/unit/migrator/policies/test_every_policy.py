@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +13,10 @@ from migrator.links import PCIE_GEN5, Links
 from migrator.plan import NoPlanFits, Plan
 from migrator.planner.effects import effect
 from migrator.policies import POLICIES, autotm, swapadvisor
-from migrator.simulator import simulate
+from migrator.simulator import Simulated, simulate
 from migrator.trace import Trace
 from tests.unit.samples import SAMPLES
-from tests.unit.traces import programs, traces
+from tests.unit.traces import chain, programs, traces
 
 WITH_DISK = replace(PCIE_GEN5, disk_write=2.9e9, disk_read=2.9e9)
 LINKS = st.sampled_from([PCIE_GEN5, WITH_DISK])
@@ -59,26 +59,56 @@ def budget_for(trace: Trace, part: float) -> int:
     return int(least + part * (peak(trace) - least))
 
 
-@ALL
-@settings(max_examples=30)
-@given(trace=st.one_of(traces(), programs()), budget=BUDGETS, links=LINKS)
-def test_every_site_has_one_place(name: str, trace: Trace, budget: int, links: Links) -> None:
-    plan = planned(name, trace, budget, links)
+def every_site_and_every_storage_has_one_place(trace: Trace, plan: Plan) -> None:
     inside = within_regions(trace, plan)
     own = [key for key in placed(plan) if "/in:" not in key]
     assert sorted([*own, *inside]) == sorted(site.key for site in trace.sites)
     assert not any(key.split("/in:")[0] not in plan.regions for key in placed(plan) if "/in:" in key)
+    places = [{*plan.keep}, {key for group in plan.groups for key in group.sites}, {*plan.recompute}]
+    for life in trace.lifetimes:
+        keys = {site.key for site in trace.sites if site.storage == life.ident}.difference(inside)
+        assert sum(bool(keys & place) for place in places) == bool(keys)
 
 
-@ALL
-@settings(max_examples=30)
-@given(trace=programs(), budget=BUDGETS, links=LINKS)
-def test_what_is_recomputed_is_made_from_what_is_there(name: str, trace: Trace, budget: int, links: Links) -> None:
-    plan = planned(name, trace, budget, links)
+def what_is_recomputed_is_made_from_what_is_there(trace: Trace, plan: Plan) -> None:
     dropped = {trace.by_key[key].storage for key in plan.recompute}
     outcome = effect(trace, dropped, plan.regions)  # raises where something is not obtainable
     sources = {source for ident in dropped for source in trace.recipes[ident].inputs}
     assert sources <= {*outcome.held, *dropped}
+
+
+def groups_come_back_by_their_first_use_to_a_tier_that_exists(plan: Plan, links: Links) -> None:
+    for group in plan.groups:
+        assert group.tier in (("dram", "nvme", None) if links is WITH_DISK else ("dram", None))
+        assert group.bring_at is None or group.first_use is None or 0 <= group.bring_at <= group.first_use
+
+
+def nothing_is_used_while_it_is_away(trace: Trace, plan: Plan, result: Simulated) -> None:
+    for group, (_, out, begins, home) in zip(plan.groups, result.moves, strict=True):
+        if home:
+            uses = [use for key in group.sites if key in trace.by_key for use in trace.by_key[key].uses]
+            assert out <= begins
+            assert all(result.clock[use] >= home - 1e-12 for use in uses)
+
+
+def no_lane_is_overbooked(result: Simulated) -> None:
+    for begin in (0, 2):
+        spans = sorted((move[begin], move[begin + 1]) for move in result.moves if move[begin + 1])
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(spans))
+
+
+@ALL
+@settings(max_examples=50)
+@given(trace=st.one_of(traces(), programs()), budget=BUDGETS, links=LINKS)
+def test_every_plan_is_sound(name: str, trace: Trace, budget: int, links: Links) -> None:
+    plan = planned(name, trace, budget, links)
+    result = simulate(trace, links, plan)
+    every_site_and_every_storage_has_one_place(trace, plan)
+    what_is_recomputed_is_made_from_what_is_there(trace, plan)
+    groups_come_back_by_their_first_use_to_a_tier_that_exists(plan, links)
+    nothing_is_used_while_it_is_away(trace, plan, result)
+    if links is not WITH_DISK:  # there a move is of two lanes
+        no_lane_is_overbooked(result)
 
 
 @ALL
@@ -90,14 +120,8 @@ def test_a_plan_is_the_same_for_the_same_trace(name: str, trace: Trace, budget: 
 
 
 @ALL
-@settings(max_examples=30)
-@given(trace=programs(), budget=BUDGETS, links=LINKS)
-def test_groups_come_back_by_their_first_use_to_a_tier_that_exists(
-    name: str, trace: Trace, budget: int, links: Links
-) -> None:
-    for group in planned(name, trace, budget, links).groups:
-        assert group.tier in (("dram", "nvme", None) if links is WITH_DISK else ("dram", None))
-        assert group.bring_at is None or group.first_use is None or 0 <= group.bring_at <= group.first_use
+def test_a_policy_signs_its_plans(name: str) -> None:
+    assert POLICIES[name](chain([MiB]), 0, PCIE_GEN5).policy == name
 
 
 @pytest.mark.parametrize("sample", SAMPLES)

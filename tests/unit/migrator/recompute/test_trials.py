@@ -13,19 +13,19 @@ from torch.nn import functional as F
 
 import tiers
 from allocator.errors import TiersError
-from migrator.counters import Counters
-from migrator.engine import Engine
-from migrator.group import Group
+from migrator.engine.engine import Engine
+from migrator.engine.group import Group
+from migrator.engine.tensors import Saved
+from migrator.hooks.packed import Look, keep
 from migrator.lanes.host import HostCompute
 from migrator.lanes.meter import HostMeter
-from migrator.packed import Look, keep
 from migrator.recompute import finder, fused_layer_norm
 from migrator.recompute import operations as table
 from migrator.recompute.dropped import Dropped, Recomputed
 from migrator.recompute.finder import Took, Verified, layout
 from migrator.recompute.formulas import Formula
 from migrator.recompute.trials import Inputs, Trial, Trials
-from migrator.tensors import Saved
+from migrator.telemetry.counters import Counters
 from migrator.trace import Trace
 
 

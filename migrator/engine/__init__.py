@@ -1,0 +1,1 @@
+"""Takes groups of saved tensors out of HBM and brings them back, as the plan says."""

@@ -1,0 +1,376 @@
+"""The engine: takes groups of saved storages (`group`) out of HBM and back. It executes and decides nothing.
+
+HBM is let go *stream-ordered*: the compute stream waits for the copy's event and then the references
+are dropped, so the caching allocator may hand the memory out again at once, to work that the stream
+runs after the copy. The host does not wait. It is let go late, only when the room is needed: what is
+still here when backward begins does not have to come back.
+
+A group comes back as soon as the room allows, in the order in which it will be needed. Its buffer is
+allocated on the compute stream and filled on the lane, which first waits for all the stream was given
+before: that memory may have been in use until there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from functools import partial
+from itertools import islice
+
+import torch
+
+from migrator.engine import tensors as in_python
+from migrator.engine.backing import Backing
+from migrator.engine.group import NEVER, Claim, Group, State, claim_died, unclaimed
+from migrator.engine.parcel import Parcel
+from migrator.engine.tensors import Saved, Tensors
+from migrator.lanes import Compute, Lane, Leaving, Stream, whole
+from migrator.plan import READ_AHEAD
+from migrator.planner.paces import Pace
+from migrator.timing import Lap
+
+EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it
+
+
+class Engine:
+    """Moves the groups of one device.
+
+    Parameters
+    ----------
+    compute, out, back
+        The program's stream, and the two lanes.
+    backing : Backing
+        Where groups go.
+    tensors : Tensors
+        What is done with each tensor.
+    """
+
+    def __init__(self, compute: Compute, out: Lane, back: Lane, backing: Backing, tensors: Tensors = in_python) -> None:
+        self.compute = compute
+        self.tensors = tensors
+        self.lock = threading.RLock()
+        self.limit = 0
+        self.position = -1  # in the plan's period, as far as the sites that came tell
+        self.ahead = EVERY  # groups that may be back before backward asks for the first of them
+        self._early: dict[Group, None] = {}  # those that are
+        self.lap: Lap | None = None  # what the last period took that the device is through with
+        self.resident = 0
+        self.used_up = 0  # bytes that left `resident` at their last use, when somebody begins to work with them
+        self._peak = 0
+        self.alive = 0  # claims: groups that are still part of a graph
+        self._stayed = 0
+        self._again: Group | None = None  # the last one that came back a second time
+        self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
+        self.dead: deque[Group] = deque()
+        self._out = out
+        self._back = back
+        self.backing = backing
+        self._leaving: dict[Group, None] = {}  # in the order in which their copies end
+        self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
+        self._order: deque[Group] = deque()
+        self.unsettled = True  # a look at what may come back next could find something new
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}
+
+    # -------------------------------------------------------------------------------------- out
+
+    def add(self, group: Group, tensor: torch.Tensor, low: int, nbytes: int) -> Saved:
+        """Put `nbytes` bytes of a tensor's storage, from byte `low` on, into a group that is filling."""
+        saved = self.tensors.Saved(group, tensor, low, nbytes)
+        if not group.counted:
+            self._in_hbm[group] = None
+        group.members.append(saved)
+        group.nbytes += nbytes
+        group.counted += nbytes
+        self.resident += nbytes
+        if self.resident > self._peak:
+            self._peak = self.resident
+        return saved
+
+    def hold(self, saved: Saved) -> Claim:
+        """Take note that the graph holds one more tensor on `saved`, and what it is to hold with it."""
+        group = saved.group
+        group.unused += 1
+        claim = group.claim()
+        if claim is None:
+            claim = Claim()
+            group.claim = weakref.ref(claim, partial(claim_died, self.dead, group))
+            group.claims += 1
+            self.alive += 1
+        return claim
+
+    def send(self, group: Group, *, insist: bool = False) -> None:
+        """Start the group's copy to DRAM; `insist` as in `Backing.new`.
+
+        Raises
+        ------
+        TierFull
+            If no tier has room; the group then stays where it is.
+        """
+        self.collect()
+        if group.state is not State.FILLING or not group.members:
+            return
+        parcel = self.backing.new(self.tensors.arrange(group.members), group.next_use, group.tier, insist=insist)
+        assert parcel.block is not None
+        leaving = Leaving(group.members, parcel.block.tensor, group.nbytes, self.tensors.spans)
+        try:
+            parcel.filled = self._out.copy(leaving, parcel.after, group.stream)
+        except BaseException:
+            self.backing.drop(parcel)
+            raise
+        self.backing.filled(parcel)
+        group.parcel = parcel
+        group.state = State.LEAVING
+        self._leaving[group] = None
+        self._waiting[group] = None
+        self.relieve()
+
+    def relieve(self) -> None:
+        """Let go of groups whose copy was asked for until what is left is within the limit."""
+        if self._leaving and self.compute.capturing():
+            return
+        while self.resident > self.limit and self._leaving:
+            self._let_go(next(iter(self._leaving)))
+
+    def over_limit(self) -> bool:
+        """Whether there is more in HBM than the limit and nothing under way that would make it less."""
+        return self.resident > self.limit and not self._leaving
+
+    def _let_go(self, group: Group) -> None:
+        del self._leaving[group]
+        assert group.parcel is not None and group.parcel.filled is not None
+        self.compute.wait(group.parcel.filled, "d2h", group.stream)
+        self.tensors.let_go(group.members, self.empty)
+        group.members.clear()
+        group.state = State.AWAY
+        self._count(group, 0)
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without memory."""
+        empty = self._nothing.get(dtype)
+        if empty is None:
+            empty = self._nothing[dtype] = torch.empty(0, dtype=dtype, device=self.compute.device)
+        return empty
+
+    # ------------------------------------------------------------------------------------- back
+
+    def begin_backward(self) -> None:
+        """Fix the order in which groups come back, and start bringing them."""
+        with self.lock:
+            self.collect()
+            self._peak = max(self._peak, self.resident)
+            needed = (group for group in self._waiting if group.next_use != NEVER)
+            self._order = deque(sorted(needed, key=lambda group: group.next_use))
+            self._early.clear()
+            self.prefetch()
+
+    def prefetch(self) -> None:
+        """Bring groups back, in order, while the limit allows; read ahead from disk those after them.
+
+        What the engine does not see happen may make room, too: disks, and the program's own memory. It is looked for
+        whenever a group is first or last asked for, or dies, and where there are disks at every tensor.
+        """
+        self.unsettled = self.backing.has_disk
+        while self._order:
+            group = self._order[0]
+            if group.state is State.AWAY and group.unused and not self._bring_early(group):
+                break
+            self._order.popleft()
+        if self.backing.has_disk and self._order and not self.compute.capturing():
+            for group in islice(self._order, min(READ_AHEAD, self.ahead)):
+                if group.parcel is not None and group.state is State.AWAY and not self.backing.read_ahead(group.parcel):
+                    break
+
+    def _bring_early(self, group: Group) -> bool:
+        """Bring a group back before it is asked for, if there is room for it; whether it comes."""
+        assert group.parcel is not None
+        if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
+            return False
+        if len(self._early) >= self.ahead or self.compute.capturing() or not self.backing.at_hand(group.parcel):
+            return False
+        try:
+            self._bring(group)
+        except torch.OutOfMemoryError:
+            return False  # nobody needs it yet; by then there may be room
+        self._early[group] = None
+        return True
+
+    def source(self, saved: Saved) -> torch.Tensor | None:
+        """The buffer on which `saved` lies, ready for the compute stream; None if it never left.
+
+        Raises
+        ------
+        StoreError
+            If the disk does not give back what was written.
+        """
+        group = saved.group
+        if group.state in (State.FILLING, State.LEAVING):
+            return None
+        if group.state is State.AWAY:
+            if not group.unused:
+                # Asked for again (retain_graph), and nobody can say how often: one such group at a time.
+                if self._again is not None and self._again.state is State.HOME:
+                    self._leave_home(self._again)
+                self._again = group
+            self._bring(group)
+            self.unsettled = True
+        assert group.buffer is not None and group.parcel is not None and group.parcel.lent is not None
+        if group in self._early:
+            del self._early[group]
+            self.unsettled = True
+        stream = self.compute.stream()
+        if stream not in group.ready_on:
+            self.compute.wait(group.parcel.lent, "h2d", stream)
+            group.ready_on.append(stream)
+            if stream != group.stream:
+                self.compute.hand_over(group.buffer)
+        return group.buffer
+
+    def glimpse(self, saved: Saved) -> torch.Tensor | None:
+        """The same for somebody who only looks: what comes back to HBM, and when, is as without it.
+
+        What is away is copied to a buffer of its own, which the present stream may read at once.
+        """
+        group, stream = saved.group, self.compute.stream()
+        if group.state in (State.FILLING, State.LEAVING):
+            return None
+        assert group.parcel is not None
+        buffer = group.buffer
+        if buffer is None:
+            buffer = self._copy_back(group.parcel, stream)
+        elif stream != group.stream:
+            self.compute.hand_over(buffer)
+        assert group.parcel.lent is not None
+        self.compute.wait(group.parcel.lent, "h2d", stream)
+        return buffer
+
+    def used(self, group: Group) -> None:
+        """Take note that backward asked for one more tensor of the group, for the first time."""
+        group.unused -= 1
+        if group.unused == 0:
+            # Whoever asked holds the buffer, or the program's memory, until it is done with it. Should
+            # it be asked for again (retain_graph), an AWAY group comes back a second time.
+            self.used_up += group.counted
+            self._count(group, 0)
+            self.unsettled = True
+            if group.state is State.HOME:
+                self._leave_home(group)
+
+    def _bring(self, group: Group) -> None:
+        assert group.parcel is not None
+        group.stream = self.compute.stream()
+        group.buffer = self._copy_back(group.parcel, group.stream)
+        group.ready_on = []
+        group.state = State.HOME
+        if group.unused:
+            self._count(group, group.nbytes)
+
+    def _copy_back(self, parcel: Parcel, stream: Stream) -> torch.Tensor:
+        """A new buffer of `stream` that a parcel is on its way to; `Parcel.lent` says when it has come."""
+        buffer = self.compute.empty(parcel.nbytes)
+        after = () if parcel.filled is None else (parcel.filled,)
+        self.backing.lend(parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
+        return buffer
+
+    def _leave_home(self, group: Group) -> None:
+        if group.stream not in group.ready_on and group.parcel is not None and group.parcel.lent is not None:
+            # The lane may still write into the buffer; the stream that gets this memory next must not.
+            self.compute.wait(group.parcel.lent, "h2d", group.stream)
+        group.buffer = None
+        group.state = State.AWAY
+
+    # ------------------------------------------------------------------------------------- ends
+
+    def collect(self) -> None:
+        """Forget groups that nobody refers to any more."""
+        while self.dead:
+            group = self.dead.popleft()
+            self.alive -= 1
+            group.claims -= 1
+            if group.claims == 0:
+                group.claim = unclaimed  # which holds the group
+                self._forget(group)
+                self.unsettled = True
+
+    def _forget(self, group: Group) -> None:
+        self._count(group, 0)
+        self._waiting.pop(group, None)
+        self._leaving.pop(group, None)
+        self._early.pop(group, None)
+        if self._again is group:
+            self._again = None
+        if group.state is State.HOME:
+            self._leave_home(group)
+        elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
+            self.compute.outlast(group.parcel.filled, group.stream)
+        self.tensors.let_go(group.members, self.empty)  # which the period's list of storages knows until its end
+        group.members.clear()
+        group.state = State.GONE
+        if group.parcel is not None:
+            self.backing.drop(group.parcel)
+            group.parcel = None
+
+    def _count(self, group: Group, nbytes: int) -> None:
+        self.resident += nbytes - group.counted
+        group.counted = nbytes
+        if nbytes:
+            self._in_hbm[group] = None
+        else:
+            self._in_hbm.pop(group, None)
+        if self.resident > self._peak:
+            self._peak = self.resident
+
+    def entered(self, nbytes: int) -> None:
+        """Count bytes that were saved and stay.
+
+        On the way of every tensor that stays, and so without the lock: should two threads meet here, the
+        count is off until the period ends, and with it the time at which groups leave or come back.
+        """
+        self._stayed += nbytes
+        self.resident += nbytes
+        if self.resident > self.limit and self._leaving:
+            with self.lock:
+                self.relieve()
+
+    def born(self, pace: Pace) -> None:
+        """A site of the plan comes: from here on its room holds."""
+        self.position = pace.birth
+        if pace.from_birth is not None:
+            self.limit = pace.from_birth
+            if self.resident > self.limit and self._leaving:
+                with self.lock:
+                    self.relieve()
+
+    def reached(self, pace: Pace) -> None:
+        """Backward asks for a site of the plan: from here on its room holds, and its triggers."""
+        if pace.use <= self.position:
+            return  # asked for again, or not in the plan's order
+        self.position = pace.use
+        if pace.from_use is not None:
+            self.limit = pace.from_use
+        if self._order:
+            with self.lock:
+                self.prefetch()
+
+    def left(self, nbytes: int) -> None:
+        """Count bytes that had stayed and were used for the last time."""
+        # What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
+        nbytes = min(nbytes, self._stayed)
+        self._stayed -= nbytes
+        self.resident -= nbytes
+        self.used_up += nbytes
+        if self._order:
+            with self.lock:
+                self.prefetch()
+
+    def end_period(self) -> int:
+        """Take stock; the highest use of the device in the period, in bytes.
+
+        What is in HBM is counted afresh: bytes that stayed were only ever estimated, and are gone.
+        """
+        self.collect()
+        self.lap = self.compute.settle()
+        peak = self.compute.peak(self._peak)
+        self._stayed = 0
+        self.resident = self._peak = sum(group.counted for group in self._in_hbm)
+        return peak

@@ -1,0 +1,131 @@
+"""The groups of one period that are filling: those that a plan knows, and those for what none has foreseen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from allocator.errors import TierFull
+from migrator.engine.engine import Engine
+from migrator.engine.group import NEVER, Group, State
+from migrator.lanes import Stream
+from migrator.plan import PageGroup, Plan
+from migrator.planner.sizes import group_bytes
+
+log = logging.getLogger("tiers")
+
+UNFORESEEN = 1 << 60
+"""Groups that no plan orders are expected back last in, first out, and after all that a plan orders."""
+
+
+@dataclass(slots=True)
+class Open:
+    """A planned group that is filling, and how many of its sites have not come."""
+
+    planned: PageGroup
+    group: Group
+    missing: int
+
+
+class Filling:
+    """What fills on one device. To be used with the engine's lock.
+
+    Parameters
+    ----------
+    engine : Engine
+        Which sends groups once they are full.
+    room : int
+        Bytes of saved tensors that may lie in HBM; may be set anew at any time.
+
+    Attributes
+    ----------
+    unforeseen : bool
+        Whether something was saved in this period that no plan knows.
+    on_trial : bool
+        Whether the program can do without the plan: what no tier below has room for stays, and counts as unforeseen.
+    loose : dict
+        The groups for what no plan has foreseen, one for each stream.
+    """
+
+    def __init__(self, engine: Engine, room: int) -> None:
+        self.room = room
+        self.unforeseen = False
+        self.on_trial = False
+        self.loose: dict[Stream, Group] = {}
+        self._engine = engine
+        self._open: dict[tuple[PageGroup, Stream], Open] = {}
+        self._opened: set[PageGroup] = set()
+        self._completed: set[PageGroup] = set()
+        self._loose_made = 0
+        self._full_said = False
+
+    def begin(self) -> None:
+        """A period begins."""
+        self._open.clear()
+        self.loose.clear()
+        self._opened.clear()
+        self._completed.clear()
+        self.unforeseen = False
+
+    def planned(self, planned: PageGroup, stream: Stream) -> Open:
+        """What is open for a planned group; opened if it is not, or if all that was in it died too early."""
+        filling = self._open.get((planned, stream))
+        if filling is None:
+            self._opened.add(planned)
+            filling = Open(planned, _planned_group(planned, stream), len(planned.sites))
+            self._open[planned, stream] = filling
+        elif filling.group.state is State.GONE:
+            filling.group = _planned_group(planned, stream)
+        return filling
+
+    def came(self, filling: Open) -> None:
+        """One more site of a planned group has come; with the last one it leaves."""
+        filling.missing -= 1
+        if filling.missing:
+            return
+        self._completed.add(filling.planned)
+        # Groups that should have been complete before it wait for a branch that was not taken.
+        for key in [key for key in self._open if key[0].last_birth <= filling.planned.last_birth]:
+            group = self._open.pop(key).group
+            try:
+                self._engine.send(group, insist=not self.on_trial)
+            except TierFull:
+                if not self.on_trial:
+                    raise
+                self.unforeseen = True
+
+    def loose_group(self, stream: Stream) -> Group:
+        """The group for what no plan has foreseen."""
+        group = self.loose.get(stream)
+        if group is None or group.state is State.GONE:
+            self._loose_made += 1
+            group = self.loose[stream] = Group(UNFORESEEN - self._loose_made, stream)
+        return group
+
+    def send_loose(self, stream: Stream) -> None:
+        """Send what no plan has foreseen, once it is worth a transfer."""
+        group = self.loose.get(stream)
+        if group is None or group.nbytes < group_bytes(self.room):
+            return
+        del self.loose[stream]
+        try:
+            self._engine.send(group)
+        except TierFull as full:
+            # No plan asked for this one to go, so it may stay: the program may well fit.
+            if not self._full_said:
+                self._full_said = True
+                # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
+                log.warning("%s; tensors that no plan covers stay in hbm", str(full))
+
+    def incomplete(self, plans: Iterable[Plan]) -> bool:
+        """Whether sites that were foreseen did not come; of kinds of periods that alternate, one plan must fit."""
+        lacking = self._opened - self._completed
+        touched = [plan for plan in plans if not self._opened.isdisjoint(plan.groups)]
+        return bool(lacking) and all(not lacking.isdisjoint(plan.groups) for plan in touched)
+
+
+def _planned_group(planned: PageGroup, stream: Stream) -> Group:
+    next_use = NEVER if planned.first_use is None else planned.first_use
+    bring_at = -1 if planned.bring_at is None else planned.bring_at
+    return Group(next_use, stream, bring_at=bring_at, tier=planned.tier)

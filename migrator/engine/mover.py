@@ -1,0 +1,327 @@
+"""One device's share of a thread's program: gathers what a period saves into groups, and gives it back.
+
+Stands between the hooks, which see one tensor at a time, and the engine, which sees groups.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from allocator.errors import TierFull
+from migrator.engine.engine import EVERY, Engine
+from migrator.engine.filling import Filling
+from migrator.engine.group import State
+from migrator.engine.tensors import Moved
+from migrator.hooks.actions import Action, Go, Recompute, Stay
+from migrator.learning.learner import Learner
+from migrator.links import Links
+from migrator.plan import Plan
+from migrator.planner.paces import paces as paces_of
+from migrator.planner.sizes import learning_room
+from migrator.recompute.dropped import Dropped, Recomputed
+from migrator.recompute.finder import Finder, Verified, base_of
+from migrator.recompute.origins import Origins
+from migrator.recording.recorder import Recorder
+
+HEAD_START = 0.1  # seconds for which the device is held up where the host is to be ahead of it throughout a period
+CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans
+SAMPLED = 7
+"""Periods, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
+
+
+class Mover:
+    """Carries the plans for one device out.
+
+    Parameters
+    ----------
+    engine : Engine
+        The device's engine.
+    learner : Learner
+        Decides what is recorded and planned.
+    budget : int
+        HBM budget, in bytes.
+    keeps : bool
+        The policy moves and recomputes nothing: before there is a plan nothing is to leave HBM either, nor to be tried.
+    spills : bool
+        The allocator goes on in DRAM where HBM is full, so that the program survives what nobody has foreseen.
+    """
+
+    def __init__(
+        self, engine: Engine, learner: Learner, budget: int, *, keeps: bool = False, spills: bool = False
+    ) -> None:
+        self.engine = engine
+        self.learner = learner
+        self.budget = budget
+        self.unmanaged = 0  # bytes that backward needs and no hook was told of
+        self.storages = engine.tensors.Storages()
+        self._outlived: set[str] = set()
+        self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
+        self._keeps = keeps
+        self._spills = spills
+        self.recorder: Recorder | None = self._new_recorder()
+        self.filling = Filling(engine, budget if keeps else learning_room(budget))
+        self._taken = 0  # storages, in this period
+        self._unchanged = 0  # periods under the plans that there are
+        self._fitting = 0  # periods, one after the other, that HBM had room for
+        self._allocated_before = engine.compute.allocated()
+        engine.limit = self.filling.room
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be done with what is saved: ever, or until HBM is full."""
+        if self.recorder is not None or not self.learner.complete:
+            return False
+        if self._keeps:
+            return True
+        # Not before it was seen that the program fits: what HBM has no room for corrects the plans.
+        fits = self._spills and self.learner.settled and min(self._unchanged, self._fitting) > CLOSELY
+        return fits and all(plan.keeps_everything for plan in self.learner.plans)
+
+    def wake(self) -> bool:
+        """HBM is full: record what is saved from now on, unless it is to be kept all the same; whether it is."""
+        if self._keeps:
+            return False
+        with self.engine.lock:
+            self._fitting = 0
+            self.learner.forget()
+            self.recorder = self._new_recorder()
+            self.filling.room = learning_room(self.budget)
+            self._begin()
+            self._allocated_before = self.engine.compute.allocated()
+        return True
+
+    def _new_recorder(self, head_start: float = 0.0) -> Recorder:
+        self.engine.used_up = 0
+        meter = self.engine.compute.meter(head_start)
+        return Recorder(self._outlived, meter, self._resident, self.verified, tries=not self._keeps)
+
+    def _resident(self) -> int:
+        engine = self.engine
+        with engine.lock:
+            engine.collect()
+            nbytes, engine.used_up = engine.resident + engine.used_up, 0
+            return nbytes
+
+    # -------------------------------------------------------------------------------------- out
+
+    def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
+        """Take charge of a saved tensor.
+
+        Raises
+        ------
+        TierFull
+            If the plan has it leave HBM and no tier has room.
+        """
+        engine = self.engine
+        with engine.lock:
+            known = self.storages.find(tensor)
+            recorder = self.recorder
+            record = None if recorder is None else recorder.save(key, known, kind)
+            # A group takes members of one stream only: its copy waits for that one, and that one lets go of
+            # their memory.
+            stream = engine.compute.stream()
+            filling = None if go is None else self.filling.planned(go.group, stream)
+            if filling is None and recorder is None:
+                self.filling.unforeseen = True
+            saved = known.saved
+            if saved is None or saved.group.state is State.GONE:
+                # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
+                # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
+                group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
+                saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
+                self._taken += 1
+            moved = engine.tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
+            if filling is not None:
+                self.filling.came(filling)
+            if self.filling.loose and not self._keeps:
+                self.filling.send_loose(stream)
+        return moved
+
+    # ------------------------------------------------------------------------------------- back
+
+    def begin_backward(self) -> None:
+        """The first tensor of the period is asked for."""
+        if self.recorder is not None:
+            self.recorder.turn()
+            grown = self.engine.compute.allocated() - self._allocated_before
+            self.unmanaged = max(self.unmanaged, grown - self.engine.resident)
+        self.engine.begin_backward()
+
+    def drop(
+        self,
+        tensor: Tensor,
+        key: str,
+        make: Recompute,
+        origins: Callable[[float | None], Origins],
+        kind: str,
+    ) -> Dropped | Moved:
+        """Let go of a saved tensor that its formula recomputes; where that does not hold any more, take it."""
+        with self.engine.lock:
+            known = self.storages.find(tensor)
+            made = None if known.made is None else known.made()
+            if made is None:
+                base = base_of(tensor)
+                what = make.finder.find(base, origins(make.verified.epsilon))
+                if what is None:
+                    return self.take(tensor, key, None, kind)
+                made = Recomputed(base, what, self.engine)
+                known.made = weakref.ref(made)
+            record = None if self.recorder is None else self.recorder.save(key, known, kind)
+            return Dropped(tensor, made, make, record)
+
+    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
+        """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it.
+
+        Raises
+        ------
+        StoreError
+            If the disk does not give back what was written.
+        """
+        saved, engine = moved.saved, self.engine
+        with engine.lock:
+            if engine.dead:
+                engine.collect()
+            tensor = moved.view(engine.source(saved))
+            if count and not moved.was_used:
+                moved.was_used = True
+                engine.used(saved.group)
+            if engine.unsettled:
+                engine.prefetch()
+        return tensor
+
+    def glimpse(self, moved: Moved) -> Tensor:
+        """The same tensor for somebody who only looks, see `Engine.glimpse`."""
+        with self.engine.lock:
+            return moved.view(self.engine.glimpse(moved.saved))
+
+    # ---------------------------------------------------------------------------------- periods
+
+    def end_period(self, *, whole: bool, alone: bool = True, overflow: int = 0) -> bool:
+        """The period is over; whether there are new plans.
+
+        Parameters
+        ----------
+        whole : bool
+            See `Learner.period_over`.
+        alone : bool
+            Whether no other thread trains on this device, so that periods do not overlap.
+        overflow : int
+            Bytes for which the allocator had no room in HBM.
+
+        Raises
+        ------
+        TierFull
+            If a plan moves more than the tiers below HBM hold.
+        """
+        self._fitting = 0 if overflow else self._fitting + 1
+        with self.engine.lock:
+            trace = None
+            if self.recorder is not None:
+                trace = self.recorder.trace()  # which waits for the device
+                if not self.engine.compute.capturing():
+                    self.engine.compute.tidy()
+                for key, verified in self.recorder.verified.items():
+                    self.verified[key] = verified.besides(self.verified.get(key))
+            peak = self.engine.end_period()
+            drifted = self.filling.unforeseen or self.filling.incomplete(self.learner.plans)
+            self._begin()
+            pressed = self.engine.compute.pressed()
+            # Groups that are held back on purpose are late on purpose.
+            lap = self.engine.lap if alone and self.engine.ahead == EVERY else None
+            changed = self.learner.period_over(
+                trace, peak, whole=whole, drifted=drifted, pressed=pressed, overflow=overflow, lap=lap
+            )
+            self.recorder = None
+            if self.learner.records_next:
+                self.recorder = self._new_recorder(HEAD_START if self.learner.head_start else 0.0)
+            if changed:
+                self._adopt(self.learner.plans)
+            if self.recorder is not None:
+                self._allocated_before = self.engine.compute.allocated()
+            self.filling.on_trial = self.learner.racing
+            self.engine.limit = self._limit()
+            self.engine.compute.time_waits(self._to_stand_for())
+        return changed
+
+    def _to_stand_for(self) -> int:
+        """For how many periods the waits of the next one are to stand; 0 if they are not to be timed."""
+        self._unchanged += 1
+        if self.recorder is not None or self._unchanged <= CLOSELY or not self.learner.settled:
+            return 1
+        return 0 if self._unchanged % SAMPLED else SAMPLED
+
+    def heed(self, ahead: int | None, links: Links) -> bool:
+        """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
+        self.engine.ahead = EVERY if ahead is None else ahead
+        changed = self.learner.relink(links)
+        if changed:
+            with self.engine.lock:
+                self._adopt(self.learner.plans)
+        return changed
+
+    def collect(self) -> None:
+        """Give back the memory of what is part of no graph any more."""
+        if self.engine.dead and not self.engine.compute.capturing():
+            with self.engine.lock:
+                self.engine.collect()
+
+    def forward_is_dead(self) -> bool:
+        """Whether tensors were taken in this period and none of them is part of a graph any more."""
+        with self.engine.lock:
+            self.engine.collect()
+            return self._taken > 0 and self.engine.alive == 0
+
+    def begin_again(self) -> None:
+        """Nothing of what was saved in this period is of any use: its graphs are gone. Start over."""
+        with self.engine.lock:
+            self._begin()
+            if self.recorder is not None:  # without a head start: to begin again may be the program's habit
+                self.recorder = self._new_recorder()
+
+    def _begin(self) -> None:
+        self.filling.begin()
+        self._taken = 0
+        self.storages = self.engine.tensors.Storages()
+        self.engine.position = -1
+        self.engine.limit = self._limit()
+
+    def _limit(self) -> int:
+        """Bytes that may lie in HBM when a period begins: what regions recompute moves while it is recorded."""
+        if self.recorder is not None and any(plan.regions for plan in self.learner.plans):
+            return min(self.filling.room, learning_room(self.budget))
+        return self.filling.room
+
+    def _adopt(self, plans: tuple[Plan, ...]) -> None:
+        needed = max(plan.parcel_bytes for plan in plans)
+        try:
+            self.engine.backing.check(needed)
+        except TierFull:
+            if self.learner.break_off():  # the one before it has fitted so far
+                self._adopt(self.learner.plans)
+                return
+            self.learner.forget()  # whoever catches this may go on with something smaller
+            raise
+        self.engine.backing.reserve(self, needed)
+        self.filling.room = max(plan.room for plan in plans)
+        self.engine.limit = self._limit()
+        self._unchanged = 0
+
+    def actions(self) -> Iterator[tuple[str, Action]]:
+        """What the plans say of every site. A site that comes twice goes: that always fits."""
+        paced = [
+            (plan, paces_of(plan, trace)) for plan, trace in zip(self.learner.plans, self.learner.traces, strict=True)
+        ]
+        for plan, paces in paced:
+            for key, keep in plan.keep.items():
+                yield key, Stay(self, keep.enter, keep.leave, paces.get(key))
+        for plan, paces in paced:
+            for key in plan.recompute:
+                if key in self.verified:
+                    yield key, Recompute(self, self.verified[key], Finder(self.verified[key]), paces.get(key))
+        for plan, paces in paced:
+            for group in plan.groups:
+                for key in group.sites:
+                    yield key, Go(self, group, paces.get(key))

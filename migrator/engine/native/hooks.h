@@ -1,0 +1,276 @@
+// What PyTorch calls for each tensor that it saves, and when backward needs it: `Saver.pack` and `unpack` of `hooks.py`
+// for what comes again in every period, sites of the plan that stay or move.
+//
+// A shortcut in front of the hooks in Python: whatever is not plain, foreseen and in the plan's order goes to those,
+// before anything was changed but that the module has come to this period. So they alone say what holds, and this must
+// agree with them where it answers.
+#pragma once
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/utils/python_compat.h>
+
+#include "moved.h"
+#include "storages.h"
+
+namespace {
+
+// Where a class with `__slots__` keeps an attribute. The classes are declared in Python, once; here they are read.
+Py_ssize_t slot_of(PyObject *type, const char *name) {
+  THPObjectPtr member(PyObject_GetAttrString(type, name));
+  if (!member) throw python_error();
+  TORCH_CHECK_TYPE(Py_TYPE(member.get()) == &PyMemberDescr_Type, name, " is no slot");
+  return reinterpret_cast<PyMemberDescrObject *>(member.get())->d_member->offset;
+}
+
+PyObject *&at(PyObject *object, Py_ssize_t slot) {
+  return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
+}
+
+void put(PyObject *object, Py_ssize_t slot, THPObjectPtr value) { Py_SETREF(at(object, slot), value.release()); }
+
+THPObjectPtr number_of(Py_ssize_t value) {
+  THPObjectPtr number(PyLong_FromSsize_t(value));
+  if (!number) throw python_error();
+  return number;
+}
+
+// Borrowed references become own ones for as long as Python code runs that may drop the others.
+THPObjectPtr own(PyObject *object) {
+  Py_INCREF(object);
+  return THPObjectPtr(object);
+}
+
+struct Names {
+  PyObject *engine = PyUnicode_InternFromString("engine"), *compute = PyUnicode_InternFromString("compute"),
+           *capturing = PyUnicode_InternFromString("capturing"), *born = PyUnicode_InternFromString("born"),
+           *entered = PyUnicode_InternFromString("entered"), *reached = PyUnicode_InternFromString("reached"),
+           *left = PyUnicode_InternFromString("left"), *take = PyUnicode_InternFromString("take"),
+           *give_back = PyUnicode_InternFromString("give_back"), *nothing = PyUnicode_InternFromString("");
+};
+
+const Names &names() {
+  static const Names all;
+  return all;
+}
+
+struct Slots {
+  PyTypeObject *stay_type, *go_type;
+  struct {
+    Py_ssize_t here, period, agenda, recording, in_backward;
+  } place;
+  struct {
+    Py_ssize_t of_inputs, period, count, agenda, actions, noted;
+  } node;
+  struct {
+    Py_ssize_t mover, enter, leave, pace;
+  } stay;
+  struct {
+    Py_ssize_t mover, pace;
+  } go;
+};
+
+// One of the two hooks of a thread.
+struct Hook {
+  PyObject_HEAD
+  vectorcallfunc call;
+  PyObject *saver, *in_python, *place;
+  int64_t least;  // bytes of a storage that may move
+  struct Own {
+    Slots slots;
+  } own;
+
+  void forget_weak() {}
+  void clear() {
+    Py_CLEAR(saver);
+    Py_CLEAR(in_python);
+    Py_CLEAR(place);
+  }
+  int visit(visitproc visit, void *arg) {
+    Py_VISIT(saver);
+    Py_VISIT(in_python);
+    Py_VISIT(place);
+    return 0;
+  }
+};
+
+PyMemberDef hook_members[] = {
+    {"__self__", T_OBJECT, offsetof(Hook, saver), READONLY, nullptr},  // as a bound method has it
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyTypeObject hook_type = {PyVarObject_HEAD_INIT(nullptr, 0) "migrator.engine.native.Hook", sizeof(Hook)};
+
+THPObjectPtr engine_of(PyObject *mover) {
+  THPObjectPtr engine(PyObject_GetAttr(mover, names().engine));
+  if (!engine) throw python_error();
+  return engine;
+}
+
+// Tell the engine what a site says of time and room: each only where there is something to tell.
+void tell(PyObject *mover, PyObject *of_pace, PyObject *pace, PyObject *of_bytes, PyObject *nbytes) {
+  const bool bytes_too = nbytes && PyObject_IsTrue(nbytes) == 1;
+  if (pace == Py_None && !bytes_too) return;
+  THPObjectPtr engine = engine_of(mover);
+  if (pace != Py_None && !THPObjectPtr(PyObject_CallMethodOneArg(engine, of_pace, pace))) throw python_error();
+  if (bytes_too && !THPObjectPtr(PyObject_CallMethodOneArg(engine, of_bytes, nbytes))) throw python_error();
+}
+
+bool captures(PyObject *mover) {
+  THPObjectPtr engine = engine_of(mover), compute(PyObject_GetAttr(engine, names().compute));
+  THPObjectPtr answer(compute ? PyObject_CallMethodNoArgs(compute, names().capturing) : nullptr);
+  const int is = answer ? PyObject_IsTrue(answer) : -1;
+  if (is < 0) throw python_error();
+  return is == 1;
+}
+
+// What `Tensor.detach` makes nothing else of than `alias_of`; parameters among them.
+bool is_ordinary(PyObject *object) {
+  if (Py_TYPE(object) != reinterpret_cast<PyTypeObject *>(THPVariableClass) &&
+      Py_TYPE(object) != reinterpret_cast<PyTypeObject *>(ParameterClass))
+    return false;
+  const at::Tensor &tensor = THPVariable_Unpack(object);
+  return tensor.defined() && is_plain(tensor) && !tensor.is_inference();
+}
+
+// The plan's action for the tensor that is saved now, if this is the place for it; borrowed, null if not.
+PyObject *foreseen(const Hook &hook, PyObject *node) {
+  const Slots &slots = hook.own.slots;
+  if (at(node, slots.node.period) != at(hook.place, slots.place.period)) {
+    // The first tensor of a module in this period: `Node.begin`, where that has nothing to look up.
+    if (at(node, slots.node.agenda) != at(hook.place, slots.place.agenda)) return nullptr;
+    put(node, slots.node.period, own(at(hook.place, slots.place.period)));
+    put(node, slots.node.count, number_of(0));
+  }
+  if (at(node, slots.node.of_inputs) != Py_False) return nullptr;
+  PyObject *actions = at(node, slots.node.actions), *noted = at(node, slots.node.noted);
+  PyObject *count = at(node, slots.node.count);
+  if (!PyList_CheckExact(actions)) return nullptr;
+  if (PyAnySet_Check(noted) ? PySet_Contains(noted, count) != 0 : PyTuple_GET_SIZE(noted) != 0) return nullptr;
+  const Py_ssize_t number = PyLong_AsSsize_t(count);
+  return number < PyList_GET_SIZE(actions) ? PyList_GET_ITEM(actions, number) : nullptr;
+}
+
+void count_one(const Hook &hook, PyObject *node) {
+  const Py_ssize_t slot = hook.own.slots.node.count;
+  put(node, slot, number_of(PyLong_AsSsize_t(at(node, slot)) + 1));
+}
+
+PyObject *pack(const Hook &hook, PyObject *tensor) {
+  const Slots &slots = hook.own.slots;
+  if (torch::autograd::get_current_graph_task_id() != -1 || at(hook.place, slots.place.in_backward) != Py_False ||
+      at(hook.place, slots.place.recording) != Py_False)
+    return nullptr;
+  THPObjectPtr node = own(at(hook.place, slots.place.here));
+  PyObject *borrowed = foreseen(hook, node);
+  if (!borrowed) return nullptr;
+  THPObjectPtr action = own(borrowed);
+  if (Py_TYPE(action.get()) == slots.stay_type) {
+    if (!is_ordinary(tensor)) return nullptr;
+    count_one(hook, node);
+    PyObject *nbytes = at(action, slots.stay.enter);
+    tell(at(action, slots.stay.mover), names().born, at(action, slots.stay.pace), names().entered, nbytes);
+    const at::Tensor &saved = THPVariable_Unpack(tensor);
+    THPObjectPtr version(THPUtils_packInt64(saved._version())), alias(THPVariable_Wrap(alias_of(saved)));
+    PyObject *kept = version && alias ? PyTuple_Pack(4, alias.get(), version.get(), action.get(), Py_None) : nullptr;
+    if (!kept) throw python_error();
+    return kept;
+  }
+  if (Py_TYPE(action.get()) == slots.go_type) {
+    PyObject *mover = at(action, slots.go.mover);
+    if (!memory(tensor, hook.least) || captures(mover)) return nullptr;
+    count_one(hook, node);
+    tell(mover, names().born, at(action, slots.go.pace), nullptr, nullptr);
+    PyObject *moved = PyObject_CallMethodObjArgs(mover, names().take, tensor, names().nothing, action.get(), nullptr);
+    if (!moved) throw python_error();
+    return moved;
+  }
+  return nullptr;
+}
+
+PyObject *unpack_kept(const Hook &hook, PyObject *packed) {
+  const Slots &slots = hook.own.slots;
+  PyObject *stay = PyTuple_GET_ITEM(packed, 2);
+  if (PyTuple_GET_ITEM(packed, 3) != Py_None) return nullptr;  // it is being recorded
+  THPObjectPtr alias = own(PyTuple_GET_ITEM(packed, 0));
+  if (THPVariable_Unpack(alias.get())._version() != PyLong_AsLongLong(PyTuple_GET_ITEM(packed, 1))) return nullptr;
+  if (stay != Py_None) {
+    if (at(hook.place, slots.place.in_backward) != Py_True) return nullptr;
+    PyObject *mover = at(stay, slots.stay.mover), *nbytes = at(stay, slots.stay.leave);
+    tell(mover, names().reached, at(stay, slots.stay.pace), names().left, nbytes);
+  }
+  return alias.release();
+}
+
+PyObject *unpack_moved(const Hook &hook, PyObject *packed) {
+  const Slots &slots = hook.own.slots;
+  const auto &moved = *reinterpret_cast<Moved *>(packed);
+  if (moved.record != Py_None || !moved.saved || at(hook.place, slots.place.in_backward) != Py_True) return nullptr;
+  if (int64_t(moved.saved->own.alias._version()) != moved.saved->version) return nullptr;
+  if (moved.go != Py_None) tell(moved.mover, names().reached, at(moved.go, slots.go.pace), nullptr, nullptr);
+  PyObject *tensor = PyObject_CallMethodOneArg(moved.mover, names().give_back, packed);
+  if (!tensor) throw python_error();
+  return tensor;
+}
+
+PyObject *unpack(const Hook &hook, PyObject *given) {
+  THPObjectPtr packed = own(given);  // whoever asks may hold it by the graph alone, which other threads let go of
+  if (PyTuple_CheckExact(given) && PyTuple_GET_SIZE(given) == 4) return unpack_kept(hook, given);
+  return Py_TYPE(given) == &moved_type ? unpack_moved(hook, given) : nullptr;
+}
+
+template <PyObject *(*shortcut)(const Hook &, PyObject *)>
+PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, PyObject *names) {
+  HANDLE_TH_ERRORS
+  const auto &hook = *reinterpret_cast<Hook *>(self);
+  TORCH_CHECK_TYPE(PyVectorcall_NARGS(flags) == 1 && !names && hook.place, "a hook takes what is saved, or was packed");
+  if (PyObject *answer = shortcut(hook, args[0])) return answer;
+  return PyObject_CallOneArg(hook.in_python, args[0]);
+  END_HANDLE_TH_ERRORS
+}
+
+Slots slots_of(PyObject *place) {
+  THPObjectPtr actions(PyImport_ImportModule("migrator.hooks.actions"));
+  THPObjectPtr stay(actions ? PyObject_GetAttrString(actions, "Stay") : nullptr);
+  THPObjectPtr go(actions ? PyObject_GetAttrString(actions, "Go") : nullptr);
+  THPObjectPtr here(PyObject_GetAttrString(place, "here"));
+  if (!stay || !go || !here) throw python_error();
+  PyObject *of = reinterpret_cast<PyObject *>(Py_TYPE(place)),
+           *node = reinterpret_cast<PyObject *>(Py_TYPE(here.get()));
+  return {
+      reinterpret_cast<PyTypeObject *>(stay.get()),  // which live as long as their module
+      reinterpret_cast<PyTypeObject *>(go.get()),
+      {slot_of(of, "here"), slot_of(of, "period"), slot_of(of, "agenda"), slot_of(of, "recording"),
+       slot_of(of, "in_backward")},
+      {slot_of(node, "of_inputs"), slot_of(node, "period"), slot_of(node, "count"), slot_of(node, "agenda"),
+       slot_of(node, "actions"), slot_of(node, "noted")},
+      {slot_of(stay, "mover"), slot_of(stay, "enter"), slot_of(stay, "leave"), slot_of(stay, "pace")},
+      {slot_of(go, "mover"), slot_of(go, "pace")},
+  };
+}
+
+PyObject *make_hook(PyObject *saver, PyObject *place, const char *in_python, vectorcallfunc call, int64_t least) {
+  THPObjectPtr method(PyObject_GetAttrString(saver, in_python));
+  if (!method) throw python_error();
+  const Slots slots = slots_of(place);
+  auto *hook = make<Hook>(hook_type);
+  hook->call = call;
+  hook->least = least;
+  hook->own.slots = slots;
+  hold(hook->saver, saver);
+  hold(hook->place, place);
+  hook->in_python = method.release();
+  return reinterpret_cast<PyObject *>(hook);
+}
+
+// hooks(saver, place, least): see `tensors.hooks`.
+PyObject *make_hooks(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 3, "hooks(saver, place, least)");
+  const int64_t least = THPUtils_unpackLong(args[2]);
+  THPObjectPtr out(make_hook(args[0], args[1], "pack", call_hook<pack>, least));
+  THPObjectPtr back(make_hook(args[0], args[1], "unpack", call_hook<unpack>, least));
+  return PyTuple_Pack(2, out.get(), back.get());
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace

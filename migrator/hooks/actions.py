@@ -1,0 +1,103 @@
+"""What plans say of sites, in the form in which the hooks look it up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+
+from migrator.hooks.garbage import KEPT, MADE, MOVED
+from migrator.plan import PageGroup
+from migrator.planner.paces import Pace
+from migrator.recompute.finder import Finder, Verified
+
+if TYPE_CHECKING:
+    from migrator.engine.mover import Mover
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Stay; with the bytes that enter and leave HBM by it."""
+
+    mover: Mover
+    enter: int
+    leave: int
+    pace: Pace | None = None
+    stays: ClassVar[Literal[True]] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Go, with this group."""
+
+    mover: Mover
+    group: PageGroup
+    pace: Pace | None = None
+    stays: ClassVar[Literal[False]] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Drop, and recompute."""
+
+    mover: Mover
+    verified: Verified
+    finder: Finder
+    pace: Pace | None = None
+    stays: ClassVar[Literal[False]] = False
+
+
+Action: TypeAlias = Stay | Go | Recompute
+
+
+class Agenda:
+    """What the plans say of all sites, by module.
+
+    Parameters
+    ----------
+    actions : iterable of (str, Action)
+        What to do at these sites; of two for one site the last holds.
+    regions : iterable of str
+        Paths of the modules to recompute as a whole.
+
+    Attributes
+    ----------
+    regions : tuple of str
+        These paths.
+    searches : bool
+        Whether a formula of the plans has to know which node made what was saved.
+    objects : int
+        How many the hooks hold under these plans; see `migrator.hooks.garbage`.
+    """
+
+    def __init__(self, actions: Iterable[tuple[str, Action]] = (), regions: Iterable[str] = ()) -> None:
+        by_path: dict[str, dict[int, Action]] = {}
+        for key, action in actions:
+            path, number = _parted(key)
+            by_path.setdefault(path, {})[number] = action
+        planned = [action for of in by_path.values() for action in of.values()]
+        verified = [action.verified for action in planned if isinstance(action, Recompute)]
+        self.regions = tuple(regions)
+        self.searches = any(one.searched for one in verified)
+        self.objects = sum(_TAKES[type(action)] for action in planned)
+        self._actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
+        self._noted: dict[str, set[int]] = {}
+        for key in frozenset[str]().union(*(one.found for one in verified)):
+            path, number = _parted(key)
+            self._noted.setdefault(path, set()).add(number)
+
+    def of(self, path: str) -> Sequence[Action | None]:
+        """The actions of a module, by number; shorter than its sites where some were not foreseen."""
+        return self._actions.get(path, ())
+
+    def noted(self, path: str) -> Collection[int]:
+        """Numbers of a module's sites that formulas find by the node that made them."""
+        return self._noted.get(path, ())
+
+
+_TAKES = {Stay: KEPT, Go: MOVED, Recompute: MADE}
+
+
+def _parted(key: str) -> tuple[str, int]:
+    path, _, number = key.rpartition(":")
+    return path, int(number)

@@ -1,0 +1,72 @@
+"""What the graph holds in place of a saved tensor, and the check that its version is still the one that was saved.
+
+What stays is packed as a tuple, which costs least; what moves as a `Moved`, which lays claim to its group; what is made
+again as a `Dropped`. Each holds an alias that shares the tensor's version counter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from migrator.engine.tensors import Moved
+from migrator.hooks.actions import Stay
+from migrator.recompute.dropped import MODIFIED, Dropped, Recomputed
+
+if TYPE_CHECKING:
+    from migrator.recording.recorder import Record
+
+
+Kept: TypeAlias = "tuple[Tensor, int, Stay | None, Record | None]"
+"""What the graph holds for one that stays: alias, version, what the plan says, and its record."""
+
+Packed: TypeAlias = "Kept | Moved | Dropped"
+
+
+def keep(tensor: Tensor, stay: Stay | None = None, record: Record | None = None) -> Kept:
+    """Pack a tensor that stays."""
+    alias = tensor.detach()  # not the tensor: for an output that would be a reference cycle
+    return (alias, alias._version, stay, record)
+
+
+def check(packed: Packed) -> None:
+    """Raise PyTorch's own error if what was saved has been changed in place."""
+    if isinstance(packed, tuple):
+        alias, version, _, _ = packed
+        if alias._version != version:
+            raise modified(alias, alias.dtype, alias.size(), version)
+        return
+    if packed.changed():
+        source = packed.made if isinstance(packed, Dropped) else packed.saved
+        raise modified(source.alias, packed.dtype, packed.size, source.version)
+
+
+class Look:
+    """Hands packed tensors out for a trial: nobody needs them, and all is to be as if they had not been asked for.
+
+    What was dropped is recomputed once for all that is made from it here: a residual network's tensors have two ways
+    to each that came before, and so 2 ** n to one n blocks away.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Recomputed, Tensor] = {}
+
+    def __call__(self, packed: Packed) -> Tensor:
+        """The tensor, bit for bit."""
+        check(packed)
+        if isinstance(packed, tuple):
+            return packed[0]
+        return packed.look(self, self._made) if isinstance(packed, Dropped) else packed.mover.glimpse(packed)
+
+
+def modified(alias: Tensor, dtype: torch.dtype, size: torch.Size, version: int, more: str = "") -> RuntimeError:
+    """PyTorch's own error for a saved tensor that was changed before backward used it; `more` follows its hint."""
+    kind = torch.empty(0, dtype=dtype, device=alias.device).type()  # the alias may be empty, and of another type
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been {MODIFIED}: "
+        f"[{kind} {list(size)}] is at version {alias._version}; expected version {version} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+        f"with torch.autograd.set_detect_anomaly(True).{more and ' '}{more}"
+    )

@@ -1,0 +1,354 @@
+"""Where PyTorch hands over what it saves for backward, and asks for it back.
+
+PyTorch calls `Saver.pack` for every tensor saved while the hooks are on, and `Saver.unpack` when
+backward needs it. Whatever becomes of a tensor, an alias of it is held that shares its version counter:
+saved-tensor hooks switch off PyTorch's own check for in-place modification, and the alias puts it back,
+for tensors that stay, move, or have long left HBM.
+
+The hooks belong to a thread (PyTorch hands them on to the threads of backward), and so does a `Saver`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from migrator.engine.tensors import Tensors
+from migrator.hooks import weights
+from migrator.hooks.actions import Action, Agenda, Go, Recompute, Stay
+from migrator.hooks.garbage import Allowance
+from migrator.hooks.packed import Look, Packed, check, keep, modified
+from migrator.hooks.sites import Modules, Node
+from migrator.hooks.stack import OnStack
+from migrator.recompute.dropped import Dropped
+from migrator.recompute.origins import note
+from migrator.recompute.regions import Regions
+from migrator.recording.observer import Observer
+from migrator.recording.recorder import Record
+
+if TYPE_CHECKING:
+    from migrator.engine.mover import Mover
+
+log = logging.getLogger("tiers")
+
+MIN_BYTES = 4096
+"""Storages smaller than this stay: to look after one costs more than its memory is worth."""
+
+_graph_task = torch._C._current_graph_task_id
+
+
+class Saver(OnStack):
+    """The saved-tensor hooks of one thread.
+
+    Parameters
+    ----------
+    make_mover : callable
+        Makes the mover of a device, or returns None where nothing moves.
+    root_begins : callable
+        Called when an outermost module's forward begins.
+    period_over : callable
+        Called when a period is over, before the next one begins.
+    allowance : Allowance
+        Told how many objects the hooks will hold.
+    tensors : Tensors
+        What is done with each tensor.
+    """
+
+    def __init__(
+        self,
+        make_mover: Callable[[torch.device], Mover | None],
+        root_begins: Callable[[Saver, nn.Module], None],
+        period_over: Callable[[Saver], None],
+        allowance: Allowance,
+        tensors: Tensors,
+    ) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self.modules: Modules[Action] = Modules()
+        self.place = self.modules.place
+        self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
+        self.movers: dict[torch.device, Mover | None] = {}
+        self._agenda = self.place.agenda = Agenda()  # what the plans say, and what the period under way goes by
+        self.regions = Regions(self.modules, self._may_recompute)
+        self._ident = threading.get_ident()
+        self.steps_before = 0  # optimizer steps made before the period began
+        self._make_mover = make_mover
+        self._root_begins = root_begins
+        self._period_over = period_over
+        self._allowance = allowance
+        self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
+        self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
+        self._sharded = False  # whether these change within a forward
+        self._observer = Observer(self.regions, self._movable, self.hooks[1])
+
+    # ----------------------------------------------------------------------------------- on, off
+
+    @property
+    def armed_movers(self) -> list[Mover]:
+        """The movers of the devices on which anything was saved."""
+        return [mover for mover in self.movers.values() if mover is not None]
+
+    def pop(self) -> None:
+        """Switch the hooks off; where somebody else's lie on top of them, from now on everything stays."""
+        self.take_off()
+        self._agenda = self.place.agenda = Agenda()
+        self.movers = {}
+        self.place.recording = False
+        self.regions.apply(())
+        self.place.period += 1  # the modules look their actions up anew
+        self._make_mover = lambda device: None
+
+    def rest_if_idle(self) -> None:
+        """Leave what is saved to PyTorch from now on, if nothing is to be done with it. Between two periods only."""
+        if self.armed_movers and all(mover.idle for mover in self.armed_movers) and self.rest():
+            self._allowance.hold(self, 0)
+
+    def wake(self) -> bool:
+        """HBM is full: look at what is saved again, if that is of use. Before the first forward of a period only."""
+        if not self.is_free() or not any([mover.wake() for mover in self.armed_movers]):
+            return False
+        log.info("hbm is full: what is saved is looked at again")
+        self.resting = self.place.in_backward = False
+        self.push()
+        self.adopt(())
+        self.place.recording = True
+        self.place.period += 1
+        return True
+
+    def enter(self, module: nn.Module, args: Sequence[object]) -> None:
+        """A forward begins."""
+        if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
+            for armed in self.armed_movers:  # a forward that raised, before one that saves nothing, such as validation
+                armed.collect()
+            self._forget_dead_forward()
+            # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
+            # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
+            self._root, self._fixed = weakref.ref(module), None
+            if self.place.recording or self._agenda.searches:
+                self._observer.forward_begins(module, recording=self.place.recording)
+            self._root_begins(self, module)
+        self.modules.enter(module)
+        if self.place.recording and module._modules and self.modules.inside and self._may_recompute():
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            mover = self.movers.get(tensors[0].device) if tensors else None
+            if mover is not None:
+                self._observer.enter(mover, self.place.here.path, module, tensors)
+
+    def stepped(self, *, leads: bool) -> None:
+        """An optimizer has made a step, the first of those that step each time if it `leads`."""
+        if self._agenda.searches and not self.place.recording:
+            self._observer.stepped(all_of_it=leads)
+
+    def leave(
+        self, module: nn.Module, args: Sequence[object], named: Mapping[str, object] | None, output: object
+    ) -> None:
+        """A forward ends; without its arguments by name, by an exception."""
+        if self.place.recording and named is not None:
+            self._observer.leave(self.armed_movers, self.place.here.path, module, args, named, output)
+        self.modules.leave()
+
+    def _may_recompute(self) -> bool:
+        """Whether the thread is ours, in a forward, and what it saves comes here: not to a checkpoint of the program's.
+
+        Nor to `torch.func`, nor into a CUDA graph.
+        """
+        autograd: Any = torch._C._autograd
+        if threading.get_ident() != self._ident or not autograd._saved_tensors_hooks_is_enabled():
+            return False
+        if not torch.is_grad_enabled() or _graph_task() != -1:
+            return False
+        return self.on_top() and not self.capturing()
+
+    def capturing(self) -> bool:
+        """Whether what the program does now goes into a CUDA graph."""
+        return any(mover.engine.compute.capturing() for mover in self.armed_movers)
+
+    def adopt(self, actions: Iterable[tuple[str, Action]], regions: Iterable[str] = ()) -> None:
+        """From the next period on, do this at these sites, and recompute these regions."""
+        self._agenda = self.place.agenda = Agenda(actions, regions)
+        self._allowance.hold(self, self._agenda.objects)
+
+    def _forget_dead_forward(self) -> None:
+        """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
+
+        Only while recording. Then everything moves, so what is dead is known; and only then does it matter:
+        a trace with sites that do not come again makes plans that wait for them.
+        """
+        for mover in self.armed_movers:
+            if mover.recorder is not None and not self.place.in_backward and mover.forward_is_dead():
+                mover.begin_again()
+                self.place.period += 1
+
+    def end_period(self) -> None:
+        """End the period, if backward has begun in it; optimizer steps and the next forward do."""
+        if self.place.in_backward:
+            self.place.in_backward = False
+            self.place.period += 1
+            try:
+                self._period_over(self)
+            finally:  # whoever catches what it raises may go on
+                self._begin_period()
+
+    def _begin_period(self) -> None:
+        recorders = [mover.recorder for mover in self.armed_movers]
+        self.place.recording = any(recorder is not None for recorder in recorders)
+        # A period is recorded with all that its modules save; where no plan has room for that, it all moves.
+        afresh = self._agenda.regions and all(recorder is not None for recorder in recorders)
+        self.place.agenda = Agenda() if afresh else self._agenda
+        self.regions.apply(() if self.place.recording else self._agenda.regions)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is not the program's, and not measured with it."""
+        with ExitStack() as stack:
+            for mover in self.armed_movers:
+                if mover.recorder is not None and not mover.engine.compute.capturing():
+                    stack.enter_context(mover.recorder.aside())
+            yield
+
+    # ------------------------------------------------------------------------------------- hooks
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """PyTorch saves `tensor`."""
+        if _graph_task() != -1:
+            # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
+            # at once, or soon, and the order of this period is being played back already.
+            return keep(tensor)
+        if self.place.in_backward:
+            self.end_period()
+        node = self.place.here
+        if node.period != self.place.period:
+            node.begin(self.place)
+        if node.of_inputs and not tensor.numel():
+            return keep(tensor)
+        number = node.count
+        node.count = number + 1
+        action = node.actions[number] if number < len(node.actions) else None
+        if action is not None and action.pace is not None:
+            action.mover.engine.born(action.pace)
+        if self.place.recording:
+            return self._pack_recorded(tensor, node, number, action)
+        packed: Packed
+        if action is not None and action.stays:
+            if action.enter:
+                action.mover.engine.entered(action.enter)
+            alias = tensor.detach()
+            packed = (alias, alias._version, action, None)
+        else:
+            packed = self._move(tensor, node, number, action)
+        if number in node.noted:
+            note(tensor, packed, f"{node.path}:{number}")
+        return packed
+
+    def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
+        """Pack as ever, and remember with the node that made the tensor what became of it; try its formula."""
+        packed: Packed
+        key = f"{node.path}:{number}"
+        if isinstance(action, Stay):
+            if action.enter:
+                action.mover.engine.entered(action.enter)
+            packed = keep(tensor, action, self._record(action.mover, key, tensor))
+        else:
+            packed = self._move(tensor, node, number, action)
+        self._observer.prepare(tensor, key, packed)
+        note(tensor, packed, key)
+        record = packed[3] if isinstance(packed, tuple) else packed.record
+        if record is not None:
+            record.recorder.resume()
+        return packed
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """Backward needs a tensor that `pack` was given."""
+        if isinstance(packed, tuple):
+            alias, version, stay, record = packed
+            if alias._version != version:
+                raise modified(alias, alias.dtype, alias.size(), version)
+            if record is not None:
+                record.used()
+            if stay is not None:
+                if not self.place.in_backward:
+                    self._turn()
+                if stay.pace is not None:
+                    stay.mover.engine.reached(stay.pace)
+                if stay.leave:
+                    stay.mover.engine.left(stay.leave)
+            return alias if record is None else record.compare(alias, Look())
+        check(packed)
+        if not self.place.in_backward:
+            self._turn()
+        if packed.record is not None:
+            packed.record.used()
+        if packed.go is not None and packed.go.pace is not None:
+            packed.go.mover.engine.reached(packed.go.pace)
+        if isinstance(packed, Dropped):
+            return packed.view(self._peek, count=True)
+        tensor = packed.mover.give_back(packed)
+        return tensor if packed.record is None else packed.record.compare(tensor, Look())
+
+    def _peek(self, packed: Packed) -> Tensor:
+        """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
+        check(packed)
+        if isinstance(packed, tuple):
+            return packed[0]
+        if isinstance(packed, Dropped):
+            return packed.view(self._peek, count=False)
+        return packed.mover.give_back(packed, count=False)
+
+    def _turn(self) -> None:
+        if _graph_task() == -1:
+            return  # somebody looks at `grad_fn._saved_*`
+        self.place.in_backward = True
+        for mover in self.armed_movers:
+            mover.begin_backward()
+
+    # --------------------------------------------------------------------------------- deciding
+
+    def _record(self, mover: Mover, key: str, tensor: Tensor) -> Record | None:
+        if mover.recorder is None:
+            return None
+        known = mover.storages.find(tensor) if self._movable(tensor) else None
+        return mover.recorder.save(key, known, self.place.here.kind)
+
+    def _move(self, tensor: Tensor, node: Node[Action], number: int, go: Action | None) -> Packed:
+        mover = go.mover if go is not None else self._mover(tensor.device)
+        if mover is None or mover.engine.compute.capturing():
+            return keep(tensor)  # a CUDA graph replays addresses: nothing of it may move
+        movable = self._movable(tensor, planned=go is not None and mover.recorder is None)
+        if type(go) is Go and movable and mover.recorder is None:
+            return mover.take(tensor, "", go)
+        key = f"{node.path}:{number}"
+        if not movable:
+            return keep(tensor, None, self._record(mover, key, tensor))
+        if type(go) is Recompute:
+            return mover.drop(tensor, key, go, self._observer.origins, node.kind)
+        return mover.take(tensor, key, go if type(go) is Go else None, node.kind)
+
+    def _mover(self, device: torch.device) -> Mover | None:
+        if device not in self.movers:
+            mover = self.movers[device] = self._make_mover(device)
+            self.place.recording |= mover is not None and mover.recorder is not None
+        return self.movers[device]
+
+    def _movable(self, tensor: Tensor, *, planned: bool = False) -> bool:
+        """Whether the tensor may move: it has memory of its own that is no parameter's and no buffer's.
+
+        At a site that is planned to move that was seen when it was recorded.
+        """
+        storage = self._tensors.memory_of(tensor, MIN_BYTES)
+        return storage != 0 and (planned or storage not in self._parameters())
+
+    def _parameters(self) -> set[int]:
+        """Storages that belong to the module whose forward is the outermost."""
+        if self._fixed is None or self._sharded:  # FSDP gathers a layer's parameters right before its forward
+            root = self._root() if self._root is not None else None
+            if self._fixed is None:
+                self._sharded = root is not None and weights.is_sharded(root)
+            self._fixed = set() if root is None else weights.storages(weights.of_module(root))
+        return self._fixed

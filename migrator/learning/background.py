@@ -1,0 +1,89 @@
+"""Planning beside the program: a process that computes while training goes on.
+
+Not a thread: whoever computes in this process holds the interpreter for milliseconds at a time, and training asks
+for it with every tensor it saves. The process starts from nothing, knows neither the program nor PyTorch, and ends
+with its job.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_SERVE = "from migrator.learning.background import serve; serve()"
+
+
+def in_background(job: Callable[[], T]) -> Future[T]:
+    """Have `job` done beside the program, which does not wait for it at its end.
+
+    What cannot be sent to a process, such as a function within another, is done in a thread.
+    """
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(_elsewhere(job))
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=work, name="tiers-planner", daemon=True).start()
+    except RuntimeError:  # no thread can be had
+        work()
+    return future
+
+
+def at_once(job: Callable[[], T]) -> Future[T]:
+    """Do `job` here and now."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(job())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _elsewhere(job: Callable[[], T]) -> T:
+    try:
+        sent = pickle.dumps(job)
+    except (AttributeError, TypeError, pickle.PicklingError):
+        return job()
+    here = str(Path(__file__).parents[1])
+    # Without what would make the new process train, or look like a rank that does.
+    quiet = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
+    path = os.pathsep.join(filter(None, (here, quiet.get("PYTHONPATH"))))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _SERVE],
+            input=sent,
+            capture_output=True,
+            env={**quiet, "PYTHONPATH": path},
+            check=True,
+        )
+        result, error = pickle.loads(done.stdout)
+    except Exception:  # no process may be started, or what comes from it is no answer: what a job raises is one
+        return job()
+    if error is not None:
+        raise error
+    answer: T = result
+    return answer
+
+
+def serve() -> None:
+    """Be that process: do the job that is sent, and send back what came of it."""
+    job: Callable[[], object] = pickle.load(sys.stdin.buffer)
+    answer: tuple[object, Exception | None]
+    try:
+        answer = (job(), None)
+    except Exception as error:
+        answer = (None, error)
+    pickle.dump(answer, sys.stdout.buffer)

@@ -1,0 +1,266 @@
+"""A contest of two plans: of what nobody can predict, periods tell which plan is faster.
+
+What moving costs compute besides the link depends on the program and on the GPU. On an H100 a busy lane
+cost a GPT one or two percent, on an H200 nothing. No one set of `Costs` suits both, and by what it is wrong policies
+hardly differ. So once a plan has settled, a *rival* is made with the other costs, and carried out if it may be
+worth it. The faster is kept, and what it was made with are the costs from then on.
+
+The rival has to win clearly, and against two rounds of the holder's: hosts that others use change their speed by two
+within seconds. All rounds are of the same number of periods, none of them right after a change of plans, nor while the
+rival is made, which takes processors. Pure: who has plans made and carried out is for the caller to say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import chain
+from statistics import median
+
+from allocator.sizes import format_size
+from migrator.learning.feedback import SETTLING
+from migrator.learning.made import Made, make_all
+from migrator.links import HARDLY, MEASURED, Costs, Links
+from migrator.plan import Plan
+from migrator.policies import Policy
+from migrator.simulator import simulate
+from migrator.timing import Lap
+from migrator.trace import Trace
+
+log = logging.getLogger("tiers")
+
+LAPS = 9  # of a round
+BEST = 3  # of these, the shortest, count: the host makes some longer, and nothing makes one shorter
+ALIKE = 0.01  # of a lap: if these differ by more, they tell nothing
+MARGIN = 0.002  # of a lap: by how much the rival has to be shorter
+WORTH = 0.004  # of the step: what a rival has to promise, as to try it costs some periods
+PATIENCE = 24  # periods in which a round has to be over: without a GPU there are no laps
+MAKING = 4096  # periods in which a rival has to be made
+TRIES = 3  # races that may be broken off
+
+
+class Round:
+    """What periods under one plan took, the last ones.
+
+    A lap may be of the period before, and what the allocator caches fits the plan before: the first few do not count.
+    """
+
+    def __init__(self) -> None:
+        self.periods = 0
+        self.seconds: deque[float] = deque(maxlen=LAPS)
+        self._settling = SETTLING
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it can be compared with another."""
+        return len(self.seconds) == LAPS
+
+    @property
+    def failed(self) -> bool:
+        """Whether there were periods enough, and too few of them told what they took."""
+        return self.periods >= PATIENCE and not self.is_over
+
+    def period_over(self, lap: Lap | None) -> None:
+        """Take in a period, and the lap that came with it."""
+        self.periods += 1
+        if lap is None:
+            return
+        if self._settling:
+            self._settling -= 1
+        else:
+            self.seconds.append(lap.seconds)
+
+    def disturbed(self) -> None:
+        """What came so far, and what comes right now, tells nothing."""
+        self.seconds.clear()
+        self._settling = SETTLING
+
+
+class Contest:
+    """One contest between the plan that there is, the holder, and its rival; another one only after `renew`.
+
+    Parameters
+    ----------
+    costs : Costs
+        What the holder is made with.
+    ask : callable
+        Has `make_rival` done with the costs that it is given.
+
+    Attributes
+    ----------
+    costs : Costs
+        What plans are to be made with.
+    """
+
+    def __init__(self, costs: Costs, ask: Callable[[Costs], Future[tuple[Made, ...]]]) -> None:
+        self.costs = costs
+        self._others = MEASURED if costs == HARDLY else HARDLY
+        self._ask = ask
+        self._over = False
+        self._tries = 0  # races since the program was another one
+        self._round = Round()  # of the plan that is carried out
+        self._rounds: list[Sequence[float]] = []  # the holder's that are over
+        self._asked: Future[tuple[Made, ...]] | None = None
+        self._rival: Made | None = None  # once it is made, until it is carried out
+        self.holder: Made | None = None  # while its rival is carried out
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the plan stays that is carried out."""
+        return self._over and self.holder is None
+
+    @property
+    def racing(self) -> bool:
+        """Whether the rival is carried out."""
+        return self.holder is not None
+
+    @property
+    def planning(self) -> bool:
+        """Whether a rival is being made."""
+        return self._asked is not None and not self._asked.done()
+
+    def renew(self) -> None:
+        """The program is another one: there may be a contest again."""
+        self._over, self._tries = False, 0
+
+    def adopted(self) -> None:
+        """There is another holder."""
+        self._round, self._rounds = Round(), []
+        self._asked = self._rival = self.holder = None
+
+    def withdraw(self) -> Made | None:
+        """Break it off; the holder, if it is to come back. Nothing is decided by that, so there may be another race."""
+        holder = self.holder
+        if holder is not None:
+            self._over = self._tries >= TRIES
+        self.adopted()
+        return holder
+
+    def period_over(self, made: Made, lap: Lap | None, *, drifted: bool = False, pressed: bool = False) -> Made | None:
+        """Take in one period; what is to be carried out from now on, if that was decided in it.
+
+        Parameters
+        ----------
+        made : Made
+            What was carried out.
+        lap : Lap, optional
+            What this period took, or the one before it.
+        drifted : bool
+            Whether something departed from the plan.
+        pressed : bool
+            Whether there was too little HBM.
+        """
+        self._round.period_over(lap)
+        if drifted:
+            self._round.disturbed()
+        if self.holder is not None:
+            # What the allocator caches fits the plan before, at first.
+            unfit = drifted or (pressed and self._round.periods > SETTLING)
+            return self._decide(made, unfit=unfit) if unfit or self._round.is_over or self._round.failed else None
+        if self._asked is not None:
+            self._take_over(self._asked)
+        elif not self._over:
+            return self._next_round(made)
+        return None
+
+    def _next_round(self, holder: Made) -> Made | None:
+        """After the holder's first round have a rival made, after the second have that carried out."""
+        self._over = self._round.failed
+        if not self._round.is_over:
+            return None
+        self._rounds.append(self._round.seconds)
+        self._round = Round()
+        if self._rival is None:
+            self._asked = self._ask(self._others)
+            return None
+        self._over, self.holder = True, holder
+        self._tries += 1
+        return self._rival
+
+    def _take_over(self, asked: Future[tuple[Made, ...]]) -> None:
+        """Take the rival over, if it was made by now."""
+        if not asked.done():
+            self._over = self._round.periods >= MAKING
+            self._asked = None if self._over else asked
+            return
+        self._asked, self._round = None, Round()
+        if (error := asked.exception()) is not None:  # there is a plan: no program ends for want of another
+            log.info("no rival to the plan could be made: %r", error)
+        elif made := asked.result():
+            (self._rival,) = made
+        self._over = self._rival is None
+
+    def _decide(self, rival: Made, *, unfit: bool) -> Made | None:
+        holder, rounds, now = self.holder, self._rounds, self._round.seconds
+        assert holder is not None
+        self.adopted()
+        wins = not unfit and all(beats(now, before) for before in rounds)
+        log.info(
+            "contest: a plan that moves %s took %s, its rival that moves %s %s%s; %s",
+            format_size(holder.plan.moved_bytes),
+            _told(*rounds),
+            format_size(rival.plan.moved_bytes),
+            _told(now),
+            " and did not fit" if unfit else "",
+            "the rival takes its place" if wins else "the first plan stays",
+        )
+        if not wins:
+            return holder
+        self.costs, self._others = self._others, self.costs
+        return rival
+
+
+def may_be(made: Sequence[Made], links: Links) -> bool:
+    """Whether there may be a contest of these plans, one for each kind of period, with another.
+
+    Of several kinds laps do not say whose they are. And where others need the memory bus, what is fastest now tells
+    nothing of later.
+    """
+    if len(made) != 1 or links.contended:
+        return False
+    (holder,) = made
+    return holder.predicted is not None and holder.refused is None and not holder.plan.keeps_everything
+
+
+def make_rival(
+    policy: Policy, trace: Trace, budget: int, correction: int, links: Links, holder: Made
+) -> tuple[Made, ...]:
+    """The plan made with the costs of `links`, if it is worth to be carried out beside `holder`; else nothing.
+
+    It has to do something else, to fit wherever the holder does, and to be faster if its costs are the right ones.
+    """
+    (rival,) = make_all(policy, (trace,), (budget,), correction, links, must_fit=False)
+    assert rival.predicted is not None
+    gain = simulate(trace, links, holder.plan).seconds - rival.predicted.seconds
+    fits = (
+        rival.refused is None
+        and rival.peak() <= max(rival.asked, holder.peak())
+        and rival.plan.parcel_bytes <= max(links.below, holder.plan.parcel_bytes)
+    )
+    is_worth_it = fits and gain > WORTH * rival.predicted.ideal and _does(rival.plan) != _does(holder.plan)
+    return (rival,) if is_worth_it else ()
+
+
+def beats(rival: Sequence[float], holder: Sequence[float]) -> bool:
+    """Whether a rival with these laps, in seconds, is clearly faster than the holder with those."""
+    one, other = period_of(rival), period_of(holder)
+    return one is not None and other is not None and one < other * (1 - MARGIN)
+
+
+def period_of(laps: Sequence[float]) -> float | None:
+    """What a period takes that nothing disturbs, in seconds; None where the laps do not tell."""
+    best = sorted(laps)[:BEST]
+    return median(best) if len(best) == BEST and best[-1] <= best[0] * (1 + ALIKE) else None
+
+
+def _does(plan: Plan) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """What a plan moves, recomputes, and recomputes as a whole."""
+    moves = frozenset(key for group in plan.groups for key in group.sites)
+    return moves, frozenset(plan.recompute), frozenset(plan.regions)
+
+
+def _told(*rounds: Sequence[float]) -> str:
+    best = sorted(chain(*rounds))[:BEST]
+    return f"{median(best) * 1e3:.2f} ms a period" if best else "nobody knows how long"

@@ -1,0 +1,245 @@
+"""Feedback: what measured periods say about the budget to plan for, and about the links.
+
+Where it is known what else lies in HBM, a plan's peak is predicted: what was measured beyond the target comes off
+the budget at once, and what was predicted in excess comes on by halves. Where it is not, one more byte of room raises
+the peak by one byte at most, so the room may always grow by what the peak lies below the target. It grows by half of
+that at a time: memory that is reserved in fragments is not in the peak, and shows only when the allocator has to flush
+its cache; then the room has found its ceiling. A lane that compute waited for longer than was predicted is slower than
+was taken for granted. Measured against that, lanes only ever become slower, and the budget never exceeds a ceiling that
+was found. What the allocator had no room for comes off the budget, as long as that makes it less. And what whole
+periods take, without their waits, says by how much the recorded times are too long, or a little too short. That they
+are too long is believed soon, as nothing makes a period shorter than it is; that they are too short only if no period
+of several was as short as predicted, as hosts that others use change their speed by two within seconds. It settles:
+each of these is corrected a few times only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+
+from migrator.learning.made import Made
+from migrator.links import Links
+from migrator.simulator import Simulated
+from migrator.timing import Lap
+
+PRESSED = 0.03  # of the target: what the budget gives back when the allocator was pressed
+SETTLED = 0.02  # of the target: closer than this the budget stays as it is
+LATE = 0.004  # of the ideal step: stalls that were not predicted and are shorter do not count,
+LEAST_LATE = 500e-6  # nor those shorter than so many seconds: each wait has a few microseconds of its own
+SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
+TELLING = 2  # periods under new plans that tell what is left free: where lengths alternate, one may be short
+PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
+LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
+UNTOLD = 16  # periods under new plans, after which laps that did not come are not waited for
+SURE = 8  # periods of which none may have been as short as predicted, before that is taken to be too short
+LOOKS = 2  # times that the program's times or its links are corrected: it is to settle, and each costs a plan
+FASTEST = 0.3  # of the recorded times: on a slow host a recording is three times too long, and not more
+SLOWEST = 1.2  # and not earlier than that: what takes longer has another cause
+OFF_PACE = 0.03  # of a period: closer than this, times are as predicted
+LATE_PACE = 0.06  # and this, where the period took longer: new plans are to be worth it
+GROWTHS = 1  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
+WORTH = 0.08  # of the target: what a growth must bring
+
+
+class Feedback:
+    """Corrections to what the policy is given.
+
+    Parameters
+    ----------
+    target : int
+        The peak to aim for, in bytes.
+    given : Links
+        What the lanes are taken to give before any correction.
+    """
+
+    def __init__(self, target: int, given: Links) -> None:
+        self.given = given
+        self.correction = 0  # of the budget, in bytes
+        self.pace = 1.0  # what the program's own times are multiplied by
+        self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
+        self._target = target
+        self._ceiling: int | None = None  # the largest correction that no period so far has found too large
+        self._parts: dict[str, float] = {}  # of what is given, by lane: what was found to be left of it
+        self._looks = 0  # times that pace or links changed
+        self._growths = 0
+        self._good: int | None = None  # the last correction whose plan kept to the target
+        self._overflow: int | None = None  # when the budget was last cut for it
+        self._under = 0  # periods under the plans there are
+        self._highest = 0  # of their peaks
+        self._presses = 0  # of these, the last ones in a row in which the allocator flushed its cache
+
+    @property
+    def settled(self) -> bool:
+        """Whether the present plans were borne out: as many laps came as may correct them, and none did.
+
+        Where laps do not come (no GPU, several kinds of periods, several threads) some periods do instead.
+        """
+        return len(self._laps) == SURE or self._under >= UNTOLD
+
+    @property
+    def links(self) -> Links:
+        """What the lanes are taken to give, corrected."""
+        return replace(self.given, **{lane: getattr(self.given, lane) * part for lane, part in self._parts.items()})
+
+    def under(self, given: Links) -> Feedback:
+        """The same corrections, to other links; what is found of those is not held against these."""
+        other = copy(self)
+        other.given = given
+        other._laps, other._parts = list(self._laps), dict(self._parts)
+        return other
+
+    def adopted(self) -> None:
+        """The plans changed: what the allocator caches will have to change, too."""
+        self._under = self._presses = self._highest = 0
+        self._laps.clear()
+
+    def news(self) -> None:
+        """What was recorded changed: whatever the pace was found to be, it was another recording's."""
+        self.pace = 1.0
+        self._looks = 0
+
+    def period_over(
+        self, made: Sequence[Made], base: int, peak: int, *, pressed: bool, overflow: int, lap: Lap | None
+    ) -> bool:
+        """Take in a period under the plans `made`, one for each kind of period; whether any correction changed.
+
+        Parameters
+        ----------
+        base, peak, pressed, overflow
+            See `peak`.
+        lap : Lap, optional
+            See `lap`.
+        """
+        if (overflow or peak > self._target) and _hold_least(made):
+            self._under += 1
+            return False
+        predictions = [each.predicted for each in made if each.predicted is not None]
+        # Of several kinds of periods nobody says which one this was: what a short one left free, a long one needs.
+        one_kind_or_untold = len(made) == 1 or not predictions
+        changed = self.peak(
+            peak,
+            max((predicted.peak["hbm"] for predicted in predictions), default=None),
+            base,
+            pressed=pressed,
+            may_grow=one_kind_or_untold and not all(each.plan.keeps_everything for each in made),
+            overflow=overflow,
+        )
+        # Nor does it say anything of the pace; and memory in DRAM is slow whatever the plan.
+        if lap is not None and len(made) == len(predictions) == 1 and not (pressed or overflow):
+            changed |= self.lap(lap, predictions[0])
+        return changed
+
+    def peak(
+        self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
+    ) -> bool:
+        """Take in a period's peak; whether the correction changed.
+
+        Parameters
+        ----------
+        peak, predicted : int
+            Most bytes in HBM; None if that could not be predicted.
+        base : int
+            The budget before correction.
+        pressed : bool
+            Whether the allocator had to flush its cache to stay within the budget.
+        may_grow : bool
+            Whether the plan would make use of more.
+        overflow : int
+            Bytes that the allocator had to put elsewhere, as HBM was full.
+        """
+        self._under += 1
+        self._highest = max(self._highest, peak)
+        self._presses = self._presses + 1 if pressed and self._under > SETTLING else 0
+        if predicted is not None:
+            # The peak tells already what lies in HBM; a flush tells of fragments alone, and of those that stay.
+            pressed = self._presses >= PRESSES
+        slack = -int(PRESSED * self._target) if pressed else self._target - peak
+        if not overflow:
+            self._overflow = None
+        elif self._under >= SETTLING and (self._overflow is None or overflow < self._overflow):
+            # What did not become less when the budget did is not the plan's.
+            self._overflow = overflow
+            slack = min(slack, -overflow - int(SETTLED * self._target) - 1)
+        if slack >= -SETTLED * self._target:
+            self._good = self.correction
+        if abs(slack) <= SETTLED * self._target:
+            return False
+        before = self.correction
+        if slack < 0:
+            # A program may alternate between kinds of periods: the largest must fit, and it comes again.
+            less = self.correction + slack
+            if predicted is not None and self._good is not None and less < self._good < self.correction:
+                less = self._good  # it grew too far: what was there before kept to the target
+            self.correction = self._ceiling = max(-base, less)
+        elif may_grow and (gain := slack if predicted is None else min(self._target, predicted) - self._highest) > 0:
+            most = self._target - base if predicted is None else self._target // 2
+            # What one short period leaves free, the next one may need.
+            due = self._under >= TELLING and self._growths < GROWTHS
+            if predicted is None or (due and gain > WORTH * self._target):
+                self._growths += 1
+                self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
+        return self.correction != before
+
+    def lap(self, lap: Lap, predicted: Simulated) -> bool:
+        """Take in what a period took; whether the pace or the links changed.
+
+        What compute took besides its waits is the program's own: with the plan the host keeps ahead of the device,
+        while it is late now and then in recorded periods, and always in a program of small kernels. It is never early
+        there, so that a period was shorter than predicted is believed as soon as two agree. But while a period is
+        recorded the device waits for lanes half of the time: at its power limit it is up to a tenth slower when it
+        does not. Then every period takes longer. The host, too, may make some of them longer: so that is believed
+        only if of eight not one was shorter. What takes longer still has another cause.
+        """
+        if self._under < SETTLING:
+            return False
+        self._laps = [*self._laps[1 - SURE :], lap]
+        if len(self._laps) < LAPS or self._looks >= LOOKS:
+            return False
+        best, *_, other = sorted(self._laps[-LAPS:], key=_seconds)
+        computed = _computed(best)
+        foreseen = predicted.seconds - sum(predicted.stalls.values())
+        if other.seconds > best.seconds * (1 + OFF_PACE) or computed <= 0:
+            return False  # a period that was shorter than others is another: fewer samples, a step that was left out
+        late = foreseen * (1 + LATE_PACE)
+        if late < computed < foreseen * SLOWEST:
+            computed = min(map(_computed, self._laps))
+            believed = len(self._laps) == SURE and computed > late
+        else:
+            believed = computed < foreseen * (1 - OFF_PACE)
+        if not believed:
+            return self.stalls(best.stalls, predicted)
+        self._looks += 1
+        self.pace = max(FASTEST, self.pace * computed / foreseen)
+        return True
+
+    def stalls(self, measured: Mapping[str, float], predicted: Simulated) -> bool:
+        """Take in for how long compute waited for each lane, in seconds; whether the links changed."""
+        slower = {}
+        for lane, seconds in measured.items():
+            late = seconds - predicted.stalls.get(lane, 0.0)
+            busy = predicted.busy.get(lane, 0.0)
+            if busy and late > max(LATE * predicted.ideal, LEAST_LATE):
+                slower[lane] = self._parts.get(lane, 1.0) * busy / (busy + late)
+        if not slower:
+            return False
+        self._looks += 1
+        self._parts |= slower
+        return True
+
+
+def _hold_least(made: Sequence[Made]) -> bool:
+    """Whether no plans hold less: of several kinds of periods, one for that which is predicted to hold most."""
+    if all(each.predicted is not None for each in made):
+        return max(made, key=Made.peak).least
+    return all(each.least for each in made)
+
+
+def _seconds(lap: Lap) -> float:
+    return lap.seconds
+
+
+def _computed(lap: Lap) -> float:
+    """What the period took without its waits."""
+    return lap.seconds - sum(lap.stalls.values())

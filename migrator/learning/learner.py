@@ -1,0 +1,357 @@
+"""Learns a program: what its plans are made for, when to plan anew, and which plans hold.
+
+Pure: it is fed traces and measurements and hands back plans; who carries its jobs out is for the caller to say. Which
+periods are to be recorded `migrator.recording.recordings` says.
+
+A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget is the
+room that the rest of the program leaves: the first estimate takes the learning period's peak as if nothing saved had
+been part of it. From then on both are corrected by `feedback`. What moving costs besides is not known of any program:
+the plan that has settled is tried against another, `contest`.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from migrator.learning.background import at_once
+from migrator.learning.contest import Contest, may_be
+from migrator.learning.feedback import SETTLED, Feedback
+from migrator.learning.made import Made
+from migrator.learning.orders import Orders, Submit
+from migrator.links import PCIE_GEN5, Costs, Links
+from migrator.plan import Plan
+from migrator.policies import Policy
+from migrator.recording.recordings import Recordings
+from migrator.simulator import Simulated
+from migrator.timing import Lap, alike, at_pace
+from migrator.trace import Trace
+
+log = logging.getLogger("tiers")
+
+PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Plans for links that may come back, what they were made for, and what was found of both."""
+
+    made: tuple[Made, ...]
+    planned: tuple[Trace, ...]
+    feedback: Feedback
+
+
+class Learner:
+    """Decides over the periods of one device.
+
+    Parameters
+    ----------
+    policy : Policy
+        Makes the plans.
+    target : int
+        The peak to aim for, in bytes.
+    links : Links
+        What the policy takes the lanes to give.
+    submit : callable
+        Has a job done that takes longer than some milliseconds. Its plans are adopted at the end of the period in
+        which they are there.
+    recordings : int
+        Periods that are recorded before there is a plan; see `migrator.timing`.
+    must_fit : bool
+        Whether a target that no plan meets is an error. Where what exceeds it has another place to be, the plan that
+        comes closest is carried out, and that is said once.
+    budget : int, optional
+        What the target is a part of, which the user has set and is told of; the target without it.
+    weighs_costs : bool
+        Whether the policy's plans depend on `Links.costs`, so that the better of two may be found by trying.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        target: int,
+        links: Links = PCIE_GEN5,
+        submit: Submit = at_once,
+        recordings: int = 1,
+        *,
+        must_fit: bool = True,
+        budget: int | None = None,
+        weighs_costs: bool = False,
+    ) -> None:
+        self._target = target
+        self._budget = target if budget is None else budget
+        self._refusal_said = False
+        self._orders = Orders(policy, submit, must_fit=must_fit)
+        self._feedback = Feedback(target, links)
+        self._weighs_costs = weighs_costs
+        self._contest = Contest(links.costs, self._ask_for_rival)
+        self._recordings = Recordings(recordings)
+        self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
+        self._periods = 0
+        self._under = 0  # of these, under the plans that there are
+        self._owed = False  # plans changed, and whoever is to be told was told of an error instead
+        self._whole = False  # whether any period was
+        self._afresh = False  # whether something was recorded since: formulas may hold for more than they did
+        self._made: tuple[Made, ...] = ()
+        self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
+        self._set_aside: SetAside | None = None
+
+    @property
+    def records_next(self) -> bool:
+        """Whether the next period is to be recorded."""
+        return self._recordings.due
+
+    @property
+    def head_start(self) -> bool:
+        """Whether the host is to be ahead of the device in that period, which so tells the device's own pace.
+
+        Only in the last one before plans are made: the lap that is longer by the time for which the device was held up
+        is then compared with nothing, as laps do not count while plans are made, nor right after.
+        """
+        return self._recordings.last_first
+
+    @property
+    def planning(self) -> bool:
+        """Whether plans are being made in the background."""
+        return self._contest.planning or self._orders.under_way
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are plans for all that the program has, and no others on their way."""
+        return self._whole and self._has_all
+
+    @property
+    def settled(self) -> bool:
+        """Whether these plans stay, as far as anybody can say: laps bore them out, and no contest is to come.
+
+        Also of programs that make no optimizer step, as far as is known.
+        """
+        return self._has_all and self._feedback.settled and (self._contest.is_over or not self._may_compete)
+
+    @property
+    def racing(self) -> bool:
+        """Whether the plan that is carried out is on trial, and another comes back if it does not do better."""
+        return self._contest.racing
+
+    @property
+    def lasting(self) -> tuple[Plan, ...]:
+        """The plans, or while one is on trial that which it competes with."""
+        holder = self._contest.holder
+        return self.plans if holder is None else (holder.plan,)
+
+    @property
+    def _has_all(self) -> bool:
+        return bool(self._made) and not self._orders.asked and not self._recordings.due
+
+    @property
+    def _may_compete(self) -> bool:
+        return self._contest.racing or (self._weighs_costs and may_be(self._made, self._feedback.given))
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """One plan for each of `traces`."""
+        return tuple(made.plan for made in self._made)
+
+    @property
+    def predictions(self) -> tuple[Simulated | None, ...]:
+        """What each of `plans` comes to, as far as its trace tells."""
+        return tuple(made.predicted for made in self._made)
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """One trace per kind of period that there are plans for, the one recorded last at the end."""
+        return self._planned
+
+    def period_over(
+        self,
+        trace: Trace | None,
+        peak: int,
+        *,
+        whole: bool,
+        drifted: bool,
+        pressed: bool,
+        overflow: int = 0,
+        lap: Lap | None = None,
+    ) -> bool:
+        """Take in one period; whether `plans` changed.
+
+        Parameters
+        ----------
+        trace : Trace or None
+            What was recorded, if it was.
+        peak : int
+            Highest use of HBM in the period, in bytes.
+        whole : bool
+            Whether everything that lives as long as the program existed when the period began: the
+            optimizer makes its state in the first step, so peaks before that are too low.
+        pressed : bool
+            Whether the allocator had to flush its cache to stay within the budget.
+        overflow : int
+            Bytes for which HBM had no room, and which the allocator had to put elsewhere.
+        drifted : bool
+            Whether a tensor was saved that no plan knows, or one was not that a plan relies on.
+        lap : Lap, optional
+            What this period took, or the one before it, and for how long compute waited for each lane.
+
+        Raises
+        ------
+        NoPlanFits
+            If the target is too small for any plan.
+        """
+        self._periods += 1
+        self._under += 1
+        if lap is not None and lap.age >= self._under:
+            lap = None  # of a period under other plans
+        if whole and not self._whole:
+            self._whole = True
+            if self._recordings.traces:  # the patience was too short: what was recorded lacks the optimizer's state
+                self._record_anew()
+        planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
+        changed, self._owed = self._owed, False
+        changed |= self._adopt()
+        if not (whole or self._periods >= PATIENCE):
+            return changed
+        if trace is not None and trace.sites:
+            return self._learn(trace, peak) or changed
+        self._recordings.pass_by(self._periods, drifted=drifted and planned)
+        if changed or self._orders.asked or self._recordings.learning or not self._made:
+            return changed  # the measurements are those of a plan that is, or is about to be, replaced
+        lap = None if drifted else lap
+        if not self._contest.racing:  # a rival is not corrected: it is faster as it is, or goes
+            base = max(self._before_correction(trace) for trace in self._planned)
+            if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap):
+                return self._plan()
+        if not self._may_compete:
+            return False
+        short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
+        return self._compete(None if short else lap, drifted=drifted, pressed=short)
+
+    def _learn(self, trace: Trace, peak: int) -> bool:
+        if not self._recordings.add(trace, self._periods):
+            return False
+        self._set_aside = None
+        self._afresh = True
+        self._feedback.news()
+        self._contest.renew()
+        if self._room is None:
+            self._room = max(0, self._target - peak)
+        return not self._recordings.learning and self._plan()
+
+    def _compete(self, lap: Lap | None, *, drifted: bool, pressed: bool) -> bool:
+        """Go on with the contest; whether the plan changed."""
+        (before,) = self._made
+        made = self._contest.period_over(before, lap, drifted=drifted, pressed=pressed)
+        if made is None:
+            return False
+        self._carry_out((made,))
+        return made is not before
+
+    def _ask_for_rival(self, costs: Costs) -> Future[tuple[Made, ...]]:
+        """Have a plan made of what the present one was made of, but with other costs."""
+        (trace,), (holder,) = self._planned, self._made
+        links = replace(self._feedback.links, costs=costs)
+        return self._orders.ask_for_rival(
+            trace, self._before_correction(trace), self._feedback.correction, links, holder
+        )
+
+    def _before_correction(self, trace: Trace) -> int:
+        return self._target if trace.others else self._room or 0
+
+    def relink(self, links: Links) -> bool:
+        """From now on plan with `links`, corrected as before; whether `plans` changed.
+
+        Others need the memory bus for a while, and then do not: what held before them holds again, at once.
+
+        Raises
+        ------
+        NoPlanFits
+            If the target is too small for any plan.
+        """
+        if links == self._feedback.given:
+            return False
+        before = self._set_aside
+        if before is not None and before.feedback.given == links:
+            if self._feedback.correction >= before.feedback.correction:
+                self._take_up(before)
+                return True
+            self._set_aside = before = None  # less fits by now than did
+        self._owed |= self.break_off()
+        if before is None and self._has_all and not self._feedback.given.contended:
+            self._set_aside = SetAside(self._made, self._planned, self._feedback)
+        self._feedback = self._feedback.under(links)
+        # Where traces are missing, what is recorded now is planned with them.
+        return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
+
+    def _take_up(self, before: SetAside) -> None:
+        """Carry out again what was set aside."""
+        self._set_aside = None
+        self._orders.drop()
+        self._planned, self._feedback = before.planned, before.feedback
+        self._contest.adopted()
+        self._carry_out(before.made)
+
+    def finish(self) -> None:
+        """Wait for plans that are being made; for what is told of the program at its end."""
+        if self._orders.wait():
+            self._adopt()
+
+    def forget(self) -> None:
+        """Begin anew: what was learned cannot be carried out."""
+        self._made = self._planned = ()
+        self._record_anew()
+
+    def _record_anew(self) -> None:
+        """Forget the traces; the plans that there are hold until there are others."""
+        self._recordings.begin_anew()
+        self._orders.drop()
+        self._set_aside = self._room = None
+        self._feedback = Feedback(self._target, self._feedback.given)
+        self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)
+
+    def _plan(self) -> bool:
+        """Ask for plans; whether there are others already. What was asked for before is of no use any more."""
+        self._owed |= self.break_off()  # until somebody is told
+        traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
+        budgets = tuple(self._before_correction(trace) for trace in traces)
+        links = replace(self._feedback.links, costs=self._contest.costs)
+        self._orders.ask(traces, budgets, self._feedback.correction, links)
+        changed = self._adopt() or self._owed
+        self._owed = False
+        return changed
+
+    def break_off(self) -> bool:
+        """Have the holder back if a rival is carried out; whether one was."""
+        holder = self._contest.withdraw()
+        if holder is not None:
+            self._carry_out((holder,))
+        return holder is not None
+
+    def _adopt(self) -> bool:
+        """Take plans over that are there now; whether they are others than there were."""
+        taken = self._orders.take()
+        if taken is None:
+            return False
+        before, (made, self._planned) = self._made, taken
+        if len(before) == len(made):
+            made = tuple(new.after(old) for new, old in zip(made, before, strict=True))
+        self._contest.adopted()
+        afresh, self._afresh = self._afresh, False
+        if not afresh and [each.plan for each in made] == [each.plan for each in before]:
+            # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
+            self._made = made
+            log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, made)))
+            return False
+        self._carry_out(made)
+        return True
+
+    def _carry_out(self, plans: tuple[Made, ...]) -> None:
+        """From now on these hold, and are to be borne out."""
+        self._made = plans
+        self._under = 0
+        self._feedback.adopted()
+        for made in plans:
+            log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
+            if made.refused is not None and not self._refusal_said:
+                self._refusal_said = True
+                log.warning("%s; it runs anyway, using more hbm", made.refused.out_of(self._budget))

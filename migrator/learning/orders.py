@@ -1,0 +1,87 @@
+"""Has plans made: here and now where that takes some milliseconds, else beside the program. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from migrator.learning.background import at_once
+from migrator.learning.contest import make_rival
+from migrator.learning.made import Made, make_all
+from migrator.links import Links
+from migrator.policies import Policy
+from migrator.trace import Trace
+
+AT_ONCE = 100  # sites with times, up to which planning takes but some milliseconds
+
+Job = Callable[[], tuple[Made, ...]]
+Submit = Callable[[Job], "Future[tuple[Made, ...]]"]
+
+
+class Orders:
+    """The plans that one device has asked for; the last ones alone, as what was asked for before is of no use any more.
+
+    Parameters
+    ----------
+    policy : Policy
+        Makes them.
+    submit : callable
+        Has a job done that takes long.
+    must_fit : bool
+        Whether a budget that no plan meets is an error.
+    """
+
+    def __init__(self, policy: Policy, submit: Submit, *, must_fit: bool) -> None:
+        self._policy = policy
+        self._submit = submit
+        self._must_fit = must_fit
+        self._made: Future[tuple[Made, ...]] | None = None
+        self._traces: tuple[Trace, ...] = ()  # what they are for
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is something to be taken over, now or later."""
+        return self._made is not None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether plans are being made."""
+        return self._made is not None and not self._made.done()
+
+    def ask(self, traces: tuple[Trace, ...], budgets: tuple[int, ...], correction: int, links: Links) -> None:
+        """Ask for a plan for each trace, for its budget with the correction."""
+        job = partial(make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit)
+        self._traces = traces
+        self._made = self._have_done(job, traces)
+
+    def ask_for_rival(
+        self, trace: Trace, budget: int, correction: int, links: Links, holder: Made
+    ) -> Future[tuple[Made, ...]]:
+        """Have a rival to `holder` made, besides."""
+        return self._have_done(partial(make_rival, self._policy, trace, budget, correction, links, holder), (trace,))
+
+    def take(self) -> tuple[tuple[Made, ...], tuple[Trace, ...]] | None:
+        """The plans, and what they are for, once they are there.
+
+        Raises
+        ------
+        NoPlanFits
+            If there are none, and there must be.
+        """
+        if self._made is None or not self._made.done():
+            return None
+        made, self._made = self._made, None
+        return made.result(), self._traces
+
+    def wait(self) -> bool:
+        """Wait until they are there, at the end of the program; whether they are."""
+        return self._made is not None and self._made.exception() is None
+
+    def drop(self) -> None:
+        """They are not wanted any more."""
+        self._made = None
+
+    def _have_done(self, job: Job, traces: tuple[Trace, ...]) -> Future[tuple[Made, ...]]:
+        quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
+        return (at_once if quick else self._submit)(job)

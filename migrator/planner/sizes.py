@@ -1,0 +1,29 @@
+"""How many bytes go where by rule: in HBM, in a group, and on the way."""
+
+from __future__ import annotations
+
+from allocator.sizes import PAGE, GiB, MiB
+from migrator.trace import Trace
+
+LARGEST_GROUP = 192 * MiB  # 16 run at the link's full speed; but to send a group takes the host 60 to 300 us
+GROUPS_AHEAD = 2  # one group on the link and one behind it keep the link busy
+
+
+def least_room(trace: Trace, budget: int) -> int:
+    """Saved bytes that `budget` has room for at every position of the period."""
+    return max(0, budget - max(trace.others, default=0))
+
+
+def group_bytes(room: int) -> int:
+    """Size of a page group under `room` bytes: a sixteenth of it, between a page and 192 MiB."""
+    return min(LARGEST_GROUP, max(PAGE, room // 16))
+
+
+def learning_room(budget: int) -> int:
+    """Saved bytes that may lie in HBM before anything is known: an eighth of the budget, 1 GiB at most."""
+    return min(GiB, budget // 8)
+
+
+def look_ahead(largest: int, room: int) -> int:
+    """Bytes of HBM, out of `room`, for groups under way, when the largest storage that moves has `largest` bytes."""
+    return GROUPS_AHEAD * max(largest, group_bytes(room)) if largest else 0

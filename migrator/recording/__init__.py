@@ -1,0 +1,1 @@
+"""Writes down what one period of a program did: its trace."""

@@ -1,0 +1,1 @@
+"""Holds the parts together over the periods of a program."""

@@ -1,0 +1,83 @@
+"""What the runtime tells its advisor at the end of every period, and what it is told in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from allocator.pages import PageAllocator
+from migrator.engine.mover import Mover
+from migrator.lanes import Compute, Event
+from migrator.links import Links
+from migrator.runtime.devices import Devices
+from migrator.runtime.options import Advisor
+from migrator.telemetry.counters import Counters
+from migrator.telemetry.transfers import Transfer
+
+
+class Advice:
+    """Asks lanes what they copied, and the advisor what to do about it.
+
+    Parameters
+    ----------
+    advisor : Advisor or None
+        Without one the lanes are not asked: that would have more of their copies timed. May be set anew at any time.
+    links : Links
+        What plans take the lanes to give.
+    pages : callable
+        The allocator, once it is under PyTorch.
+    """
+
+    def __init__(
+        self,
+        advisor: Advisor | None,
+        links: Links,
+        pages: Callable[[], PageAllocator | None],
+        devices: Devices,
+        counters: Counters,
+    ) -> None:
+        self.advisor = advisor
+        self._links = links
+        self._pages = pages
+        self._devices = devices
+        self._counters = counters
+        # When the lanes were last asked, on the compute stream and by the host's clock.
+        self._asked: dict[torch.device, tuple[Event, float]] = {}
+
+    def forget(self) -> None:
+        """What lanes have copied since they were last asked is nobody's question any more."""
+        self._asked.clear()
+
+    def period_passed(self) -> None:
+        """A period is over of which the hooks saw nothing."""
+        if self.advisor is not None:
+            self.advisor.period_over([], dict(self._counters.moved))
+
+    def period_over(self, movers: Sequence[Mover]) -> tuple[int | None, Links] | None:
+        """A thread's period is over; how many groups may be back early from now on, and the links to plan with."""
+        if self.advisor is None:
+            return None
+        transfers = [copy for mover in movers for copy in self._copied(mover.engine.compute)]
+        response = self.advisor.period_over(transfers, dict(self._counters.moved))
+        return response.ahead, self._links.reduced(response.left, direct_disk=self._devices.direct_disk)
+
+    def _copied(self, compute: Compute) -> list[Transfer]:
+        """What the lanes of a device have copied since they were last asked, as far as it tells anything of them."""
+        if compute.capturing():  # events must not be asked for then
+            return []
+        told: list[Transfer] = []
+        pages, shared, before = self._pages(), self._devices.opened[compute.device], self._asked.get(compute.device)
+        if before is not None:
+            asked, recorded = before
+            if not asked.query():  # the program runs more than a period ahead of the device
+                return []
+            over = shared.out.over(asked) + shared.back.over(asked)
+            if (timeline := self._counters.timeline) is not None:
+                timeline.copies(str(compute.device), over, since=compute.when(asked, recorded))
+            if pages is None or not pages.spilled(compute.device):  # else kernels take a part of the link
+                told = over
+        now = time.perf_counter()
+        self._asked[compute.device] = compute.mark(compute.stream()), now
+        return told

@@ -1,0 +1,164 @@
+"""The devices on which anything is saved: streams, lanes and budget of each, and where all their groups go."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from allocator.native import aside, lane
+from migrator.engine.backing import Backing
+from migrator.engine.engine import Engine
+from migrator.engine.mover import Mover
+from migrator.engine.tensors import Tensors
+from migrator.lanes import Compute, Lane, Memory
+from migrator.lanes.cuda import CudaCompute, CudaLane
+from migrator.lanes.host import HostCompute, HostLane
+from migrator.lanes.native import NativeCompute, NativeLane
+from migrator.learning.background import in_background
+from migrator.learning.feedback import SETTLED
+from migrator.learning.learner import Learner
+from migrator.policies import POLICIES, weighs_costs
+from migrator.runtime.options import Options
+from migrator.telemetry.counters import Counters
+
+FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
+LAYOUTS = 0.005  # the same of ours, which goes on in DRAM should a plan hold more than was predicted
+RECORDINGS = 3  # of the first periods on a GPU: in each the host is late somewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What all threads share that train on one device.
+
+    Attributes
+    ----------
+    budget : int
+        HBM that the process may take, in bytes.
+    holes : int
+        Bytes of it in segments of PyTorch's allocator that were there before, in use in part: no larger request fits.
+    """
+
+    compute: Compute
+    out: Lane
+    back: Lane
+    budget: int
+    holes: int = 0
+
+
+def _margin(device: torch.device, options: Options) -> float:
+    """The part of the budget that plans leave free."""
+    if device.type != "cuda":
+        return SETTLED  # the room settles within that of the target, on either side: the budget lies above it
+    return FRAGMENTS if options.pages() is None else LAYOUTS
+
+
+def open_device(
+    device: torch.device,
+    counters: Counters,
+    budget: int,
+    memory: Memory | None = None,
+    *,
+    native: bool = True,
+) -> Device:
+    """Make a device's streams and lanes; with the native library where it was built, unless `native` is false.
+
+    `memory` is who hands out a GPU's, where it is not PyTorch's allocator.
+    """
+    if device.type != "cuda":
+        return Device(HostCompute(counters), HostLane("d2h", counters), HostLane("h2d", counters), budget)
+    library = lane.load() if native else None
+    if library is None:
+        out, back = (CudaLane(device, name, counters) for name in ("d2h", "h2d"))
+        return Device(CudaCompute(device, counters, memory), out, back, budget)
+    out, back = (NativeLane(device, name, counters, library) for name in ("d2h", "h2d"))
+    return Device(NativeCompute(device, counters, library, memory), out, back, budget)
+
+
+class Devices:
+    """All devices of a runtime, and what they share below HBM. Thread-safe."""
+
+    def __init__(self, counters: Counters) -> None:
+        self.opened: dict[torch.device, Device] = {}
+        self._counters = counters
+        self._backing: Backing | None = None
+        self._lock = threading.Lock()  # so that each is made once
+
+    @property
+    def direct_disk(self) -> bool:
+        """Whether drives reach HBM without host memory between."""
+        return self._backing is not None and self._backing.direct_disk
+
+    def make_mover(self, device: torch.device, options: Options, tensors: Tensors) -> Mover:
+        """Make one thread's mover for a device, which is opened if it is the first.
+
+        Raises
+        ------
+        TiersError
+            If a tier below HBM cannot be set up as it was configured.
+        """
+        with self._lock:
+            if self._backing is None:
+                self._backing = options.backing(self._counters, device.type == "cuda")
+            shared = self.opened.get(device) or self._open(device, options)
+        engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors)
+        learner = Learner(
+            POLICIES[options.policy],
+            max(0, int(shared.budget * (1 - _margin(device, options))) - shared.holes),
+            options.links,
+            in_background,
+            RECORDINGS if device.type == "cuda" else 1,
+            # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
+            must_fit=device.type == "cuda" and options.pages() is None,
+            budget=shared.budget,
+            weighs_costs=weighs_costs(options.policy),
+        )
+        spills = options.pages() is not None
+        return Mover(engine, learner, shared.budget, keeps=options.policy == "keep", spills=spills)
+
+    def _open(self, device: torch.device, options: Options) -> Device:
+        budget = options.hbm(device)
+        pages = options.pages() if device.type == "cuda" else None
+        memory = None if pages is None else Memory(pages.lap(device), aside, partial(pages.tidy, device))
+        shared = open_device(device, self._counters, budget, memory, native=options.native_lanes)
+        if device.type == "cuda" and pages is None:
+            shared = replace(shared, holes=holes(device))
+        if device.type == "cuda" and options.enforce:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+        self.opened[device] = shared
+        return shared
+
+    def close(self, *, enforced: bool) -> None:
+        """Wait for copies and disk requests that are under way; lift the limits that were `enforced`."""
+        for device, shared in self.opened.items():
+            shared.out.close()
+            shared.back.close()
+            shared.compute.close()
+            if enforced and device.type == "cuda":
+                torch.cuda.set_per_process_memory_fraction(1.0, device)
+        if self._backing is not None:
+            self._backing.close()
+
+
+def holes(device: torch.device) -> int:
+    """What PyTorch's allocator reserves on a GPU and cannot give back, for blocks that are in use here and there.
+
+    Next to nothing, but where segments of fixed size are there already: a session that opens in the middle of a run.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return 0  # nothing may be given back now
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def has_tiers(device: torch.device) -> bool:
+    """Whether tensors on `device` move: those of GPUs, or of the host where there is no GPU."""
+    return device.type == "cuda" or (device.type == "cpu" and not torch.cuda.is_available())
+
+
+def name_of(device: torch.device) -> str:
+    """What reports call it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

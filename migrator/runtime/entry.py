@@ -1,0 +1,181 @@
+"""Where PyTorch calls in: module hooks, optimizer hooks, forks, and the two functions that `torch.func` needs.
+
+At most one runtime is installed in a process. These are plain functions of the module because Dynamo traces
+module hooks: it must find nothing there but the question whether it is tracing, whose answer it knows.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+
+from allocator.errors import TiersError
+from migrator.engine.engine import Engine
+from migrator.engine.group import claim_died
+from migrator.engine.mover import Mover
+from migrator.hooks.saver import Saver
+from migrator.lanes import peaks
+from migrator.lanes.host import HostCompute
+from migrator.runtime import process_groups
+
+
+class AlreadyActive(TiersError):
+    """Another runtime is installed in this process."""
+
+
+class Listener(Protocol):
+    """What a runtime is told."""
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """A forward begins in this thread."""
+
+    def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
+        """A forward ends in this thread, also when it raised: then `named`, its arguments by name, is None."""
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has made a step."""
+
+    def forked(self) -> None:
+        """This is the child of a fork."""
+
+    def saver(self) -> Saver | None:
+        """The hooks of this thread, if they are on."""
+
+
+_active: Listener | None = None
+_handles: list[Any] = []
+
+
+def install(listener: Listener) -> None:
+    """Have PyTorch call `listener`. Touches no device.
+
+    Raises
+    ------
+    AlreadyActive
+        If another one is installed.
+    """
+    global _active
+    if _active is not None:
+        raise AlreadyActive(
+            "tiers is active already in this process: close that session before opening another, or, if "
+            "TIERS_ALLOCATOR has opened it, unset that or leave tiers.session out"
+        )
+    _active = listener
+    _handles.extend(
+        [
+            module_hooks.register_module_forward_pre_hook(_enter),
+            # Called when the forward raises, too: the path of modules must not keep what was left.
+            module_hooks.register_module_forward_hook(_leave, with_kwargs=True, always_call=True),
+            optimizer_hooks.register_optimizer_step_pre_hook(_stepping),
+            optimizer_hooks.register_optimizer_step_post_hook(_stepped),
+        ]
+    )
+    _autograd._saved_tensors_hooks_disable = _disable
+    _autograd._saved_tensors_hooks_enable = _enable
+    peaks.install()
+    process_groups.install()
+    _keep_dynamo_out()
+    # torch.compile warns of module hooks that may fire twice. Ours may.
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    global _active
+    _active = None
+    while _handles:
+        handle = _handles.pop()
+        handle.remove()
+        module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # PyTorch leaves that there
+    _autograd._saved_tensors_hooks_disable = _plain_disable
+    _autograd._saved_tensors_hooks_enable = _plain_enable
+    peaks.uninstall()
+    process_groups.uninstall()
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _active is not None:
+        _active.enter(module, args)
+
+
+def _leave(module: nn.Module, args: Any, *rest: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _active is not None:
+        # After an exception PyTorch leaves the arguments by name out.
+        named, output = rest if len(rest) == 2 else (None, *rest)
+        _active.leave(module, args, named, output)
+
+
+def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _active is not None:
+        _active.stepping(optimizer)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _active is not None:
+        _active.stepped(optimizer)
+
+
+# `torch.func` disables saved-tensor hooks while it runs, which PyTorch refuses while there are any; for this ours do
+# not count. Hooks of the program's own, above ours, still make it refuse. The functions below
+# `torch.autograd.graph.disable_saved_tensors_hooks` are replaced, not that one: Dynamo knows it by identity.
+
+_autograd: Any = torch._C._autograd
+_plain_disable = _autograd._saved_tensors_hooks_disable
+_plain_enable = _autograd._saved_tensors_hooks_enable
+
+
+def _disable(message: str, *rest: bool) -> None:
+    saver = None if _active is None else _active.saver()
+    if saver is not None and saver.on_top():
+        saver.suspend()
+    _plain_disable(message, *rest)
+
+
+def _enable() -> None:
+    _plain_enable()
+    saver = None if _active is None else _active.saver()
+    if saver is not None:
+        saver.resume()
+
+
+def _keep_dynamo_out() -> None:
+    """Have Dynamo run our entry points, and what they call, as they are, also where it traces what calls them.
+
+    Native hooks have no frame in Python, so what those call are entry points, too.
+
+    `torch._dynamo.disable` says the same and puts a wrapper around each call.
+    """
+    from torch._C._dynamo import eval_frame  # importing this does not import torch._dynamo
+
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    natively = (Mover.take, Mover.give_back, Engine.born, Engine.entered, Engine.reached, Engine.left)
+    hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *natively)
+    for function in (*hooks, claim_died, _enter, _leave, _stepping, _stepped, _disable, _enable):
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+def _after_fork() -> None:
+    global _active
+    if _active is not None:
+        _active.forked()
+        _active = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,67 @@
+"""The models that train, and whether the budget holds what of them lives as long as the program."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from allocator.errors import TiersError
+from allocator.sizes import format_size
+from migrator.hooks import weights
+from migrator.runtime.devices import has_tiers
+
+
+class BudgetTooSmall(TiersError):
+    """The HBM budget does not even hold the model's weights."""
+
+
+class Models:
+    """The outermost modules of which a forward has begun. Thread-safe.
+
+    Parameters
+    ----------
+    hbm : callable
+        A device's budget, in bytes.
+    """
+
+    def __init__(self, hbm: Callable[[torch.device], int]) -> None:
+        self._hbm = hbm
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._listing = threading.Lock()  # threads add while others go through them
+
+    def add(self, model: nn.Module) -> bool:
+        """Take note of a model; whether it is new."""
+        if model in self._known:
+            return False
+        with self._listing:
+            self._known.add(model)
+        return True
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters and buffers of all of them."""
+        with self._listing:
+            known = list(self._known)
+        for model in known:
+            yield from weights.of_module(model)
+
+    def check(self) -> None:
+        """See whether the budget holds their weights.
+
+        Raises
+        ------
+        BudgetTooSmall
+            If it does not, on some device.
+        """
+        tensors = list(self.tensors())
+        for device in {tensor.device for tensor in tensors if has_tiers(tensor.device)}:
+            needed, budget = weights.bytes_on(device, tensors), self._hbm(device)
+            if needed > budget:
+                raise BudgetTooSmall(
+                    f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on "
+                    f"{device}: raise TIERS_HBM above that, with room for gradients, optimizer state and the work "
+                    "of a layer"
+                )

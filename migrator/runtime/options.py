@@ -1,0 +1,81 @@
+"""What the runtime is told: plain values, and what it asks the floor above for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from allocator.errors import TiersError
+from allocator.pages import PageAllocator
+from migrator.engine import tensors as in_python
+from migrator.engine.backing import Backing
+from migrator.engine.tensors import Tensors
+from migrator.links import PCIE_GEN5, Links
+from migrator.runtime.backoff import Response
+from migrator.telemetry.counters import Counters
+from migrator.telemetry.timeline import Timeline
+from migrator.telemetry.transfers import Transfer
+
+
+class Advisor(Protocol):
+    """Who tells the runtime how much of the links it may use."""
+
+    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
+        """Take in the copies that are over; what to do from now on.
+
+        Called on the training thread at every end of a period, so it must return at once, and must not raise.
+
+        Parameters
+        ----------
+        moved
+            Bytes that the runtime has moved so far, by lane.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the runtime is told.
+
+    Attributes
+    ----------
+    policy : str
+        A name of `migrator.policies.POLICIES`.
+    hbm : callable
+        The HBM budget of a device, in bytes.
+    enforce : bool
+        Have PyTorch's allocator refuse what exceeds the budget.
+    backing : callable
+        Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
+    refuse : callable, optional
+        Ends the program when the budget is too small, where an exception is not what its user should see.
+    pages : callable, optional
+        The allocator to tell where periods end, once it is under PyTorch.
+    links : Links
+        What plans take the lanes to give.
+    advisor : Advisor, optional
+        Asked at the end of every period; without one the links are used in full.
+    tensors : callable
+        What is done with each tensor, in Python or natively; called when the first thread trains.
+    armed : callable
+        Called in each thread when it begins to train.
+    native_lanes : bool
+        Whether lanes ask the driver themselves, where the library for that was built.
+    timeline : Timeline, optional
+        Is told what happens when.
+    """
+
+    policy: str
+    hbm: Callable[[torch.device], int]
+    enforce: bool
+    backing: Callable[[Counters, bool], Backing]
+    refuse: Callable[[TiersError], None] | None = None
+    pages: Callable[[], PageAllocator | None] = lambda: None
+    links: Links = PCIE_GEN5
+    advisor: Advisor | None = None
+    tensors: Callable[[], Tensors] = lambda: in_python
+    armed: Callable[[], None] = lambda: None
+    native_lanes: bool = True
+    timeline: Timeline | None = None

@@ -1,0 +1,344 @@
+"""The runtime: switches the hooks on, and knows when periods and steps end.
+
+It arms late. Installing only registers module and optimizer hooks; the first forward that could train
+switches the saved-tensor hooks on, for its thread, and the first tensor saved on a device makes that
+device's engine. So DataLoader workers, compile workers and launchers, which import PyTorch under the same
+environment, never start anything, and no CUDA context is made before the program makes it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.data import get_worker_info
+
+from allocator.errors import TierFull, TiersError
+from allocator.pages import PageAllocator
+from migrator.engine import tensors as in_python
+from migrator.engine.mover import Mover
+from migrator.engine.tensors import Tensors
+from migrator.hooks import weights
+from migrator.hooks.garbage import Allowance
+from migrator.hooks.saver import Saver
+from migrator.lanes.host import HostCompute
+from migrator.learning.made import Made
+from migrator.plan import NoPlanFits, Plan
+from migrator.runtime import entry
+from migrator.runtime.advice import Advice
+from migrator.runtime.devices import Devices, has_tiers, name_of
+from migrator.runtime.models import BudgetTooSmall, Models
+from migrator.runtime.optimizers import Optimizers
+from migrator.runtime.options import Advisor, Options
+from migrator.runtime.steps import StepTimes
+from migrator.telemetry.counters import Counters
+from migrator.trace import Trace
+
+FIRST_STEPS = 3  # steps after which an optimizer has made its state
+
+
+class _Thread(threading.local):
+    saver: Saver | None = None
+
+
+class Runtime:
+    """Moves the saved tensors of every thread that trains, from `install` to `close`."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.armed = False  # whether anything has trained under it
+        self.closed = False
+        self._learned: tuple[Trace, Plan] | None = None
+        self._tensors: Tensors | None = None
+        self._counters = Counters(timeline=options.timeline)
+        self._steps = StepTimes()
+        self._unmanaged = 0
+        self._devices = Devices(self._counters)
+        self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
+        self._lock = threading.Lock()  # guards the choice of `_tensors`
+        self._listing = threading.Lock()  # guards the savers, to which threads add while others go through them
+        self._thread = _Thread()
+        self._savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # a thread owns its own, and takes it along
+        self._models = Models(options.hbm)
+        self._optimizers = Optimizers()
+        self._allowance = Allowance()
+        self._pid = os.getpid()
+
+    # ------------------------------------------------------------------------------------ on, off
+
+    def install(self) -> None:
+        """Register with PyTorch. Touches no device.
+
+        Raises
+        ------
+        AlreadyActive
+            If another runtime is installed.
+        """
+        entry.install(self)
+
+    def close(self) -> None:
+        """Switch everything off, and wait for copies and disk requests that are under way. Idempotent."""
+        if self.closed or os.getpid() != self._pid:
+            return
+        self.closed = True
+        self._allowance.close()
+        entry.uninstall()
+        if self._thread.saver is not None:
+            self._thread.saver.end_period()
+        for saver in self._all_savers():
+            for mover in saver.armed_movers:
+                mover.learner.finish()
+            self._learned = self.learned
+            saver.pop()
+        self._devices.close(enforced=self.options.enforce)
+
+    def advise(self, advisor: Advisor | None) -> None:
+        """From now on ask this one at every end of a period."""
+        self._advice.advisor = advisor
+
+    def forked(self) -> None:
+        """In the child of a fork: the engine's threads, streams and files belong to the parent."""
+        self.armed = False
+        self._allowance.close()
+        if self._thread.saver is not None:
+            self._thread.saver.pop()
+            self._thread.saver = None
+
+    def saver(self) -> Saver | None:
+        """The hooks of this thread, if they are on."""
+        return self._thread.saver
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """A forward begins in this thread."""
+        saver = self._thread.saver or self._arm()
+        if saver is None:
+            return
+        if saver.resting and self._optimizers.period_due and torch._C._current_graph_task_id() == -1:
+            self._period_begins(saver)
+            # One has begun, so this is its first module, and no other has called it.
+            if saver.resting and not self._optimizers.period_due:
+                self._look_at(module)
+        if not saver.resting:
+            saver.enter(module, args)
+
+    def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
+        """A forward ends in this thread, also when it raised."""
+        saver = self._thread.saver
+        if saver is not None and not saver.resting:
+            saver.leave(module, args, named, output)
+
+    def _arm(self) -> Saver | None:
+        if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:
+            return None
+        autograd: Any = torch._C._autograd
+        if not autograd._saved_tensors_hooks_is_enabled():
+            return None
+        top = autograd._top_saved_tensors_default_hooks(True)
+        if top is not None:
+            # Hooks form a stack. Pushed on top of somebody's, ours would be what his `with` block pops at its end.
+            stale = getattr(top[0], "__self__", None)
+            if not isinstance(stale, Saver):
+                return None
+            stale.pop()  # of a session that another thread ended, which could not do this
+        with self._lock:
+            if self._tensors is None:
+                try:
+                    self._tensors = self.options.tensors()
+                except TiersError as error:
+                    self._refuse(error)
+        saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance, self._tensors)
+        saver.push()
+        self._thread.saver = saver
+        with self._listing:
+            self._savers.add(saver)
+        self.armed = True
+        self.options.armed()
+        return saver
+
+    # ------------------------------------------------------------------------------------ devices
+
+    def _make_mover(self, device: torch.device) -> Mover | None:
+        if not has_tiers(device):
+            return None
+        try:
+            mover = self._devices.make_mover(device, self.options, self._tensors or in_python)
+        except TiersError as error:
+            self._refuse(error)
+        self._recount_static()
+        return mover
+
+    def _period_begins(self, saver: Saver) -> None:
+        if self._optimizers.period_due and torch.is_grad_enabled() and not saver.capturing():
+            # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
+            # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
+            self._optimizers.period_due = False
+            if (pages := self.options.pages()) is not None:
+                if self._steps.count:
+                    with saver.aside():  # the device has nothing to do meanwhile
+                        pages.period_over(alone=len(self._savers) == 1)
+                    if saver.resting and any(pages.overflow(m.engine.compute.device) for m in saver.armed_movers):
+                        self._learned = self.learned
+                        self._advice.forget()
+                        if saver.wake():
+                            self._happened("hbm was full")
+                else:
+                    pages.begin()
+
+    def _root_begins(self, saver: Saver, root: nn.Module) -> None:
+        self._period_begins(saver)
+        self._look_at(root)
+
+    def _look_at(self, model: nn.Module) -> None:
+        """See whether the budget holds the weights of the models so far, and this one's."""
+        if not self._models.add(model):
+            return
+        self._recount_static()
+        try:
+            self._models.check()
+        except BudgetTooSmall as error:
+            self._refuse(error)
+
+    def _refuse(self, error: TiersError) -> NoReturn:
+        """End the program before it trains: what was configured cannot be had."""
+        if self.options.refuse is not None:
+            self.options.refuse(error)
+        raise error
+
+    def _all_savers(self) -> list[Saver]:
+        with self._listing:
+            return list(self._savers)
+
+    def _recount_static(self) -> None:
+        """Without a GPU nobody else counts what lives as long as the program."""
+        for shared in self._devices.opened.values():
+            if isinstance(compute := shared.compute, HostCompute):
+                compute.static = weights.bytes_on(compute.device, self._models.tensors()) + self._optimizers.nbytes
+
+    # -------------------------------------------------------------------------- periods and steps
+
+    def _period_over(self, saver: Saver) -> None:
+        self._counters.periods += 1
+        whole, saver.steps_before = saver.steps_before > 0, self._steps.count
+        advice = self._advice.period_over(saver.armed_movers)
+        changed = set[torch.device]()
+        pages = self.options.pages()
+        for mover in saver.armed_movers:
+            device = mover.engine.compute.device
+            threads = max(1, sum(device in other.movers for other in self._all_savers()))
+            overflow = 0 if pages is None else pages.overflow(device) // threads
+            self._unmanaged = max(self._unmanaged, mover.unmanaged)
+            recorded, racing = mover.recorder is not None, mover.learner.racing
+            if overflow:
+                self._happened("hbm was full", device=str(device), bytes=overflow)
+            try:
+                if mover.end_period(whole=whole, alone=threads == 1, overflow=overflow):
+                    changed.add(device)
+                if advice is not None and mover.heed(*advice):
+                    changed.add(device)
+            except NoPlanFits as error:
+                if not self.closed:
+                    self._refuse(error.out_of(mover.budget))
+            except TierFull:
+                if not self.closed:  # else it is of no use any more, and the rest is to be closed
+                    raise
+            if mover.recorder is not None and not recorded:
+                self._happened("learns anew", device=str(device))
+            if mover.learner.racing != racing:
+                self._happened("contest is over" if racing else "a rival is tried", device=str(device))
+        if changed:
+            if not self.closed:  # else they are never carried out
+                self._steps.planned()
+                self._tell_plans(saver)
+            movers = saver.armed_movers
+            if pages is not None:
+                self._tell_pages(pages, saver, [m for m in movers if m.engine.compute.device in changed])
+            saver.adopt(
+                (action for mover in movers for action in mover.actions()),
+                [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
+            )
+
+    def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
+        # At the end of a step. Elsewhere a layout is in use: by what backward is still to do, or by another thread.
+        now = self._optimizers.period_due and len(self._savers) == 1 and not self.closed and not saver.capturing()
+        with saver.aside():  # no part of the next period, whose recorder there may be already
+            for mover in movers:
+                peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
+                pages.expect_news(mover.engine.compute.device, max(peaks, default=0), now=now)
+
+    def _tell_plans(self, saver: Saver) -> None:
+        if self._counters.timeline is None:
+            return
+        for mover in saver.armed_movers:
+            for plan, predicted in zip(mover.learner.plans, mover.learner.predictions, strict=True):
+                device = str(mover.engine.compute.device)
+                self._happened(f"plan by {plan.policy}", device=device, plan=str(Made(plan, predicted)))
+
+    def _happened(self, what: str, **more: object) -> None:
+        if self._counters.timeline is not None:
+            self._counters.timeline.happened(what, **more)
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step."""
+        self._set_state(optimizer, on=True)
+
+    def _set_state(self, optimizer: torch.optim.Optimizer, *, on: bool) -> None:
+        new = optimizer not in self._optimizers
+        if (new or self._steps.count < FIRST_STEPS) and (pages := self.options.pages()) is not None:
+            pages.state(on)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has made a step."""
+        self._set_state(optimizer, on=False)
+        leads = self._optimizers.stepped(optimizer)
+        self._steps.step(now := time.perf_counter())
+        if self._counters.timeline is not None:
+            self._counters.timeline.step(self._steps.count, now)
+        if self._steps.count <= FIRST_STEPS or optimizer not in self._optimizers:  # there may be one for each parameter
+            self._optimizers.count(optimizer)
+            self._recount_static()
+        saver = self._thread.saver
+        if saver is not None and torch._C._current_graph_task_id() == -1:  # hooks of backward may step, too
+            if saver.resting:
+                saver.place.in_backward = False
+                if leads:
+                    self._counters.periods += 1
+                    self._advice.period_passed()
+                return
+            saver.modules.leave_all()
+            saver.end_period()
+            saver.stepped(leads=leads)
+            if len(self._savers) == 1:  # of several threads one alone would see that HBM is full
+                saver.rest_if_idle()
+                if saver.resting:
+                    self._happened("hooks rest")
+
+    # ----------------------------------------------------------------------------------- numbers
+
+    @property
+    def learned(self) -> tuple[Trace, Plan] | None:
+        """The last trace and plan there are."""
+        learners = [mover.learner for saver in self._all_savers() for mover in saver.armed_movers]
+        pairs = [(learner.traces[-1], learner.lasting[-1]) for learner in learners if learner.plans]
+        return pairs[-1] if pairs else self._learned
+
+    def numbers(self) -> dict[str, Any]:
+        """What happened so far, as `stats.json` has it; HBM's budget and peak as ``budget_hbm`` and ``peak_hbm``."""
+        counters, devices = self._counters, self._devices.opened.values()
+        return {
+            "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices.opened)),
+            "budget_hbm": max((shared.budget for shared in devices), default=0),
+            "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
+            "periods": counters.periods,
+            "steps": self._steps.count,
+            "moved": dict(counters.moved),
+            "groups": counters.groups,
+            "stalls": {cause: {"count": s.count, "seconds": s.seconds} for cause, s in counters.stalls.items()},
+            "unmanaged_bytes": self._unmanaged,
+            "step_s": self._steps.summary(),
+        }

@@ -1,0 +1,1 @@
+"""Counts what was done, and writes down what happened when."""

@@ -1,0 +1,49 @@
+"""What the runtime counts: bytes per lane, stalls by cause, groups. Plain numbers, read by `stats`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from migrator.telemetry.timeline import HOST, Timeline
+
+LANES = ("d2h", "h2d", "disk_write", "disk_read")
+
+
+@dataclass(slots=True)
+class Stall:
+    """How often, and for how long in seconds, somebody waited for one cause."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals over the life of a session, of all its devices; and when what they count happened, if anybody asks."""
+
+    moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LANES, 0))
+    stalls: dict[str, Stall] = field(default_factory=dict)
+    groups: int = 0
+    periods: int = 0
+    timeline: Timeline | None = None
+
+    def stalled(self, cause: str, seconds: float, times: int = 1) -> None:
+        """Add a wait of `seconds`, which stands for so many like it."""
+        stall = self.stalls.setdefault(cause, Stall())
+        stall.count += times
+        stall.seconds += times * seconds
+
+    @contextmanager
+    def waiting(self, cause: str) -> Iterator[None]:
+        """Count the time the host spends inside as a stall."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            self.stalled(cause, end - start)
+            if self.timeline is not None:
+                self.timeline.waited(HOST, cause, start, end)

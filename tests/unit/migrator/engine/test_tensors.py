@@ -1,0 +1,352 @@
+"""What is done with every tensor: each test holds the module in Python and its native twin to the same."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from migrator.engine import tensors as in_python
+from migrator.engine.tensors import Tensors
+from migrator.lanes import FULL_SPEED, SLOT
+from tests.unit.natively import built, needs_compiler
+
+
+@pytest.fixture(
+    scope="module",
+    params=["python", pytest.param("native", marks=needs_compiler)],
+)
+def tensors(request: pytest.FixtureRequest) -> Tensors:
+    if request.param == "python":
+        return in_python
+    return built()
+
+
+def moved(tensors: Tensors, tensor: Tensor, low: int = 0, nbytes: int = 0) -> in_python.Moved:
+    return tensors.Moved(tensor, "mover", tensors.Saved("group", tensor, low, nbytes), object(), None, None)
+
+
+# ------------------------------------------------------------------------------------------------ storages
+
+
+def test_tensors_on_one_storage_are_one(tensors: Tensors) -> None:
+    storages, x = tensors.Storages(), torch.zeros(8, 8)
+    assert storages.find(x) is storages.find(x.t()) is storages.find(x[1:])
+
+
+def test_another_version_is_other_content(tensors: Tensors) -> None:
+    storages, x = tensors.Storages(), torch.zeros(8)
+    before = storages.find(x)
+    x.add_(1)
+    after = storages.find(x)
+    assert after is not before
+    assert (before.ident, after.ident) == (0, 1)
+    assert before.cdata == after.cdata == x.untyped_storage()._cdata
+
+
+def test_what_shares_memory_but_no_version_counter_is_another(tensors: Tensors) -> None:
+    storages, x = tensors.Storages(), torch.zeros(8)
+    assert storages.find(x.data) is not storages.find(x)
+
+
+def test_a_storage_at_the_address_of_a_freed_one_is_another(tensors: Tensors) -> None:
+    storages = tensors.Storages()
+    seen = []
+    for _ in range(50):  # the allocators hand out the same addresses again and again
+        seen.append(storages.find(torch.zeros(4096)).ident)
+    assert len(set(seen)) == 50
+
+
+def test_it_keeps_no_memory_alive(tensors: Tensors) -> None:
+    storages, x = tensors.Storages(), torch.zeros(4096)
+    known = storages.find(x)
+    assert not known.freed()
+    del x
+    assert known.freed()
+
+
+def test_a_small_part_needs_only_its_own_bytes(tensors: Tensors) -> None:
+    x = torch.zeros(100_000, dtype=torch.uint8)
+    known = tensors.Storages().find(x[2000:3000])
+    assert (known.low, known.high) == (2000 - 2000 % SLOT, 3000)
+
+
+def test_half_a_storage_needs_all_of_it(tensors: Tensors) -> None:
+    known = tensors.Storages().find(torch.zeros(1000, dtype=torch.uint8)[500:])
+    assert (known.low, known.high) == (0, 1000)
+
+
+def test_a_part_of_what_is_known_is_known(tensors: Tensors) -> None:
+    storages, x = tensors.Storages(), torch.zeros(100_000, dtype=torch.uint8)
+    assert storages.find(x[2000:3000]) is storages.find(x[2048:2500])
+
+
+def test_the_whole_is_more_than_a_known_part(tensors: Tensors) -> None:
+    storages, x = tensors.Storages(), torch.zeros(100_000, dtype=torch.uint8)
+    assert storages.find(x[2000:3000]) is not storages.find(x)
+
+
+def test_an_expanded_scalar_needs_its_storage_only(tensors: Tensors) -> None:
+    known = tensors.Storages().find(torch.zeros(1).expand(1000))
+    assert (known.low, known.high) == (0, 4)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    size=st.lists(st.integers(1, 4), min_size=0, max_size=3),
+    stride=st.lists(st.integers(0, 200), min_size=3, max_size=3),
+    offset=st.integers(0, 5000),
+    dtype=st.sampled_from([torch.bool, torch.bfloat16, torch.float32, torch.complex128]),
+)
+def test_no_byte_of_a_tensor_is_left_out_and_it_comes_back_the_same(
+    tensors: Tensors, size: list[int], stride: list[int], offset: int, dtype: torch.dtype
+) -> None:
+    base = torch.arange(8000).to(dtype)
+    view = base.as_strided(size, stride[: len(size)], offset)
+    known = tensors.Storages().find(view)
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
+    assert 0 <= known.low <= offset * view.itemsize
+    assert (last + 1) * view.itemsize <= known.high <= base.untyped_storage().nbytes()
+    assert known.low % SLOT == 0
+
+    entry = moved(tensors, view, known.low, known.high - known.low)
+    entry.saved.offset = 3 * SLOT
+    buffer = torch.zeros(3 * SLOT + entry.saved.nbytes, dtype=torch.uint8)
+    buffer[3 * SLOT :] = torch.empty(0, dtype=torch.uint8).set_(base.untyped_storage())[known.low : known.high]
+    tensors.let_go([entry.saved], lambda dtype: torch.empty(0, dtype=dtype))
+    back = entry.view(buffer)
+    assert torch.equal(back, view)
+    assert (back.dtype, back.size(), back.stride()) == (view.dtype, view.size(), view.stride())
+
+
+def test_storages_without_backward_do_not_pile_up(tensors: Tensors) -> None:
+    storages, alive = tensors.Storages(), torch.zeros(8)
+    known = storages.find(alive)
+    for _ in range(3 * in_python.SWEEP):
+        storages.find(torch.zeros(8))
+    assert storages.find(alive) is known
+
+
+# ------------------------------------------------------------------------------------------------ memory_of
+
+
+class Own(Tensor):
+    """A program's own kind of tensor."""
+
+
+def test_what_may_move_is_told_by_its_storage(tensors: Tensors) -> None:
+    x = torch.zeros(64)
+    assert tensors.memory_of(x, 256) == tensors.memory_of(x[3:], 256) == x.untyped_storage()._cdata
+    assert not tensors.memory_of(x, 257)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(64, 0),
+        torch.zeros(64).to_sparse(),
+        torch.zeros(64).as_subclass(Own),
+        nn.Parameter(torch.zeros(64)),
+        nn.Parameter(torch.zeros(64, 64)).t(),
+        torch.zeros(64, dtype=torch.complex64).conj(),
+        torch.zeros(64, dtype=torch.complex64).conj().imag,
+        torch._efficientzerotensor(64),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+    ],
+    ids=["empty", "sparse", "subclass", "parameter", "transposed", "conj", "neg", "zero", "nested"],
+)
+def test_what_is_more_than_memory_or_a_parameter_s_may_not(tensors: Tensors, tensor: Tensor) -> None:
+    assert not tensors.memory_of(tensor, 0)
+
+
+def test_what_a_function_transform_wraps_may_not(tensors: Tensors) -> None:
+    seen: list[int] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(tensors.memory_of(x, 0))
+        return x.sum()
+
+    torch.func.grad(f)(torch.zeros(64))
+    torch.func.vmap(f)(torch.zeros(4, 64))
+    assert seen == [0, 0]
+
+
+# -------------------------------------------------------------------------------------------- saved and moved
+
+
+def test_members_lie_one_after_the_other_the_large_ones_first(tensors: Tensors) -> None:
+    sizes = [700, FULL_SPEED + 1, 512, FULL_SPEED, 1]
+    memory = [torch.zeros(2 * FULL_SPEED, dtype=torch.uint8) for _ in sizes]
+    members = [tensors.Saved("group", x, 512, nbytes) for x, nbytes in zip(memory, sizes, strict=True)]
+    assert tensors.arrange(members) == 2 * FULL_SPEED + SLOT + 1024 + 512 + 512
+    assert [saved.nbytes for saved in members] == [FULL_SPEED + 1, FULL_SPEED, 700, 512, 1]
+    assert [saved.offset - 2 * FULL_SPEED for saved in members[1:]] == [
+        SLOT - FULL_SPEED,
+        SLOT,
+        SLOT + 1024,
+        SLOT + 1536,
+    ]
+    order = [1, 3, 0, 2, 4]
+    assert list(memoryview(tensors.spans(members, 1 << 40)).cast("Q")) == [
+        number
+        for k, saved in zip(order, members, strict=True)
+        for number in ((1 << 40) + saved.offset, memory[k].data_ptr() + 512, sizes[k])
+    ]
+
+
+def test_of_no_members_nothing_leaves(tensors: Tensors) -> None:
+    assert (tensors.arrange([]), tensors.spans([], 0)) == (0, b"")
+
+
+def test_what_is_let_go_leaves_memory_and_still_tells_of_changes(tensors: Tensors) -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    entry, storage = moved(tensors, x), weakref.ref(x.untyped_storage())
+    assert not entry.changed()
+    assert torch.equal(entry.view(None), x)
+    tensors.let_go([entry.saved], lambda dtype: torch.empty(0, dtype=dtype))
+    assert entry.saved.alias.numel() == 0
+    assert entry.saved.alias.dtype == torch.float32
+    x.add_(1)
+    assert entry.changed()
+    del x
+    gc.collect()
+    assert storage() is None
+
+
+def test_a_tensor_that_comes_back_shares_the_version_counter(tensors: Tensors) -> None:
+    x = torch.arange(6.0)
+    entry = moved(tensors, x)
+    entry.saved.offset = 0
+    back = entry.view(torch.zeros(24, dtype=torch.uint8))
+    assert not back.requires_grad
+    assert back._version == x._version
+    back.add_(1)
+    assert entry.changed()
+    assert torch.equal(x, torch.arange(6.0))
+
+
+def test_what_was_packed_tells_what_it_was(tensors: Tensors) -> None:
+    x = torch.zeros(4, 6, dtype=torch.bfloat16).t()
+    entry = moved(tensors, x)
+    assert (entry.dtype, entry.size) == (torch.bfloat16, torch.Size([6, 4]))
+    assert (entry.mover, entry.go, entry.record, entry.was_used) == ("mover", None, None, False)
+    entry.was_used = True
+    assert entry.was_used
+    assert weakref.ref(entry)() is entry
+
+
+def test_another_type_of_tensor_on_the_same_memory_comes_back_as_what_it_was(tensors: Tensors) -> None:
+    x = torch.randn(8)
+    entry = tensors.Moved(x.view(torch.int32), None, tensors.Saved(None, x, 0, 32), None, None, None)
+    assert torch.equal(entry.view(None), x.view(torch.int32))
+
+
+def test_what_autograd_saves_comes_back_with_its_graph(tensors: Tensors) -> None:
+    x = torch.randn(16, requires_grad=True)
+    packed: list[Any] = []
+
+    def pack(tensor: Tensor) -> Any:
+        packed.append(moved(tensors, tensor))
+        packed[-1].saved.offset = 0
+        return packed[-1]
+
+    def unpack(entry: Any) -> Tensor:
+        return entry.view(buffers[packed.index(entry)])
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = (x * x).exp()
+    buffers = [entry.view(None).detach().clone().view(torch.uint8) for entry in packed]
+    tensors.let_go([entry.saved for entry in packed], lambda dtype: torch.empty(0, dtype=dtype))
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert torch.equal(grad, (x * x).exp() * 2 * x)
+    (again,) = torch.autograd.grad(grad.sum(), x)
+    torch.testing.assert_close(again, (2 + 4 * x * x) * (x * x).exp())
+
+
+def test_a_collection_in_the_midst_of_a_search_may_search_itself(tensors: Tensors) -> None:
+    """As a finalizer does that saves tensors."""
+    storages, x = tensors.Storages(), torch.zeros(8)
+    storages.find(x)
+    x.add_(1)
+
+    def search(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            storages.find(x)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(search)
+    gc.set_threshold(1)
+    try:
+        known = storages.find(x)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(search)
+    assert known.cdata == storages.find(x).cdata == x.untyped_storage()._cdata
+    gc.collect()
+
+
+class Group:
+    """Refers to its members, and they to it."""
+
+    members: list[Any]
+
+
+def test_a_saved_one_always_has_an_alias(tensors: Tensors) -> None:
+    saved = moved(tensors, torch.zeros(8)).saved
+    if tensors is not in_python:
+        with pytest.raises(TypeError, match="always an alias"):
+            del saved.alias
+        with pytest.raises(TypeError, match="a tensor is wanted"):
+            tensors.Saved(saved, "no tensor", 0, 0)  # type: ignore[arg-type]
+
+
+def test_the_native_twin_takes_no_name_of_the_program_s(tensors: Tensors) -> None:
+    assert "tensors" not in sys.modules
+
+
+def test_nothing_leaks_and_cycles_are_collected(tensors: Tensors) -> None:
+    group = Group()
+    x = torch.zeros(1024)
+    storages = tensors.Storages()
+    known = storages.find(x)
+    known.saved = tensors.Saved(group, x, 0, 4096)
+    group.members = [known.saved]
+    claim, record = Group(), Group()
+    entry: Any = tensors.Moved(x, group, known.saved, claim, None, record)
+    record.members = [entry]  # a formula of the period that is recorded
+    dead = [weakref.ref(one) for one in (group, claim, record, entry, x.untyped_storage())]
+    del group, x, storages, known, claim, record, entry
+    gc.collect()
+    assert [ref() for ref in dead] == [None] * 5
+
+
+def test_random_programs_find_the_same_in_both(tensors: Tensors) -> None:
+    if tensors is in_python:
+        return
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng, ours, native_ones = random.Random(seed), in_python.Storages(), tensors.Storages()
+    alive: list[Tensor] = []
+    for _ in range(3000):
+        kind = rng.randrange(5)
+        if kind == 0 or not alive:
+            alive.append(torch.zeros(rng.randrange(1, 3000)))
+        elif kind == 1:
+            alive.append(rng.choice(alive)[rng.randrange(3) :: rng.randrange(1, 4)])
+        elif kind == 2:
+            alive.pop(rng.randrange(len(alive)))
+        elif kind == 3:
+            rng.choice(alive).add_(1)
+        one = rng.choice(alive) if alive else torch.zeros(3)
+        if one.numel():
+            a, b = ours.find(one), native_ones.find(one)
+            assert (a.ident, a.low, a.high, a.cdata) == (b.ident, b.low, b.high, b.cdata)
+            assert in_python.memory_of(one, 64) == tensors.memory_of(one, 64)

@@ -1,0 +1,50 @@
+"""What plans say of sites, as the hooks look it up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from migrator.hooks.actions import Agenda, Go, Recompute, Stay
+from migrator.hooks.garbage import KEPT, MADE, MOVED
+from migrator.plan import PageGroup
+from migrator.recompute.finder import Finder, Took, Verified
+
+mover: Any = object()
+stay = Stay(mover, 1, 1)
+go = Go(mover, PageGroup(("Net.fc:2",), 1, last_birth=0, first_use=1))
+
+
+def recompute(*found: str, searched: bool = False) -> Recompute:
+    verified = Verified({"exp": Took(0.0, 0)}, None, ((), ()), searched, frozenset(found))  # type: ignore[arg-type]
+    return Recompute(mover, verified, Finder(verified))
+
+
+def test_sites_that_no_plan_knows_have_no_action() -> None:
+    agenda = Agenda([("Net.fc:2", go), ("Net.fc:0", stay)])
+    assert list(agenda.of("Net.fc")) == [stay, None, go]
+    assert not agenda.of("Net.other")
+
+
+def test_the_program_outside_of_modules_is_a_module_without_a_name() -> None:
+    assert list(Agenda([(":0", stay)]).of("")) == [stay]
+
+
+def test_of_two_actions_for_one_site_the_last_holds() -> None:
+    assert list(Agenda([("Net:0", stay), ("Net:0", go)]).of("Net")) == [go]
+
+
+def test_sites_that_formulas_find_are_noted_by_module() -> None:
+    agenda = Agenda([("Net.act:0", recompute("Net.fc:1", "Net.fc:3"))])
+    assert set(agenda.noted("Net.fc")) == {1, 3}
+    assert not agenda.noted("Net.act")
+
+
+def test_it_tells_whether_any_formula_searches() -> None:
+    assert not Agenda([("Net:0", stay), ("Net:1", recompute())]).searches
+    assert Agenda([("Net:0", stay), ("Net:1", recompute(searched=True))]).searches
+
+
+def test_it_tells_what_the_hooks_will_hold() -> None:
+    agenda = Agenda([("Net:0", stay), ("Net:2", go), ("Net:3", recompute())], ["Net.block"])
+    assert agenda.objects == KEPT + MOVED + MADE
+    assert agenda.regions == ("Net.block",)

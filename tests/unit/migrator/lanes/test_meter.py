@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from migrator.lanes.cuda import CLOCK, CudaCompute
+from migrator.lanes.host import HostCompute
+from migrator.lanes.meter import CudaMeter, without
+from migrator.telemetry.counters import Counters
+
+
+def test_a_clock_stands_still_in_gaps() -> None:
+    assert without([(1, 2), (5, 6)], [0, 1, 1.5, 3, 7]) == [0, 1, 1, 2, 5]
+
+
+def test_gaps_that_overlap_count_once() -> None:
+    assert without([(2, 4), (1, 3), (2.5, 2.75)], [1, 5]) == [1, 2]
+
+
+def test_a_wait_that_was_none_changes_nothing() -> None:
+    assert without([(3, 2)], [1, 5]) == [1, 5]
+
+
+gaps = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=10)
+
+
+@given(gaps=gaps, times=st.lists(st.integers(0, 60), max_size=20))
+def test_time_left_out_is_that_covered_by_gaps(gaps: list[tuple[float, float]], times: list[float]) -> None:
+    covered = {second for start, end in gaps for second in range(int(start), int(end))}
+    assert without(gaps, times) == [at - sum(second < at for second in covered) for at in times]
+
+
+def test_what_is_done_aside_and_waits_for_lanes_take_no_time() -> None:
+    counters = Counters()
+    compute = HostCompute(counters)
+    meter = compute.meter()
+    meter.tick(0)
+    with meter.aside():
+        time.sleep(0.05)
+    with counters.waiting("d2h"):
+        time.sleep(0.05)
+    meter.tick(0)
+    time.sleep(0.02)
+    compute.static = 7
+    measures = meter.finish(0, [0, 0, 0])
+    assert measures.times[1] - measures.times[0] < 0.02
+    assert measures.seconds == pytest.approx(0.02, abs=0.015)
+    assert measures.others == (0, 0, 7)
+
+
+class FakeCompute:
+    """A device that is always through with everything, and whose memory a test sets."""
+
+    waited: object = None
+
+    def __init__(self) -> None:
+        self.highest = 0  # bytes since the last look
+        self.stream_has: list[str] = []
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self.stream_has.append("aside")
+        yield
+        self.stream_has.append("no more")
+
+    def lap(self) -> int:
+        peak, self.highest = self.highest, 0
+        return peak
+
+    class Point:
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: object) -> float:
+            return 1.0
+
+    def mark(self, stream: object) -> Point:
+        self.stream_has.append("mark")
+        return self.Point()
+
+    def hold_up(self, seconds: float) -> None:
+        self.stream_has.append(f"hold up {seconds} s")
+
+    def stream(self) -> None:
+        return None
+
+    def capturing(self) -> bool:
+        return False
+
+
+def test_what_our_own_work_does_to_memory_is_no_stretch_s() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 100
+    meter.tick(30)
+    compute.highest = 500  # the hook lets go of one group, and brings another
+    meter.resume()
+    compute.highest = 80
+    assert meter.finish(0, [0, 0]).others == (70, 80)
+
+
+def test_the_allocator_is_told_what_is_not_the_program_s() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    with meter.aside():
+        compute.stream_has.append("work")
+    assert compute.stream_has == ["mark", "mark", "aside", "work", "no more", "mark"]
+
+
+def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 100
+    meter.tick(0)
+    compute.highest = 100
+    assert meter.finish(0, [0, 60]).others == (100, 40)
+
+
+def test_the_device_is_held_up_before_the_period_begins() -> None:
+    compute = FakeCompute()
+    CudaMeter(compute, 0.1)  # type: ignore[arg-type]
+    assert compute.stream_has == ["hold up 0.1 s", "mark"]
+    compute = FakeCompute()
+    CudaMeter(compute)  # type: ignore[arg-type]
+    assert compute.stream_has == ["mark"]
+
+
+def test_without_a_gpu_there_is_nobody_to_hold_up() -> None:
+    begin = time.perf_counter()
+    HostCompute(Counters()).meter(10.0).finish(0, [0])
+    assert time.perf_counter() - begin < 5
+
+
+@pytest.mark.parametrize(("told", "rate"), [({"clock_rate": 2_000_000}, 2e9), ({}, CLOCK)], ids=["told", "not told"])
+def test_the_device_is_held_up_by_cycles_of_its_clock(
+    told: dict[str, int], rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[int] = []
+    entered: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
+    compute = CudaCompute.__new__(CudaCompute)
+    compute.device = torch.device("cuda", 1)
+    compute.capturing = lambda: False
+    compute.hold_up(0.1)
+    assert (slept, entered) == ([int(0.1 * rate)], [compute.device])
+    compute.capturing = lambda: True
+    compute.hold_up(0.1)
+    assert len(slept) == 1, "what is captured would wait in every replay"

@@ -1,0 +1,58 @@
+"""Jobs that are done beside the program: in a process of their own where they can be sent there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from functools import partial
+
+import pytest
+
+from migrator.learning.background import at_once, in_background
+from migrator.learning.made import make_all
+from migrator.links import PCIE_GEN5
+from migrator.plan import NoPlanFits
+from migrator.policies import POLICIES
+from tests.unit.modelled import gpt
+
+
+def test_a_job_is_done_in_another_process() -> None:
+    assert in_background(os.getpid).result(timeout=60) != os.getpid()
+
+
+def test_a_plan_is_the_same_wherever_it_is_made() -> None:
+    trace = gpt(blocks=2)
+    job = partial(make_all, POLICIES["auto"], (trace,), (2 * (max(trace.others) + trace.saved_bytes),), 0, PCIE_GEN5)
+    (there,), (here,) = in_background(job).result(timeout=60), at_once(job).result()
+    assert there.plan == here.plan
+
+
+def test_what_a_job_raises_comes_back() -> None:
+    trace = gpt(blocks=2)
+    job = partial(make_all, POLICIES["auto"], (trace,), (1,), 0, PCIE_GEN5)
+    with pytest.raises(NoPlanFits) as error:
+        in_background(job).result(timeout=60)
+    assert error.value.smallest > 1
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), None])
+def test_where_no_process_can_be_had_the_job_is_done_here(
+    monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    def run(*_: object, **__: object) -> subprocess.CompletedProcess[bytes]:
+        if error is not None:
+            raise error
+        return subprocess.CompletedProcess([], 0, stdout=b"what a sitecustomize prints")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert in_background(os.getpid).result(timeout=60) == os.getpid()
+
+
+def test_what_cannot_be_sent_is_done_in_a_thread() -> None:
+    thread = in_background(lambda: threading.current_thread().name).result(timeout=60)
+    assert thread == "tiers-planner"
+
+
+def test_at_once_is_now() -> None:
+    assert at_once(os.getpid).result(timeout=0) == os.getpid()

@@ -1,0 +1,187 @@
+"""Which of two plans is faster is told by what periods under each take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from migrator.learning.contest import (
+    ALIKE,
+    BEST,
+    LAPS,
+    MARGIN,
+    PATIENCE,
+    Contest,
+    Round,
+    beats,
+    make_rival,
+    may_be,
+)
+from migrator.learning.feedback import SETTLING
+from migrator.learning.made import Made
+from migrator.links import HARDLY, MEASURED, PCIE_GEN5, Costs, Links
+from migrator.plan import Plan
+from migrator.planner.build import make_plan
+from migrator.policies import POLICIES, weighs_costs
+from migrator.simulator import simulate
+from migrator.timing import Lap
+from migrator.trace import Trace
+from tests.unit.modelled import gpt
+from tests.unit.rivals import (
+    BEFORE,
+    BUDGET,
+    HOLDER,
+    LATE,
+    PERIODS,
+    RIVAL,
+    ROUND,
+    TRACE,
+    made,
+    policy,
+)
+
+
+def test_the_faster_of_two_is_told_by_the_shortest_laps_of_each() -> None:
+    slow_host = [1.9, 1.7, 2.0, 1.8, 1.6, 1.5]
+    assert beats([0.99, 0.991, 0.992, *slow_host], [1.0, 1.001, 1.002, *slow_host])
+    assert not beats([1.0, 1.001, 1.002, *slow_host], [0.99, 0.991, 0.992, *slow_host])
+
+
+def test_a_rival_wins_by_more_than_a_margin_only() -> None:
+    assert not beats([1 - 0.9 * MARGIN] * LAPS, [1.0] * LAPS)
+    assert beats([1 - 1.1 * MARGIN] * LAPS, [1.0] * LAPS)
+
+
+def test_where_the_best_laps_differ_nobody_wins() -> None:
+    one_short = [0.9, 0.9 * (1 + 1.1 * ALIKE), *[1.0] * (LAPS - 2)]
+    assert not beats(one_short, [1.0] * LAPS)
+    assert not beats([0.5] * LAPS, one_short)
+
+
+def test_too_few_laps_tell_nothing() -> None:
+    assert not beats([0.5] * (BEST - 1), [1.0] * LAPS)
+
+
+def test_laps_right_after_a_change_of_plans_do_not_count() -> None:
+    laps = Round()
+    for seconds in [1.0, None, 1.0, 1.0, None, *[2.0] * (LAPS - 1)]:
+        laps.period_over(None if seconds is None else Lap(seconds, {}))
+    assert SETTLING == 3
+    assert list(laps.seconds) == [2.0] * (LAPS - 1)
+    assert not laps.is_over
+    laps.period_over(Lap(3.0, {}))
+    assert laps.is_over
+    laps.disturbed()
+    assert not laps.seconds
+
+
+def rival_to(holder: Made, made_by: Callable[[Trace, int, Links], Plan] = policy, budget: int = BUDGET) -> list[Plan]:
+    links = replace(PCIE_GEN5, costs=HARDLY)
+    return [rival.plan for rival in make_rival(made_by, TRACE, budget, 0, links, holder)]
+
+
+def test_a_rival_is_worth_it_that_does_something_else_and_would_be_faster_with_its_costs() -> None:
+    (plan,) = rival_to(HOLDER)
+    assert plan.moved_bytes and not plan.recompute
+
+
+def test_a_rival_that_does_the_same_is_none() -> None:
+    assert not rival_to(RIVAL)
+
+
+def test_a_rival_that_is_hardly_faster_even_with_its_costs_is_none() -> None:
+    cheap = {ident: replace(recipe, seconds=recipe.seconds / 3) for ident, recipe in TRACE.recipes.items()}
+    trace = replace(TRACE, recipes=cheap)
+    holder = replace(HOLDER, predicted=simulate(trace, PCIE_GEN5, HOLDER.plan))
+    assert not make_rival(policy, trace, BUDGET, 0, replace(PCIE_GEN5, costs=HARDLY), holder)
+
+
+def test_a_rival_that_does_not_fit_is_none() -> None:
+    def keeps_more(trace: Trace, budget: int, links: Links) -> Plan:
+        return make_plan("test", trace, {1}, budget)
+
+    assert rival_to(HOLDER, keeps_more)
+    assert not rival_to(HOLDER, keeps_more, HOLDER.peak())
+
+
+def test_a_rival_that_moves_more_than_the_tiers_below_hold_is_none() -> None:
+    links = replace(PCIE_GEN5, costs=HARDLY, below=RIVAL.plan.parcel_bytes - 1)
+    assert not make_rival(policy, TRACE, BUDGET, 0, links, HOLDER)
+
+
+def test_where_laps_cannot_tell_or_nothing_can_be_better_there_is_no_contest() -> None:
+    assert may_be([HOLDER], PCIE_GEN5)
+    assert not may_be([HOLDER], replace(PCIE_GEN5, contended=True))
+    assert not may_be([HOLDER, HOLDER], PCIE_GEN5)
+    assert not may_be([], PCIE_GEN5)
+    assert not may_be([replace(HOLDER, predicted=None)], PCIE_GEN5)
+    assert not may_be([made(make_plan("test", TRACE, (), BUDGET))], PCIE_GEN5)
+
+
+def answers(*rivals: Made) -> Callable[[Costs], Future[tuple[Made, ...]]]:
+    def ask(costs: Costs) -> Future[tuple[Made, ...]]:
+        future: Future[tuple[Made, ...]] = Future()
+        future.set_result(rivals)
+        return future
+
+    return ask
+
+
+def raced() -> Contest:
+    """A contest in which the rival is carried out from now on."""
+    contest = Contest(MEASURED, answers(RIVAL))
+    decided = [contest.period_over(HOLDER, Lap(1.0, {})) for _ in range(BEFORE - LATE)]
+    assert decided == [None] * (BEFORE - LATE - 1) + [RIVAL]
+    assert contest.racing and not contest.is_over
+    return contest
+
+
+@pytest.mark.parametrize(("seconds", "winner", "costs"), [(0.99, RIVAL, HARDLY), (1.01, HOLDER, MEASURED)])
+def test_the_winner_stays_and_so_do_its_costs(seconds: float, winner: Made, costs: Costs) -> None:
+    contest = raced()
+    decided = [contest.period_over(RIVAL, Lap(seconds, {})) for _ in range(ROUND)]
+    assert decided == [None] * (ROUND - 1) + [winner]
+    assert contest.costs == costs
+    assert contest.is_over
+
+
+def test_a_rival_of_which_nobody_knows_what_it_takes_goes() -> None:
+    contest = raced()
+    assert [contest.period_over(RIVAL, None) for _ in range(PATIENCE)] == [None] * (PATIENCE - 1) + [HOLDER]
+
+
+def test_a_rival_that_has_too_little_hbm_once_it_settled_goes_at_once() -> None:
+    contest = raced()
+    for _ in range(SETTLING):
+        assert contest.period_over(RIVAL, Lap(0.5, {}), pressed=True) is None
+    assert contest.period_over(RIVAL, Lap(0.5, {}), pressed=True) is HOLDER
+
+
+def test_a_rival_that_cannot_be_made_ends_no_program() -> None:
+    def ask(costs: Costs) -> Future[tuple[Made, ...]]:
+        future: Future[tuple[Made, ...]] = Future()
+        future.set_exception(MemoryError())
+        return future
+
+    contest = Contest(MEASURED, ask)
+    assert not any(contest.period_over(HOLDER, Lap(1.0, {})) for _ in range(PERIODS))
+    assert contest.is_over
+
+
+def test_only_auto_weighs_what_moving_costs() -> None:
+    assert [name for name in POLICIES if weighs_costs(name)] == ["auto"]
+    trace = gpt(blocks=8)
+    budget = 3 * simulate(trace, PCIE_GEN5, make_plan("keep", trace, (), 1 << 40)).peak["hbm"] // 4
+    plans = [POLICIES["auto"](trace, budget, replace(PCIE_GEN5, costs=costs)) for costs in (MEASURED, HARDLY)]
+    assert plans[0].moved_bytes < plans[1].moved_bytes
+
+
+def test_on_a_host_that_is_slow_while_the_holder_s_second_round_lasts_the_rival_does_not_win() -> None:
+    contest = Contest(MEASURED, answers(RIVAL))
+    for seconds in (*[1.0] * (ROUND + 1), *[2.0] * ROUND):
+        made = contest.period_over(HOLDER, Lap(seconds, {}))
+    assert made is RIVAL
+    assert [contest.period_over(RIVAL, Lap(1.0, {})) for _ in range(ROUND)][-1] is HOLDER

@@ -1,0 +1,240 @@
+"""What measured periods correct: the budget, the links and the program's own times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from allocator.sizes import GiB, MiB
+from migrator.learning.feedback import (
+    FASTEST,
+    LAPS,
+    LATE,
+    LATE_PACE,
+    LEAST_LATE,
+    OFF_PACE,
+    PRESSED,
+    SETTLING,
+    SURE,
+    TELLING,
+    UNTOLD,
+    Feedback,
+)
+from migrator.links import PCIE_GEN5
+from migrator.planner.build import make_plan
+from migrator.simulator import Simulated, simulate
+from migrator.timing import Lap, at_pace
+from tests.unit.modelled import gpt
+
+TARGET = 1000 * MiB
+MODEL = gpt(blocks=8)
+PREDICTED = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
+
+
+# ------------------------------------------------------------------------------------------- the links
+
+
+def test_a_lane_that_is_waited_for_longer_than_predicted_is_slower() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
+    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
+    assert not feedback.stalls(predicted.stalls, predicted)
+    late = {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}
+    assert feedback.stalls(late, predicted)
+    assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
+
+
+def test_a_stall_that_is_not_worth_a_plan_changes_nothing() -> None:
+    predicted = simulate(MODEL, PCIE_GEN5, replace(make_plan("test", MODEL, [0], GiB), room=GiB))
+    for ideal, late, changes in (
+        (1.0, 0.5 * LATE, False),
+        (1.0, 1.5 * LATE, True),
+        (1e-2, 0.9 * LEAST_LATE, False),
+        (1e-2, 1.1 * LEAST_LATE, True),
+    ):
+        stalls = {"d2h": predicted.stalls["d2h"] + late}
+        assert Feedback(TARGET, PCIE_GEN5).stalls(stalls, replace(predicted, ideal=ideal)) == changes
+
+
+def test_a_lane_that_was_found_slower_is_slower_with_other_links_too() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
+    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
+    feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
+    feedback = feedback.under(replace(PCIE_GEN5, d2h=30e9, h2d=20e9))
+    assert feedback.links == replace(PCIE_GEN5, d2h=30e9, h2d=10e9)
+    feedback = feedback.under(PCIE_GEN5)
+    assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
+
+
+# ------------------------------------------------------------------------------------------- the pace
+
+
+def gone_by(periods: int = SETTLING) -> Feedback:
+    """Feedback that has seen so many periods under the plans that there are."""
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    pass_by(feedback, periods)
+    return feedback
+
+
+def pass_by(feedback: Feedback, periods: int) -> None:
+    for _ in range(periods):
+        feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
+
+
+def told(feedback: Feedback, parts: Sequence[float], predicted: Simulated = PREDICTED) -> list[bool]:
+    """What periods that take these parts of what was predicted change."""
+    return [feedback.lap(Lap(part * predicted.seconds, {}), predicted) for part in parts]
+
+
+def test_times_that_were_recorded_too_long_are_corrected_as_soon_as_two_periods_agree() -> None:
+    feedback = gone_by()
+    assert told(feedback, [1 + OFF_PACE / 2] * LAPS) == [False] * LAPS
+    waits = Lap(0.8 * PREDICTED.seconds + 1.0, {"h2d": 1.0})
+    assert [feedback.lap(waits, PREDICTED) for _ in range(LAPS)] == [False] * (LAPS - 1) + [True]
+    assert feedback.pace == pytest.approx(0.8)
+    as_measured = simulate(at_pace(MODEL, feedback.pace), PCIE_GEN5, make_plan("test", MODEL, (), GiB))
+    assert as_measured.seconds == pytest.approx(0.8 * PREDICTED.seconds)
+    feedback.adopted()
+    pass_by(feedback, SETTLING)
+    assert not any(told(feedback, [1.0] * SURE, as_measured))
+
+
+def test_what_was_recorded_on_a_slow_host_may_be_three_times_too_long() -> None:
+    feedback = gone_by()
+    assert told(feedback, [0.35] * LAPS)[-1]
+    assert feedback.pace == pytest.approx(0.35)
+    assert told(feedback, [0.1] * LAPS)[-1]
+    assert feedback.pace == FASTEST
+
+
+def test_a_device_at_its_power_limit_is_slower_than_in_a_recording_in_which_it_waited() -> None:
+    feedback = gone_by()
+    longer = [1.11, 1.12, 1.1, 1.11, 1.12, 1.11, 1.12, 1.11]
+    assert told(feedback, longer) == [False] * (SURE - 1) + [True]
+    assert feedback.pace == pytest.approx(1.1), "by the shortest: the host may have made the others longer"
+
+
+def test_one_period_in_eight_that_was_as_short_as_predicted_proves_the_others_late() -> None:
+    """The host of a rented GPU is half as fast for a second, and then again what it was."""
+    feedback = gone_by()
+    assert not any(told(feedback, [1.1] * 4 + [1.0] + [1.1] * 7))
+    assert feedback.pace == 1.0
+
+
+def test_lanes_are_corrected_also_while_nobody_knows_whether_periods_are_late() -> None:
+    """The host is late in most of them, and compute waits for a lane in all."""
+    feedback, predicted = gone_by(), replace(PREDICTED, busy={**PREDICTED.busy, "h2d": 0.5 * PREDICTED.seconds})
+    wait = 0.3 * predicted.seconds
+    assert feedback.lap(Lap(1.1 * predicted.seconds + wait, {"h2d": wait}), predicted) is False
+    assert feedback.lap(Lap(1.1 * predicted.seconds + wait, {"h2d": wait}), predicted)
+    assert feedback.links.h2d < PCIE_GEN5.h2d and feedback.pace == 1.0
+
+
+def test_periods_a_little_longer_or_much_longer_than_predicted_have_another_cause() -> None:
+    feedback = gone_by()
+    assert not any(told(feedback, [1 + LATE_PACE / 2] * 2 * SURE))
+    assert not any(told(feedback, [2.0] * 2 * SURE))
+    assert feedback.pace == 1.0
+
+
+def test_periods_that_differ_among_themselves_tell_nothing_of_the_pace() -> None:
+    feedback = gone_by()
+    assert not any(told(feedback, [1.0, 0.25, 0.9, 0.3])), "batches of several sizes"
+    on_two_streams = Lap(0.5, {"d2h": 0.4, "h2d": 0.4})
+    assert not any(feedback.lap(on_two_streams, PREDICTED) for _ in range(LAPS))
+    assert feedback.pace == 1.0
+
+
+def test_periods_right_after_a_change_of_plans_tell_nothing_of_the_pace() -> None:
+    feedback = gone_by(0)
+    for _ in range(SETTLING - 1):
+        pass_by(feedback, 1)
+        assert told(feedback, [0.5]) == [False]
+    pass_by(feedback, 1)
+    assert not any(told(feedback, [1.0] * LAPS))
+    assert feedback.pace == 1.0
+
+
+def test_the_pace_is_corrected_a_few_times_only() -> None:
+    feedback, changed = gone_by(), 0
+    for _ in range(10):
+        changed += any(told(feedback, [0.9] * LAPS))
+        feedback.adopted()
+        pass_by(feedback, SETTLING)
+    assert changed == 2
+
+
+def test_plans_are_settled_once_as_many_laps_as_may_correct_them_did_not() -> None:
+    feedback = gone_by()
+    told(feedback, [1.0] * (SURE - 1))
+    assert not feedback.settled
+    told(feedback, [1.0])
+    assert feedback.settled
+    feedback.adopted()
+    assert not feedback.settled
+
+
+def test_plans_are_settled_after_some_periods_where_no_laps_are_to_be_had() -> None:
+    assert not gone_by(UNTOLD - 1).settled
+    assert gone_by(UNTOLD).settled
+
+
+# ------------------------------------------------------------------------------------------ the budget
+
+
+def test_a_cache_that_is_flushed_now_and_then_leaves_the_budget_as_it_is() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    flushes = [True] * SETTLING + [False, True, False, True, True]
+    assert [feedback.peak(TARGET, TARGET, TARGET, pressed=flush, may_grow=True) for flush in flushes] == [
+        *[False] * (len(flushes) - 1),
+        True,
+    ]
+    assert feedback.correction == -int(PRESSED * TARGET)
+    feedback.adopted()
+    assert not any(feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True) for _ in range(SETTLING))
+
+
+def test_what_did_not_fit_into_hbm_comes_off_the_budget_once_the_layout_has_settled() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+
+    def measured() -> bool:
+        return feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True, overflow=10 * MiB)
+
+    assert [measured() for _ in range(SETTLING)] == [*[False] * (SETTLING - 1), True]
+    assert -40 * MiB < feedback.correction < -10 * MiB
+
+
+def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+
+    def measured(overflow: int) -> bool:
+        return feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=overflow)
+
+    changed = 0
+    for _ in range(20):
+        feedback.adopted()
+        changed += any([measured(4 * MiB) for _ in range(SETTLING)])
+    assert changed == 1
+
+
+def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+
+    def measured(peak: int) -> bool:
+        return feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True)
+
+    assert [measured(TARGET * 85 // 100) for _ in range(TELLING)][-1]
+    assert feedback.correction > 0
+    assert measured(TARGET * 115 // 100)
+    assert feedback.correction == 0
+    assert not any(measured(TARGET * 85 // 100) for _ in range(2 * SETTLING))
+
+
+def test_the_budget_does_not_grow_by_what_a_short_period_leaves_free() -> None:
+    """Lengths alternate, and the plan for long periods serves short ones, too."""
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    peaks = [TARGET * 70 // 100, TARGET * 99 // 100] * 10
+    assert not any(feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True) for peak in peaks)

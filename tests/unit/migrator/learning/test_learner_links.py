@@ -1,0 +1,162 @@
+"""Links that change under a learner, and come back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allocator.sizes import MiB
+from migrator.learning.learner import PATIENCE, Learner
+from migrator.links import PCIE_GEN5, Links
+from migrator.plan import Plan
+from migrator.policies import POLICIES
+from migrator.timing import Lap
+from migrator.trace import Trace
+from tests.unit.learners import (
+    FLASHNEURON,
+    MODEL,
+    TARGET,
+    TRACE,
+    large,
+    learned,
+    peak_of,
+    quiet,
+    room,
+)
+from tests.unit.traces import chain
+
+SLOW = replace(PCIE_GEN5, d2h=5e9, h2d=5e9, contended=True)
+
+
+def test_other_links_are_planned_with_at_once() -> None:
+    seen: list[Links] = []
+
+    def policy(trace: Trace, budget: int, links: Links) -> Plan:
+        seen.append(links)
+        return FLASHNEURON(trace, budget, links)
+
+    learner, slow = Learner(policy, TARGET), replace(PCIE_GEN5, h2d=20e9)
+    assert not learner.relink(slow)  # there is nothing to plan yet
+    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.relink(slow)  # nothing new
+    assert learner.relink(PCIE_GEN5)
+    assert seen == [slow, PCIE_GEN5]
+
+
+def test_other_links_do_not_have_plans_made_before_all_is_recorded() -> None:
+    learner, slow = Learner(FLASHNEURON, TARGET, recordings=2), replace(PCIE_GEN5, h2d=20e9)
+    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.relink(slow)
+    assert learner.plans == ()
+    assert learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+
+
+def test_other_links_wait_for_what_is_learned_anew() -> None:
+    learner, slow = Learner(FLASHNEURON, TARGET), replace(PCIE_GEN5, h2d=20e9)
+    for _ in range(PATIENCE):
+        learner.period_over(TRACE, 700 * MiB, whole=False, pressed=False, drifted=False)
+    before = learner.plans
+    learner.period_over(None, 700 * MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.relink(slow)
+    assert before and learner.plans == before
+    assert learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+
+
+def test_plans_for_other_links_that_take_long_are_adopted_when_they_are_there() -> None:
+    learner, later = large()
+    later.work()
+    assert quiet(learner, 0)
+    before = learner.plans
+    assert not learner.relink(SLOW)
+    assert learner.plans == before
+    later.work()
+    assert quiet(learner, 0)
+    assert learner.plans != before
+
+
+def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked_for() -> None:
+    learner, later = large()
+    assert not learner.relink(SLOW)
+    later.work()
+    assert quiet(learner, 0)
+    (of_old, of_new) = [future.result() for _, future in later.jobs]
+    assert learner.plans == tuple(made.plan for made in of_new)
+    assert of_new != of_old
+
+
+def test_what_held_before_others_needed_the_memory_bus_holds_again_after_them() -> None:
+    learner, later = large()
+    later.work()
+    assert quiet(learner, 0)
+    before, jobs = learner.plans, len(later.jobs)
+    assert not learner.relink(SLOW)
+    later.work()
+    assert quiet(learner, 0)
+    assert learner.plans != before
+    assert not learner.relink(replace(SLOW, h2d=4e9))  # it gets worse, and the plan for that is the same
+    later.work()
+    assert not quiet(learner, 0)
+    assert learner.relink(PCIE_GEN5)
+    assert learner.plans == before
+    assert len(later.jobs) == jobs + 2, "nothing has to be planned"
+
+
+def test_plans_that_would_not_fit_any_more_are_not_taken_up() -> None:
+    """The program itself took more memory while others needed the bus."""
+    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    before, (predicted,) = learner.plans, learner.predictions
+    assert predicted is not None
+    learner.relink(SLOW)
+    assert quiet(learner, int(1.3 * predicted.peak["hbm"]))
+    learner.relink(PCIE_GEN5)
+    (now,) = learner.predictions
+    assert now is not None and now.peak["hbm"] < predicted.peak["hbm"]
+    assert learner.plans != before
+
+
+def test_plans_for_a_busy_bus_that_come_when_it_is_free_again_are_not_carried_out() -> None:
+    learner, later = large()
+    later.work()
+    assert quiet(learner, 0)
+    before = learner.plans
+    learner.relink(SLOW)
+    assert learner.relink(PCIE_GEN5)
+    later.work()
+    assert not quiet(learner, 0)
+    assert learner.plans == before
+
+
+def test_lanes_that_were_late_beside_others_are_not_late_after_them() -> None:
+    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    before = learner.plans
+    learner.relink(SLOW)
+    (predicted,) = learner.predictions
+    assert predicted is not None
+    late = Lap(predicted.seconds * 1.1, {"h2d": predicted.seconds / 10})
+    changed = [learner.period_over(None, 0, whole=True, drifted=False, pressed=False, lap=late) for _ in range(12)]
+    assert any(changed)
+    assert learner.relink(PCIE_GEN5)
+    assert learner.plans == before
+
+
+def test_what_held_before_a_program_changed_does_not_come_back() -> None:
+    learner, slow = Learner(FLASHNEURON, TARGET), replace(PCIE_GEN5, h2d=20e9)
+    learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
+    before = learner.plans
+    assert learner.relink(slow)
+    quiet(learner, TARGET, drifted=True)
+    longer = chain([10 * MiB] * 50)
+    while learner.records_next:
+        learner.period_over(longer, 700 * MiB, whole=True, pressed=False, drifted=False)
+    learner.relink(PCIE_GEN5)
+    assert len(learner.plans) == 2
+    assert learner.plans != before
+
+
+def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
+    learner = learned(700 * MiB)
+    assert quiet(learner, 1100 * MiB)
+    before = room(learner)
+    assert learner.relink(replace(PCIE_GEN5, h2d=20e9))
+    assert room(learner) == before

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allocator.sizes import GiB, MiB
+from migrator.links import PCIE_GEN5
+from migrator.planner.sizes import look_ahead
+from migrator.policies import flashneuron as policy
+from migrator.trace import Trace
+from tests.unit.traces import chain, traces
+
+ROOMS = st.integers(0, 2 * GiB)
+flashneuron = partial(policy.plan, links=PCIE_GEN5)
+
+
+def test_flashneuron_by_hand() -> None:
+    """FAST'21, phase 1: select in creation order until what is not selected fits.
+
+    Nine storages, 48 MiB, into 40 MiB of room; a group is 40/16 = 2.5 MiB. The room must also hold two of
+    the largest groups as soon as anything moves::
+
+        moved     stays  largest group  stays + 2 groups
+        -           48       -            48   > 40
+        a  4        44       4            52   > 40
+        b  4        40       4            48   > 40
+        c  1        39       4            47   > 40
+        d  1        38       4            46   > 40
+        e  6        32       6            44   > 40
+        f  4        28       6            40  <= 40, enough
+
+    Backward asks for f first. Only c and d are small enough to share a group.
+    """
+    trace = chain([n * MiB for n in (4, 4, 1, 1, 6, 4, 4, 8, 16)])
+    plan = flashneuron(trace, 40 * MiB)
+    assert [group.sites for group in plan.groups] == [
+        ("layer5:0",), ("layer4:0",), ("layer3:0", "layer2:0"), ("layer1:0",), ("layer0:0",),
+    ]  # fmt: skip
+    assert sorted(plan.keep) == ["layer6:0", "layer7:0", "layer8:0"]
+    assert (plan.moved_bytes, plan.kept_bytes, plan.room) == (20 * MiB, 28 * MiB, 40 * MiB)
+
+
+def test_flashneuron_moves_nothing_that_fits() -> None:
+    assert flashneuron(chain([MiB] * 40), 40 * MiB).groups == ()
+
+
+@given(traces(), ROOMS)
+def test_flashneuron_keeps_within_the_room_or_moves_everything(trace: Trace, room: int) -> None:
+    plan = flashneuron(trace, room)
+    ahead = look_ahead(max((group.nbytes for group in plan.groups), default=0), room)
+    assert plan.kept_bytes + ahead <= room or plan.kept_bytes == 0
+
+
+@given(traces(), ROOMS)
+def test_flashneuron_moves_the_oldest(trace: Trace, room: int) -> None:
+    stays = set(flashneuron(trace, room).keep)
+    moves = [
+        not any(site.key in stays for site in trace.sites if site.storage == life.ident) for life in trace.lifetimes
+    ]
+    assert moves == sorted(moves, reverse=True)
+
+
+def test_what_else_lies_in_hbm_comes_off_the_budget() -> None:
+    trace = chain([n * MiB for n in (4, 4, 1, 1, 6, 4, 4, 8, 16)])
+    crowded = replace(trace, others=(*[0] * 17, 90 * MiB, 10 * MiB))
+    assert flashneuron(crowded, 130 * MiB).keep == flashneuron(trace, 40 * MiB).keep

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from migrator.engine.group import Group, State
+from migrator.engine.tensors import Known, Saved, Storages
+from migrator.lanes.meter import Measures
+from migrator.recording import recorder as module
+from migrator.recording.recorder import SELDOM, Recorder
+from migrator.trace import Site
+
+NBYTES = 8192
+
+
+def known(storages: Storages, tensor: torch.Tensor) -> Known:
+    return storages.find(tensor)
+
+
+def moved(entry: Known, state: State) -> Known:
+    entry.saved = Saved(Group(0, 0, state), torch.empty(0), 0, NBYTES)
+    return entry
+
+
+def tensor(nbytes: int = NBYTES) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def nbytes_of(recorder: Recorder) -> dict[str, int]:
+    return {site.key: site.nbytes for site in recorder.trace().sites}
+
+
+def test_saves_and_uses_are_positions_of_one_order() -> None:
+    recorder, storages, x, y = Recorder(set()), Storages(), tensor(), tensor(2 * NBYTES)
+    first, second = recorder.save("a:0", known(storages, x)), recorder.save("b:0", known(storages, y))
+    assert first and second
+    second.used()
+    first.used()
+    second.used()
+    trace = recorder.trace()
+    assert trace.positions == 5
+    assert trace.sites == (Site("a:0", 0, NBYTES, 0, (3,)), Site("b:0", 1, 2 * NBYTES, 1, (2, 4)))
+
+
+def test_sites_on_one_storage_share_its_number() -> None:
+    recorder, storages, x = Recorder(set()), Storages(), tensor()
+    recorder.save("a:0", known(storages, x))
+    recorder.save("b:0", known(storages, x))
+    assert recorder.trace().saved_bytes == NBYTES
+
+
+def test_what_cannot_move_has_no_bytes_and_a_number_of_its_own() -> None:
+    recorder = Recorder(set())
+    recorder.save("a:0", None)
+    recorder.save("a:1", None)
+    one, other = recorder.trace().sites
+    assert (one.nbytes, other.nbytes) == (0, 0)
+    assert one.storage != other.storage
+
+
+def test_what_the_program_itself_keeps_is_not_worth_moving() -> None:
+    outlived: set[str] = set()
+    recorder, storages, logits = Recorder(outlived), Storages(), tensor()
+    recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
+    recorder.turn()
+    assert nbytes_of(recorder) == {"loss:0": 0}
+    later = Recorder(outlived)
+    later.save("loss:0", known(Storages(), logits))
+    assert nbytes_of(later) == {"loss:0": 0}
+
+
+def test_what_only_backward_needs_is_worth_moving() -> None:
+    recorder, x = Recorder(set()), tensor()
+    recorder.save("a:0", moved(known(Storages(), x), State.AWAY))
+    del x
+    recorder.turn()
+    assert nbytes_of(recorder) == {"a:0": NBYTES}
+
+
+@pytest.mark.parametrize("state", [State.FILLING, State.LEAVING])
+def test_what_is_still_held_by_its_group_is_not_judged(state: State) -> None:
+    recorder, x = Recorder(set()), tensor()
+    recorder.save("a:0", moved(known(Storages(), x), state))
+    recorder.turn()
+    assert nbytes_of(recorder) == {"a:0": NBYTES}
+
+
+def test_a_part_is_not_judged_while_our_own_group_holds_another_part() -> None:
+    recorder, storages, qkv = Recorder(set()), Storages(), tensor(3 * NBYTES)
+    q, k, _ = qkv.chunk(3)
+    recorder.save("q:0", moved(known(storages, q), State.AWAY))
+    recorder.save("k:0", moved(known(storages, k), State.LEAVING))  # holds the whole storage
+    recorder.turn()
+    assert nbytes_of(recorder) == {"q:0": NBYTES, "k:0": NBYTES}
+
+
+def test_a_period_that_never_ends_is_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMIT", 3)
+    recorder = Recorder(set())
+    assert [recorder.save(f"a:{k}", None) is None for k in range(5)] == [False, False, False, True, True]
+    assert len(recorder.trace().sites) == 3
+
+
+class FakeMeter:
+    """Remembers what it is told about memory."""
+
+    def __init__(self) -> None:
+        self.held: Sequence[int] = ()
+
+    def tick(self, resident: int) -> None:
+        pass
+
+    def finish(self, resident: int, held: Sequence[int]) -> Measures:
+        self.held = held
+        return Measures((), 0.0, ())
+
+
+def test_what_left_and_is_still_held_by_the_program_counts_as_saved_until_that_is_over() -> None:
+    meter = FakeMeter()
+    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
+    recorder.save("loss:1", None)
+    del logits
+    recorder.save("loss:2", None)
+    recorder.turn()
+    trace = recorder.trace()
+    assert meter.held == [0, NBYTES, 0, 0]
+    assert trace.held == {trace.sites[0].storage: 2}
+
+
+def test_what_two_modules_save_is_held_once() -> None:
+    """Counted twice, as much of all else in use was taken not to be there: a ResNet's plans exceeded their budget."""
+    meter = FakeMeter()
+    recorder, storages, shared = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("relu:0", moved(known(storages, shared), State.AWAY))
+    recorder.save("conv:0", storages.find(shared))
+    recorder.save("conv:1", None)
+    del shared
+    recorder.save("norm:0", None)
+    recorder.turn()
+    recorder.trace()
+    assert max(meter.held) == NBYTES
+
+
+def test_what_the_program_holds_for_long_is_looked_at_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, looks, freed = FakeMeter(), 0, Known.freed
+
+    def look(self: Known) -> bool:
+        nonlocal looks
+        looks += 1
+        return freed(self)
+
+    monkeypatch.setattr(Known, "freed", look)
+    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
+    for k in range(1, 1000):
+        recorder.save(f"loss:{k}", None)
+    assert looks < 100
+    del logits
+    recorder.turn()
+    recorder.trace()
+    assert meter.held[:900] == [0, *[NBYTES] * 899]
+
+
+def test_what_ended_since_the_last_look_is_taken_to_have_ended_halfway() -> None:
+    meter = FakeMeter()
+    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
+    for k in range(1, 100):
+        recorder.save(f"loss:{k}", None)
+    del logits
+    for k in range(100, 120):
+        recorder.save(f"loss:{k}", None)
+    recorder.turn()
+    recorder.trace()
+    held = sum(map(bool, meter.held))
+    assert 99 - 99 // SELDOM <= held <= 99 + 99 // SELDOM
+
+
+def test_what_the_program_keeps_into_backward_is_its_own() -> None:
+    meter = FakeMeter()
+    recorder, storages, images = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("stem:0", moved(known(storages, images), State.AWAY))
+    recorder.save("stem:1", None)
+    recorder.turn()
+    recorder.trace()
+    assert meter.held == [0, 0, 0]

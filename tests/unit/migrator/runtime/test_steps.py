@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from migrator.runtime import steps
+from migrator.runtime.steps import StepTimes
+
+NONE = {"median": None, "steps": 0}
+
+
+def test_one_step_has_no_duration() -> None:
+    times = StepTimes()
+    times.step(5.0)
+    assert times.count == 1
+    assert times.summary() == {"median": None, "min": None, "max": None, "settled": NONE}
+
+
+def test_durations_lie_between_the_ends_of_steps() -> None:
+    times = StepTimes()
+    for now in (0.0, 1.0, 4.0, 6.0):
+        times.step(now)
+    assert times.count == 4
+    assert times.summary() == {"median": 2.0, "min": 1.0, "max": 3.0, "settled": NONE}
+
+
+def test_the_median_is_of_recent_steps_and_the_extremes_of_all() -> None:
+    times = StepTimes()
+    now = 0.0
+    for took in (100.0, 0.5, *[1.0] * (steps.REMEMBERED + 1)):
+        times.step(now)
+        now += took
+    times.step(now)
+    assert times.summary() == {"median": 1.0, "min": 0.5, "max": 100.0, "settled": NONE}
+    assert times.count == steps.REMEMBERED + 4
+
+
+def test_steps_are_settled_that_begin_under_the_last_plan() -> None:
+    """Not the one in which it comes: that began under another, and adopts it."""
+    times = StepTimes()
+    now, settled = 0.0, []
+    for took in (9.0, 8.0, 7.0, 1.0, 3.0, 2.0):
+        times.step(now)
+        now += took
+        if took in (9.0, 8.0):  # at the end of a step, and of the next
+            times.planned()
+        settled.append(times.summary()["settled"])
+    times.step(now)
+    assert settled == [NONE] * 3 + [
+        {"median": 7.0, "steps": 1},
+        {"median": 4.0, "steps": 2},
+        {"median": 3.0, "steps": 3},
+    ]
+    assert times.summary()["settled"] == {"median": 2.5, "steps": 4}
+
+
+def test_no_more_settled_steps_are_told_than_are_remembered() -> None:
+    times = StepTimes()
+    times.planned()
+    for now in range(steps.REMEMBERED + 10):
+        times.step(float(now))
+    assert times.summary()["settled"] == {"median": 1.0, "steps": steps.REMEMBERED}
