@@ -7,27 +7,26 @@ calls for. Pages lie in HBM while its budget lasts, and in DRAM that the GPU add
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from allocator import adapter
+from allocator.claims import DRAM, DramClaims
 from allocator.kinds import Kinds
 from allocator.ledger import Account
 from allocator.native import Core, CoreBusy, CoreError, CoreFull, is_aside
-from allocator.room import Room, RoomWatch
+from allocator.room import Room
 from allocator.sequence import STATE, Foreseen, Log, Watch, foresee, repeats
 from allocator.sinking import State, sink_or_rise
-from allocator.sizes import PAGE, GiB, MiB, format_size, round_up
+from allocator.sizes import PAGE, GiB, round_up
 
 log = logging.getLogger("tiers")
 
-HBM, DRAM = 0, 1
+HBM = 0
 USED = 2  # of a block's kinds
 PATIENCE = 8  # periods with something in DRAM before state sinks: a migrator makes do with less by then, if it can
-STEP = 256 * MiB  # of DRAM to claim at a time
 
 
 class PageAllocator:
@@ -52,16 +51,13 @@ class PageAllocator:
     ) -> None:
         self._library = library
         self._hbm = hbm
-        self._dram = dram
-        self._account = account
-        self._room = RoomWatch(room)
-        self._granted: dict[int, int] = {}  # by GPU: what it may map
-        self._lock = threading.Lock()  # guards what was granted, and the room
+        self._claims = DramClaims(dram, account, room)
         self._watches: dict[int, Watch] = {}
         self._kinds: dict[int, Kinds] = {}
         self._departed: dict[int, int] = {}
         self._overflow: dict[int, int] = {}
         self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
+        self._refused: set[int] = set()  # GPUs without a layout, which was said
         self._news: dict[int, int] = {}  # GPUs whose layouts are of no use from the next period on, and its peak
 
     def install(self) -> None:
@@ -80,6 +76,11 @@ class PageAllocator:
             core = adapter.core_of(self._library, device)
             if core is not None:
                 yield device, core
+
+    def limit(self, device: torch.device) -> int:
+        """The budget of a GPU in bytes, also where none was set; 0 before its first request."""
+        core = adapter.core_of(self._library, device.index) if device.type == "cuda" else None
+        return core.counts().hbm_limit if core is not None else 0
 
     def lap(self, device: torch.device) -> Callable[[], int]:
         """What tells the most bytes that a GPU's program had in use since it was last called; 0 before the first."""
@@ -149,6 +150,7 @@ class PageAllocator:
             now = core.glance()
             since, self._departed[device] = now.departed - self._departed.get(device, 0), now.departed
             watch, kinds = self._watches.setdefault(device, Watch()), self._kinds.setdefault(device, Kinds())
+            self._claims.period_over(device, core, now.dram)
             sank = self._sink(device, core, now.dram, alone)
             if device in self._news:
                 core.forget_plan(self._news.pop(device))
@@ -181,16 +183,27 @@ class PageAllocator:
         while layouts:
             try:
                 core.plan(*layouts)
-                return
             except CoreBusy:
                 self._watches.pop(device, None)  # which is to look anew once the graph is captured
-                return
             except CoreFull as full:
                 if self._more(device, GiB):  # the part of the region that does not fit into HBM
                     continue
                 layouts = layouts[: len(layouts) > 1]  # the last kind alone may need less than all of them
-                if not layouts:
-                    log.warning("no layout for the next steps (%s): blocks go where they fit best", full)
+                if layouts:
+                    continue
+                self._do_without(device, full)
+            except CoreError as error:
+                self._do_without(device, error)
+            else:
+                self._refused.discard(device)
+            return
+
+    def _do_without(self, device: int, error: CoreError) -> None:
+        """There is no layout, for now: what is in the way, such as an evaluation's memory, may be gone later."""
+        self._watches[device].refused()
+        if device not in self._refused:
+            self._refused.add(device)
+            log.warning("no layout for now (%s): blocks go where they fit best", error)
 
     def _sink(self, device: int, core: Core, dram: int, alone: bool) -> bool:
         """Have state make room in HBM for the `dram` bytes that lie there, or take it back; whether it made room.
@@ -245,31 +258,14 @@ class PageAllocator:
         Called by the adapter, from any thread, without any lock of the core's.
         """
         # Not `_more` itself: layouts are made while a recorded period stands aside, and may need DRAM.
-        return not is_aside() and self._more(device, nbytes)
-
-    def _more(self, device: int, nbytes: int) -> bool:
-        """Claim DRAM for at least `nbytes`, if there is some; whether there was."""
-        core = adapter.core_of(self._library, device)
+        core = None if is_aside() else adapter.core_of(self._library, device)
         if core is None:
             return False
-        with self._lock:
-            granted = sum(self._granted.values())
-            wanted = min(max(STEP, round_up(nbytes, PAGE)), self._dram - granted)
-            if wanted <= 0:
-                return False
-            left = self._room.left()
-            wanted = min(wanted, left - left % PAGE)
-            if wanted <= 0:
-                self._room.say_once("dram", granted, self._dram)
-                return False
-            claimed = wanted if self._account is None else self._account.claim(wanted, least=PAGE)
-            if not claimed:
-                return False
-            self._room.taken(claimed)
-            self._granted[device] = self._granted.get(device, 0) + claimed
-            try:
-                core.limit(DRAM, self._granted[device])
-            except CoreError:
-                log.exception("the core does not take %s more of dram", format_size(claimed))
-                return False
-        return True
+        counts = core.counts()
+        # A block lies in DRAM as a whole: to claim what cannot hold it would take that from others for nothing.
+        return self._more(device, nbytes, nbytes - (counts.dram_limit - counts.dram) - counts.idle)
+
+    def _more(self, device: int, nbytes: int, least: int = PAGE) -> bool:
+        """Claim `nbytes` of DRAM, or what there is of them, if that is at least `least`; whether there was."""
+        core = adapter.core_of(self._library, device)
+        return core is not None and self._claims.more(device, core, nbytes, round_up(max(least, PAGE), PAGE))

@@ -122,14 +122,20 @@ class Watch:
         self._period = 0
         self._looks = 0  # one after the other without a period as foreseen
         self._until = 0
+        self._lacking = False
+
+    def refused(self) -> None:
+        """The layout that was worth it could not be made: look again, as rarely as at what never repeats."""
+        self._lacking = True
 
     def expect_news(self) -> None:
         """The program is about to change, and to settle again: there is no layout to depart from."""
         self._looks = self._until = 0
+        self._lacking = False
 
     def nothing_departed(self) -> bool:
         """Take note of a period from whose layout nothing departed; False while there is none to depart from."""
-        if not self._looks:
+        if not self._looks or self._lacking:
             return False
         self._period += 1
         self._looks = 1
@@ -148,11 +154,12 @@ class Watch:
             Whether the period was the same as the one before.
         """
         self._period += 1
-        if self._looks and departed <= (TOLERATED if repeated else TOLERATED_SHARE * requests):
+        if self._looks and not self._lacking and departed <= (TOLERATED if repeated else TOLERATED_SHARE * requests):
             self._looks = 1
             return False
         if not requests or self._period < self._until:
             return False
         self._looks += 1
+        self._lacking = False
         self._until = self._period + min(LONGEST_PAUSE, 1 << max(0, self._looks - EAGER))
         return True

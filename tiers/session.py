@@ -76,7 +76,7 @@ class Session:
         self.runtime = Runtime(
             Options(
                 policy=config.policy,
-                hbm=self._shares.hbm,
+                hbm=self._budget,
                 enforce=config.hbm.capacity is not None and config.allocator != "pages",
                 backing=self._make_backing,
                 refuse=refuse,
@@ -90,6 +90,13 @@ class Session:
                 timeline=self._timeline,
             )
         )
+
+    def _budget(self, device: torch.device) -> int:
+        """The HBM budget of a device, in bytes."""
+        pages = paging.installed()
+        # What our allocator has reserved may lie in DRAM: where no budget is set, only it knows its own limit.
+        limit = pages.limit(device) if pages is not None and self._config.hbm.capacity is None else 0
+        return limit or self._shares.hbm(device)
 
     def _links(self) -> Links:
         shares = self._shares

@@ -98,18 +98,20 @@ void *Adapter::take(size_t bytes, c10::DeviceIndex device, cudaStream_t stream) 
     status = tn_allocate(from, bytes, reinterpret_cast<uint64_t>(stream), number, &address);
   if (status != TN_OK) refuse(status, bytes, device);
   if (history_) note(device, address, bytes, stream);
+  if (c10::memoryProfilingEnabled()) tell_profiler(device, address, 1);
   return reinterpret_cast<void *>(address);
 }
 
 void Adapter::refuse(int status, size_t bytes, c10::DeviceIndex device) {
   std::string why = tn_last_error();
   TORCH_CHECK(status == TN_FULL, failure());
+  tn_refused(core(device));
   tn_stats stats{};
   tn_get_stats(core(device), &stats);
   size_t free = 0, total = 0;
   C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
   std::vector<caching::OutOfMemoryObserver> observers;
-  {
+  if (!tn_is_aside()) {  // what is tried aside is not the program's
     std::lock_guard<std::mutex> guard(mutex_);
     observers = observers_;
   }
@@ -129,6 +131,7 @@ void Adapter::raw_delete(void *pointer) {
     tn_core *core = devices_[device].made();
     if (!core || (devices_.size() > 1 && !tn_owns(core, address))) continue;
     if (history_) forget(c10::DeviceIndex(device), address);
+    if (c10::memoryProfilingEnabled()) tell_profiler(c10::DeviceIndex(device), address, -1);
     if (tn_free(core, address) != TN_OK) {
       TORCH_WARN_ONCE(failure());
     }

@@ -131,6 +131,7 @@ class Adapter final : public Pluggable {
 
   void note(c10::DeviceIndex device, uint64_t address, size_t bytes, cudaStream_t stream);
   void forget(c10::DeviceIndex device, uint64_t address);
+  void tell_profiler(c10::DeviceIndex device, uint64_t address, int sign);
   void remember(c10::DeviceIndex device, TraceEntry::Action action, uint64_t address, size_t bytes, cudaStream_t stream,
                 std::shared_ptr<c10::GatheredContext> context);
   void list(c10::DeviceIndex device, MempoolId_t wanted, std::vector<caching::SegmentInfo> *out);

@@ -140,6 +140,18 @@ void Adapter::forget(c10::DeviceIndex device, uint64_t address) {
   remember(device, TraceEntry::FREE_COMPLETED, address, bytes, nullptr, nullptr);
 }
 
+// PyTorch's profiler: a block came into use (1), or is about to be freed (-1).
+void Adapter::tell_profiler(c10::DeviceIndex device, uint64_t address, int sign) {
+  tn_core *of = core(device);
+  uint64_t begin = 0, bytes = 0;
+  if (tn_block_of(of, address, &begin, &bytes) != TN_OK) return;
+  tn_stats stats{};
+  tn_get_stats(of, &stats);
+  c10::reportMemoryUsageToProfiler(reinterpret_cast<void *>(address), sign * int64_t(bytes),
+                                   stats.allocated[TN_ALL].current - (sign < 0 ? bytes : 0),
+                                   stats.hbm_bytes + stats.dram_bytes, c10::Device(c10::DeviceType::CUDA, device));
+}
+
 void Adapter::remember(c10::DeviceIndex device, TraceEntry::Action action, uint64_t address, size_t bytes,
                        cudaStream_t stream, std::shared_ptr<c10::GatheredContext> context) {
   auto &history = devices_[device].history;

@@ -7,9 +7,12 @@ using namespace tiers;
 
 namespace {
 
-constexpr uint64_t kSmall = uint64_t{1} << 20;          // requests up to here share pages apart from larger ones
-constexpr uint64_t kRange = uint64_t{1} << 40;          // addresses of a heap; they cost nothing
-constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the address space is short
+constexpr uint64_t kSmall = uint64_t{1} << 20;       // requests up to here share pages apart from larger ones
+constexpr uint64_t kLargest = uint64_t{1} << 60;     // request; more would not count up to whole pages
+constexpr uint64_t kRange = uint64_t{1} << 40;       // addresses of a heap: there are some 2^47 for the whole process,
+constexpr size_t kHalve = 8;                         // so after so many heaps the next ones get half as many,
+constexpr uint64_t kSmallRange = uint64_t{1} << 36;  // down to this, which is what small requests get at once,
+constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // or to this where the driver has no more
 constexpr uint64_t kSpare = 256;                        // one page in so many, for those that are in use only in part
 constexpr char kFull[] = "every tier is full";
 constexpr char kCapturing[] = "a stream is being captured into a graph";
@@ -27,11 +30,15 @@ thread_local int tiers::aside = 0;
 Status tn_core::heap(const Key &key, Heap **out) {
   auto found = by_key.find(key);
   if (found != by_key.end()) return *out = found->second, Status::Ok;
-  uint64_t base = 0, bytes = kRange;
+  auto [pool, stream, tier, kind] = key;
+  uint64_t base = 0, bytes = kind == Small ? kSmallRange : kRange >> std::min<size_t>(heaps.size() / kHalve, 4);
   Status status = primitives->reserve(bytes, &base);
   while (status != Status::Ok && bytes > kSmallestRange) status = primitives->reserve(bytes /= 2, &base);
+  if (status != Status::Ok) {  // those of pools that are gone may be had
+    status = surrender_all(nullptr);
+    if (status == Status::Ok) status = primitives->reserve(bytes, &base);
+  }
   if (status != Status::Ok) return status;
-  auto [pool, stream, tier, kind] = key;
   auto made = std::make_unique<Heap>(*primitives, pages, Tier(tier), stream, pool, kind == State, base, bytes);
   *out = by_key[key] = made.get();
   heaps.emplace(base, std::move(made));
@@ -67,9 +74,9 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     if (status != Status::Full) return status;
   }
   // Idle HBM is used, or taken from where it lies idle, before anything goes to DRAM.
-  Status status = find_in(kHbm, bytes, stream, pool, heap_out, block);
+  Status status = find_in(kHbm, bytes, stream, pool, true, heap_out, block);
   if (status != Status::Full || pages[kDram].limit() == 0 || aside) return status;
-  return find_in(kDram, bytes, stream, pool, heap_out, block);
+  return find_in(kDram, bytes, stream, pool, true, heap_out, block);
 }
 
 // In HBM, where no page is made beyond what is expected to be alive at most: what lies idle is mapped anew first.
@@ -89,10 +96,12 @@ Status tn_core::find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Hea
     }
   } lowered{pages[kHbm], pages[kHbm].limit(), stats.retries, stats.retries};
   pages[kHbm].set_limit(std::min(lowered.limit, most + most / kSpare));
-  return find_in(kHbm, bytes, stream, pool, heap_out, block);
+  return find_in(kHbm, bytes, stream, pool, false, heap_out, block);
 }
 
-Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
+// Who is `patient` also waits for the streams that use what was freed meanwhile, before the tier counts as full.
+Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap_out,
+                        Block **block) {
   int kind = bytes <= kSmall ? Small : General;
   if (lifetime_class == TN_STATE && pool == 0) kind = State;
   Status status = heap({pool, stream, tier, kind}, heap_out);
@@ -123,13 +132,23 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
     uint64_t idle = pages[tier].idle();
     status = reclaim(growth.pages + refused, tier, place);
     if (status != Status::Ok && status != Status::Full) return status;
-    if (pages[tier].idle() == idle) return fail(Status::Full, kFull);
+    if (pages[tier].idle() != idle) continue;
+    if (!patient || !wait_for_users(tier)) return fail(Status::Full, kFull);
+    patient = false;
+    if ((*block = place->fit(bytes))) return Status::Ok;
   }
 }
 
-// Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again.
+// Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again. None at
+// all if there are not enough of them: requests that go to DRAM for want of HBM would unmap what the next ones map
+// anew.
 Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
   auto missing = [&] { return goal - std::min(goal, pages[tier].available()); };
+  uint64_t there = pages[tier].available();
+  for (auto &[base, heap] : heaps)
+    if ((heap->pool() == 0 || is_retired(heap->pool())) && !(aside && heap.get() == but))
+      there += heap->idle_pages(tier);
+  if (there < goal) return fail(Status::Full, "no idle pages");
   for (bool itself : {false, true}) {
     // What is aside must not take pages out of a layout's region: what comes there next would lie in DRAM, unnoticed.
     if (itself && aside) break;
@@ -169,16 +188,14 @@ Status tn_core::wait_for_all() {
 }
 
 Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address) {
+  if (requested > kLargest) return fail(Status::Full, kFull);
   uint64_t bytes = (std::max<uint64_t>(requested, 1) + kAlignment - 1) / kAlignment * kAlignment;
   if (!waiting.empty()) settle();
   Heap *heap = nullptr;
   Block *block = pool == 0 && !aside ? planned(bytes, stream, &heap) : nullptr;
   if (!block) {
     Status status = find(bytes, stream, pool, &heap, &block);
-    if (status != Status::Ok) {
-      stats.failures += status == Status::Full && !aside;
-      return status;
-    }
+    if (status != Status::Ok) return status;
   }
   took(heap, block, requested);
   *address = block->address;
@@ -226,22 +243,24 @@ Status tn_core::free(uint64_t address) {
     return Status::Ok;
   }
   block->kind = Kind::Held;
-  waiting.push_back({heap, block, {}});
-  record_ends(waiting.back());
+  waiting.push_back({heap, block});
+  record_ends(std::prev(waiting.end()));
   return Status::Ok;
 }
 
 // Note how far the streams are that use a block besides its own. Those of which that cannot be told, as they are being
 // captured or the driver refuses, stay on its list: until it can, the block is held.
-void tn_core::record_ends(Waiting &entry) {
+void tn_core::record_ends(std::list<Waiting>::iterator entry) {
   auto recorded = [&](Stream stream) {
     Event event = 0;
     if (primitives->capturing(stream) || primitives->record(stream, &event) != Status::Ok) return false;
-    entry.ends.emplace_back(stream, event);
+    ends[stream].push_back({event, entry});
+    ++entry->ends;
     return true;
   };
-  auto &left = entry.block->streams;
+  auto &left = entry->block->streams;
   left.erase(std::remove_if(left.begin(), left.end(), recorded), left.end());
+  untold += !left.empty();
 }
 
 void tn_core::release(Heap *heap, Block *block) {
@@ -253,29 +272,39 @@ void tn_core::release(Heap *heap, Block *block) {
 }
 
 // Release blocks that no other stream uses any more. Every request comes here while blocks wait, and to ask for an
-// event takes the driver a microsecond: of each stream one event is asked for that is not passed, as none behind it can
-// be.
+// event takes the driver a microsecond: of each stream one is asked for that is not passed, as none behind it can be.
 void tn_core::settle() {
-  std::vector<Stream> behind;
-  auto passed = [&](const std::pair<Stream, Event> &end) {
-    auto [stream, event] = end;
-    if (std::find(behind.begin(), behind.end(), stream) != behind.end()) return false;
-    bool over = true;
-    if (primitives->query(event, &over) == Status::Ok && over) return true;
-    behind.push_back(stream);
-    return false;
-  };
-  for (auto entry = waiting.begin(); entry != waiting.end();) {
-    record_ends(*entry);
-    auto &ends = entry->ends;
-    ends.erase(std::remove_if(ends.begin(), ends.end(), passed), ends.end());
-    if (ends.empty() && entry->block->streams.empty()) {
-      release(entry->heap, entry->block);
-      entry = waiting.erase(entry);
-    } else {
-      ++entry;
-    }
+  if (untold) {
+    untold = 0;
+    for (auto entry = waiting.begin(); entry != waiting.end(); ++entry)
+      if (!entry->block->streams.empty()) record_ends(entry);
   }
+  for (auto next = ends.begin(); next != ends.end();) {
+    auto here = next++;
+    auto &queue = here->second;
+    bool over = true;
+    while (!queue.empty() && primitives->query(queue.front().event, &over) == Status::Ok && over) {
+      auto entry = queue.front().of;
+      queue.pop_front();
+      if (--entry->ends || !entry->block->streams.empty()) continue;
+      release(entry->heap, entry->block);
+      waiting.erase(entry);
+    }
+    if (queue.empty()) ends.erase(here);
+  }
+}
+
+// Wait for the streams that use blocks of `tier` which their own streams are through with, and release those; whether
+// there were any. PyTorch does so before it gives up, too.
+bool tn_core::wait_for_users(Tier tier) {
+  std::vector<Stream> users;
+  for (auto &[stream, queue] : ends)
+    if (std::any_of(queue.begin(), queue.end(), [&](const End &end) { return end.of->heap->tier() == tier; }))
+      users.push_back(stream);
+  bool waited = false;
+  for (Stream stream : users) waited |= wait(stream) == Status::Ok;
+  if (waited) settle();
+  return waited;
 }
 
 // Unmap all idle pages, but not those of the heap `but`; and let go of heaps that nobody asks for memory any more.

@@ -50,6 +50,9 @@ TN_API int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint6
  * would spoil it: the captured one need not have asked for memory yet. */
 TN_API void tn_capture(tn_core *core, int begins);
 
+/* The program was told that a request found no room; to be counted. */
+TN_API void tn_refused(tn_core *core);
+
 /* The class of the requests that follow. */
 TN_API void tn_class(tn_core *core, int lifetime_class);
 /* What the calling thread asks for from now on (1), of any core, is of no sequence, or is again (0); these nest. It is

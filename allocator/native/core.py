@@ -28,7 +28,7 @@ class Counts:
     ----------
     allocated, allocated_peak : int
         Bytes in use by the program.
-    hbm, hbm_peak, hbm_limit, dram, dram_peak : int
+    hbm, hbm_peak, hbm_limit, dram, dram_peak, dram_limit : int
         Bytes of physical pages.
     idle : int
         Bytes that are mapped and not in use.
@@ -47,6 +47,7 @@ class Counts:
     hbm_limit: int
     dram: int
     dram_peak: int
+    dram_limit: int
     idle: int
     maps: int
     unmaps: int
@@ -223,6 +224,7 @@ class Core:
             hbm_peak=plain["hbm_peak"],
             hbm_limit=plain["hbm_limit"],
             dram=plain["dram_bytes"],
+            dram_limit=plain["dram_limit"],
             dram_peak=plain["dram_peak"],
             idle=plain["idle_bytes"],
             **{name: plain[name] for name in COUNTED},

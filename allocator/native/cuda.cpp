@@ -16,9 +16,9 @@ using Pointer = unsigned long long;
 
 constexpr Result kSuccess = 0, kOutOfMemory = 2, kNotReady = 600;
 constexpr int kPinned = 1, kLocationDevice = 1, kLocationHostNuma = 3, kReadWrite = 3;
-constexpr int kHostNumaId = 134, kVmmSupported = 102;  // CUdevice_attribute
-constexpr int kRelaxed = 2;                            // CUstreamCaptureMode
-constexpr unsigned kNoTiming = 2;                      // CUevent_flags
+constexpr int kHostNumaId = 134, kVmmSupported = 102, kRdmaSupported = 110;  // CUdevice_attribute
+constexpr int kRelaxed = 2;                                                  // CUstreamCaptureMode
+constexpr unsigned kNoTiming = 2;                                            // CUevent_flags
 
 struct Location {
   int type, id;
@@ -98,8 +98,8 @@ bool load(Driver *driver) {
 
 class Cuda final : public Primitives {
  public:
-  Cuda(const Driver &driver, int device, Context context, int numa)
-      : driver_(driver), device_(device), numa_(numa), context_(context), users_{access(device)} {}
+  Cuda(const Driver &driver, int device, Context context, int numa, bool rdma)
+      : driver_(driver), device_(device), numa_(numa), rdma_(rdma), context_(context), users_{access(device)} {}
 
   Status reserve(uint64_t bytes, uint64_t *address) override {
     Relaxed relaxed(driver_);
@@ -119,7 +119,18 @@ class Cuda final : public Primitives {
     Properties properties{};
     properties.type = kPinned;
     properties.location = tier == kHbm ? Location{kLocationDevice, device_} : Location{kLocationHostNuma, numa_};
-    return check(driver_.create(handle, kPage, &properties, 0), "cuMemCreate");
+    properties.rdma = tier == kHbm && rdma_;
+    Result result = driver_.create(handle, kPage, &properties, 0);
+    if (properties.rdma && result != kSuccess && result != kOutOfMemory) {
+      properties.rdma = rdma_ = false;
+      result = driver_.create(handle, kPage, &properties, 0);
+    }
+    if (tier == kDram && result != kSuccess && result != kOutOfMemory && numa_ != 0) {
+      properties.location.id = 0;  // the GPU's node may have no memory of its own, or not for this container
+      result = driver_.create(handle, kPage, &properties, 0);
+      if (result == kSuccess) numa_ = 0;
+    }
+    return check(result, tier == kDram ? "cuMemCreate of host memory" : "cuMemCreate");
   }
 
   Status release(Tier, Handle handle) override {
@@ -235,6 +246,7 @@ class Cuda final : public Primitives {
 
   Driver driver_;
   int device_, numa_;
+  bool rdma_;  // whether network cards may be given pages, as they may PyTorch's expandable segments
   Context context_;
   std::vector<Access> users_;  // the GPUs that reach what is mapped: this one first
 };
@@ -244,7 +256,7 @@ class Cuda final : public Primitives {
 Status open_cuda(int device, std::unique_ptr<Primitives> *out) {
   Driver driver{};
   if (!load(&driver)) return fail(Status::Driver, "no CUDA driver: libcuda.so.1 is missing, or older than 12.2");
-  int handle = 0, supported = 0, numa = 0;
+  int handle = 0, supported = 0, numa = 0, rdma = 0;
   Context context = nullptr;
   // The primary context is kept for good: the runtime library, which shares it, ends it with the process.
   if (driver.init(0) != kSuccess || driver.device_get(&handle, device) != kSuccess)
@@ -254,7 +266,8 @@ Status open_cuda(int device, std::unique_ptr<Primitives> *out) {
   if (driver.primary_retain(&context, handle) != kSuccess)
     return fail(Status::Driver, "CUDA device " + std::to_string(device) + " gives no context");
   if (driver.attribute(&numa, kHostNumaId, handle) != kSuccess || numa < 0) numa = 0;
-  *out = std::make_unique<Cuda>(driver, handle, context, numa);
+  if (driver.attribute(&rdma, kRdmaSupported, handle) != kSuccess) rdma = 0;
+  *out = std::make_unique<Cuda>(driver, handle, context, numa, rdma != 0);
   return Status::Ok;
 }
 

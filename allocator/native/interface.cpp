@@ -130,6 +130,11 @@ void tn_capture(tn_core *core, int begins) {
   core->captures += begins ? 1 : -1;
 }
 
+void tn_refused(tn_core *core) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  core->stats.failures += !aside;
+}
+
 void tn_class(tn_core *core, int lifetime_class) {
   std::lock_guard<std::mutex> guard(core->mutex);
   core->lifetime_class = lifetime_class;
@@ -141,8 +146,12 @@ int tn_is_aside(void) { return aside > 0; }
 int tn_limit(tn_core *core, int tier, uint64_t bytes) {
   return enter(core, [&] {
     if (tier < 0 || tier >= kTiers) return fail(Status::Invalid, "no such tier");
-    core->pages[tier].set_limit(bytes / kPage);
-    return Status::Ok;
+    Pages &pages = core->pages[tier];
+    // Not every driver gives host memory everywhere (containers, nodes without processors): better known now than
+    // later.
+    Status status = tier == kDram && !pages.made() && bytes ? pages.probe() : Status::Ok;
+    if (status == Status::Ok) pages.set_limit(bytes / kPage);
+    return status;
   });
 }
 

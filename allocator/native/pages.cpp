@@ -38,6 +38,12 @@ Status Pages::take(uint64_t count, std::vector<Handle> *out) {
   return Status::Ok;
 }
 
+Status Pages::probe() {
+  Handle handle = 0;
+  Status status = primitives_.create(tier_, &handle);
+  return status == Status::Ok ? primitives_.release(tier_, handle) : status;
+}
+
 uint64_t Pages::make_idle(uint64_t count) {
   count = std::min(count, available());
   Handle handle = 0;

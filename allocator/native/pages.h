@@ -15,6 +15,8 @@ class Pages {
   Status take(uint64_t count, std::vector<Handle> *out);
   // Have at least `count` idle, as far as the limit and the device allow: how many there are then, at most `count`.
   uint64_t make_idle(uint64_t count);
+  // Make one page and give it back; the limit does not count.
+  Status probe();
   // Put pages that are not mapped any more among the idle.
   void give(const std::vector<Handle> &handles) { idle_.insert(idle_.end(), handles.begin(), handles.end()); }
   // Give idle pages back to the system.

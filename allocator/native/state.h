@@ -3,6 +3,7 @@
 #pragma once
 
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -48,7 +49,11 @@ struct Plan {
 struct Waiting {  // a block that was freed while other streams used it
   Heap *heap;
   Block *block;
-  std::vector<std::pair<Stream, Event>> ends;  // of the streams that are not on the block's list any more
+  size_t ends = 0;  // of streams that are not on the block's list any more, and were not passed so far
+};
+struct End {  // how far a stream was that used a block
+  Event event;
+  std::list<Waiting>::iterator of;
 };
 
 struct Pool {
@@ -78,7 +83,9 @@ struct tn_core {
   std::mutex places_mutex;                          // held for the next alone, and so at any time free at once
   std::map<uint64_t, uint64_t> places;              // where heaps begin and end
   std::unordered_map<uint64_t, tiers::Pool> pools;
-  std::deque<tiers::Waiting> waiting;
+  std::list<tiers::Waiting> waiting;
+  std::map<Stream, std::deque<tiers::End>> ends;  // in the order in which they were recorded, and so are passed
+  size_t untold = 0;                              // blocks with streams of which that cannot be told
   uint64_t alias = 0;
   int lifetime_class = TN_ANY;
   int captures = 0;   // of graphs that may be under way
@@ -106,15 +113,16 @@ struct tn_core {
   Block *planned(uint64_t bytes, Stream stream, Heap **out);
   Status find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Status find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
-  Status find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
+  Status find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap, Block **block);
   Status reclaim(uint64_t goal, Tier tier, const Heap *but);
   Status surrender(Heap &heap, Tier tier, uint64_t count);
   Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
   void took(Heap *heap, Block *block, uint64_t requested);
   Status free(uint64_t address);
   void release(Heap *heap, Block *block);
-  void record_ends(tiers::Waiting &entry);
+  void record_ends(std::list<tiers::Waiting>::iterator entry);
   void settle();
+  bool wait_for_users(Tier tier);
   Status wait(Stream stream);
   Status wait_for_all();
   Status surrender_all(const Heap *but);

@@ -187,16 +187,37 @@ class Storages:
         nbytes = storage.nbytes()
         low, high = (0, nbytes) if tensor.nbytes == nbytes else _reach(tensor, nbytes)
         key = storage._cdata
-        entry = last = self._known.get(key)
+        entry = self._known.get(key)
         while entry is not None:
             # Another version is other content: a storage saved before and after an in-place operation
             # (ReLU(inplace=True) on a normalisation's output) is two.
             if entry.version == version and entry.low <= low and high <= entry.high and entry.base() is base:
                 return entry
             entry = entry.before
-        entry = self._known[key] = Known(self._count, low, high, base, version, storage, last)
+        before = self._current(self._known.get(key), base, version)
+        entry = self._known[key] = Known(self._count, low, high, base, version, storage, before)
         self._count += 1
         return entry
+
+    def _current(self, entry: Known | None, base: Tensor, version: int) -> Known | None:
+        """The chain from `entry` on without what cannot be found again.
+
+        Which is an earlier version of `base`, or of a tensor that is gone. A buffer that is filled anew in each step of
+        a loop without backward, as when somebody serves and forgot ``no_grad``, would have one entry a step.
+        """
+        first = last = None
+        while entry is not None:
+            then, of = entry.before, entry.base()
+            if of is not None and (of is not base or entry.version == version):
+                if last is None:
+                    first = entry
+                else:
+                    last.before = entry
+                last = entry
+            entry = then
+        if last is not None:
+            last.before = None
+        return first
 
     def _sweep(self) -> None:
         """Forget storages that are freed: nobody can save them again."""

@@ -51,6 +51,7 @@ void ask(tn_core *core, std::mt19937 &random, const std::vector<Block> &blocks, 
   if (random() % 4 == 0) tn_reset_totals(core);
   expect(tn_limit(core, 1, 128 * kMiB) == TN_OK, "a limit can be set");
   for (int begins : {1, 0}) tn_capture(core, begins);
+  tn_refused(core);
   if (!blocks.empty()) {
     const Block &one = blocks[random() % blocks.size()];
     uint64_t begin = 0, bytes = 0;

@@ -121,7 +121,7 @@ void sweep(Storages &storages) {
   for (Known *entry : freed) Py_DECREF(entry);
 }
 
-// The bytes of a storage to move for a tensor on it; see `tensors.reach`.
+// The bytes of a storage to move for a tensor on it; see `tensors._reach`.
 std::pair<int64_t, int64_t> reach(const at::Tensor &tensor, int64_t nbytes) {
   const int64_t size = int64_t(tensor.itemsize());
   if (tensor.numel() * size == nbytes) return {0, nbytes};
@@ -130,6 +130,21 @@ std::pair<int64_t, int64_t> reach(const at::Tensor &tensor, int64_t nbytes) {
   const int64_t low = tensor.storage_offset() * size, high = low + elements * size;
   if (tensor.is_view() && 2 * (high - low) >= nbytes) return {0, nbytes};
   return {low - low % kSlot, high};
+}
+
+// Take out of a chain what cannot be found again: earlier versions of `base`, and of tensors that are gone. Who calls
+// lets go of it, once nothing here is half done: that may lead back here.
+std::vector<Known *> outdated(Known *&chain, const c10::TensorImpl *base, int64_t version) {
+  std::vector<Known *> found;
+  for (Known **link = &chain; Known *entry = *link;) {
+    if (!entry->own.base->expired() && (entry->own.base->_unsafe_get_target() != base || entry->version == version)) {
+      link = &entry->before;
+      continue;
+    }
+    *link = std::exchange(entry->before, nullptr);
+    found.push_back(entry);
+  }
+  return found;
 }
 
 // find(tensor): what is known of the bytes that it needs; made on first sight.
@@ -162,6 +177,7 @@ PyObject *storages_find(PyObject *self, PyObject *argument) {
   // With the reference that the map had.
   known->before = std::exchange(storages.own.known[storage.unsafeGetStorageImpl()], known);
   Py_INCREF(known);
+  for (Known *entry : outdated(known->before, base.unsafeGetTensorImpl(), version)) Py_DECREF(entry);
   return reinterpret_cast<PyObject *>(known);
   END_HANDLE_TH_ERRORS
 }

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from allocator import adapter
+from allocator.claims import DRAM, UNUSED
 from allocator.kinds import REMEMBERED
 from allocator.ledger import Ledger
 from allocator.native import Core, CoreBusy, CoreError, CoreFull, aside
-from allocator.pages import DRAM, HBM, PATIENCE, PageAllocator
+from allocator.pages import HBM, PATIENCE, PageAllocator
 from allocator.room import FRESH, Room
 from allocator.sizes import PAGE, MiB
 
@@ -115,6 +116,15 @@ def test_the_log_of_a_period_that_was_as_foreseen_is_not_read(
     assert core.counts().planned == 2 * 3 + 2
 
 
+def test_the_budget_of_a_gpu_is_what_its_core_may_map_of_hbm(pages: OnOneCore, core: Core) -> None:
+    """Not what is free and reserved: what is reserved may lie in DRAM, and plans would keep what does not fit."""
+    assert pages._more(0, 64 * MiB)
+    lies = core.allocate(64 * MiB), core.allocate(8 * MiB)
+    assert core.on(lies[1], DRAM)
+    assert pages.limit(torch.device("cuda", 0)) == 64 * MiB
+    assert pages.limit(torch.device("cpu")) == 0
+
+
 def test_what_was_asked_for_before_the_first_period_is_of_none(pages: OnOneCore, core: Core) -> None:
     step(core, 32 * MiB)  # building the model
     pages.begin()
@@ -186,7 +196,7 @@ def test_a_kind_that_another_begins_with_is_not_taken_for_it(pages: OnOneCore, c
 def test_where_not_all_kinds_fit_the_last_is_laid_out_alone(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pages, "_more", lambda device, nbytes: False)
+    monkeypatch.setattr(pages, "_more", lambda device, nbytes, least=PAGE: False)
     short, long = (4 * MiB, 8 * MiB), (20 * MiB, 30 * MiB)
     pages.begin()
     for sizes in (short, long, short, long):
@@ -221,6 +231,74 @@ def test_no_more_dram_is_claimed_than_the_system_leaves(core: Core, caplog: pyte
     assert [record.getMessage() for record in caplog.records] == [
         "dram stays at 4.0 MiB of 64.0 MiB for now: the others are many"
     ]
+
+
+def test_what_cannot_be_served_takes_nothing_of_the_node_s_dram(
+    pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request of a size mistaken took all of it, from other ranks and from what moves, for good."""
+    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    assert not pages._full(0, 100 << 30)
+    assert Ledger(tmp_path / "ledger").used("dram") == 0
+    assert pages._full(0, 48 * MiB)
+    assert Ledger(tmp_path / "ledger").used("dram") == 48 * MiB
+
+
+def test_dram_that_is_not_used_any_more_goes_back_to_the_node(
+    pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allocator.claims.STEP", 4 * MiB)
+    ledger = Ledger(tmp_path / "ledger")
+    assert pages._more(0, 32 * MiB)
+    pages.begin()
+    for _ in range(UNUSED):
+        assert ledger.used("dram") == 32 * MiB
+        step(core, 4 * MiB)
+        pages.period_over()
+    assert ledger.used("dram") == core.counts().dram_limit == 0
+    assert pages._more(0, 32 * MiB)
+    lies = core.allocate(64 * MiB), core.allocate(8 * MiB)
+    for _ in range(2 * UNUSED):
+        pages.period_over()
+    assert 8 * MiB <= ledger.used("dram") == core.counts().dram_limit < 32 * MiB
+    assert core.on(lies[1], DRAM) == 8 * MiB
+
+
+def test_where_the_driver_gives_no_host_memory_hbm_is_all_there_is_and_that_is_said_once(
+    pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(tier: int, nbytes: int) -> None:
+        raise CoreError("cuMemCreate of host memory: CUDA_ERROR_NOT_PERMITTED")
+
+    monkeypatch.setattr(core, "limit", refused)
+    assert not pages._full(0, 4 * MiB) and not pages._full(0, 4 * MiB)
+    assert Ledger(tmp_path / "ledger").used("dram") == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "no more dram than 0 B for the gpu: cuMemCreate of host memory: CUDA_ERROR_NOT_PERMITTED"
+    ]
+
+
+def test_a_layout_that_found_no_room_is_made_once_there_is_some(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It never was: without a layout nothing departs from one, and that passed for as foreseen."""
+    monkeypatch.setattr(pages, "_more", lambda device, nbytes, least=PAGE: False)
+    pages.begin()
+    for _ in range(3):
+        step(core, 4 * MiB, 2 * MiB)
+        with monkeypatch.context() as patched:
+            patched.setattr(core, "plan", _full)
+            pages.period_over()
+    assert core.counts().planned == 0
+    for _ in range(8):
+        step(core, 4 * MiB, 2 * MiB)
+        pages.period_over()
+    assert core.counts().planned > 0
+    assert sum("no layout for now" in record.getMessage() for record in caplog.records) == 1
+
+
+def _full(*foreseen: object) -> None:
+    raise CoreFull("every tier is full")
 
 
 def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) -> None:
@@ -276,7 +354,7 @@ def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> N
 def test_a_block_larger_than_what_is_claimed_at_a_time_sinks_whole(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allocator.pages.STEP", PAGE)
+    monkeypatch.setattr("allocator.claims.STEP", PAGE)
     monkeypatch.setattr("allocator.pages.GiB", 4 * MiB)
     core.state(True)
     state = core.allocate(40 * MiB)
@@ -292,7 +370,7 @@ def test_a_block_larger_than_what_is_claimed_at_a_time_sinks_whole(
 def test_gpus_share_the_dram_that_there_is(pages: OnOneCore, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = [Core("memfd", hbm=0, dram=0) for _ in range(2)]
     monkeypatch.setattr(adapter, "core_of", lambda library, device: cores[device])
-    monkeypatch.setattr("allocator.pages.STEP", PAGE)
+    monkeypatch.setattr("allocator.claims.STEP", PAGE)
     for device, core in enumerate(cores):
         assert pages._more(device, 24 * MiB)
         core.allocate(24 * MiB)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -672,3 +673,36 @@ def test_a_full_hbm_is_told_also_in_a_period_after_a_forgotten_layout() -> None:
         core.allocate(8 * MiB)
     assert core.counts().retries == 1
     core.allocate(6 * MiB)  # and the limit is what it was
+
+
+def test_what_does_not_fit_into_hbm_leaves_there_what_lies_idle() -> None:
+    """Each such request unmapped all of it, and the next ones mapped it again: 100 pages a step, and two waits."""
+    core = Core("memfd", hbm=64 * MiB, dram=128 * MiB)
+    for _ in range(3):
+        core.free(core.allocate(24 * MiB, stream=1))
+        core.free(core.allocate(16 * MiB, stream=2))
+        before = core.counts()
+        large = core.allocate(100 * MiB, stream=3)
+        after = core.counts()
+        assert (after.unmaps, after.waits) == (before.unmaps, before.waits)
+        assert core.on(large, DRAM) == 100 * MiB
+        core.free(large)
+    core.close()
+
+
+def test_a_request_of_all_that_can_be_counted_finds_every_tier_full() -> None:
+    core = Core("memfd", hbm=64 * MiB, dram=0)
+    for nbytes in (2**64 - 1, 2**63, 2**61):
+        with pytest.raises(CoreFull):
+            core.allocate(nbytes)
+    core.close()
+
+
+def test_many_streams_leave_addresses_to_others() -> None:
+    """Each heap reserved a terabyte: at the 69th stream the process had no addresses left."""
+    core = Core("memfd", hbm=512 * MiB, dram=0)
+    blocks = [core.allocate(2 * MiB, stream=stream) for stream in range(1, 200)]
+    assert psutil.Process().memory_info().vms < 64 << 40
+    for block in blocks:
+        core.free(block)
+    core.close()

@@ -142,6 +142,21 @@ class Own(Tensor):
     """A program's own kind of tensor."""
 
 
+def test_versions_that_are_gone_do_not_pile_up(tensors: Tensors) -> None:
+    """An input that is filled anew in every step: 16,000 steps without backward made each search 0.3 ms long."""
+    storages, static, other = tensors.Storages(), torch.zeros(64), torch.zeros(64)
+    beside = static.detach()  # on the same memory, with a counter of its own
+    first, same = storages.find(static), storages.find(beside.data)
+    entries = sum(type(each).__name__ == "Known" for each in gc.get_objects())
+    del first
+    for _ in range(100):
+        static.copy_(other)
+        last = storages.find(static)
+    assert storages.find(static) is last
+    assert sum(type(each).__name__ == "Known" for each in gc.get_objects()) <= entries + 1
+    assert same.cdata == last.cdata
+
+
 def test_what_may_move_is_told_by_its_storage(tensors: Tensors) -> None:
     x = torch.zeros(64)
     assert tensors.memory_of(x, 256) == tensors.memory_of(x[3:], 256) == x.untyped_storage()._cdata

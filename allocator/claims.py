@@ -1,0 +1,92 @@
+"""What the cores of a process may map of DRAM: claimed from the node when HBM is full, given back when unused."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from allocator.ledger import Account
+from allocator.native import Core, CoreError
+from allocator.room import Room, RoomWatch
+from allocator.sizes import PAGE, MiB, format_size, round_up
+
+log = logging.getLogger("tiers")
+
+DRAM = 1  # the core's number of the tier
+STEP = 256 * MiB  # to claim at a time
+UNUSED = 64  # periods after which goes back what none of them used
+
+
+class DramClaims:
+    """Claims for the cores of all GPUs. For any thread.
+
+    Parameters
+    ----------
+    capacity : int
+        Most DRAM to map, in bytes.
+    account : Account, optional
+        Where DRAM is claimed before it is taken; without one, the capacity is this process's alone.
+    room : callable, optional
+        Tells what the system leaves now; no more is claimed than that.
+    """
+
+    def __init__(self, capacity: int, account: Account | None, room: Callable[[], Room] | None = None) -> None:
+        self._capacity = capacity
+        self._account = account
+        self._room = RoomWatch(room)
+        self._granted: dict[int, int] = {}  # by GPU: what its core may map
+        self._most: dict[int, int] = {}  # by GPU: what it had mapped since `_periods` was 0
+        self._periods: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def more(self, device: int, core: Core, nbytes: int, least: int = PAGE) -> bool:
+        """Let a core map more: `nbytes`, or what there is of them, if that is at least `least`; whether it may."""
+        with self._lock:
+            granted = sum(self._granted.values())
+            wanted = min(max(STEP, round_up(nbytes, PAGE)), self._capacity - granted)
+            if wanted < least:
+                return False
+            left = self._room.left()
+            wanted = min(wanted, left - left % PAGE)
+            if wanted < least:
+                self._room.say_once("dram", granted, self._capacity)
+                return False
+            claimed = wanted if self._account is None else self._account.claim(wanted, least=least)
+            return bool(claimed) and self._grant(device, core, claimed)
+
+    def _grant(self, device: int, core: Core, claimed: int) -> bool:
+        granted = self._granted.get(device, 0) + claimed
+        try:
+            core.limit(DRAM, granted)
+        except CoreError as error:  # some containers may not have the driver's host memory: it will not come later
+            self._release(claimed)
+            self._capacity = sum(self._granted.values())
+            log.warning("no more dram than %s for the gpu: %s", format_size(self._capacity), error)
+            return False
+        self._room.taken(claimed)
+        self._granted[device] = granted
+        return True
+
+    def period_over(self, device: int, core: Core, used: int) -> None:
+        """A period ends in which a core had mapped `used` bytes: what was not used for long is somebody else's."""
+        granted = self._granted.get(device, 0)
+        if not granted:
+            return
+        self._most[device] = max(used, self._most.get(device, 0))
+        self._periods[device] = self._periods.get(device, 0) + 1
+        if self._periods[device] < UNUSED:
+            return
+        keep = round_up(self._most.pop(device), STEP)
+        self._periods[device] = 0
+        with self._lock:
+            granted = self._granted[device]  # by now: another thread may have asked for more
+            if keep < granted:
+                core.limit(DRAM, keep)
+                self._granted[device] = keep
+                self._room.taken(keep - granted)
+                self._release(granted - keep)
+
+    def _release(self, nbytes: int) -> None:
+        if self._account is not None:
+            self._account.release(nbytes)
