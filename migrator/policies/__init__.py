@@ -3,6 +3,9 @@
 The budget is the HBM, in bytes, for the saved tensors and for what the trace calls `others`; where the
 trace has no `others` it is the room for the saved tensors alone.
 
+The same input gives the same plan, but for two that have a time limit: `autotm`, whose solver stops after some seconds,
+and `swapadvisor`, if its generations are not over by then.
+
 To add one: write ``migrator/policies/NAME.py`` with a function ``plan(trace, budget, links) -> Plan`` whose
 docstring cites its source, enter it in `MODULES`, and give it a golden test in
 ``tests/unit/migrator/policies``. What policies share is in `migrator.planner`; its `schedule.fit` makes the plan of
