@@ -214,11 +214,6 @@ class DramArena:
             self._goal, self._resting = nbytes, False
             self._keeper.wake()
 
-    def trim(self) -> int:
-        """Return mappings without a block to the system; returns the bytes given back."""
-        with self._growing, self._lock:
-            return self._drop(self._idle())
-
     def close(self) -> None:
         """Return everything to the system; blocks that live on keep their memory. Idempotent.
 

@@ -63,11 +63,6 @@ class ExtentMap:
         return self._used
 
     @property
-    def largest_free(self) -> int:
-        """The largest request that would be served now, in bytes."""
-        return self._gaps[-1][0] if self._gaps else 0
-
-    @property
     def tail_free(self) -> int:
         """Free bytes at the very end: what `extend` makes longer."""
         return self._capacity - self._gap_before.get(self._capacity, self._capacity)

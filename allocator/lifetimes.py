@@ -7,7 +7,6 @@ Pure functions on plain data; nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -36,16 +35,3 @@ class Lifetime:
     def death(self) -> int:
         """Position after which nobody needs it."""
         return self.uses[-1] if self.uses else self.birth
-
-
-def peak_bytes(lifetimes: Iterable[Lifetime]) -> int:
-    """Most bytes alive at one position: what an allocator without waste needs."""
-    changes: dict[int, int] = {}
-    for life in lifetimes:
-        changes[life.birth] = changes.get(life.birth, 0) + life.nbytes
-        changes[life.death + 1] = changes.get(life.death + 1, 0) - life.nbytes
-    peak = alive = 0
-    for position in sorted(changes):
-        alive += changes[position]
-        peak = max(peak, alive)
-    return peak

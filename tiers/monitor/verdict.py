@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from statistics import median
 
 from migrator.runtime.backoff import Cause, State, Verdict
@@ -153,12 +153,6 @@ class Judge:
             parts = (self._calibration.left_at(lane, others) for lane in LANES)
             known += [part for part in parts if part is not None]
         return min(known, default=1.0)
-
-
-def verdicts(readings: Iterable[Reading], calibration: Calibration | None = None) -> Iterator[Verdict]:
-    """The verdict after each reading."""
-    judge = Judge(calibration)
-    return (judge.judge(reading) for reading in readings)
 
 
 def whose(state: str, cause: str) -> str:

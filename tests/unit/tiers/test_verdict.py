@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -14,10 +14,16 @@ from migrator.runtime.backoff import FLOOR, Backoff, Verdict
 from tests.unit.migrator.runtime.test_backoff import reversals
 from tiers.monitor.calibration import Calibration, curves_of, kind_of
 from tiers.monitor.sensors import Reading
-from tiers.monitor.verdict import BLIND, CALM, GAP, MIDDLING, STALE, Judge, verdicts
+from tiers.monitor.verdict import BLIND, CALM, GAP, MIDDLING, STALE, Judge
 
 RECORDED = Path(__file__).parents[1] / "data" / "contention_readings.json"
 NOTHING: dict[str, float] = {}
+
+
+def verdicts(readings: Iterable[Reading], calibration: Calibration | None = None) -> Iterator[Verdict]:
+    """The verdict after each reading."""
+    judge = Judge(calibration)
+    return (judge.judge(reading) for reading in readings)
 
 
 def readings(values: Iterable[dict[str, float]], start: float = 100.0) -> list[Reading]:
