@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable
 
 from allocator.ledger import Account
-from allocator.native import Core, CoreError
+from allocator.native import DRAM, Core, CoreError
 from allocator.room import Room, RoomWatch
 from allocator.sizes import PAGE, MiB, format_size, round_up
 
 log = logging.getLogger("tiers")
 
-DRAM = 1  # the core's number of the tier
 STEP = 256 * MiB  # to claim at a time
 UNUSED = 64  # periods after which goes back what none of them used
 

@@ -13,19 +13,17 @@ from pathlib import Path
 import torch
 
 from allocator import adapter
-from allocator.claims import DRAM, DramClaims
+from allocator.claims import DramClaims
 from allocator.kinds import Kinds
 from allocator.ledger import Account
-from allocator.native import Core, CoreBusy, CoreError, CoreFull, is_aside
+from allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, is_aside
 from allocator.room import Room
-from allocator.sequence import STATE, Foreseen, Log, Watch, foresee, repeats
+from allocator.sequence import Foreseen, Log, Watch, foresee, repeats
 from allocator.sinking import State, sink_or_rise
 from allocator.sizes import PAGE, GiB, round_up
 
 log = logging.getLogger("tiers")
 
-HBM = 0
-USED = 2  # of a block's kinds
 PATIENCE = 8  # periods with something in DRAM before state sinks: a migrator makes do with less by then, if it can
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from allocator.native.binding import STATE
 from allocator.packing import Ints, Layout, pack
 from allocator.sizes import PAGE
 
 ELSEWHERE = 2**64 - 1
-STATE = 1  # the class of what lives as long as the program
 
 TOLERATED = 4  # requests that may come otherwise than foreseen in a period that repeats the one before
 TOLERATED_SHARE = 0.002  # of the requests, in a period that does not

@@ -2,8 +2,14 @@
 
 from allocator.native.binding import (
     BLOCK,
+    DRAM,
+    FREE,
+    HBM,
+    HELD,
     LIBRARY,
     REQUEST,
+    STATE,
+    USED,
     CoreBusy,
     CoreError,
     CoreFull,
@@ -15,8 +21,14 @@ from allocator.native.core import Core, Counts, aside, is_aside
 
 __all__ = [
     "BLOCK",
+    "DRAM",
+    "FREE",
+    "HBM",
+    "HELD",
     "LIBRARY",
     "REQUEST",
+    "STATE",
+    "USED",
     "Core",
     "CoreBusy",
     "CoreError",

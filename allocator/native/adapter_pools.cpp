@@ -30,7 +30,7 @@ std::vector<tn_block> Adapter::in_use(c10::DeviceIndex device, MempoolId_t id) {
   uint64_t number = pool(device, id).number;
   std::vector<tn_block> found;
   for (const tn_block &block : all_blocks(device))
-    if (block.pool == number && block.kind == 2) found.push_back(block);
+    if (block.pool == number && block.kind == TN_USED) found.push_back(block);
   return found;
 }
 

@@ -35,8 +35,8 @@ DeviceStats Adapter::getDeviceStats(c10::DeviceIndex device) {
   fill(to.requested_bytes, from.requested);
   fill(to.active, from.active_blocks);
   fill(to.active_bytes, from.active);
-  set(to.reserved_bytes[TN_ALL],
-      {from.hbm_bytes + from.dram_bytes, from.hbm_peak + from.dram_peak, from.maps << 21, from.unmaps << 21});
+  set(to.reserved_bytes[TN_ALL], {from.hbm_bytes + from.dram_bytes, from.hbm_peak + from.dram_peak,
+                                  from.maps * TN_PAGE_BYTES, from.unmaps * TN_PAGE_BYTES});
   to.reserved_bytes[TN_LARGE] = to.reserved_bytes[TN_ALL];
   set(to.inactive_split_bytes[TN_ALL], {from.idle_bytes, from.idle_bytes, 0, 0});
   to.num_alloc_retries = from.retries;
@@ -92,9 +92,9 @@ void Adapter::list(c10::DeviceIndex device, MempoolId_t wanted, std::vector<cach
     caching::SegmentInfo &of = out->back();
     caching::BlockInfo info;
     info.size = block.bytes;
-    info.requested_size = block.kind == 1 ? 0 : block.requested;
-    info.allocated = block.kind == 2;
-    info.active = block.kind != 1;
+    info.requested_size = block.kind == TN_FREE ? 0 : block.requested;
+    info.allocated = block.kind == TN_USED;
+    info.active = block.kind != TN_FREE;
     auto context = devices_[device].contexts.find(block.address);
     if (context != devices_[device].contexts.end()) info.context_when_allocated = context->second.second;
     of.total_size += info.size;

@@ -14,6 +14,11 @@ from allocator.errors import TiersError
 LIBRARY = Path(__file__).with_name("libtiers_core.so")
 U64, P64 = ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)
 
+HBM, DRAM = 0, 1
+FREE, USED, HELD = 1, 2, 3
+STATE = 1
+"""Tiers, kinds of blocks, and the class of what lives as long as the program: the enumerations of `core.h`."""
+
 REQUEST = np.dtype([("bytes", "u8"), ("stream", "u8"), ("birth", "i8"), ("death", "i8"), ("class", "i8")])
 """One request of a period's log: rounded bytes, the events of its birth and death (-1: alive), and its class."""
 
@@ -30,7 +35,7 @@ BLOCK = np.dtype(
         ("class", "i8"),
     ]
 )
-"""One mapped block; kind 1 is free, 2 in use, 3 held for another stream; class 1 is state."""
+"""One mapped block."""
 
 
 class CoreError(TiersError):

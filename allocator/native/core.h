@@ -17,6 +17,8 @@ extern "C" {
 /* TN_BUSY: a stream is being captured into a graph, and nobody may wait for it; nothing was done. */
 enum { TN_OK = 0, TN_FULL = 1, TN_DRIVER = 2, TN_INVALID = 3, TN_BUSY = 4 };
 enum { TN_HBM = 0, TN_DRAM = 1 };
+enum { TN_VOID = 0, TN_FREE = 1, TN_USED = 2, TN_HELD = 3 }; /* blocks; what is void is never listed */
+enum { TN_PAGE_BYTES = 1 << 21 };
 /* Lifetime classes a program can tell us about: where requests go while nothing is known of their deaths. */
 enum { TN_ANY = 0, TN_STATE = 1 };
 
@@ -143,7 +145,7 @@ TN_API void tn_reset_totals(tn_core *core);
 
 typedef struct {
   uint64_t address, bytes, requested, stream, pool;
-  int32_t kind; /* 0 void (never listed), 1 free, 2 used, 3 held */
+  int32_t kind;
   int32_t tier;
   uint64_t segment; /* equal for blocks of one run of mapped pages */
   int64_t lifetime_class;

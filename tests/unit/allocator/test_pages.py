@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from allocator import adapter
-from allocator.claims import DRAM, UNUSED
+from allocator.claims import UNUSED
 from allocator.kinds import REMEMBERED
 from allocator.ledger import Ledger
-from allocator.native import Core, CoreBusy, CoreError, CoreFull, aside
-from allocator.pages import HBM, PATIENCE, PageAllocator
+from allocator.native import DRAM, HBM, Core, CoreBusy, CoreError, CoreFull, aside
+from allocator.pages import PATIENCE, PageAllocator
 from allocator.room import FRESH, Room
 from allocator.sizes import PAGE, MiB
 
