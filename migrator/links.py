@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+BOUNDLESS = 1 << 62
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -64,7 +66,7 @@ class Links:
     disk_read: float = 0.0
     latency: float = 20e-6
     contended: bool = False
-    below: int = 1 << 62
+    below: int = BOUNDLESS
     costs: Costs = MEASURED
 
     def reduced(self, left: Mapping[str, float], *, direct_disk: bool) -> Links:
@@ -118,7 +120,11 @@ def links_from(measured: Mapping[str, float | None], *, disk: bool, below: int |
     known: dict[str, Any] = {lane: measured.get(lane) or rate for lane, rate in granted.items()}
     links = replace(PCIE_GEN5, **known)
     if below is not None:
-        # Not to the last byte: groups lie in blocks of whole pages, and what is left between those is of no use.
-        links = replace(links, below=below - below // SPARE)
+        links = replace(links, below=usable(below))
     # Both directions together were not measured: the same part of their sum as where they were.
     return replace(links, both=PCIE_GEN5.both * (links.d2h + links.h2d) / (PCIE_GEN5.d2h + PCIE_GEN5.h2d))
+
+
+def usable(holds: int) -> int:
+    """Of so many bytes below HBM those to plan for: groups lie in whole pages, and what is left between is of no use."""
+    return holds - holds // SPARE

@@ -100,7 +100,9 @@ class Session:
 
     def _links(self) -> Links:
         shares = self._shares
-        return links_from(asdict(self._config.links), disk=shares.nvme > 0, below=shares.dram + shares.nvme)
+        # First come, first served: to plan for all of the node's would starve the others.
+        below = (shares.dram + shares.nvme) // (shares.ranks if shares.ledger else 1)
+        return links_from(asdict(self._config.links), disk=shares.nvme > 0, below=below)
 
     def _tensors(self) -> Tensors:
         if self._config.native == "on":

@@ -33,6 +33,8 @@ class Shares:
         Where the processes of this node meet.
     dram, nvme : int
         The most that this process may take, in bytes.
+    ranks : int
+        Processes of this job on this node.
 
     Raises
     ------
@@ -42,10 +44,11 @@ class Shares:
 
     def __init__(self, config: Config) -> None:
         self.ledger = _open_ledger(config)
-        self._ranks = 1 if self.ledger else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        parts = 1 if self.ledger else self.ranks
         self._hbm = config.hbm.capacity
-        self.dram = (self._default_dram() if config.dram.capacity is None else config.dram.capacity) // self._ranks
-        self.nvme = (config.nvme.capacity or 0) // self._ranks if config.nvme.paths else 0
+        self.dram = (self._default_dram() if config.dram.capacity is None else config.dram.capacity) // parts
+        self.nvme = (config.nvme.capacity or 0) // parts if config.nvme.paths else 0
 
     def hbm(self, device: torch.device) -> int:
         """The HBM budget of a device, in bytes: all that is free where none is set."""
@@ -64,7 +67,7 @@ class Shares:
         """Say that nothing is shared, where there is no ledger."""
         if self.ledger is None:
             text = "no ledger can be kept in %s, so dram and nvme are this rank's alone: 1/%d of the capacities"
-            log.warning(text, " or ".join(map(str, LEDGERS)), self._ranks)
+            log.warning(text, " or ".join(map(str, LEDGERS)), self.ranks)
 
     def _default_dram(self) -> int:
         # The ledger subtracts what other processes hold, which is missing from what the system has available.

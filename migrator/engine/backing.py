@@ -161,12 +161,17 @@ class Backing:
         self._dram.free(block)
         return True
 
+    @property
+    def capacity(self) -> int:
+        """Bytes that DRAM and NVMe hold together, as far as others leave them now."""
+        return self._dram.capacity + (0 if self._nvme is None else self._nvme.capacity)
+
     def check(self, needed: int) -> None:
         """Raise TierTooSmall if `needed` bytes at once are more than DRAM and NVMe hold together."""
-        dram, nvme = self._dram.capacity, 0 if self._nvme is None else self._nvme.capacity
-        if needed > dram + nvme:
+        holds = self.capacity
+        if needed > holds:
             where = None if self._nvme is None else self._nvme.where
-            raise TierTooSmall("dram" if self._nvme is None else "dram and nvme", where, needed, 0, dram + nvme)
+            raise TierTooSmall("dram" if self._nvme is None else "dram and nvme", where, needed, 0, holds)
 
     def reserve(self, owner: object, nbytes: int) -> None:
         """Have DRAM grow in the background to what all owners say they need at once."""

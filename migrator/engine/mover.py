@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from migrator.engine.group import State
 from migrator.engine.tensors import Moved
 from migrator.hooks.actions import Action, Go, Recompute, Stay
 from migrator.learning.learner import Learner
-from migrator.links import Links
+from migrator.links import BOUNDLESS, Links, usable
 from migrator.plan import Plan
 from migrator.planner.paces import paces as paces_of
 from migrator.planner.sizes import learning_room
@@ -63,6 +64,7 @@ class Mover:
         self._spills = spills
         self.recorder: Recorder | None = self._new_recorder()
         self.filling = Filling(engine, budget if keeps else learning_room(budget))
+        self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
         self._taken = 0  # storages, in this period
         self._unchanged = 0  # periods under the plans that there are
         self._fitting = 0  # periods, one after the other, that HBM had room for
@@ -256,7 +258,7 @@ class Mover:
     def heed(self, ahead: int | None, links: Links) -> bool:
         """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
         self.engine.ahead = EVERY if ahead is None else ahead
-        changed = self.learner.relink(links)
+        changed = self.learner.relink(replace(links, below=min(links.below, self._below)))
         if changed:
             with self.engine.lock:
                 self._adopt(self.learner.plans)
@@ -299,7 +301,8 @@ class Mover:
         try:
             self.engine.backing.check(needed)
         except TierFull:
-            if self.learner.break_off():  # the one before it has fitted so far
+            # The plan before a rival has fitted so far. And others take their share of a node's memory, disks fill up.
+            if self.learner.break_off() or self._plans_for_less():
                 self._adopt(self.learner.plans)
                 return
             self.learner.forget()  # whoever catches this may go on with something smaller
@@ -308,6 +311,15 @@ class Mover:
         self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
         self._unchanged = 0
+
+    def _plans_for_less(self) -> bool:
+        """Plan for what the tiers below HBM hold by now; False if that is what the plans were made for already."""
+        holds = usable(self.engine.backing.capacity)
+        if holds >= self._below:
+            return False
+        self._below = holds
+        self.learner.plan_for_less(holds)
+        return True
 
     def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""

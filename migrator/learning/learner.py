@@ -283,6 +283,21 @@ class Learner:
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
 
+    def plan_for_less(self, below: int) -> None:
+        """The tiers below HBM hold `below` bytes by now, and less than the plans move: wait for others that fit.
+
+        Raises
+        ------
+        NoPlanFits
+            If the target is too small for any plan then.
+        """
+        self.break_off()
+        self._set_aside = None  # it moves more than that, for all that is known
+        self._feedback = self._feedback.under(replace(self._feedback.given, below=below))
+        self._plan()
+        self._orders.wait()
+        self._adopt()
+
     def _take_up(self, before: SetAside) -> None:
         """Carry out again what was set aside."""
         self._set_aside = None

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from allocator.dram import DramArena
-from allocator.errors import TierFull
+from allocator.errors import TierFull, TierTooSmall
 from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, GiB, KiB, MiB
 from migrator.engine.backing import Backing
@@ -23,7 +23,8 @@ from migrator.engine.tensors import Moved
 from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learning.learner import Learner
-from migrator.plan import PageGroup
+from migrator.links import PCIE_GEN5, Links, usable
+from migrator.plan import PageGroup, Plan
 from migrator.policies import POLICIES
 from migrator.telemetry.counters import Counters
 from tests.unit.by_hand import HandLane, StreamCompute
@@ -552,3 +553,34 @@ def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_pat
         assert store.used == 0
         store.close()
     rig.arena.close()
+
+
+def test_what_the_tiers_below_hold_less_than_planned_is_planned_for_anew(rig: Rig) -> None:
+    """A node's memory that other ranks took, or a disk that is full, ended the job in the middle."""
+    small, large = (Plan("auto", GiB, {}, (PageGroup(("a:0",), nbytes, 0, 1),)) for nbytes in (8 * MiB, 128 * MiB))
+    asked = []
+
+    class Planner:
+        plans, traces = (large,), ()
+
+        def break_off(self) -> bool:
+            return False
+
+        def plan_for_less(self, below: int) -> None:
+            asked.append(below)
+            self.plans = (small,)
+
+        def relink(self, links: Links) -> bool:
+            asked.append(links.below)
+            return False
+
+    rig.mover.recorder, rig.mover.learner = None, Planner()
+    rig.mover._adopt((large,))
+    assert asked == [usable(64 * MiB)]
+    rig.mover.heed(None, PCIE_GEN5)  # what the monitor says of the lanes does not make the tiers larger
+    assert asked[1:] == asked[:1]
+    rig.mover.learner.plan_for_less = lambda below: asked.clear()
+    rig.mover.learner.plans, rig.mover.learner.forget = (large,), lambda: None
+    with pytest.raises(TierTooSmall):
+        rig.mover._adopt((large,))
+    assert asked  # nothing else was to be expected of a plan for the same

@@ -160,3 +160,15 @@ def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
     before = room(learner)
     assert learner.relink(replace(PCIE_GEN5, h2d=20e9))
     assert room(learner) == before
+
+
+def test_plans_for_tiers_that_hold_less_than_was_taken_for_granted_come_at_once() -> None:
+    """Other ranks took their share, or a disk is full: the job need not end, if there is a plan that moves less."""
+    auto = Learner(POLICIES["auto"], int(0.7 * peak_of(MODEL)))
+    assert auto.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    (before,) = auto.plans
+    assert before.parcel_bytes > 0
+    auto.plan_for_less(before.parcel_bytes // 2)
+    (plan,) = auto.plans
+    assert plan.parcel_bytes <= before.parcel_bytes // 2
+    assert not auto.relink(replace(PCIE_GEN5, below=before.parcel_bytes // 2))  # which these are by now
