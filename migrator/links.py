@@ -126,5 +126,5 @@ def links_from(measured: Mapping[str, float | None], *, disk: bool, below: int |
 
 
 def usable(holds: int) -> int:
-    """Of so many bytes below HBM those to plan for: groups lie in whole pages, and what is left between is of no use."""
+    """Of what is below HBM the bytes to plan for: groups lie in whole pages, and what is left between is of no use."""
     return holds - holds // SPARE

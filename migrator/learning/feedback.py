@@ -1,16 +1,18 @@
-"""Feedback: what measured periods say about the budget to plan for, and about the links.
+"""Feedback: what measured periods say about the budget to plan for, about recorded times, and about the links.
 
-Where it is known what else lies in HBM, a plan's peak is predicted: what was measured beyond the target comes off
-the budget at once, and what was predicted in excess comes on by halves. Where it is not, one more byte of room raises
-the peak by one byte at most, so the room may always grow by what the peak lies below the target. It grows by half of
-that at a time: memory that is reserved in fragments is not in the peak, and shows only when the allocator has to flush
-its cache; then the room has found its ceiling. A lane that compute waited for longer than was predicted is slower than
-was taken for granted. Measured against that, lanes only ever become slower, and the budget never exceeds a ceiling that
-was found. What the allocator had no room for comes off the budget, as long as that makes it less. And what whole
-periods take, without their waits, says by how much the recorded times are too long, or a little too short. That they
-are too long is believed soon, as nothing makes a period shorter than it is; that they are too short only if no period
-of several was as short as predicted, as hosts that others use change their speed by two within seconds. It settles:
-each of these is corrected a few times only.
+- A peak above the target comes off the budget at once. One below the prediction comes on by halves, but never past a
+  ceiling: a budget that was found too large. Where nothing tells what else lies in HBM, and so no peak is predicted,
+  the room for saved tensors grows by half of what the peak lies below the target: one more byte of room raises the peak
+  by one byte at most.
+- An allocator that had to flush its cache found too little room, whatever the peak: what is reserved in fragments is not
+  in it. So did one that had to put something elsewhere; that comes off the budget for as long as it makes it less.
+- A lane for which compute waited for longer than was predicted is slower than was taken for granted. Measured against
+  that, lanes only ever become slower.
+- What a period takes without its waits says by how much recorded times are too long, or a little too short. Too long is
+  believed as soon as two periods agree, as nothing makes a period shorter than it is; too short only if none of several
+  was as short as predicted, as hosts that others use change their speed by two within seconds.
+
+It settles: each of these is corrected a few times only.
 """
 
 from __future__ import annotations
