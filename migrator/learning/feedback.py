@@ -4,8 +4,8 @@
   ceiling: a budget that was found too large. Where nothing tells what else lies in HBM, and so no peak is predicted,
   the room for saved tensors grows by half of what the peak lies below the target: one more byte of room raises the peak
   by one byte at most.
-- An allocator that had to flush its cache found too little room, whatever the peak: what is reserved in fragments is not
-  in it. So did one that had to put something elsewhere; that comes off the budget for as long as it makes it less.
+- An allocator that had to flush its cache found too little room, whatever the peak: what is reserved in fragments is
+  not in it. So did one that had to put something elsewhere; that comes off the budget for as long as it makes it less.
 - A lane for which compute waited for longer than was predicted is slower than was taken for granted. Measured against
   that, lanes only ever become slower.
 - What a period takes without its waits says by how much recorded times are too long, or a little too short. Too long is

@@ -6,6 +6,7 @@ module hooks: it must find nothing there but the question whether it is tracing,
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ from migrator.hooks.saver import Saver
 from migrator.lanes import peaks
 from migrator.lanes.host import HostCompute
 from migrator.runtime import process_groups
+
+log = logging.getLogger("tiers")
 
 
 class AlreadyActive(TiersError):
@@ -52,6 +55,7 @@ class Listener(Protocol):
 
 
 _active: Listener | None = None
+_left_behind = False  # in the child of a fork, until that was said: the parent's streams and threads are not its own
 _handles: list[Any] = []
 
 
@@ -130,6 +134,8 @@ def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     if _active is not None:
         _active.stepped(optimizer)
+    elif _left_behind:
+        _say_left_behind()
 
 
 # `torch.func` disables saved-tensor hooks while it runs, which PyTorch refuses while there are any; for this ours do
@@ -172,10 +178,17 @@ def _keep_dynamo_out() -> None:
 
 
 def _after_fork() -> None:
-    global _active
+    global _active, _left_behind
     if _active is not None:
         _active.forked()
-        _active = None
+        _active, _left_behind = None, True
+
+
+def _say_left_behind() -> None:
+    """This process trains: it is no DataLoader's worker."""
+    global _left_behind
+    _left_behind = False
+    log.warning("tiers is off in this process, which was forked: have trainers started by spawn, or by torchrun")
 
 
 os.register_at_fork(after_in_child=_after_fork)

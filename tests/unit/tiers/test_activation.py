@@ -187,6 +187,27 @@ def test_each_rank_writes_into_a_directory_of_its_own(tmp_path: Path) -> None:
     assert stats_of(tmp_path / "rank0")["budget"]["dram"] == 64 * MiB
 
 
+def test_a_trainer_that_was_forked_is_told_that_it_trains_without() -> None:
+    fork = """
+import os
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+else:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    os._exit(0)
+"""
+    done = tiered(BY_HAND + fork, TIERS_HBM=SMALL)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "forked" in line] == [
+        "tiers: tiers is off in this process, which was forked: have trainers started by spawn, or by torchrun"
+    ]
+
+
 def test_a_fork_that_exits_writes_nothing_and_ends(tmp_path: Path) -> None:
     """It runs the handlers of a session that belongs to its parent, whose threads it does not have."""
     (tmp_path / "nvme").mkdir()
