@@ -55,6 +55,8 @@ class Links:
         Whether others need the memory bus: of plans that are about as fast, the one that moves least is to be taken.
     below : int
         Bytes that may move at once to the tiers at their other end.
+    dram : int
+        Bytes of these that DRAM holds; what is more goes on to NVMe.
     costs : Costs
         What moving costs besides.
     """
@@ -67,6 +69,7 @@ class Links:
     latency: float = 20e-6
     contended: bool = False
     below: int = BOUNDLESS
+    dram: int = BOUNDLESS
     costs: Costs = MEASURED
 
     def reduced(self, left: Mapping[str, float], *, direct_disk: bool) -> Links:
@@ -102,7 +105,9 @@ PCIE_GEN5 = Links(d2h=55.0e9, h2d=55.1e9, both=92.8e9)
 SPARE = 16  # one part in so many of what is below HBM is left out of plans
 
 
-def links_from(measured: Mapping[str, float | None], *, disk: bool, below: int | None = None) -> Links:
+def links_from(
+    measured: Mapping[str, float | None], *, disk: bool, below: int | None = None, dram: int | None = None
+) -> Links:
     """The links as far as they were measured, and what is taken for granted for the rest.
 
     Parameters
@@ -113,6 +118,8 @@ def links_from(measured: Mapping[str, float | None], *, disk: bool, below: int |
         Whether there is an NVMe tier.
     below : int, optional
         Bytes that the tiers below HBM hold; without it as much as moves.
+    dram : int, optional
+        Bytes of these that DRAM holds; without it all of them.
     """
     granted = {"d2h": PCIE_GEN5.d2h, "h2d": PCIE_GEN5.h2d}
     if disk:
@@ -121,6 +128,8 @@ def links_from(measured: Mapping[str, float | None], *, disk: bool, below: int |
     links = replace(PCIE_GEN5, **known)
     if below is not None:
         links = replace(links, below=usable(below))
+    if dram is not None:
+        links = replace(links, dram=usable(dram))
     # Both directions together were not measured: the same part of their sum as where they were.
     return replace(links, both=PCIE_GEN5.both * (links.d2h + links.h2d) / (PCIE_GEN5.d2h + PCIE_GEN5.h2d))
 

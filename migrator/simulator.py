@@ -11,7 +11,7 @@ Pure functions on plain data.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -89,10 +89,11 @@ def simulate(trace: Trace, links: Links, plan: Plan, *, outcome: Effect | None =
     return _Step(trace, links, plan, outcome).run()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Group:
     planned: PageGroup
     span: Span
+    on_disk: bool  # goes on to NVMe
     sent: float = 0.0
     out: float = -1.0  # when the copy out ends; negative before it began
     written: float = 0.0  # when it is on disk
@@ -100,10 +101,6 @@ class _Group:
     begins: float = 0.0
     home: float = -1.0  # when the copy back ends; negative before it began
     away: bool = False  # HBM was let go
-
-    @property
-    def on_disk(self) -> bool:
-        return self.planned.tier == "nvme"
 
 
 @dataclass(slots=True)
@@ -129,7 +126,11 @@ class _Step:
         self.leaving: deque[_Group] = deque()
         self.order: deque[_Group] = deque()
         spans = spans_of(plan, outcome)
-        self.groups = [_Group(group, span) for group, span in zip(plan.groups, spans, strict=True)]
+        on_disk = past_dram(plan.groups, links.dram) if links.disk_write else frozenset[int]()
+        self.groups = [
+            _Group(group, span, group.tier == "nvme" or number in on_disk)
+            for number, (group, span) in enumerate(zip(plan.groups, spans, strict=True))
+        ]
         self.shared = min(1.0, links.both / (links.d2h + links.h2d))
 
     def run(self) -> Simulated:
@@ -260,6 +261,8 @@ class _Step:
     def _fetch(self, group: _Group) -> None:
         """Have a group in HBM, now."""
         if not group.away:
+            if group in self.leaving:  # it is in use, and its memory nobody else's: it stays until its last use
+                self.leaving.remove(group)
             return
         if group.home < 0:
             self._read(group)
@@ -286,3 +289,16 @@ class _Step:
             clock=clock,
             moves=tuple((g.sent, max(g.out, 0.0), g.begins, max(g.home, 0.0)) for g in self.groups),
         )
+
+
+def past_dram(groups: Sequence[PageGroup], holds: int) -> frozenset[int]:
+    """Numbers of the groups that go on to NVMe as DRAM holds only so many bytes: those that are needed last."""
+    nbytes = {n: round_up(group.nbytes, PAGE) for n, group in enumerate(groups) if group.tier != "nvme"}
+    excess = sum(nbytes.values()) - holds
+    past = []
+    for number in sorted(nbytes, key=lambda n: -(groups[n].first_use or 0)):
+        if excess <= 0:
+            break
+        past.append(number)
+        excess -= nbytes[number]
+    return frozenset(past)

@@ -101,8 +101,8 @@ class Session:
     def _links(self) -> Links:
         shares = self._shares
         # First come, first served: to plan for all of the node's would starve the others.
-        below = (shares.dram + shares.nvme) // (shares.ranks if shares.ledger else 1)
-        return links_from(asdict(self._config.links), disk=shares.nvme > 0, below=below)
+        dram, nvme = (share // (shares.ranks if shares.ledger else 1) for share in (shares.dram, shares.nvme))
+        return links_from(asdict(self._config.links), disk=nvme > 0, below=dram + nvme, dram=dram)
 
     def _tensors(self) -> Tensors:
         if self._config.native == "on":

@@ -258,7 +258,8 @@ class Mover:
     def heed(self, ahead: int | None, links: Links) -> bool:
         """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
         self.engine.ahead = EVERY if ahead is None else ahead
-        changed = self.learner.relink(replace(links, below=min(links.below, self._below)))
+        less = replace(links, below=min(links.below, self._below), dram=min(links.dram, self._below))
+        changed = self.learner.relink(less)
         if changed:
             with self.engine.lock:
                 self._adopt(self.learner.plans)

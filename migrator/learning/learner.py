@@ -292,8 +292,9 @@ class Learner:
             If the target is too small for any plan then.
         """
         self.break_off()
+        given = self._feedback.given
         self._set_aside = None  # it moves more than that, for all that is known
-        self._feedback = self._feedback.under(replace(self._feedback.given, below=below))
+        self._feedback = self._feedback.under(replace(given, below=below, dram=min(below, given.dram)))
         self._plan()
         self._orders.wait()
         self._adopt()

@@ -138,6 +138,11 @@ class Draft:
         over = (self.memory.used[span] - self.memory.room[span]).clip(0, most)
         return float(np.dot(over, self.durations[span]))
 
+    def crowded(self, window: Window) -> float:
+        """Seconds of the time it is away in which memory is above the room."""
+        span = slice(window.first, window.end)
+        return float(self.durations[span][self.memory.used[span] > self.memory.room[span]].sum())
+
     def move_best_first(
         self,
         candidates: Iterable[Interval],
@@ -266,9 +271,13 @@ class Draft:
             self.idle[source] = replace(idle, end=at, stop=self.trace.times[at])
 
     def chain(self, storage: int) -> float:
-        """Seconds it takes to recompute `storage`, through what is recomputed itself."""
-        recipe = self.trace.recipes[storage]
-        return recipe.seconds + sum(self.chain(source) for source in recipe.inputs if source in self.remade)
+        """Seconds it takes to recompute `storage`, through what is recomputed itself; what several need, once."""
+        needed, at = [storage], 0
+        while at < len(needed):
+            inputs = self.trace.recipes[needed[at]].inputs
+            needed += [source for source in dict.fromkeys(inputs) if source in self.remade and source not in needed]
+            at += 1
+        return sum(self.trace.recipes[ident].seconds for ident in needed)
 
     def plan(self, policy: str) -> Plan:
         """The plan that the decisions amount to."""

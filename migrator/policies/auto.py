@@ -1,4 +1,4 @@
-"""Our own: the best of several policies and searches by simulation, improved, and verified to fit.
+"""Our own: searches by simulation, improved, compared with what others plan, and verified to fit.
 
 A period whose times are known is searched for the cheapest mix of moves, light recomputation and whole regions,
 once for each of several shares of the forward that the lane out may be busy for; `migrator.planner.search` says how.
@@ -19,7 +19,7 @@ from migrator.planner.intervals import Bytes, where_fullest
 from migrator.planner.levers import Choice, State, extremes
 from migrator.planner.schedule import fit
 from migrator.planner.search import PLAIN, How, Search
-from migrator.policies import flashneuron
+from migrator.policies import capuchin, flashneuron, superneurons
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Trace
 
@@ -35,7 +35,9 @@ PRICES = (1.0, 0.8, 1.25, 0.6, 1.6)
 SIMULATED_SITES = 60_000  # sites times simulations of one planning: what keeps it within its time
 LEAST = 40  # simulations, however large the trace
 TRIMS = 100  # levers that are looked at again, the dearest first
-RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan,)  # whose plans are candidates as they are
+RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan, capuchin.plan, superneurons.plan)
+"""Whose plans are candidates as they are: quick ones, of different kinds."""
+
 POLITE = 0.015  # of the fastest plan's step: what it may take to move less where others need the memory bus
 REPAIRS = 4  # times that what the simulator found over the budget goes back into the search
 
@@ -55,6 +57,7 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
         return planner.best.plan
     planner.search()
     planner.improve()
+    planner.compare()
     if not planner.fits:
         planner.squeeze()
     return planner.chosen().plan
@@ -89,10 +92,7 @@ class _Planner:
         return self.fits
 
     def search(self) -> None:
-        """Take what other policies plan, and solve with each of several deadlines for the lane out."""
-        for rival in RIVALS:
-            made = replace(rival(self.trace, self.budget, self.links), policy="auto")
-            self._consider(_Tried(made, simulate(self.trace, self.links, made)))
+        """Solve with each of several deadlines for the lane out."""
         self.levers = Search(self.trace, self.budget, self.links)
         for lane in LANES:
             for spare in (False, True):
@@ -122,8 +122,17 @@ class _Planner:
             self.levers.release(state, untried[-1])
             self._solve(best.how, state, best.held, ban=untried[-1])
 
+    def compare(self) -> None:
+        """See whether others' plans are faster; and where nothing that was searched fits, what holds least."""
+        for policy in RIVALS:
+            made = replace(policy(self.trace, self.budget, self.links), policy="auto")
+            self._consider(_Tried(made, simulate(self.trace, self.links, made)))
+        if self.best.state is None or not self.fits:
+            for choice in extremes(self.trace):
+                self._consider(self._try(choice))
+
     def squeeze(self) -> None:
-        """Try what holds least; and if only more moves fit than the tiers below hold, take the fewest.
+        """If only more moves fit than the tiers below hold, take the fewest.
 
         Those tiers may still hold them, to the last byte; or else say what they would have to hold.
 
@@ -132,9 +141,7 @@ class _Planner:
         NoPlanFits
             If not even that fits.
         """
-        for choice in extremes(self.trace):
-            self._consider(self._try(choice))
-        if not self.fits and self.links.below < PCIE_GEN5.below:
+        if self.links.below < PCIE_GEN5.below:
             self.levers.below = PCIE_GEN5.below
             for lane in LANES:
                 self._solve(How(lane), self.levers.start(), 0)

@@ -10,6 +10,7 @@ another. An edge is synchronous, and the step waits for it, or asynchronous besi
 Nodes are kernels in the paper. Here they are about `NODES` spans of equal time, cut where backward begins, and
 tensors that are created and used at the same two nodes are one variable: the program stays small for any trace.
 An asynchronous edge lies within `REACH` nodes of the tensor's own. Which kernel runs is not for a plan to choose.
+The paper lowers the limit and solves again where memory was fragmented: our allocator's layouts need no such margin.
 Where no choice fits, the excess is charged so dearly that it is as small as can be; the remainder then goes in the
 order of creation. The runtime starts every move as soon as it can, so of the way out only the choice is kept.
 

@@ -14,8 +14,10 @@ MSPS list, whichever costs the step less. What is chosen for recomputation chang
 it. The in-trigger is the last access before SwapInStart, not within the peak window.
 
 The paper learns the accesses in an iteration that swaps on demand; ours come with the trace. Its feedback, an
-in-trigger 5% of SwapTime earlier where a tensor came late, takes effect between steps, not in a plan. Tensors
-are accessed for backward once, as a rule; later accesses find them in HBM.
+in-trigger 5% of SwapTime earlier where a tensor came late, is not here: for every policy alike, a lane that was late
+is planned with as a slower one (`migrator.learning.feedback`). Nor are targets chosen before priced anew when
+something that they are made from is chosen, too: what is made for one stays for the others. Tensors are accessed for
+backward once, as a rule; later accesses find them in HBM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """G10 (Zhang et al., MICRO'23): smart migrations over inactive periods, to the SSD or to host memory.
 
-The rules are those of the paper's artifact. Inactive periods are taken by benefit, the integral of memory above the
-target over the time that the tensor would be away, given what the lanes have booked; ties by size times time. With
+The rules are those of the paper's artifact. Inactive periods are taken by benefit, their bytes times the seconds of
+the time that the tensor would be away in which memory is above the target, given what the lanes have booked; ties, and
+what is within a tenth, by size times time. With
 ``delta = 0.5``::
 
     safe(tier) = (way out + way back) * (1 + delta / 2)
@@ -34,7 +35,7 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
     draft = Draft(trace, int(budget * TARGET), links)
 
     def benefit(window: Window) -> float:
-        return draft.pressure(window, window.idle.nbytes)
+        return window.idle.nbytes * draft.crowded(window)
 
     periods = [idle for idle in draft.stays if idle.end - idle.begin > 1]
     draft.move_best_first(periods, lambda idle: _place(draft, idle), benefit)

@@ -8,7 +8,8 @@ needs them begins. A length is feasible when ::
     Tensor(MIL) < S - RS(MIL)            what an interval needs has room beside the reservation
     T(MIL)      > Tensor(MIL) / BW       and comes in while the interval before it runs
 
-Every feasible length is tried once, in the simulator where the paper takes a step, and the fastest kept. Tensors of
+The paper tries every feasible length for a step each; here as many as sixteen, spread from one layer to half of them,
+are simulated, and the fastest kept. ``Tensor`` counts all that an interval needs, what stays included. Tensors of
 one lifetime share pages: so do groups. The coldest leave first, those with the fewest accesses and the longest idle
 time, and no more than must.
 

@@ -7,7 +7,8 @@ in HBM for which ::
 
 with the bytes saved before it and by it, the time of the whole forward and of the layers before it (backward
 takes twice the forward): beyond that point offloading would still be under way when backward asks for it. Weights are
-never moved, nor are small tensors, nor what the last layer saves. In backward, entering a layer prefetches
+never moved, nor are small tensors (here those below 1 MiB, in the paper's code those of fewer than 8 Mi elements), nor
+what the last layer saves. In backward, entering a layer prefetches
 for the next one. What is still leaving when it is asked for is handed back from HBM (forwarding: the engine's part).
 
 The paper does not look at a budget. If what is kept exceeds it, tensors go on in the order of creation.

@@ -2,7 +2,8 @@
 
 For each inactive period, with the bandwidth that earlier choices have booked, the window in which the tensor is
 really away; benefit is the integral of the critical pressure it takes off (memory above capacity), cost the time
-of offload and prefetch. The largest benefit over cost is taken until all fits. It goes to the SSDs, and to host
+of offload and prefetch. The largest benefit over cost, what is within a tenth of it by size times
+time, is taken until all fits. It goes to the SSDs, and to host
 memory only where they are saturated.
 
 Migrations that the paper calls urgent jump the queue at run time; that is no part of a plan. Weights and

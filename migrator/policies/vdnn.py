@@ -3,8 +3,8 @@
 `plan_all` offloads what every layer needs in backward but activation functions and softmax, which work in
 place, and never what the last layer needs, as that is wanted at once. `plan_conv` offloads for convolutions
 only. Offloading is layer-synchronous: a layer's forward waits until what earlier layers offload has left
-HBM (III-B). In backward each layer prefetches for one earlier layer, and looks for it no further than
-to the nearest convolution (III-B, the pseudocode).
+HBM (III-B); here it waits group by group, so for up to 192 MiB less. In backward each layer prefetches for one
+earlier layer, and looks for it no further than to the nearest convolution (III-B, the pseudocode).
 
 `plan_dyn` tries none, conv and all, in this order, and takes the first that fits the budget (III-C). The
 paper tries each with several convolution algorithms; in PyTorch cuDNN chooses those by itself, so only

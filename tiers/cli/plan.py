@@ -70,8 +70,9 @@ class PlanVerb:
             check(args.plot, force=args.force)
         file = args.trace if args.trace.suffix == ".json" else args.trace / "trace.json"
         trace = read_json(file, Trace.from_json)
-        below = known_below(args.dram)
-        links = known_links(args.links, below=below)
+        below, dram = known_below(args.dram)
+        has_disk = below is not None and dram is not None and below > dram
+        links = known_links(args.links, disk=has_disk, below=below, dram=dram)
         outcomes = compare(trace, args.budget, links, args.policy, below)
         lines = list(explain(trace, links, outcomes, args.explain)) if args.explain else []
         if args.json:

@@ -35,18 +35,24 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
         raise CliError(f"{file} cannot be read: {error}") from None
 
 
-def known_links(given: Mapping[str, float], *, disk: bool = False, below: int | None = None) -> Links:
+def known_links(
+    given: Mapping[str, float], *, disk: bool = False, below: int | None = None, dram: int | None = None
+) -> Links:
     """The links as `given`, and else as tiers.toml has them; with `disk`, those of a drive even where it has none.
 
-    `below` is what the tiers at their other end hold.
+    `below` is what the tiers at their other end hold, `dram` what of that DRAM does.
     """
     config = load(trains=False).config
     rates = {lane: given.get(lane) or asdict(config.links)[lane] for lane in LANES}
-    return links_from(rates, disk=disk or bool(rates["disk_write"] and rates["disk_read"]), below=below)
+    one, other = rates["disk_write"], rates["disk_read"]
+    if (one or other) and not (one and other):
+        raise CliError("the links of a drive are two: give both disk_write and disk_read")
+    return links_from(rates, disk=disk or bool(one and other), below=below, dram=dram)
 
 
-def known_below(dram: int | None) -> int | None:
-    """Bytes that `dram`, or else what is configured, holds with the NVMe that is; None if neither says."""
+def known_below(dram: int | None) -> tuple[int | None, int | None]:
+    """Bytes that the tiers below HBM hold, and those of `dram`, or what of it is configured; None if neither says."""
     config = load(trains=False).config
     dram = config.dram.capacity if dram is None else dram
-    return None if dram is None else dram + (config.nvme.capacity or 0 if config.nvme.paths else 0)
+    nvme = (config.nvme.capacity or 0) if config.nvme.paths else 0
+    return (None, None) if dram is None else (dram + nvme, dram)

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Column, Table
 
-from allocator.sizes import format_size
+from allocator.sizes import format_at_least, format_size
 from migrator.links import Links
 from migrator.plan import NoPlanFits, Plan
 from migrator.policies import POLICIES
@@ -55,7 +55,7 @@ def compare(trace: Trace, budget: int, links: Links, policies: Sequence[str], be
         except NoPlanFits as error:
             # The error's own text names the variable of a run, where here it is the budget that was asked about.
             within = f"no plan keeps this program within {format_size(budget)} of hbm"
-            outcomes[name] = Refused(f"{within}: it needs {format_size(error.smallest)} ({error.holds})")
+            outcomes[name] = Refused(f"{within}: it needs {format_at_least(error.smallest)} ({error.holds})")
         except ModuleNotFoundError as error:  # a policy that wants an extra must not take the others with it
             outcomes[name] = Refused(str(error))
         else:

@@ -15,7 +15,7 @@ from migrator.planner.build import make_plan
 from migrator.planner.effects import effect
 from migrator.planner.schedule import scheduled
 from migrator.simulator import Simulated, simulate
-from migrator.trace import Recipe, Region, Trace
+from migrator.trace import Recipe, Region, Site, Trace
 from tests.unit.modelled import gpt
 from tests.unit.quick import quickest
 from tests.unit.traces import chain, programs
@@ -77,6 +77,25 @@ def test_a_group_on_disk_waits_for_the_disk_as_well() -> None:
     assert result.busy == {"d2h": 10.0, "h2d": 10.0, "disk_write": 20.0, "disk_read": 20.0}
     assert result.stalls["disk_read"] > 0
     assert result.peak["nvme"] > 0
+
+
+def test_what_dram_does_not_hold_goes_on_to_the_disk_what_is_needed_last_first() -> None:
+    """Plans were made as if DRAM held all that NVMe does: of 0.29 s a step 2.4 came."""
+    made = plan(0, 1, room=200)
+    in_dram = played(made)
+    past = played(made, replace(LINKS, dram=made.parcel_bytes - 1))
+    assert (in_dram.busy["disk_write"], in_dram.peak["nvme"]) == (0, 0)
+    (last,) = (group for group in made.groups if group.first_use == max(group.first_use for group in made.groups))
+    assert past.busy["disk_write"] == last.nbytes / LINKS.disk_write
+    assert past.peak["nvme"] > 0 and past.seconds > in_dram.seconds
+
+
+def test_what_is_in_use_is_not_let_go_for_what_is_saved_in_backward() -> None:
+    """As by a program's own checkpoint: what had not left by then was taken off a second time."""
+    sites = (Site("a:0", 0, 100, 0, (2,)), Site("b:0", 1, 300, 3, (5,)), Site("c:0", 2, 1, 1, (4,)))
+    trace = Trace(sites, 6, times=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), seconds=7.0, others=(0,) * 7)
+    held = [simulate(trace, LINKS, make_plan("", trace, moved, 350)).hbm.max() for moved in ((), (0,))]
+    assert held[1] >= 301
 
 
 def test_what_is_recomputed_takes_its_time_when_it_is_needed() -> None:

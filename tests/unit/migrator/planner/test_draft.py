@@ -1,16 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.sizes import GiB
+from allocator.sizes import GiB, MiB
 from migrator.links import PCIE_GEN5
 from migrator.planner.draft import Draft, timed
 from migrator.planner.effects import effect
 from migrator.planner.schedule import occupied
-from migrator.trace import Trace
+from migrator.trace import Recipe, Trace
 from tests.unit.traces import chain, programs
 
 BUDGET = 1 << 60
@@ -58,3 +59,13 @@ def test_a_trace_without_times_takes_as_long_as_moving_everything() -> None:
     trace = timed(chain([GiB] * 4), PCIE_GEN5)
     assert trace.seconds == 4 * GiB * (1 / PCIE_GEN5.d2h + 1 / PCIE_GEN5.h2d)
     assert len(trace.times) == trace.positions
+
+
+def test_what_is_recomputed_through_several_ways_counts_each_source_once() -> None:
+    """Forty in a row, each made of the two before it, took 44 seconds: every way through them was gone."""
+    trace = timed(chain([MiB] * 42), PCIE_GEN5)
+    recipes = {k: Recipe("made", (k - 1, k - 2), 1.0) for k in range(2, 42)}
+    draft = Draft(replace(trace, recipes=recipes), 10 * MiB, PCIE_GEN5)
+    for storage in recipes:
+        draft.recompute(storage)
+    assert draft.chain(41) == 40.0

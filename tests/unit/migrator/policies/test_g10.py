@@ -15,8 +15,8 @@ def test_g10_by_hand() -> None:
 
     Over that are 3.21 MiB from 20 to 24 s, 7.21 to 32 s and 3.21 to 40 s. Every period is longer than
     ``safe = (4 + 4) * 1.25`` s. Away over all of this are a (8 to 60 s), b (12 to 52) and c (16 to 44): benefit
-    ``3.21 * 4 + 4 * 8 + 3.21 * 8`` each, and a has the longest period. With a away 3.21 MiB are left over from 24 to
-    32 s: b. Then it fits.
+    ``4 * (4 + 8 + 8)`` each, and a has the longest period. With a away 3.21 MiB are left over from 24 to 32 s: b. Then
+    it fits.
 
     Eager prefetching: with both away 16 MiB lie in HBM from 24 to 32 s and 12 to 40 s, so b, needed first, may
     come at 32 s (position 7), and a, with 12 MiB there from 40 s on, at 40 s (position 8).
@@ -27,7 +27,7 @@ def test_g10_by_hand() -> None:
 
 
 def test_g10_takes_the_larger_benefit_whatever_it_costs() -> None:
-    """b has 8 MiB: benefit 1 * 4 + 5 * 8 + 1 * 8 = 52 against a's 44 (see TeraIO's test, which takes a and c).
+    """b has 8 MiB: benefit 8 * 20 s against a's and c's 4 * 20 (see TeraIO's test, which takes a and c).
 
     Here 0.27 MiB more are over (0.99 of the budget), which b takes as well.
     """
