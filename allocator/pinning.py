@@ -93,16 +93,20 @@ def return_what_is_freed() -> None:
 
 
 def touch(pages: Pages) -> None:
-    """Make fresh `pages` resident, in parallel and off the GIL. What was written to them is lost."""
+    """Make fresh `pages` resident, in parallel if threads can be had, and off the GIL. What they held is lost."""
     memory = np.ctypeslib.as_array(pages)
     chunks = [memory[at : at + _TOUCHED_AT_ONCE] for at in range(0, memory.size, _TOUCHED_AT_ONCE)]
 
     def touch_chunk(chunk: npt.NDArray[np.uint8]) -> None:
         chunk[::_SMALL_PAGE] = 0
 
-    with ThreadPoolExecutor(_TOUCHING_THREADS, thread_name_prefix="tiers-touch") as pool:
-        for _ in pool.map(touch_chunk, chunks):
-            pass
+    try:
+        with ThreadPoolExecutor(_TOUCHING_THREADS, thread_name_prefix="tiers-touch") as pool:
+            for _ in pool.map(touch_chunk, chunks):
+                pass
+    except RuntimeError:  # no thread can be started (ulimit -u, the cgroup's pids.max): slower, nothing else changes
+        for chunk in chunks:
+            touch_chunk(chunk)
 
 
 def pin(pages: Pages, device: int) -> None:
@@ -131,10 +135,22 @@ def pin(pages: Pages, device: int) -> None:
     # The CUDA runtime remembers a failed call until its thread asks, and PyTorch asks after the next kernel
     # launch and would blame that kernel. What a thread of its own remembers ends with it.
     with ThreadPoolExecutor(1, thread_name_prefix="tiers-pin") as own_thread:
-        refusal = own_thread.submit(register).result()
+        try:
+            under_way = own_thread.submit(register)
+        except RuntimeError:  # no thread can be started
+            refusal = register()
+            _forget_error()
+        else:
+            refusal = under_way.result()
     if refusal is not None:
         raise PinningRefused(f"cannot pin {format_size(nbytes)} of host memory: {refusal}")
     weakref.finalize(pages, _unpin, address, device, os.getpid())  # also runs at exit, while the driver is still up
+
+
+def _forget_error() -> None:
+    """Have the CUDA runtime forget the failed call of this thread; where its library is not found, it remembers."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).cudaGetLastError()
 
 
 def _unpin(address: int, device: int, pid: int) -> None:
