@@ -11,6 +11,13 @@ from pathlib import Path
 # Version 1 of cgroups writes "no limit" as the largest multiple of the page size below 2**63.
 _UNLIMITED = 2**60
 
+# What of memory.stat the kernel gives up before it ends a process, and what of that must be written to disk first.
+# Active pages count as well, as they do in MemAvailable: a data file that is read twice is active for good, and would
+# starve dram. Given up they cost the program another read of the disk; the part that is kept of every limit cushions
+# what is wrong with this.
+_CACHE = ("inactive_file", "active_file"), ("file_dirty", "file_writeback")
+_CACHE_V1 = ("total_inactive_file", "total_active_file"), ("total_dirty", "total_writeback")
+
 
 @dataclass(frozen=True, slots=True)
 class CgroupMemory:
@@ -21,7 +28,7 @@ class CgroupMemory:
     path
         The cgroup's directory.
     limit, usage
-        Bytes. Usage is without the file cache that the kernel would drop first.
+        Bytes. Usage is without the file cache that the kernel can drop at once.
     """
 
     path: Path
@@ -143,20 +150,21 @@ def _levels(mount: Path, path: str) -> Iterator[CgroupMemory]:
     here = mount / path.strip("/")
     for folder in (here, *here.parents):
         for limit, usage, cache in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.high", "memory.current", "inactive_file"),  # past it, everybody is slowed down to a crawl
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            ("memory.max", "memory.current", _CACHE),
+            ("memory.high", "memory.current", _CACHE),  # past it, everybody is slowed down to a crawl
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", _CACHE_V1),
         ):
             if (folder / limit).exists() and (value := (folder / limit).read_text().strip()) != "max":
                 if int(value) >= _UNLIMITED:
                     continue
-                used = int((folder / usage).read_text()) - _stat(folder / "memory.stat", cache)
+                used = int((folder / usage).read_text()) - _droppable(folder / "memory.stat", *cache)
                 yield CgroupMemory(folder, int(value), max(used, 0))
         if folder == mount:
             return
 
 
-def _stat(path: Path, name: str) -> int:
+def _droppable(path: Path, cached: tuple[str, ...], unwritten: tuple[str, ...]) -> int:
     if not path.exists():
         return 0
-    return next((int(value) for key, value in map(str.split, path.read_text().splitlines()) if key == name), 0)
+    stat = {key: int(value) for key, value in map(str.split, path.read_text().splitlines())}
+    return max(sum(stat.get(name, 0) for name in cached) - sum(stat.get(name, 0) for name in unwritten), 0)

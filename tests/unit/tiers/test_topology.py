@@ -81,17 +81,42 @@ def test_where_the_kernel_slows_everybody_down_is_a_limit_as_well(tmp_path):
     assert cgroup_memory(root) == CgroupMemory(root / "sys/fs/cgroup", 3 * GiB, GiB)
 
 
-def test_file_cache_that_can_be_dropped_is_not_usage(tmp_path):
+VERSION_2 = ("0::/", "sys/fs/cgroup", "memory.max", "memory.current", "{}", "file_{}")
+VERSION_1 = (
+    "4:memory:/",
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_{}",
+    "total_{}",
+)
+
+
+@pytest.mark.parametrize(("listing", "top", "limit", "usage", "cache", "unwritten"), [VERSION_2, VERSION_1])
+@pytest.mark.parametrize(
+    ("stat", "used"),
+    [
+        ({"inactive_file": 2 * GiB}, 5 * GiB),
+        ({"inactive_file": GiB, "active_file": 4 * GiB}, 2 * GiB),  # data files that were read twice
+        ({"active_file": 4 * GiB, "dirty": GiB, "writeback": GiB}, 5 * GiB),
+        ({"active_file": GiB, "dirty": 2 * GiB}, 7 * GiB),  # read at different moments
+    ],
+)
+def test_file_cache_that_can_be_dropped_at_once_is_not_usage(
+    tmp_path, listing, top, limit, usage, cache, unwritten, stat, used
+):
+    names = {name: (cache if name.endswith("file") else unwritten).format(name) for name in stat}
+    lines = ["anon 5", "active_files 7", *(f"{names[name]} {nbytes}" for name, nbytes in stat.items())]
     root = tree(
         tmp_path,
         {
-            "proc/self/cgroup": "0::/",
-            "sys/fs/cgroup/memory.max": 4 * GiB,
-            "sys/fs/cgroup/memory.current": 3 * GiB,
-            "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {2 * GiB}",
+            "proc/self/cgroup": listing,
+            f"{top}/{limit}": 8 * GiB,
+            f"{top}/{usage}": 7 * GiB,
+            f"{top}/memory.stat": "\n".join(lines),
         },
     )
-    assert cgroup_memory(root).usage == 1 * GiB
+    assert cgroup_memory(root).usage == used
 
 
 def test_version_1_is_read_where_the_container_shows_it(tmp_path):
