@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ log = logging.getLogger("tiers")
 _FLAGS = os.O_RDWR | os.O_EXCL | os.O_CLOEXEC
 _NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
 """What filesystems and kernels without O_TMPFILE answer to it."""
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL}
+"""The same without fallocate: the C library writes a byte to each block instead, and with O_DIRECT that is EINVAL."""
 
 _said: set[str] = set()  # directories whose page cache has been spoken of
 
@@ -58,7 +61,7 @@ class PosixFile:
         return self._fd
 
     def grow(self, size: int) -> None:  # noqa: D102
-        os.posix_fallocate(self._fd, self._size, size - self._size)
+        _allocate(self._fd, self._size, size)
         self._size = size
 
     def pread(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
@@ -83,3 +86,26 @@ def _open_unnamed(directory: Path) -> int:
     fd = os.open(name, _FLAGS | os.O_CREAT, 0o600)
     os.unlink(name)
     return fd
+
+
+def _allocate(fd: int, start: int, end: int) -> None:
+    """Allocate on disk from `start` to `end`; where the filesystem cannot, only make the file that long."""
+    try:
+        os.posix_fallocate(fd, start, end - start)
+        return
+    except OSError as error:
+        if error.errno not in _NO_FALLOCATE:
+            raise
+    # ext3, NFS before 4.2: through the page cache the C library's way works, if slowly. Opened anew, as the flags of
+    # `fd` are for all of its transfers; for reading, too, as what an earlier try has allocated is looked at.
+    with suppress(FileNotFoundError, PermissionError):  # no /proc
+        cached = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(cached, start, end - start)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+        finally:
+            os.close(cached)
+    os.ftruncate(fd, end)  # a disk that is full shows at a write

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import random
 import signal
@@ -369,6 +371,44 @@ def test_disk_space_is_claimed_in_steps(make: Make, memory: Memory) -> None:
     store = make(capacity=1 << 50, backend=Watched)
     take(store, STRIPE)
     assert os.fstat(files[0].fileno()).st_size == MiB
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_filesystem_without_fallocate_serves_as_well(
+    make: Make, memory: Memory, monkeypatch: pytest.MonkeyPatch, code: int, cached: bool
+) -> None:
+    real, asked = os.posix_fallocate, []
+
+    def refuse(fd: int, start: int, nbytes: int) -> None:
+        asked.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        if len(asked) % 2 or not cached:
+            raise OSError(code, os.strerror(code))
+        real(fd, start, nbytes)
+
+    monkeypatch.setattr(posix.os, "posix_fallocate", refuse)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    store = make()
+    extent, block, back = take(store, 3 * MiB), fill(memory(3 * MiB)), memory(3 * MiB)
+    store.write(extent, block).result()
+    store.read(extent, back).result()
+    assert torch.equal(block, back)
+    assert asked and not any(asked[1::2])  # the second try never past the page cache
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+
+
+def test_a_disk_that_is_full_without_fallocate_is_full(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [errno.EOPNOTSUPP, errno.ENOSPC] * 20
+
+    def refuse(fd: int, start: int, nbytes: int) -> None:
+        code = answers.pop(0)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(posix.os, "posix_fallocate", refuse)
+    assert make().allocate(STRIPE) is None
+    assert ["No space left" in record.message for record in caplog.records] == [True]
 
 
 def test_a_removed_directory_does_not_disturb_it(make: Make, tmp_path: Path, memory: Memory) -> None:
