@@ -35,7 +35,7 @@ from tiers.config import Config, ConfigError, load
 from tiers.log import set_up
 from tiers.monitor.build import build as build_monitor
 from tiers.places import cache_directory
-from tiers.shares import Shares, node_of_gpu, room, step
+from tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
 from tiers.sigterm import BeforeSigterm
 
 log = logging.getLogger("tiers")
@@ -135,6 +135,7 @@ class Session:
                 checksum=nvme.checksum,
                 step=step(shares.nvme),
                 account=shares.account("nvme", shares.nvme),
+                rooms=rooms_in_memory(nvme.paths),
             )
         return Backing(self._dram, self._nvme, counters)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from allocator.room import Room
 from allocator.sizes import PAGE, GiB, MiB
 from tiers.config import Config, ConfigError
 from tiers.places import LEDGERS, of_user
-from tiers.topology import default_dram_capacity, memory_left, numa_node, read_memory
+from tiers.topology import default_dram_capacity, filesystem_of, memory_left, numa_node, read_memory
 
 log = logging.getLogger("tiers")
 
@@ -83,6 +85,11 @@ def step(capacity: int) -> int:
 def room() -> Room:
     """What the machine and the cgroup leave now."""
     return Room(*memory_left(read_memory()))
+
+
+def rooms_in_memory(paths: Sequence[Path]) -> dict[Path, Callable[[], Room]]:
+    """For each of `paths` where what is written stays in memory: what tells how much of that is left."""
+    return {path: room for path in paths if filesystem_of(path).in_memory}
 
 
 def node_of_gpu() -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from allocator.nvme.choose import Gds, choose_backend
 from allocator.nvme.requests import Request, RequestPool, Rest, Transfer
 from allocator.nvme.stripe import Stripe
 from allocator.nvme.volume import Volume
+from allocator.room import Room
 from allocator.sizes import GiB, MiB, round_up
 
 _SUMMING_THREADS = 4  # or half of the cores; reads are summed up by the threads that read
@@ -82,6 +83,9 @@ class NvmeStore:
         Opens a directory's file; by default chosen by `gds`.
     account
         What the files grow by is claimed there.
+    rooms
+        For each directory that lies in memory, such as a tmpfs: tells what the system leaves of that. Unbounded, the
+        kernel would end the program.
 
     Raises
     ------
@@ -103,6 +107,7 @@ class NvmeStore:
         step: int = GiB,
         backend: Callable[[Path], Backend] | None = None,
         account: Account | None = None,
+        rooms: Mapping[Path, Callable[[], Room]] | None = None,
     ) -> None:
         if not paths or capacity < 0 or depth <= 0 or stripe <= 0 or stripe % BLOCK:
             raise ValueError("a store needs paths, capacity >= 0, depth > 0 and stripes of whole 4 KiB")
@@ -116,7 +121,8 @@ class NvmeStore:
         open_backend = backend or choose_backend(gds)
         try:
             for path in paths:
-                self._volumes.append(Volume(open_backend(path), capacity // len(paths), step, account))
+                room = rooms.get(path) if rooms else None
+                self._volumes.append(Volume(open_backend(path), capacity // len(paths), step, account, room))
         except BaseException:
             self._close_files()
             raise

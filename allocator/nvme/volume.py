@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from allocator.extents import Extent, ExtentMap
 from allocator.ledger import Account
 from allocator.nvme.backend import BLOCK, Backend
+from allocator.room import Room, RoomWatch
 from allocator.sizes import format_size
 
 log = logging.getLogger("tiers")
@@ -25,16 +27,26 @@ class Volume:
         Bytes to grow by, so that a large limit claims only the disk space that is used.
     account
         What the file grows by is claimed there; if a claim is refused, there is no room until one is granted.
+    room
+        Tells what the system leaves of memory, if the file lies there: it takes no more than that. None for a drive.
     """
 
-    def __init__(self, backend: Backend, limit: int, step: int, account: Account | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        limit: int,
+        step: int,
+        account: Account | None = None,
+        room: Callable[[], Room] | None = None,
+    ) -> None:
         self.backend = backend
         self._extents = ExtentMap(0, BLOCK)
         self._limit = limit - limit % BLOCK
         self._step = step - step % BLOCK
         self._account = account
         self._claimed = 0
-        self._refused = False  # the last claim
+        self._room = RoomWatch(room)
+        self._refused = False  # to grow, the last time, by others who have the rest
         self._retired = False
 
     @property
@@ -75,7 +87,11 @@ class Volume:
         if room < least:
             return False
         while True:
-            more = min(max(self._step, least), room)
+            more = min(max(self._step, least), room, self._room.share(least))
+            self._refused = not more
+            if self._refused:
+                self._room.say_once(f"nvme at {self.backend.path}", size, self._limit)
+                return False
             if self._account is not None:
                 more = self._account.claim(more, least)
                 self._claimed += more
@@ -99,6 +115,7 @@ class Volume:
                 self._limit = size
                 return False
             self._extents.extend(more)
+            self._room.taken(more)
             return True
 
     def _release(self, nbytes: int) -> None:

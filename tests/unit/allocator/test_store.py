@@ -24,6 +24,7 @@ from allocator.nvme.backend import BLOCK
 from allocator.nvme.posix import PosixFile
 from allocator.nvme.requests import RequestPool, Rest
 from allocator.nvme.store import NvmeExtent, NvmeStore
+from allocator.room import FRESH, Room
 from allocator.sizes import KiB, MiB, round_up
 
 STRIPE = 64 * KiB
@@ -371,6 +372,36 @@ def test_disk_space_is_claimed_in_steps(make: Make, memory: Memory) -> None:
     store = make(capacity=1 << 50, backend=Watched)
     take(store, STRIPE)
     assert os.fstat(files[0].fileno()).st_size == MiB
+
+
+def test_a_directory_in_memory_takes_no_more_than_the_system_leaves_and_says_so_once(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files: list[PosixFile] = []
+    left = 64 * MiB
+
+    class Watched(PosixFile):
+        def __init__(self, directory: Path) -> None:
+            super().__init__(directory)
+            files.append(self)
+
+    def room() -> Room:
+        return Room(left - sum(os.fstat(file.fileno()).st_size for file in files[:1]), "the others are many")
+
+    store = make(2, capacity=256 * MiB, step=8 * MiB, backend=Watched, rooms={tmp_path / "drive0": room})
+    while os.fstat(files[1].fileno()).st_size < 128 * MiB:
+        take(store, STRIPE)
+    assert os.fstat(files[0].fileno()).st_size == 64 * MiB
+    while store.allocate(STRIPE):
+        pass
+    assert store.used == store.capacity == 192 * MiB
+    assert [record.getMessage() for record in caplog.records] == [
+        f"nvme at {tmp_path / 'drive0'} stays at 64.0 MiB of 128.0 MiB for now: the others are many"
+    ]
+    left = 128 * MiB
+    time.sleep(2 * FRESH)
+    assert store.allocate(STRIPE)
+    assert store.capacity == 256 * MiB
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])

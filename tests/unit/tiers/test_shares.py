@@ -1,0 +1,29 @@
+"""What a process may take is bounded by what the machine leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from migrator.telemetry.counters import Counters
+from tiers import shares
+from tiers.config import load
+from tiers.session import Session
+from tiers.topology import Filesystem
+
+
+@pytest.mark.parametrize(("kind", "bounded"), [("tmpfs", True), ("ext4", False)])
+def test_a_spill_directory_in_memory_is_bounded_by_what_is_left_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, bounded: bool
+) -> None:
+    monkeypatch.setattr(shares, "filesystem_of", lambda path: Filesystem(kind, "somewhere", None))
+    wanted = {"dram": "64MiB", "nvme": "64MiB", "nvme_path": str(tmp_path), "ledger": str(tmp_path / "ledger")}
+    session = Session(load(wanted, environ={}, cwd=tmp_path).config)
+    backing = session._make_backing(Counters(), on_gpu=False)
+    assert session._nvme is not None
+    assert [volume._room.watches for volume in session._nvme._volumes] == [bounded]
+    session._nvme.close()
+    if session._dram is not None:
+        session._dram.close()
+    del backing
