@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import secrets
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,7 +32,8 @@ class PosixFile:
     Parameters
     ----------
     directory
-        Where to make the file: mode 0600 and without a name, so that no crash leaves it behind.
+        Where to make the file: mode 0600 and without a name, so that no crash leaves it behind. A forked child does
+        not have it: one that outlives its parent would keep the space.
 
     Raises
     ------
@@ -49,6 +51,7 @@ class PosixFile:
         except OSError as error:
             reason = error.strerror or str(error)
             raise StoreError(self.path, 0, 0, "make a file in", reason) from error
+        _open.add(self)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
         except OSError as error:  # tmpfs, for one
@@ -65,15 +68,34 @@ class PosixFile:
         self._size = size
 
     def pread(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
+        if self._fd < 0:
+            raise self._closed("read", block, offset)
         return os.preadv(self._fd, [block.numpy().data], offset)
 
     def pwrite(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
+        if self._fd < 0:
+            raise self._closed("write", block, offset)
         return os.pwritev(self._fd, [block.numpy().data], offset)
 
-    def close(self) -> None:  # noqa: D102
-        if self._fd >= 0:  # the number may be somebody else's after the first close
-            os.close(self._fd)
-            self._fd = -1
+    def close(self) -> None:
+        """Give the file's space back, in a forked child what it has of it. Idempotent."""
+        fd, self._fd = self._fd, -1  # the number may be somebody else's after the first close
+        if fd >= 0:
+            os.close(fd)
+
+    def _closed(self, action: str, block: torch.Tensor, offset: int) -> StoreError:
+        return StoreError(self.path, offset, block.numel(), action, "the file is closed, as it is in a forked process")
+
+
+_open: weakref.WeakSet[PosixFile] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for file in list(_open):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _open_unnamed(directory: Path) -> int:

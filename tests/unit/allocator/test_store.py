@@ -20,7 +20,7 @@ from allocator.dram import DramArena
 from allocator.errors import StoreError, TiersError
 from allocator.nvme import posix
 from allocator.nvme import stripe as nvme_stripe
-from allocator.nvme.backend import BLOCK
+from allocator.nvme.backend import BLOCK, read_all, write_all
 from allocator.nvme.posix import PosixFile
 from allocator.nvme.requests import RequestPool, Rest
 from allocator.nvme.store import NvmeExtent, NvmeStore
@@ -531,6 +531,32 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("default:.* is multi-threaded, use of fork")
+def test_a_forked_child_neither_keeps_the_disk_space_nor_reads_or_writes(tmp_path: Path, memory: Memory) -> None:
+    """As a DataLoader's worker that outlives its trainer."""
+    file, block = PosixFile(tmp_path), fill(memory(STRIPE))
+    file.grow(STRIPE)
+    inode = os.fstat(file.fileno()).st_ino
+    told, tell = os.pipe()
+    if (child := os.fork()) == 0:
+        refused = 0
+        for move in (read_all, write_all):
+            try:
+                move(file, block, 0)
+            except StoreError as error:
+                refused += "forked" in str(error)
+        numbers = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+        open_still = any(os.fstat(number).st_ino == inode for number in numbers)
+        file.close()
+        os.write(tell, b"right" if refused == 2 and not open_still else b"wrong")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(told, 5) == b"right"
+    os.close(told), os.close(tell)
+    write_all(file, block, 0)
+    file.close()
 
 
 def test_a_program_that_ends_with_writes_under_way_ends_as_it_would(tmp_path: Path) -> None:
