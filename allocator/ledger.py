@@ -8,7 +8,8 @@ it, and is made anew if somebody removes it. So nothing on disk can be stale, an
 
 Locks: a claim holds a flock on the directory while it counts, so that two never see the same room. `_lock` lets
 one thread at a time do so, and is held across a fork: no child inherits a claim under way. Nothing is logged
-under it, because a fork takes the locks of logging as well.
+under it, because a fork takes the locks of logging as well. A process that is stopped while it counts would stop
+all others with it, so these wait for a while only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,10 +29,15 @@ from allocator.sizes import PAGE, format_size
 
 log = logging.getLogger("tiers")
 
+PATIENCE = 2.0  # seconds for others to count, which takes them some ten microseconds
+PATIENCE_AFTER = 0.02  # the same for who has waited in vain, until the lock can be had again
+
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+_LONGEST_PAUSE = 0.005  # seconds between two tries
 
 _lock = threading.Lock()
 _published: set[Account] = set()  # those of this process that have a file
+_stuck: set[Path] = set()  # directories that were waited for in vain
 
 
 class Ledger:
@@ -44,7 +51,7 @@ class Ledger:
     Raises
     ------
     OSError
-        If it cannot be made or locked, or other users have access to it.
+        If it cannot be made or locked (TimeoutError: not in time), or other users have access to it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -175,10 +182,28 @@ def _locked(path: Path) -> Iterator[int]:
         found = os.fstat(directory)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise PermissionError(errno.EPERM, "is not private to this user", str(path))
-        fcntl.flock(directory, fcntl.LOCK_EX)
+        _lock_in_time(directory, path)
         yield directory
     finally:
         os.close(directory)
+
+
+def _lock_in_time(directory: int, path: Path) -> None:
+    deadline = time.monotonic() + (PATIENCE_AFTER if path in _stuck else PATIENCE)
+    pause = 0.0001
+    while True:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                _stuck.add(path)
+                reason = "is locked for long, by a process that is stopped (state T in ps): continue or end that"
+                raise TimeoutError(errno.ETIMEDOUT, reason, str(path)) from error
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        else:
+            _stuck.discard(path)
+            return
 
 
 def _in_use(directory: int, tier: str) -> int:

@@ -73,7 +73,10 @@ class Shares:
 
     def _default_dram(self) -> int:
         # The ledger subtracts what other processes hold, which is missing from what the system has available.
-        held = self.ledger.used("dram") if self.ledger else 0
+        held = 0
+        if self.ledger is not None:
+            with contextlib.suppress(OSError):  # said at the first claim
+                held = self.ledger.used("dram")
         return default_dram_capacity(read_memory()) + held // 2
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from allocator import dram
+from allocator import ledger as accounts
 from allocator.dram import DramArena
 from allocator.ledger import Account, Ledger
 from allocator.nvme.posix import PosixFile
@@ -238,6 +239,75 @@ def test_many_threads_share_an_account(ledger: Ledger, account: Account) -> None
         thread.join()
     assert max(got) <= CAPACITY
     assert ledger.used("dram") == 0
+
+
+STOPPED = """
+from allocator import ledger
+with ledger._locked(account._directory):
+    print("locked", flush=True)
+    input()
+print("unlocked", flush=True)
+input()
+"""
+
+
+def test_a_process_that_is_stopped_while_it_counts_does_not_stop_the_others(
+    ledger: Ledger,
+    account: Account,
+    start: Callable[..., subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(accounts, "PATIENCE", 0.2)
+    account.claim(PAGE)
+    stopped = start(STOPPED)
+    assert said(stopped) == "locked"
+    stopped.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert (account.claim(CAPACITY), account.claim(3 * PAGE)) == (0, 3 * PAGE)  # alone
+    with pytest.raises(TimeoutError, match="stopped"):
+        ledger.used("dram")
+    assert 0.2 <= time.monotonic() - began < 5
+    assert [record.getMessage().count("without regard") for record in caplog.records] == [1]
+    stopped.send_signal(signal.SIGCONT)
+    print(file=stopped.stdin, flush=True)
+    assert said(stopped) == "unlocked"
+    assert account.claim(PAGE)
+    assert ledger.used("dram") == 5 * PAGE  # and what was claimed alone is published
+
+
+@pytest.mark.filterwarnings("default:.* is multi-threaded, use of fork")
+def test_a_fork_does_not_wait_long_for_a_process_that_is_stopped(
+    account: Account, start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "PATIENCE", 0.5)
+    stopped = start(STOPPED)
+    assert said(stopped) == "locked"
+    stopped.send_signal(signal.SIGSTOP)
+    claiming = threading.Thread(target=account.claim, args=(PAGE,))
+    claiming.start()
+    time.sleep(0.1)
+    began = time.monotonic()
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    assert time.monotonic() - began < 10
+    os.waitpid(child, 0)
+    claiming.join()
+
+
+def test_what_others_hold_is_not_waited_for_at_a_start(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]], ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "PATIENCE", 0.1)
+
+    def open_stuck(config: object) -> Ledger:
+        stopped = start(STOPPED)
+        assert said(stopped) == "locked"
+        stopped.send_signal(signal.SIGSTOP)
+        return ledger
+
+    monkeypatch.setattr(shares, "_open_ledger", open_stuck)
+    assert shares.Shares(load({}, environ={}, cwd=tmp_path).config).dram > 0
 
 
 # ----------------------------------------------------------------------------------------- damage
