@@ -291,7 +291,7 @@ class DramArena:
             memory = self._obtain(nbytes)
         except (OSError, PinningRefused) as refusal:
             log.warning(
-                "dram stays at %s of %s, the system gives no more: %s",
+                "dram stays at %s of %s, the system gives no more: %s; TIERS_NVME takes what does not fit",
                 format_size(self._grown),
                 format_size(self._limit),
                 refusal,
@@ -319,7 +319,8 @@ class DramArena:
             except PinningRefused as refusal:
                 if self._grown:
                     raise
-                log.warning("dram goes on unpinned, so copies are several times slower: %s", refusal)
+                text = "dram goes on unpinned, so copies are several times slower: %s; to pin less, lower TIERS_DRAM"
+                log.warning(text, refusal)
                 self._device = None
         return torch.frombuffer(pages, dtype=torch.uint8)
 

@@ -7,6 +7,16 @@ from __future__ import annotations
 
 from allocator.sizes import format_size
 
+_REMEDIES = {
+    "make a file in": "name another directory (TIERS_NVME_PATH)",
+    "open a file for cuFile in": 'name another directory (TIERS_NVME_PATH), or set nvme.gds to "prefer"',
+    "read": (
+        "what lay there is lost: look at dmesg, take that directory out of nvme.paths (TIERS_NVME_PATH) and go on from "
+        "the last checkpoint"
+    ),
+}
+"""What to do, by what a store could not do. Who meets a write that fails still has the data."""
+
 
 class TiersError(Exception):
     """Base of all errors that tell the user what happened and what to do."""
@@ -84,7 +94,8 @@ class StoreError(TiersError):
 
     def __str__(self) -> str:
         what = f"{self.nbytes} bytes at offset {self.offset} of {self.path}" if self.nbytes else self.path
-        return f"cannot {self.action} {what}: {self.reason}"
+        remedy = _REMEDIES.get(self.action)
+        return f"cannot {self.action} {what}: {self.reason}" + (f"; {remedy}" if remedy else "")
 
 
 class CorruptionError(StoreError):

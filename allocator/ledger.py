@@ -127,7 +127,9 @@ class Account:
             self._say_once("%s is taken without regard to other processes: %s", self._tier, failure)
         elif not granted:
             sizes = (format_size(size) for size in (held, others, self._capacity))
-            self._say_once("%s stays at %s for now: other processes hold %s of the node's %s", self._tier, *sizes)
+            variable = f"TIERS_{self._tier.upper()}"
+            text = "%s stays at %s for now: other processes hold %s of the node's %s; raise %s if the node has more"
+            self._say_once(text, self._tier, *sizes, variable)
         return granted
 
     def release(self, nbytes: int) -> None:

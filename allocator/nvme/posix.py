@@ -57,7 +57,8 @@ class PosixFile:
         except OSError as error:  # tmpfs, for one
             if self.path not in _said:
                 _said.add(self.path)
-                log.warning("nvme at %s goes through the page cache: O_DIRECT: %s", self.path, error.strerror)
+                text = "nvme at %s goes through the page cache: O_DIRECT: %s; ext4 or xfs need not (TIERS_NVME_PATH)"
+                log.warning(text, self.path, error.strerror)
 
     def fileno(self) -> int:
         """Return the descriptor of the open file."""
@@ -69,12 +70,12 @@ class PosixFile:
 
     def pread(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
         if self._fd < 0:
-            raise self._closed("read", block, offset)
+            raise self._closed(block, offset)
         return os.preadv(self._fd, [block.numpy().data], offset)
 
     def pwrite(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
         if self._fd < 0:
-            raise self._closed("write", block, offset)
+            raise self._closed(block, offset)
         return os.pwritev(self._fd, [block.numpy().data], offset)
 
     def close(self) -> None:
@@ -83,8 +84,9 @@ class PosixFile:
         if fd >= 0:
             os.close(fd)
 
-    def _closed(self, action: str, block: torch.Tensor, offset: int) -> StoreError:
-        return StoreError(self.path, offset, block.numel(), action, "the file is closed, as it is in a forked process")
+    def _closed(self, block: torch.Tensor, offset: int) -> StoreError:
+        reason = "the file is closed, as it is in a forked process"
+        return StoreError(self.path, offset, block.numel(), "transfer", reason)
 
 
 _open: weakref.WeakSet[PosixFile] = weakref.WeakSet()

@@ -46,6 +46,6 @@ class Stripe:
         """Raise CorruptionError if `part` is not what was summed up."""
         assert self._sum_of is not None
         if (found := self._sum_of(part)) != self._sum:
-            reason = f"checksum {found:#x} where {self._sum:#x} was written; the data is not handed out"
+            reason = f"checksum {found:#x} where {self._sum:#x} was written"
             where = self.volume.backend.path
             raise CorruptionError(where, self.extent.offset, self.extent.nbytes, "read", reason)

@@ -73,7 +73,12 @@ class Volume:
         """Take the directory out of rotation: what is on it can be read, nothing new goes there."""
         if not self._retired:
             self._retired = True
-            log.warning("nvme at %s takes no more data: %s", self.backend.path, reason)
+            log.warning(
+                "nvme at %s takes no more data: %s; unless it is just full, look at dmesg and name another directory "
+                "(TIERS_NVME_PATH)",
+                self.backend.path,
+                reason,
+            )
 
     def close(self) -> None:
         """Give the file's space back; nothing can be allocated any more. Idempotent."""
@@ -106,7 +111,7 @@ class Volume:
                     self._step = max(more // 2 - more // 2 % BLOCK, BLOCK)
                     continue
                 log.warning(
-                    "nvme at %s stays at %s of %s: %s",
+                    "nvme at %s stays at %s of %s: %s; make room there, or name one more directory (TIERS_NVME_PATH)",
                     self.backend.path,
                     format_size(size),
                     format_size(self._limit),

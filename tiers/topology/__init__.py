@@ -86,14 +86,16 @@ def memory_left(memory: Memory) -> tuple[int, str, int]:
     A part of every limit is kept for the rest of the program: a cgroup that reaches its limit has a process
     killed. Negative: so much of that part is in use already.
     """
-    limits = [(memory.available, memory.total, "the machine")]
+    limits = [(memory.available, memory.total, "the machine", "end what else uses memory")]
     if memory.cgroup is not None:
-        limits.append((memory.cgroup.room, memory.cgroup.limit, f"the cgroup {memory.cgroup.path}"))
-    left, kept, limit, who = min(
-        ((left - kept, kept, limit, who) for left, limit, who in limits for kept in [_kept(limit)]),
+        who = f"the cgroup {memory.cgroup.path}"
+        limits.append((memory.cgroup.room, memory.cgroup.limit, who, "raise that limit"))
+    left, kept, limit, who, remedy = min(
+        ((left - kept, kept, limit, who, remedy) for left, limit, who, remedy in limits for kept in [_kept(limit)]),
     )
     leaves = f"{who} leaves {format_size(left + kept)} of {format_size(limit)}"
-    return left, f"{leaves}, of which {format_size(kept)} are kept for the program", kept // _SLACK_PART
+    why = f"{leaves}, of which {format_size(kept)} are kept for the program; {remedy} to have more"
+    return left, why, kept // _SLACK_PART
 
 
 def _kept(limit: int) -> int:

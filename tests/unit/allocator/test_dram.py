@@ -333,6 +333,7 @@ def test_where_the_system_gives_no_more_the_capacity_is_reached(
     assert [arena.allocate(1), arena.allocate(1)] == [None, None]
     assert arena.capacity == STEP
     assert [record.message.count("Cannot allocate memory") for record in caplog.records] == [1]
+    assert "TIERS_NVME takes what does not fit" in caplog.text
 
 
 @pytest.fixture
@@ -357,6 +358,7 @@ def test_where_nothing_may_be_pinned_it_goes_on_unpinned_and_says_so(
     take(arena, 1), take(arena, 1)
     assert not arena.pinned
     assert [record.message.count("operation not permitted") for record in caplog.records] == [1]
+    assert "to pin less, lower TIERS_DRAM" in caplog.text
 
 
 def test_where_no_more_may_be_pinned_the_capacity_is_reached(

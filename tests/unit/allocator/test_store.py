@@ -472,6 +472,7 @@ def test_where_o_direct_is_refused_it_says_so_and_works(
     assert torch.equal(block, back)
     make().close()
     assert ["page cache" in record.message for record in caplog.records] == [True]
+    assert "TIERS_NVME_PATH" in caplog.text
 
 
 def test_closing_is_idempotent_and_ends_threads_and_descriptors(tmp_path: Path, memory: Memory) -> None:
@@ -492,7 +493,7 @@ def test_a_closed_store_answers_every_request(make: Make, memory: Memory) -> Non
 
 
 def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="nowhere: No such file"):
+    with pytest.raises(StoreError, match="nowhere: No such file or directory; name another directory"):
         NvmeStore([tmp_path, tmp_path / "nowhere"], MiB, gds="off")
 
 

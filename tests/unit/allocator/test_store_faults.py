@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,10 @@ from allocator.sizes import KiB, MiB
 from tests.unit.store_faults import Fault, FaultyFile, fail, flip, short
 
 STRIPE = 64 * KiB
+LOST = (
+    "; what lay there is lost: look at dmesg, take that directory out of nvme.paths (TIERS_NVME_PATH) and go on from "
+    "the last checkpoint"
+)
 Make = Callable[..., NvmeStore]
 
 
@@ -87,6 +92,7 @@ def test_a_failed_write_takes_its_directory_out_of_rotation_said_once(
     store.read(good, blocks[1]).result()
     assert torch.equal(*blocks)
     assert ["takes no more data" in record.message for record in caplog.records] == [True]
+    assert "look at dmesg and name another directory" in caplog.text
 
 
 def test_with_no_directory_left_the_capacity_is_reached(make: Make, blocks: Blocks) -> None:
@@ -113,8 +119,10 @@ def test_a_failed_read_is_an_exception_and_passes(make: Make, blocks: Blocks) ->
     store = make(reads={2: fail(errno.EIO)})
     extent = take(store)
     store.write(extent, blocks[0]).result()
-    with pytest.raises(StoreError, match="cannot read 65536 bytes at offset 131072"):
+    with pytest.raises(StoreError, match="cannot read 65536 bytes at offset 131072") as caught:
         store.read(extent, blocks[1]).result()
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(LOST)
     store.read(extent, blocks[1]).result()
     assert torch.equal(*blocks)
 
@@ -142,6 +150,8 @@ def test_a_flipped_bit_is_found(make: Make, blocks: Blocks, bit: int, tmp_path: 
     with pytest.raises(CorruptionError) as caught:
         store.read(extent, blocks[1]).result()
     assert (caught.value.path, caught.value.offset) == (str(tmp_path / "drive0"), 5 * STRIPE)
+    assert str(caught.value).endswith(LOST)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_a_part_with_a_flipped_bit_is_never_said_to_have_arrived(make: Make, blocks: Blocks) -> None:
@@ -170,6 +180,7 @@ def test_a_full_disk_is_filled_to_the_brim_and_said_once(make: Make, caplog: pyt
     assert store.allocate(4 * KiB) is None
     assert taken == store.used == store.capacity == 5 * MiB + 100 * KiB
     assert ["No space left" in record.message for record in caplog.records] == [True]
+    assert "name one more directory (TIERS_NVME_PATH)" in caplog.text
 
 
 def test_where_one_disk_is_full_the_other_serves(make: Make) -> None:

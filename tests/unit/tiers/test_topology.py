@@ -185,14 +185,20 @@ def memory(available: int, cgroup: CgroupMemory | None = None) -> Memory:
 def test_a_part_of_every_limit_is_kept_for_the_program():
     left, why, slack = memory_left(memory(40 * GiB))
     assert (left, slack) == (36 * GiB, GiB)
-    assert why == "the machine leaves 40.0 GiB of 64.0 GiB, of which 4.0 GiB are kept for the program"
+    assert why == (
+        "the machine leaves 40.0 GiB of 64.0 GiB, of which 4.0 GiB are kept for the program; "
+        "end what else uses memory to have more"
+    )
 
 
 def test_the_limit_that_leaves_least_counts():
     cgroup = CgroupMemory(Path("/sys/fs/cgroup/job"), 4 * GiB, 3 * GiB)
     left, why, slack = memory_left(memory(40 * GiB, cgroup))
     assert (left, slack) == (0, GiB // 4)
-    assert why == ("the cgroup /sys/fs/cgroup/job leaves 1.0 GiB of 4.0 GiB, of which 1.0 GiB are kept for the program")
+    assert why == (
+        "the cgroup /sys/fs/cgroup/job leaves 1.0 GiB of 4.0 GiB, of which 1.0 GiB are kept for the program; "
+        "raise that limit to have more"
+    )
     left, *_ = memory_left(memory(GiB, cgroup))
     assert left == -3 * GiB
 
