@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple
 
 from allocator.sizes import format_size
@@ -42,12 +41,14 @@ class RoomWatch:
     Parameters
     ----------
     look
-        Tells what the system leaves now; None where nothing limits.
+        Tells what the system leaves now; None where nothing limits. Until it has told once, nothing is left: a tier
+        that waits goes on with the next look, but a program that took more than there is would be ended by the kernel.
     """
 
     def __init__(self, look: Callable[[], Room] | None) -> None:
         self._look = look
-        self._seen = Room(2**63, "")
+        self._seen = Room(2**63 if look is None else 0, "")
+        self._has_seen = False
         self._at = -math.inf
         self._said = False
         self.left()
@@ -66,8 +67,11 @@ class RoomWatch:
     def left(self) -> int:
         """Bytes that are left now."""
         if self._look is not None and time.monotonic() - self._at > FRESH:
-            with suppress(OSError):  # out of file descriptors, for one: what was seen last is the best there is
-                self._seen = self._look()
+            try:
+                self._seen, self._has_seen = self._look(), True
+            except OSError as error:  # out of file descriptors, for one: what was seen last is the best there is
+                if not self._has_seen:
+                    self._seen = self._seen._replace(reason=f"what the system leaves cannot be read: {error}")
             self._at = time.monotonic()
         return self.seen
 
