@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from allocator import dram
+from allocator import dram, mappings
 from allocator.dram import DramArena, DramBlock
 from allocator.pinning import PinningRefused, map_pages, touch
 from allocator.room import FRESH, Room
@@ -126,7 +126,7 @@ def test_closing_stops_a_reservation(arena: DramArena, monkeypatch: pytest.Monke
         under_way.set()
         time.sleep(0.02)
 
-    monkeypatch.setattr(dram, "touch", slow_touch)
+    monkeypatch.setattr(mappings, "touch", slow_touch)
     arena = DramArena(1000 * PAGE, pinned=False, step=PAGE)
     arena.reserve(1000 * PAGE)
     under_way.wait()
@@ -329,7 +329,7 @@ def test_where_the_system_gives_no_more_the_capacity_is_reached(
     def refuse(nbytes: int, node: int | None) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(dram, "map_pages", refuse)
+    monkeypatch.setattr(mappings, "map_pages", refuse)
     assert [arena.allocate(1), arena.allocate(1)] == [None, None]
     assert arena.capacity == STEP
     assert [record.message.count("Cannot allocate memory") for record in caplog.records] == [1]
@@ -345,7 +345,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if answers and (reason := answers.pop(0)):
             raise PinningRefused(reason)
 
-    monkeypatch.setattr(dram, "pin", pin)
+    monkeypatch.setattr(mappings, "pin", pin)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return answers
 
@@ -427,8 +427,8 @@ def test_a_node_that_is_not_there_is_no_obstacle() -> None:
 
 def test_an_exiting_program_does_not_wait_for_a_long_reservation() -> None:
     program = (
-        "from allocator import dram; import time\n"
-        "dram.touch = lambda pages: time.sleep(0.05)\n"
+        "from allocator import dram, mappings; import time\n"
+        "mappings.touch = lambda pages: time.sleep(0.05)\n"
         "dram.DramArena(4096 << 20, pinned=False, step=2 << 20).reserve(4096 << 20)\n"
     )
     started = time.monotonic()

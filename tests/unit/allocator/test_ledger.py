@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from allocator import dram
 from allocator import ledger as accounts
+from allocator import mappings
 from allocator.dram import DramArena
 from allocator.ledger import Account, Ledger
 from allocator.nvme.posix import PosixFile
@@ -433,7 +433,7 @@ def test_what_an_arena_does_not_get_it_does_not_hold(
     def refuse(nbytes: int, node: int | None) -> None:
         raise error
 
-    monkeypatch.setattr(dram, "map_pages", refuse)
+    monkeypatch.setattr(mappings, "map_pages", refuse)
     arena = DramArena(CAPACITY, pinned=False, account=account)
     try:
         assert arena.allocate(PAGE) is None
