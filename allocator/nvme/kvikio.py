@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -75,6 +78,8 @@ class KvikioFile:
         except RuntimeError as error:  # cuFile refuses this filesystem or drive
             self._posix.close()
             raise StoreError(self.path, 0, 0, "open a file for cuFile in", str(error)) from error
+        self._opened = _other_descriptors(self._posix.fileno())
+        _open.add(self)
 
     def grow(self, size: int) -> None:  # noqa: D102
         self._posix.grow(size)
@@ -96,5 +101,34 @@ class KvikioFile:
             raise OSError(errno.EIO, str(error)) from error
 
     def close(self) -> None:  # noqa: D102
+        self._opened = ()
         self._cufile.close()
         self._posix.close()
+
+    def let_go(self) -> None:
+        """Let go of the file's space in the child of a fork, where cuFile must not be called and closes its numbers."""
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for number in self._opened:
+            os.dup2(nothing, number, inheritable=False)
+        os.close(nothing)
+
+
+def _other_descriptors(fd: int) -> tuple[int, ...]:
+    """All others of this process for the same file."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing is closed by now
+            if int(name) != fd and os.path.sameopenfile(int(name), fd):
+                found.append(int(name))
+    return tuple(found)
+
+
+_open: weakref.WeakSet[KvikioFile] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for file in list(_open):
+        file.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

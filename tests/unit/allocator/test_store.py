@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from allocator.dram import DramArena
 from allocator.errors import StoreError, TiersError
 from allocator.nvme import posix
 from allocator.nvme import stripe as nvme_stripe
-from allocator.nvme.backend import BLOCK, read_all, write_all
+from allocator.nvme.backend import BLOCK, Backend, read_all, write_all
+from allocator.nvme.kvikio import KvikioFile
 from allocator.nvme.posix import PosixFile
 from allocator.nvme.requests import RequestPool, Rest
 from allocator.nvme.store import NvmeExtent, NvmeStore
@@ -534,12 +537,49 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def fake_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for a library that opens the file a second time, by the name of the first descriptor."""
+
+    class CuFile:
+        def __init__(self, name: str, flags: str) -> None:
+            self.fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+
+        def close(self) -> None:
+            os.close(self.fd)
+
+    defaults = ModuleType("kvikio.defaults")
+    defaults.set = lambda name, value: nullcontext()  # type: ignore[attr-defined]
+    kvikio = ModuleType("kvikio")
+    kvikio.defaults, kvikio.CuFile = defaults, CuFile  # type: ignore[attr-defined]
+    kvikio.CompatMode = SimpleNamespace(AUTO=0)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvikio", kvikio)
+    monkeypatch.setitem(sys.modules, "kvikio.defaults", defaults)
+
+
+def open_files() -> set[tuple[int, int]]:
+    """What the descriptors of this process lead to."""
+    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    found = [os.stat(path) for path in paths if os.path.exists(path)]  # that of the listing is closed by now
+    return {(status.st_dev, status.st_ino) for status in found}
+
+
+def open_kvikio(directory: Path) -> KvikioFile:
+    return KvikioFile(directory, mode="auto")
+
+
+@pytest.mark.usefixtures("fake_kvikio")
+@pytest.mark.parametrize("open_file", [PosixFile, open_kvikio])
 @pytest.mark.filterwarnings("default:.* is multi-threaded, use of fork")
-def test_a_forked_child_neither_keeps_the_disk_space_nor_reads_or_writes(tmp_path: Path, memory: Memory) -> None:
+def test_a_forked_child_neither_keeps_the_disk_space_nor_reads_or_writes(
+    tmp_path: Path, memory: Memory, open_file: Callable[[Path], Backend]
+) -> None:
     """As a DataLoader's worker that outlives its trainer."""
-    file, block = PosixFile(tmp_path), fill(memory(STRIPE))
+    before = open_files()
+    file, block = open_file(tmp_path), fill(memory(STRIPE))
     file.grow(STRIPE)
-    inode = os.fstat(file.fileno()).st_ino
+    its = open_files() - before
+    assert len(its) == 1
     told, tell = os.pipe()
     if (child := os.fork()) == 0:
         refused = 0
@@ -548,10 +588,9 @@ def test_a_forked_child_neither_keeps_the_disk_space_nor_reads_or_writes(tmp_pat
                 move(file, block, 0)
             except StoreError as error:
                 refused += "forked" in str(error)
-        numbers = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
-        open_still = any(os.fstat(number).st_ino == inode for number in numbers)
+        kept = its & open_files()
         file.close()
-        os.write(tell, b"right" if refused == 2 and not open_still else b"wrong")
+        os.write(tell, b"right" if refused == 2 and not kept else b"wrong")
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(told, 5) == b"right"
