@@ -27,8 +27,17 @@ Packed: TypeAlias = "Kept | Moved | Dropped"
 
 def keep(tensor: Tensor, stay: Stay | None = None, record: Record | None = None) -> Kept:
     """Pack a tensor that stays."""
-    alias = tensor.detach()  # not the tensor: for an output that would be a reference cycle
+    alias = alias_of(tensor)
     return (alias, alias._version, stay, record)
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """What the graph may hold for a tensor that stays.
+
+    Not itself: for an output that would be a reference cycle. But a leaf, which no graph made: what a program sets its
+    `.data` to until backward is what backward uses, and what it had before is not held.
+    """
+    return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
 
 
 def check(packed: Packed) -> None:

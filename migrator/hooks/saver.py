@@ -24,7 +24,7 @@ from migrator.engine.tensors import Tensors
 from migrator.hooks import weights
 from migrator.hooks.actions import Action, Agenda, Go, Recompute, Stay
 from migrator.hooks.garbage import Allowance
-from migrator.hooks.packed import Look, Packed, check, keep, modified
+from migrator.hooks.packed import Look, Packed, alias_of, check, keep, modified
 from migrator.hooks.sites import Modules, Node
 from migrator.hooks.stack import OnStack
 from migrator.recompute.dropped import Dropped
@@ -239,7 +239,7 @@ class Saver(OnStack):
         if action is not None and action.stays:
             if action.enter:
                 action.mover.engine.entered(action.enter)
-            alias = tensor.detach()
+            alias = alias_of(tensor)
             packed = (alias, alias._version, action, None)
         else:
             packed = self._move(tensor, node, number, action)
@@ -288,7 +288,8 @@ class Saver(OnStack):
         if packed.go is not None and packed.go.pace is not None:
             packed.go.mover.engine.reached(packed.go.pace)
         if isinstance(packed, Dropped):
-            return packed.view(self._peek, count=True)
+            # Again what it is made from is over as well, and made once for all that has it.
+            return Look()(packed) if packed.made.over else packed.view(self._peek, count=True)
         tensor = packed.mover.give_back(packed)
         return tensor if packed.record is None else packed.record.compare(tensor, Look())
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from migrator.hooks.packed import modified
 from migrator.recompute.dropped import FOR_RECOMPUTING
-from migrator.recompute.watch import OF_EVERY_MODULE, SETTINGS
+from migrator.recompute.watch import OF_EVERY_MODULE, SETTINGS, keeps_statistics
 
 
 class Snapshot:
@@ -32,10 +33,12 @@ class Snapshot:
         tensors: list[Tensor | None] = [*given]
         for child, was in self._modules:
             tensors += was["_parameters"].values()
-            if not isinstance(child, _NormBase):  # which changes its own
+            if not keeps_statistics(child):  # which changes its own
                 tensors += was["_buffers"].values()
         self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
         self._choices = _choices()
+        # What drew no number while it was watched may do so later, as a probability that is raised step by step.
+        self._numbers = random.getstate(), np.random.get_state(legacy=False)
 
     @contextmanager
     def back(self) -> Iterator[None]:
@@ -52,11 +55,11 @@ class Snapshot:
         own = [(child, vars(child)) for child, _ in self._modules]
         for child, was in self._modules:
             buffers = was["_buffers"]
-            if isinstance(child, _NormBase):  # which would count the batch a second time
+            if keeps_statistics(child):  # which would count the batch a second time
                 buffers = {name: None if t is None else t.clone() for name, t in buffers.items()}
             object.__setattr__(child, "__dict__", {**vars(child), **was, "_buffers": dict(buffers)})
         try:
-            with _chosen(*self._choices):
+            with _chosen(*self._choices), _drawing(*self._numbers):
                 yield
         finally:
             for child, attributes in own:
@@ -106,3 +109,16 @@ def _chosen(dtype: torch.dtype, switches: list[bool]) -> Iterator[None]:
         yield
     finally:
         _choose(*before)
+
+
+@contextmanager
+def _drawing(python: Any, numpy: Any) -> Iterator[None]:
+    """Have random numbers of Python and NumPy go on from these states; those of PyTorch are the checkpoint's."""
+    before = random.getstate(), np.random.get_state(legacy=False)
+    random.setstate(python)
+    np.random.set_state(numpy)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])

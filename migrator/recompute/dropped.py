@@ -51,6 +51,11 @@ class Recomputed:
         self.unused = 0  # dropped tensors on it that backward has not asked for yet
         self.tensor: Tensor | None = None
 
+    @property
+    def over(self) -> bool:
+        """Whether all on it have been used: who asks again (retain_graph) has it made anew, and nobody keeps it."""
+        return self.tensor is None and not self.unused
+
     def obtain(self, peek: Peek) -> Tensor:
         """All of it, as one tensor; recomputed if need be, and kept until the last one on it has been used once."""
         tensor = self.tensor
@@ -63,7 +68,7 @@ class Recomputed:
                 if MODIFIED not in str(error) or FOR_RECOMPUTING in str(error):
                     raise
                 raise RuntimeError(f"{error} {FOR_RECOMPUTING}") from None
-            if self.unused:  # or else it is asked for again (retain_graph), and nobody can say how often
+            if not self.over:
                 self.tensor = tensor
                 self.engine.entered(self.nbytes)
         return tensor

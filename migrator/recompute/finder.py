@@ -22,6 +22,16 @@ class Took(NamedTuple):
     scratch: int
 
 
+_IN_PLACE = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Add", "Div", "Hardtanh", "LeakyRelu", "Mul", "Relu", "Sigmoid", "Silu", "Sub", "Tanh"),
+        *("T", "Transpose"),
+    )
+)
+"""Operations that a program may ask for in place, each of which adds one to the version of what it changes."""
+
+
 class Verified(NamedTuple):
     """A formula that gave the same bits when it was tried, and for what.
 
@@ -69,7 +79,19 @@ def find(base: Tensor, source: Origins) -> Formula | None:
     """The formula for a plain tensor that owns its memory, all of it; None if there is none."""
     node = _maker(base)
     found = None if node is None else search(node, source, TABLE)
-    return None if found is None else found[1]
+    return found[1] if found is not None and _is_as_made(base, found[1].name) else None
+
+
+def _is_as_made(base: Tensor, name: str) -> bool:
+    """Whether nobody can have changed in place what the formula of that name makes, but its own last operations.
+
+    A mask that is put on under `no_grad` leaves no trace in the graph. What goes past the version counter, too, such as
+    a change through `.data`, cannot be seen.
+    """
+    changes, rest = 0, name
+    while (operation := rest.partition("("))[0] in _IN_PLACE:
+        changes, rest = changes + 1, operation[2]
+    return base._version <= changes
 
 
 def _maker(base: Tensor) -> Any:
@@ -102,9 +124,9 @@ class Finder:
             return None
         what = None if self._pattern is None else self._pattern.follow(node, source)
         if what is not None:
-            return what
+            return what if _is_as_made(base, what.name) else None
         found = search(node, source, TABLE)
-        if found is None or found[1].name not in self._verified.held:
+        if found is None or found[1].name not in self._verified.held or not _is_as_made(base, found[1].name):
             return None
         pattern, what = found
         self._pattern = pattern._replace(way=pattern.way and one_of(pattern.way))

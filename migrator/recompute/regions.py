@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection
+from contextvars import copy_context
 from functools import update_wrapper
 from types import FunctionType, MethodType
 from typing import Any
@@ -121,6 +122,11 @@ class _Checkpointed:
         if given is None or _has_hooks_within(module):
             self._refuse(module)
             return forward(*args, **kwargs)
+        # What is given twice is one object again: attention takes another way where `q is k`.
+        first = {id(arg): k for k, arg in reversed(list(enumerate(args)))}
+        same = [first[id(arg)] for arg in args]
+        also = {name: first[id(arg)] for name, arg in kwargs.items() if isinstance(arg, Tensor) and id(arg) in first}
+        context = copy_context()
         place = self._modules.place
         here, place.here = place.here, self._inputs  # what the checkpoint itself saves
         as_it_is = Snapshot(module, tensors_in((*given, *named.values())))
@@ -130,9 +136,10 @@ class _Checkpointed:
                 place.here = here
                 return forward(*args, **kwargs)
             # Containers may have changed since, and may change again.
-            args = tuple(arg if own is None else copy_of(own) for arg, own in zip(args, given, strict=True))
+            again = [args[k] if given[k] is None else copy_of(given[k]) for k in same]
+            by_name = {name: args[also[name]] if name in also else copy_of(own) for name, own in named.items()}
             with as_it_is.back():
-                return forward(*args, **{name: copy_of(own) for name, own in named.items()})
+                return context.copy().run(forward, *again, **by_name)  # what is set around a forward alone
 
         try:
             return checkpoint(run, *args, use_reentrant=False)  # which has arguments by name of its own

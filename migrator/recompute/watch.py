@@ -24,7 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 SETTINGS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 """Kinds of values that cannot be changed in place, and hold nothing."""
@@ -32,6 +33,7 @@ SETTINGS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.d
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that every module has."""
 
+_NORMALISATIONS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 _CONTAINERS = (dict, list, set, deque)
 _LIMIT = 1000  # things in a container up to which each is looked at
 _LARGE = 1 << 20  # bytes of an array beyond which it is not
@@ -56,6 +58,9 @@ class Watch:
         for child in module.modules():
             self._look(partial(_attributes, child))
             self._look_at_all(_attributes(child))
+            for parameter in vars(child)["_parameters"].values():
+                if parameter is not None and not parameter.is_inference():
+                    self._look(partial(getattr, parameter, "_version"))
             for function in _functions(type(child)):
                 self._look_at(function)
 
@@ -141,7 +146,12 @@ def _attributes(module: nn.Module) -> list[Any]:
     """The program's attributes that are more than settings; and the buffers."""
     own = vars(module)
     others = [value for name, value in own.items() if name not in OF_EVERY_MODULE and type(value) not in SETTINGS]
-    return [*others, *own["_buffers"].values()] if not isinstance(module, _NormBase) else others
+    return others if keeps_statistics(module) else [*others, *own["_buffers"].values()]
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether it changes its buffers as PyTorch's normalisations do, in training without looking at them."""
+    return type(module).forward in _NORMALISATIONS
 
 
 def _contents(cell: Any) -> Any:

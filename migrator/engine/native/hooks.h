@@ -170,7 +170,10 @@ PyObject *pack(const Hook &hook, PyObject *tensor) {
     PyObject *nbytes = at(action, slots.stay.enter);
     tell(at(action, slots.stay.mover), names().born, at(action, slots.stay.pace), names().entered, nbytes);
     const at::Tensor &saved = THPVariable_Unpack(tensor);
-    THPObjectPtr version(THPUtils_packInt64(saved._version())), alias(THPVariable_Wrap(alias_of(saved)));
+    // A leaf itself, see `packed.alias_of`.
+    const bool is_leaf = saved.is_leaf() && saved.requires_grad();
+    THPObjectPtr version(THPUtils_packInt64(saved._version())),
+        alias(is_leaf ? own(tensor).release() : THPVariable_Wrap(alias_of(saved)));
     PyObject *kept = version && alias ? PyTuple_Pack(4, alias.get(), version.get(), action.get(), Py_None) : nullptr;
     if (!kept) throw python_error();
     return kept;
