@@ -89,7 +89,13 @@ def _install() -> None:
     from tiers.log import set_up
 
     try:
-        resolved = load()
+        try:
+            resolved = load()
+        except (OSError, RuntimeError) as error:
+            # Not as a failure of ours, with which the program goes on: without its budget it would run out of memory.
+            raise ConfigError(
+                f"the configuration cannot be read: {error}; correct it or unset TIERS_ALLOCATOR"
+            ) from None
         set_up(resolved.config.log)
         # A child of multiprocessing inherited the variable from a process that has said all this already.
         if multiprocessing.parent_process() is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiers.config_keys import CONFIG_ENV, KNOWN_POLICIES, ConfigError
-from tiers.config_sources import from_arguments, from_environment, from_files
+from tiers.config_sources import from_arguments, from_environment, from_file, from_user, said
 
 __all__ = [
     "KNOWN_POLICIES",
@@ -156,15 +156,17 @@ def load(
     ------
     ConfigError
         On an unknown key, a value that its key does not accept, a file that cannot be read, or NVMe
-        directories that cannot be used.
+        directories that cannot be used. A user config that this user may not read counts as absent: a warning.
     """
     given = {name: value for name, value in (arguments or {}).items() if value is not None}
     environ = os.environ if environ is None else environ
     named = given.pop("config", None) or environ.get(CONFIG_ENV)
     values = flatten(Config())
     origin = dict.fromkeys(values, "default")
+    unread: list[str] = []
     for source in (
-        from_files(Path(str(named)) if named else None, environ, cwd or Path(), options or {}),
+        from_user(environ, unread),
+        from_file(Path(str(named)) if named else None, cwd or Path(), options or {}),
         from_environment(environ, options or {}),
         from_arguments(given),
     ):
@@ -179,7 +181,7 @@ def load(
         if trains:
             raise
         warnings = (str(error),)
-    return Resolved(config, origin, warnings)
+    return Resolved(config, origin, (*unread, *warnings))
 
 
 def _build(values: Mapping[str, Any]) -> Config:
@@ -208,18 +210,24 @@ def _check_nvme(nvme: NvmeConfig, origin: Mapping[str, str]) -> tuple[str, ...]:
             f"nvme.capacity is set ({origin['nvme.capacity']}) but nvme.paths is not: "
             "name the directories with TIERS_NVME_PATH or in [nvme]"
         )
-    from tiers.topology import filesystem_of
-
     warnings = []
     for path in nvme.paths:
         where = f"nvme.paths ({origin['nvme.paths']}): {path}"
-        if not path.exists():
-            raise ConfigError(f"{where} does not exist; create it or name another directory")
-        if not path.is_dir():
-            raise ConfigError(f"{where} is not a directory")
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise ConfigError(f"{where} is not writable by this user")
-        filesystem = filesystem_of(path)
-        if filesystem.in_memory:
-            warnings.append(f"{where} is on {filesystem.kind}: what is spilled there stays in memory")
+        try:
+            warnings += _check_directory(path, where)
+        except (OSError, RuntimeError) as error:  # of a name that is too long, or a directory above that is closed
+            raise ConfigError(f"{where} cannot be used: {said(error)}; name another directory") from None
     return tuple(warnings)
+
+
+def _check_directory(path: Path, where: str) -> list[str]:
+    from tiers.topology import filesystem_of
+
+    if not path.exists():
+        raise ConfigError(f"{where} does not exist; create it or name another directory")
+    if not path.is_dir():
+        raise ConfigError(f"{where} is not a directory")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{where} is not writable by this user")
+    filesystem = filesystem_of(path)
+    return [f"{where} is on {filesystem.kind}: what is spilled there stays in memory"] if filesystem.in_memory else []

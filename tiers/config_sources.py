@@ -30,25 +30,54 @@ class Given:
                 f"{self.key.name} = {self.raw!r} ({self.origin}) is not accepted: it must be {parser.accepts}"
                 f"{nearest(str(self.raw), parser.choices)}"
             ) from None
+        except (OSError, RuntimeError) as error:  # nobody's home, or a relative path where the directory is gone
+            raise ConfigError(
+                f"{self.key.name} = {self.raw!r} ({self.origin}) cannot be used: {said(error)}; name an absolute path"
+            ) from None
 
 
-def from_files(
-    named: Path | None, environ: Mapping[str, str], cwd: Path, options: Mapping[str, str]
-) -> Iterator[Given]:
-    """Yield what the user config says, then `named` or, without it, ``tiers.toml`` of `cwd`.
+def said(error: Exception) -> str:
+    """What the system said, without the path that our lines name anyway."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error).rstrip(".")
+
+
+def from_user(environ: Mapping[str, str], warnings: list[str]) -> Iterator[Given]:
+    """Yield what the user config says.
+
+    One that this user cannot read counts as absent, which goes into `warnings`: where a job runs as somebody without a
+    home, or with another's, that is nobody's mistake.
+    """
+    advice = "it counts as absent; XDG_CONFIG_HOME may name another place"
+    try:
+        base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "~").expanduser() / ".config"
+    except RuntimeError as error:
+        warnings.append(f"the user config cannot be looked for: {said(error)}; {advice}")
+        return
+    user = Path(base) / "tiers" / "tiers.toml"
+    try:
+        text = user.read_bytes() if user.is_file() else b""
+    except OSError as error:
+        warnings.append(f"the user config {user} cannot be read: {said(error)}; {advice}")
+        return
+    yield from _from_text(text, str(user))
+
+
+def from_file(named: Path | None, cwd: Path, options: Mapping[str, str]) -> Iterator[Given]:
+    """Yield what `named` says or, without it, ``tiers.toml`` of `cwd`.
 
     `options` as for `from_environment`.
     """
-    base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config"
-    user = Path(base) / "tiers" / "tiers.toml"
-    if user.is_file():
-        yield from _from_file(user, str(user))
-    if named is not None:
-        if not named.is_file():
-            raise ConfigError(f"{options.get(CONFIG_ENV, CONFIG_ENV)} names {named}, which is not a file")
-        yield from _from_file(named, str(named))
-    elif (cwd / "tiers.toml").is_file():
-        yield from _from_file(cwd / "tiers.toml", "./tiers.toml")
+    path, origin = (cwd / "tiers.toml", "./tiers.toml") if named is None else (named, str(named))
+    subject = origin if named is None else f"{options.get(CONFIG_ENV, CONFIG_ENV)} names {origin}, which"
+    try:
+        there = path.is_file()
+        text = path.read_bytes() if there else b""
+    except OSError as error:
+        advice = "work in a directory that" if named is None else "name a file that"
+        raise ConfigError(f"{subject} cannot be read: {said(error)}; {advice} this user may read") from None
+    if named is not None and not there:
+        raise ConfigError(f"{subject} is not a file")
+    yield from _from_text(text, origin)
 
 
 def from_environment(environ: Mapping[str, str], options: Mapping[str, str]) -> Iterator[Given]:
@@ -72,11 +101,11 @@ def from_arguments(arguments: Mapping[str, object]) -> Iterator[Given]:
         yield Given(BY_ARGUMENT[name], value, f"argument {name}")
 
 
-def _from_file(path: Path, origin: str) -> Iterator[Given]:
+def _from_text(text: bytes, origin: str) -> Iterator[Given]:
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{origin} cannot be read: {error}") from error
+        tree = tomllib.loads(text.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{origin} cannot be read: {error}; correct it") from error
     for name, value in _leaves(tree):
         if name not in BY_NAME:
             raise ConfigError(f"{origin}: unknown key {name!r}{nearest(name, BY_NAME)}")

@@ -15,4 +15,7 @@ def of_user(place: Path) -> Path:
 
 def cache_directory() -> Path:
     """Where what is built for this user lies."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-tiers"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-tiers"
+    except RuntimeError:  # a user without a home: where nothing can be built, so that we do without what would be
+        return Path("/nonexistent/.cache/torch-tiers")

@@ -39,12 +39,19 @@ def find(config: Config) -> Path | None:
         return None
     rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     directory = config.run / f"rank{rank}" if rank else config.run
-    standing = next(parent for parent in (directory, *directory.parents) if parent.exists())
-    if not standing.is_dir() or not os.access(standing, os.W_OK):
+    try:
+        standing = next(parent for parent in (directory, *directory.parents) if parent.exists())
+        writable = standing.is_dir() and os.access(standing, os.W_OK | os.X_OK)
+        used = writable and (directory / STATS).exists()
+    except OSError as error:  # a name that is too long, or a directory above that is closed to this user
+        raise ConfigError(
+            f"TIERS_RUN: {directory} cannot be written: {error.strerror}; name a directory that you may write to"
+        ) from None
+    if not writable:
         raise ConfigError(
             f"TIERS_RUN: {directory} cannot be written: {standing} is not a directory that you may write to"
         )
-    if (directory / STATS).exists() and not config.run_force:
+    if used and not config.run_force:
         raise ConfigError(
             f"TIERS_RUN: {directory} holds an earlier run: name another directory or set TIERS_RUN_FORCE=1"
         )

@@ -48,8 +48,11 @@ class BenchVerb:
         if not command or shutil.which(command[0]) is None:
             raise CliError(f"{command[0]}: no such program" if command else "no program; write: -- python train.py")
         refuse_without_autoload(os.environ)
-        if args.out is not None and args.out.exists():
-            raise CliError(f"--out {args.out} is there already: name another directory")
+        try:
+            if args.out is not None and args.out.exists():
+                raise CliError(f"--out {args.out} is there already: name another directory")
+        except OSError as error:
+            raise CliError(f"--out {args.out}: {error.strerror}; name another directory") from None
         sizes, policies = ([word.strip() for word in text.split(",")] for text in (args.hbm, args.policy))
         if not all(sizes) or not all(policies):
             raise CliError("--hbm or --policy holds an empty entry; separate them by single commas: 20GiB,30GiB")

@@ -106,10 +106,13 @@ def _default_seconds(args: argparse.Namespace) -> float:
 
 
 def _directories(given: list[Path]) -> tuple[Path, ...]:
-    for path in given:
-        if not path.is_dir():
-            raise CliError(f"--nvme-path {path} is not a directory; create it or name another")
-    return tuple(path.absolute() for path in given)
+    try:
+        for path in given:
+            if not path.is_dir():
+                raise CliError(f"--nvme-path {path} is not a directory; create it or name another")
+        return tuple(path.absolute() for path in given)
+    except OSError as error:
+        raise CliError(f"--nvme-path {path}: {error.strerror}; name another directory") from None
 
 
 @contextmanager

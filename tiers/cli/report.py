@@ -39,10 +39,15 @@ class ReportVerb:
 
     def run(self, args: argparse.Namespace) -> int:
         """Read and print."""
-        path = args.run_dir if args.run_dir.is_file() else args.run_dir / "stats.json"
-        if path.name in ("plan.json", "trace.json"):
-            raise CliError(f"{path} tells only a part; name its directory, or the stats.json in it")
-        stats = _read(path)
+        try:
+            path = args.run_dir if args.run_dir.is_file() else args.run_dir / "stats.json"
+            if path.name in ("plan.json", "trace.json"):
+                raise CliError(f"{path} tells only a part; name its directory, or the stats.json in it")
+            stats = _read(path)
+        except OSError as error:
+            raise CliError(
+                f"{args.run_dir} cannot be read: {error.strerror}; name a directory that this user may read"
+            ) from None
         try:
             account = _account(path.parent, stats)
             if args.json:

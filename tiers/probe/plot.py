@@ -54,10 +54,13 @@ def check(path: Path, *, force: bool) -> None:
         raise TiersError("--plot needs matplotlib: pip install matplotlib")
     if path.suffix.lower() not in FORMATS:
         raise TiersError(f"{path}: a plot is one of {', '.join(FORMATS)}")
-    if not path.absolute().parent.is_dir():
-        raise TiersError(f"{path.parent} is not a directory")
-    if path.exists() and not force:
-        raise TiersError(f"{path} exists; --force replaces it")
+    try:
+        if not path.absolute().parent.is_dir():
+            raise TiersError(f"{path.parent} is not a directory")
+        if path.exists() and not force:
+            raise TiersError(f"{path} exists; --force replaces it")
+    except OSError as error:
+        raise TiersError(f"{path} cannot be written: {error.strerror}; name another file") from None
 
 
 def draw(report: Report, path: Path) -> None:

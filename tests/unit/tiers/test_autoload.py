@@ -89,6 +89,21 @@ def test_a_configuration_that_the_session_refuses_ends_alike():
     assert (done.stdout, done.stderr, done.returncode) == ("", "tiers: used\n", 2)
 
 
+@pytest.mark.parametrize("error", ["OSError('closed')", "RuntimeError('no home')"])
+def test_a_configuration_that_cannot_be_read_is_no_failure_of_ours(error):
+    """With which the program would go on, without its budget."""
+    broken = f"import tiers.config\ndef load(): raise {error}\ntiers.config.load = load\n"
+    done = python(f"{FAKE}{broken}{GATE}; print('training')", TIERS_ALLOCATOR="torch")
+    assert (done.stdout, done.returncode) == ("", 2)
+    assert done.stderr.startswith("tiers: the configuration cannot be read: ") and done.stderr.count("\n") == 1
+
+
+def test_a_user_config_that_cannot_be_read_is_said_once_and_the_program_runs_with_its_budget():
+    done = python(FAKE + GATE, TIERS_ALLOCATOR="torch", TIERS_HBM="4096", XDG_CONFIG_HOME="/" + "x" * 300)
+    assert (done.stdout, done.returncode) == ("installed torch 4096\n", 0)
+    assert done.stderr.count("\n") == done.stderr.count("counts as absent") == 1
+
+
 def test_a_failure_of_ours_is_one_line_and_the_program_goes_on():
     broken = FAKE + "def fail(config): raise OSError('no luck')\nsession.install = fail\n"
     done = python(broken + GATE + "; print('training')", TIERS_ALLOCATOR="torch")

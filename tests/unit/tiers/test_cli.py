@@ -282,6 +282,21 @@ def test_report_of_no_run_directory_is_one_line(tmp_path, capsys, text, message)
     assert err.count("\n") == 1
 
 
+def test_report_of_a_name_that_cannot_be_looked_at_is_one_line(capsys):
+    assert main(["report", "x" * 300]) == 2
+    err = capsys.readouterr().err
+    assert "cannot be read: File name too long; name a directory" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", [["config"], ["top", "--once"], ["run", "--", "true"]])
+@pytest.mark.parametrize("environ", [{"TIERS_LEDGER": "~nosuchuser/x"}, {"TIERS_CONFIG": "x" * 300}])
+def test_a_path_that_cannot_be_looked_at_ends_a_verb_in_one_line(verb, environ, capsys, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(verb) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_report_of_a_part_of_a_run_names_the_whole(tmp_path, capsys):
     plan = tmp_path / "plan.json"
     plan.write_text("{}")

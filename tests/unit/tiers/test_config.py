@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tiers import run_directory
 from tiers.config import Config, ConfigError, flatten, load
 from tiers.config_keys import BY_ARGUMENT, KEYS
+from tiers.places import cache_directory
 
 GiB = 1024**3
 
@@ -265,3 +269,85 @@ def test_a_directory_that_is_not_there_is_an_error_only_where_a_program_trains(t
         load(environ=environ, cwd=tmp_path)
     (warning,) = load(environ=environ, cwd=tmp_path, trains=False).warnings
     assert "does not exist" in warning
+
+
+# -------------------------------------------------------------------------------- what this user may not look at
+
+TOO_LONG = "x" * 300
+
+
+@pytest.fixture
+def closed(tmp_path, monkeypatch):
+    """A directory that this user may not look into; root may, so permissions alone cannot show it."""
+    folder, stat = tmp_path / "closed", os.stat
+
+    def refuse(path, *words, **names):
+        if not isinstance(path, int) and folder in Path(os.fsdecode(path)).parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return stat(path, *words, **names)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    return folder
+
+
+def test_a_user_config_that_this_user_may_not_read_counts_as_absent_and_is_said_once(resolve, closed):
+    resolved = resolve({"hbm": "1GiB"}, environ={"XDG_CONFIG_HOME": str(closed)})
+    assert resolved.config.hbm.capacity == GiB
+    (warning,) = resolved.warnings
+    assert f"{closed}/tiers/tiers.toml cannot be read: Permission denied; it counts as absent" in warning
+    assert "XDG_CONFIG_HOME" in warning
+
+
+def test_a_user_without_a_home_has_no_user_config(tmp_path, monkeypatch):
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    (warning,) = load(environ={}, cwd=tmp_path).warnings
+    assert warning.startswith("the user config cannot be looked for: ")
+    assert cache_directory().is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"run": "~nosuchuser/x"}, "run = '~nosuchuser/x' (argument run) cannot be used"),
+        ({"ledger": "~nosuchuser/x"}, "name an absolute path"),
+        ({"config": TOO_LONG}, "TIERS_CONFIG names xxx"),
+        ({"nvme": "1GiB", "nvme_path": TOO_LONG}, "cannot be used: File name too long; name another directory"),
+        ({"nvme": "1GiB", "nvme_path": "{closed}/x"}, "closed/x cannot be used: Permission denied"),
+        ({"config": "{closed}/tiers.toml"}, "tiers.toml, which cannot be read: Permission denied; name a file that"),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_one_clear_line(resolve, closed, given, expected):
+    given = {name: value.format(closed=closed) for name, value in given.items()}
+    with pytest.raises(ConfigError) as error:
+        resolve(given)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_project_s_file_that_cannot_be_looked_at_is_no_file_that_is_absent(closed):
+    """It may hold the budget."""
+    with pytest.raises(ConfigError, match=r"^\./tiers\.toml cannot be read: Permission denied; work in a directory"):
+        load(environ={"XDG_CONFIG_HOME": "/nonexistent"}, cwd=closed)
+
+
+def test_a_relative_path_where_the_directory_is_gone_is_one_clear_line(resolve, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(
+        ConfigError, match=r"run = 'out' .* cannot be used: No such file or directory; name an absolute"
+    ):
+        resolve({"run": "out"})
+
+
+def test_a_run_directory_that_cannot_be_looked_at_is_refused(closed):
+    for path in (closed / "run", closed.parent / TOO_LONG):
+        with pytest.raises(
+            ConfigError, match=r"TIERS_RUN: .* cannot be written: .*; name a directory that you may write"
+        ):
+            run_directory.find(Config(run=path))
