@@ -62,7 +62,9 @@ class Runtime:
         self._devices = Devices(self._counters)
         self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
         self._lock = threading.Lock()  # guards the choice of `_tensors`
-        self._listing = threading.Lock()  # guards the savers, to which threads add while others go through them
+        # Guards the savers, to which threads add while others go through them. Reentrant: a signal's handler, which
+        # writes down what happened so far, comes in the middle of whatever the main thread is doing, this included.
+        self._listing = threading.RLock()
         self._thread = _Thread()
         self._savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # a thread owns its own, and takes it along
         self._models = Models(options.hbm)
