@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from tiers.cli.verb import print_json, print_tables
+from tiers.cli.verb import print_json, print_tables, writing
 from tiers.config import load
 from tiers.monitor.board import read_all
 from tiers.monitor.verdict import whose
@@ -24,7 +24,8 @@ _NOBODY = "no program of this user is running with tiers and its monitor"
 class TopVerb:
     """Show what the monitors of this user's running programs see, and what they do about it.
 
-    Lanes, traffic, verdict and back-off, refreshed every second until Ctrl-C; once with --once or --json.
+    Lanes, traffic, verdict and back-off, refreshed every second until Ctrl-C; once with --once or --json, and where
+    stdout is no terminal.
     """
 
     name = "top"
@@ -35,13 +36,13 @@ class TopVerb:
 
     def run(self, args: argparse.Namespace) -> int:
         """Read and print."""
+        console = Console(markup=False, highlight=False, emoji=False)
         if args.json:
             print_json({"programs": _programs()})
-        elif args.once:
+        elif args.once or not console.is_terminal:  # a file would hold every picture, one below the other
             print_tables(render(_programs()))
         else:
-            console = Console(markup=False, highlight=False, emoji=False)
-            with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+            with writing(), Live(console=console, auto_refresh=False, screen=True) as live:
                 while True:
                     live.update(Group(*render(_programs())), refresh=True)
                     time.sleep(_EVERY)
@@ -49,7 +50,7 @@ class TopVerb:
 
 
 def _programs() -> list[dict[str, Any]]:
-    named = load().config.ledger
+    named = load(trains=False).config.ledger  # whether a run could begin is not what is asked
     directories = [of_user(place) for place in LEDGERS] if named is None else [named]
     return [state for directory in directories for state in read_all(directory)]
 

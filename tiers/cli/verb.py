@@ -59,7 +59,7 @@ def positive_seconds(text: str) -> float:
 
 def print_json(data: object) -> None:
     """Write `data` on stdout; paths and such as their text."""
-    with _writing():
+    with writing():
         print(json.dumps(data, indent=2, default=str))
 
 
@@ -67,13 +67,13 @@ def print_tables(parts: Iterable[RenderableType]) -> None:
     """Write tables and lines on stdout, in colour where that is a terminal and NO_COLOR is not set."""
     # No markup: a path or a hint such as torch-tiers[cuda13] is text, not a style.
     console = Console(markup=False, highlight=False, emoji=False)
-    with _writing():
+    with writing():
         for part in parts:
             console.print(part)
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
+def writing() -> Iterator[None]:
     """End the verb in one line where stdout cannot be written, and silently where its reader left, as `head` does."""
     try:
         yield

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -372,6 +373,42 @@ def test_top_looks_where_the_ledger_is_named(
 ) -> None:
     monkeypatch.setattr(top_verb, "LEDGERS", (tmp_path / "nowhere",))
     monkeypatch.setenv("TIERS_LEDGER", str(tmp_path / f"tiers-{os.geteuid()}"))
+    assert main(["top", "--once"]) == 0
+    assert "4711" in capsys.readouterr().out
+    shown.close()
+
+
+def test_top_looks_once_where_nobody_would_see_it_refreshed(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top"]) == 0
+    assert capsys.readouterr().out.count("4711: train.py --fast") == 1
+    shown.close()
+
+
+def test_top_ends_as_the_other_verbs_where_its_terminal_is_gone(
+    shown: Board, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def gone(self: object, *what: object, **how: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # passes for a terminal
+    monkeypatch.setattr(top_verb.Live, "update", gone)
+    stdout = os.dup(1)  # what is left of the output is thrown away, and the tests after this one have some to say
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["top"])
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == ""
+    shown.close()
+
+
+def test_top_looks_at_programs_also_where_none_could_begin(
+    shown: Board, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIERS_NVME", "1GiB")
+    monkeypatch.setenv("TIERS_NVME_PATH", "/no/such/directory")
     assert main(["top", "--once"]) == 0
     assert "4711" in capsys.readouterr().out
     shown.close()
