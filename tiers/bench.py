@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tiers.run_directory import STATS, step_seconds
@@ -138,6 +139,32 @@ def _interruptible() -> Iterator[None]:
     finally:
         if ignored:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end what is inside with SystemExit, so that no program and no directory is left behind.
+
+    By default they end this process alone: the program, in a group of its own, would go on with the GPU. What is
+    ignored, as SIGHUP under ``nohup``, stays so.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGHUP) if here else ()
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for taken in ours:  # the second one must not break off what the first has us clear away
+            signal.signal(taken, signal.SIG_IGN)
+        raise SystemExit(128 + number)  # as shells tell
+
+    ours = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
 
 
 def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from allocator.sizes import format_size
-from tiers.bench import IDEAL, Outcome, Variant, run
+from tiers.bench import IDEAL, Outcome, Variant, ended_in_order, run
 from tiers.cli.run import options_for, refuse_without_autoload
 from tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
 from tiers.config import load
@@ -59,7 +59,7 @@ class BenchVerb:
         variants = [Variant(policy, size) for size in sizes for policy in policies]
         environ = _environ(variants)
         outcomes: list[Outcome] = []
-        with _directory(args.out) as directory, Console(stderr=True).status("") as status:
+        with ended_in_order(), _directory(args.out) as directory, Console(stderr=True).status("") as status:
             for number, variant in enumerate([*([] if args.no_ideal else [IDEAL]), *variants]):
                 status.update(f"{variant} ({number + 1} of {len(variants) + (not args.no_ideal)})")
                 try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.unit.by_hand import eventually
 from tests.unit.tiers.test_cli import STATS
+from tiers.bench import ended_in_order
 from tiers.cli.main import main
 
 SECONDS = {"all": 0.2, "20GiB": 0.25, "10GiB": 0.4}  # a step, by budget
@@ -181,3 +185,45 @@ def test_workers_that_a_program_leaves_behind_do_not_run_beside_the_next(tmp_pat
     assert main(["bench", "--no-ideal", "--hbm", "20GiB", "--", sys.executable, "-c", leaves]) == 1  # it never stepped
     time.sleep(4)
     assert not (tmp_path / "survived").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_the_bench_ends_its_program_and_leaves_nothing_behind(
+    program: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    """By default the signal ends this process alone, and the program would go on with the GPU."""
+    (tmp_path / "train.py").write_text(
+        f"import os, pathlib, time; pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch(); time.sleep(60)"
+    )
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "tiers", "bench", "--hbm", "20GiB", *program],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # who runs the tests may ignore it
+    )
+    try:
+        assert eventually(lambda: any(path.name.isdigit() for path in tmp_path.iterdir()))
+        bench.send_signal(number)
+        _, err = bench.communicate(timeout=60)
+    finally:
+        bench.kill()
+        bench.communicate()
+    assert bench.returncode == 128 + number
+    assert "Traceback" not in err
+    (child,) = (int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    assert not list(tmp_path.glob("tiers-bench-*"))
+
+
+def test_a_bench_leaves_the_signals_as_they_were() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with ended_in_order():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
