@@ -63,11 +63,15 @@ def write(
 ) -> Path:
     """Write what a run did, and what it learned; over an earlier run with `force`. Where it is now."""
     directory.mkdir(parents=True, exist_ok=True)
-    if (directory / STATS).exists() and not force:
-        # Trainers started by hand, without RANK, share the directory: none must overwrite another's.
+    told = json.dumps(stats, indent=2).encode() + b"\n"
+    try:
+        # First, as whose it is has the directory: trainers without RANK, started by hand or by torch.multiprocessing,
+        # share it and may end together, and none must overwrite another's.
+        _write(directory / STATS, told, over=force)
+    except FileExistsError:
         directory = directory / f"process{os.getpid()}"
         directory.mkdir()
-    _write(directory / STATS, json.dumps(stats, indent=2).encode() + b"\n")
+        _write(directory / STATS, told)
     if learned is not None:
         trace, plan = learned
         _write(directory / "trace.json", trace.to_json().encode() + b"\n")
@@ -77,11 +81,31 @@ def write(
     return directory
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file as a whole or not at all: a program that gets SIGTERM may get SIGKILL soon after."""
-    part = path.with_name(f".{path.name}.part")
+def _write(path: Path, content: bytes, *, over: bool = True) -> None:
+    """Write a file as a whole or not at all: a program that gets SIGTERM may get SIGKILL soon after.
+
+    Raises
+    ------
+    FileExistsError
+        If there is one already, and `over` is false. Of several processes one alone can make it.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(content)
-        part.replace(path)
+        if over:
+            part.replace(path)
+        else:
+            _link(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _link(part: Path, path: Path) -> None:
+    """Give what is written its name, as `replace` would, but never over another's."""
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links: for a moment the file is there and empty
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        part.replace(path)

@@ -1,0 +1,62 @@
+"""The run directory: one per process, whoever else ends at the same time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+
+from migrator.telemetry.timeline import Timeline
+from tiers import run_directory
+
+PROCESSES = 6
+ROUNDS = 20
+
+
+def end_together(directory: Path, barrier: Barrier) -> None:
+    """What ranks without RANK do at the end of a program, over and over."""
+    for number in range(ROUNDS):
+        timeline = Timeline()
+        timeline.happened(str(os.getpid()))
+        barrier.wait()
+        stats = {"process": os.getpid(), "filler": "x" * 10_000}
+        run_directory.write(directory / f"{number}", stats, None, timeline, force=False)
+
+
+def test_processes_that_end_together_have_a_directory_each(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(PROCESSES)
+    processes = [context.Process(target=end_together, args=(tmp_path, barrier)) for _ in range(PROCESSES)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * PROCESSES
+    for number in range(ROUNDS):
+        found = sorted((tmp_path / f"{number}").rglob(run_directory.STATS))
+        assert {json.loads(file.read_text())["process"] for file in found} == {process.pid for process in processes}
+        assert len(found) == PROCESSES
+        assert all((file.parent / run_directory.TIMELINE).exists() for file in found)
+        assert not list((tmp_path / f"{number}").rglob("*.part"))
+
+
+def test_a_file_system_without_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*names: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    first = run_directory.write(tmp_path, {"number": 1}, None, Timeline(), force=False)
+    second = run_directory.write(tmp_path, {"number": 2}, None, Timeline(), force=False)
+    assert (first, second) == (tmp_path, tmp_path / f"process{os.getpid()}")
+    assert [json.loads((place / run_directory.STATS).read_text())["number"] for place in (first, second)] == [1, 2]
+
+
+def test_with_force_an_earlier_run_is_written_over(tmp_path: Path) -> None:
+    for number in (1, 2):
+        assert run_directory.write(tmp_path, {"number": number}, None, Timeline(), force=True) == tmp_path
+    assert json.loads((tmp_path / run_directory.STATS).read_text()) == {"number": 2}
