@@ -68,6 +68,23 @@ def test_of_those_that_tell_the_same_the_first_that_works_is_used() -> None:
     assert choice.refused == {"best": "no permission", "other": "not there"}
 
 
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({"type": "7", "events/cas_count_read": "event=0x04"}, "FileNotFoundError: "),  # of how many bytes?
+        ({"type": "7", "cpumask": "", "events/data_read": "event=1", "events/data_read.scale": "1"}, "ValueError: "),
+    ],
+)
+def test_a_sensor_that_finds_what_it_does_not_understand_is_refused_alone(
+    tmp_path: Path, found: dict[str, str], reason: str
+) -> None:
+    for name, text in found.items():
+        write(tmp_path / "uncore_imc_0" / name, text)
+    choice = choose([[Uncore(tmp_path)], [Fake("other")]])
+    assert [sensor.name for sensor in choice.sensors] == ["other"]
+    assert choice.refused["uncore"].startswith(reason)
+
+
 def test_every_sensor_says_here_whether_it_can_be_used() -> None:
     choice = available_sensors(probe=True)
     assert {"cores", "copy"} <= {sensor.name for sensor in choice.sensors}

@@ -41,7 +41,7 @@ class Sensor(Protocol):
     name: str
 
     def why_not(self) -> str | None:
-        """Why it cannot be used here, or None."""
+        """Why it cannot be used here, or None. Whatever it raises, the sensor is not used."""
 
     def read(self) -> Reading | None:
         """Look; None where there is nothing to tell yet. Whatever it raises, the sensor is given up."""
@@ -76,12 +76,15 @@ class Choice:
 
 
 def choose(candidates: Sequence[Sequence[Sensor]]) -> Choice:
-    """Of each row, whose sensors tell the same, the first that can be used."""
+    """Of each row, whose sensors tell the same, the first that can be used; one that raises cannot."""
     sensors: list[Sensor] = []
     refused: dict[str, str] = {}
     for row in candidates:
         for sensor in row:
-            reason = sensor.why_not()
+            try:
+                reason = sensor.why_not()
+            except Exception as error:  # such as what a driver shows that is like no other: nothing to end the rest for
+                reason = f"{type(error).__name__}: {error}"
             if reason is None:
                 sensors.append(sensor)
                 break
