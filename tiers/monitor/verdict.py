@@ -28,7 +28,9 @@ CALM = 10  # readings in a row above `LEAVE` until the bus is called free
 SMOOTH = 0.5  # weight of the newest in the average
 STALE = 20  # readings without a copy after which a lane's estimate says nothing any more
 BLIND = 100  # readings without any lane after which a load is taken to have ended
-GAP = 60.0  # seconds without a reading, as after a suspend, after which a lane is judged afresh
+GAP = 60.0  # seconds without a reading, as after a suspend, after which a lane is judged afresh, at least ...
+GAPS = 3  # ... and usual times between two readings: a program's periods may be as long
+USUAL = 5  # of those times make the usual one, their median
 LIGHTER = 0.5  # of the load at the begin of the saturation: below it the load is taken to have ended
 OURS = 0.7  # of the traffic on the bus: if so much of it is ours, nobody else is to blame
 
@@ -73,6 +75,7 @@ class Judge:
     def __init__(self, calibration: Calibration | None = None) -> None:
         self._calibration = calibration or Calibration()
         self._last = float("-inf")
+        self._between: deque[float] = deque(maxlen=USUAL)
         self._begin_afresh()
         self._state: State = "free"
         self._calm = 0
@@ -90,8 +93,11 @@ class Judge:
         """The verdict with `reading` taken in; one that is older than the last counts for nothing."""
         if reading.at <= self._last:
             return self.verdict
-        if reading.at - self._last > GAP:
+        since = reading.at - self._last
+        if since > max(GAP, GAPS * median(self._between or (0.0,))):
             self._begin_afresh()
+        if math.isfinite(since):  # not before the first
+            self._between.append(since)
         self._last = reading.at
         values = reading.values
         for lane in LANES:

@@ -214,6 +214,30 @@ def test_after_a_long_gap_the_lanes_are_judged_afresh() -> None:
     assert judged(before + after[:1]).left == {"d2h": 1.0, "h2d": 1.0}
 
 
+def every(seconds: float, values: Iterable[dict[str, float]], start: float = 100.0) -> list[Reading]:
+    return [Reading(start + seconds * k, value) for k, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("seconds", [GAP / 2, 1.5 * GAP, 10 * GAP])
+def test_a_load_is_seen_also_where_periods_are_long(seconds: float) -> None:
+    loaded = [{"d2h": 1.0, "h2d": 1.0}] * 10 + [{"d2h": 0.6, "h2d": 0.6}] * 10
+    assert judged(every(seconds, loaded)).state == "saturated"
+
+
+def test_after_a_gap_that_is_long_for_long_periods_the_lanes_are_judged_afresh() -> None:
+    before = every(2 * GAP, [{"d2h": 0.6, "h2d": 0.6}] * 10)
+    quiet = [{"d2h": 1.0, "h2d": 1.0}]
+    assert judged(before + every(1.0, quiet, before[-1].at + 5 * GAP)).left["h2d"] < 1
+    assert judged(before + every(1.0, quiet, before[-1].at + 7 * GAP)).left == {"d2h": 1.0, "h2d": 1.0}
+
+
+def test_one_gap_does_not_make_the_next_one_usual() -> None:
+    before = lanes([1.0] * 10)
+    again = every(1.0, [{"d2h": 0.6, "h2d": 0.6}] * 10, before[-1].at + 100 * GAP)
+    afresh = every(1.0, [{"d2h": 1.0, "h2d": 1.0}], again[-1].at + 2 * GAP)
+    assert judged(before + again + afresh).left == {"d2h": 1.0, "h2d": 1.0}
+
+
 # -------------------------------------------------------------------------------------------------- recorded
 
 
