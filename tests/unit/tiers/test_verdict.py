@@ -290,6 +290,47 @@ def test_what_was_measured_before_counts_from_the_first_copy() -> None:
     assert calibration.expected(kind_of("d2h", 64 * MiB, False)) is None
 
 
+def backed_off(rates: Iterable[float], calibration: Calibration | None = None) -> list[bool]:
+    """Whether the back-off was at work after each copy, a copy a reading."""
+    calibration, kind = calibration or Calibration(), kind_of("h2d", 64 * MiB, False)
+    judge, backoff, found = Judge(calibration), Backoff(), []
+    for at, rate in enumerate(rates):
+        calibration.learn(kind, [rate * 1e9])
+        expected = calibration.expected(kind)
+        assert expected is not None
+        backoff = backoff.step(judge.judge(Reading(100.0 + at, {"h2d": min(rate * 1e9 / expected, 1.0)})))
+        found.append(backoff.share < 1)
+    return found
+
+
+@pytest.mark.parametrize("burst", [5, 10, 20])
+@pytest.mark.parametrize("before", [0, 150, 1090])
+def test_a_burst_of_fast_copies_does_not_hold_a_run_back_without_a_load(before: int, burst: int) -> None:
+    """As at the boost clock of a GPU that was idle."""
+    assert sum(backed_off([44.0] * before + [55.0] * burst + [44.0] * (10_000 - before - burst))) < 200
+
+
+def test_what_a_lane_gave_for_long_and_gives_no_more_is_forgotten() -> None:
+    found = backed_off([55.0] * 500 + [44.0] * 2000)
+    assert all(found[510:1400])  # until then it may be a load
+    assert not any(found[1700:])
+
+
+def test_a_load_is_not_forgotten_where_there_are_quiet_times_between() -> None:
+    found = backed_off(([55.0] * 300 + [38.0] * 700) * 5)
+    assert all(all(found[k + 310 : k + 1000]) for k in range(0, 5000, 1000))
+
+
+def test_what_was_measured_before_is_never_forgotten() -> None:
+    assert all(backed_off([38.0] * 5000, Calibration({"h2d": 55e9}))[10:])
+
+
+@pytest.mark.parametrize(("noise", "at_most"), [(0.02, 0.0), (0.08, 0.03)])
+def test_noise_is_no_load(noise: float, at_most: float, seed: int) -> None:
+    random = Random(seed)
+    assert sum(backed_off(50.0 * (1 + random.gauss(0, noise)) for _ in range(10_000))) <= at_most * 10_000
+
+
 def test_curves_come_from_the_probe() -> None:
     points = [{"host_traffic": t * 1e9, "bandwidth": b * 1e9, "workers": 1} for t, b in ((127, 39), (0, 55), (98, 45))]
     report = {"results": [{"path": {"lane": "h2d"}, "loaded": points}, {"path": {"lane": None}, "loaded": points}]}
