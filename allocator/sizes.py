@@ -14,6 +14,8 @@ PAGE = 2 * MiB
 """Unit of accounting and alignment in the memory tiers: what CUDA maps virtual memory by."""
 
 _UNITS = {"b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB}
+_LIKELY = {unit[0]: unit for unit in ("KiB", "MiB", "GiB", "TiB")}
+_MOST = 2**63  # past what any system counts in, and what can be written as a float
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
@@ -30,14 +32,24 @@ def parse_size(text: str | int) -> int:
     ValueError
         If `text` is no size; says what is accepted.
     """
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+    if isinstance(text, int) and not isinstance(text, bool) and 0 <= text < _MOST:
         return text
     if isinstance(text, str) and (match := _SIZE.fullmatch(text.strip())):
         number, unit = match.groups()
         factor = 1 if not unit and "." not in number else _UNITS.get(unit.lower())
-        if factor is not None:
-            return int(Decimal(number) * factor)
-    raise ValueError(f'{text!r} is not a size: write bytes, or a number and KiB, MiB, GiB or TiB: "24GiB"')
+        if factor is not None and (size := Decimal(number) * factor) < _MOST:
+            return int(size)
+    guess = f"; did you mean {likely}?" if (likely := likely_size(text)) else ""
+    raise ValueError(f'{text!r} is not a size: write bytes, or a number and KiB, MiB, GiB or TiB: "24GiB"{guess}')
+
+
+def likely_size(text: object) -> str | None:
+    """What ``24GB``, ``24G`` or ``24Gi``, which are no sizes, likely stand for: ``24GiB``."""
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None or (unit := _LIKELY.get(match[2][:1].upper())) is None:
+        return None
+    written = match[2].lower()
+    return match[1] + unit if written in (unit[0].lower(), unit[0].lower() + "b", unit[:2].lower()) else None
 
 
 def format_size(nbytes: int) -> str:

@@ -211,10 +211,14 @@ def _check_nvme(nvme: NvmeConfig, origin: Mapping[str, str]) -> tuple[str, ...]:
             "name the directories with TIERS_NVME_PATH or in [nvme]"
         )
     warnings = []
+    known: dict[Path, Path] = {}
     for path in nvme.paths:
         where = f"nvme.paths ({origin['nvme.paths']}): {path}"
         try:
             warnings += _check_directory(path, where)
+            # Named twice it would get twice its share of the capacity, and both halves of what is to be striped.
+            if (same := known.setdefault(path.resolve(), path)) is not path:
+                raise ConfigError(f"{where} is the same directory as {same}: name it once")
         except (OSError, RuntimeError) as error:  # of a name that is too long, or a directory above that is closed
             raise ConfigError(f"{where} cannot be used: {said(error)}; name another directory") from None
     return tuple(warnings)

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from allocator.errors import TiersError
-from allocator.sizes import parse_size
+from allocator.sizes import likely_size, parse_size
 from migrator.policies import MODULES
 from tiers.log import LEVELS
 
@@ -36,11 +36,19 @@ class Parser:
         What it accepts, in words for an error message.
     choices
         All that it accepts, where that is a few words.
+    likely
+        What a text that it does not accept may stand for, where that can be told.
     """
 
     parse: Callable[[object], object]
     accepts: str
     choices: tuple[str, ...] = ()
+    likely: Callable[[object], str | None] = lambda raw: None
+
+    def guess(self, raw: object) -> str:
+        """``"; did you mean x?"`` for the accepted text nearest to `raw`, or nothing when none is near."""
+        likely = self.likely(raw)
+        return f"; did you mean {likely}?" if likely else nearest(str(raw), self.choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +142,8 @@ def _one_of(choices: tuple[str, ...]) -> Parser:
     return Parser(parse, "one of " + ", ".join(choices), choices)
 
 
-SIZE = Parser(_size, 'a size such as "24GiB", "512MiB" or a number of bytes, not negative')
-SIZE_OR_ALL = Parser(_size_or_all, f'{SIZE.accepts}, or "all"')
+SIZE = Parser(_size, 'a size such as "24GiB", "512MiB" or a number of bytes, not negative', likely=likely_size)
+SIZE_OR_ALL = Parser(_size_or_all, f'{SIZE.accepts}, or "all"', likely=likely_size)
 FLAG = Parser(_flag, "true or false (in the environment also 1 or 0)")
 RATE = Parser(_rate, "a number of bytes per second above 0")
 PATH = Parser(_path, "a path")

@@ -24,11 +24,11 @@ class Given:
         """The typed value; ConfigError if the key does not accept it."""
         try:
             return self.key.parser.parse(self.raw)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):  # the last of a number too large for a float
             parser = self.key.parser
             raise ConfigError(
                 f"{self.key.name} = {self.raw!r} ({self.origin}) is not accepted: it must be {parser.accepts}"
-                f"{nearest(str(self.raw), parser.choices)}"
+                f"{parser.guess(self.raw)}"
             ) from None
         except (OSError, RuntimeError) as error:  # nobody's home, or a relative path where the directory is gone
             raise ConfigError(

@@ -37,7 +37,7 @@ def find(config: Config) -> Path | None:
     """
     if config.run is None:
         return None
-    rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE") or 1) > 1 else None
     directory = config.run / f"rank{rank}" if rank else config.run
     try:
         standing = next(parent for parent in (directory, *directory.parents) if parent.exists())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from allocator.errors import TiersError
-from allocator.sizes import format_size
+from allocator.sizes import format_at_least, format_size
 from migrator.hooks import weights
 from migrator.runtime.devices import has_tiers
 
@@ -61,7 +61,7 @@ class Models:
             needed, budget = weights.bytes_on(device, tensors), self._hbm(device)
             if needed > budget:
                 raise BudgetTooSmall(
-                    f"hbm is {format_size(budget)}, and the model's weights alone need {format_size(needed)} on "
+                    f"hbm is {format_size(budget)}, and the model's weights alone need {format_at_least(needed)} on "
                     f"{device}: raise TIERS_HBM above that, with room for gradients, optimizer state and the work "
                     "of a layer"
                 )

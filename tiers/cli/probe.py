@@ -82,6 +82,8 @@ class ProbeVerb:
         file = Path(os.environ.get(CONFIG_ENV) or "tiers.toml")
         if args.plot:
             plot.check(args.plot, force=args.force)
+        if args.write:
+            links.refuse_if_not_writable(file)
         if args.write and not args.force:
             links.refuse_to_overwrite(file, run.lanes_of(options.patterns))
         set_up(resolved.config.log)

@@ -49,7 +49,8 @@ class RunVerb:
         changes = _changes(args, os.environ)
         if args.verbose or args.json:
             print(_describe(changes, command, as_json=args.json), file=sys.stderr)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by who started this
+            sys.stdout.flush()
         try:
             os.execvpe(command[0], command, {**os.environ, **changes})
         except FileNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -75,6 +76,9 @@ def print_tables(parts: Iterable[RenderableType]) -> None:
 @contextmanager
 def writing() -> Iterator[None]:
     """End the verb in one line where stdout cannot be written, and silently where its reader left, as `head` does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the encoding lacks is written as its number: what else there is to say matters more.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
         print(end="", flush=True)

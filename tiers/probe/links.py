@@ -46,6 +46,15 @@ def written_links(path: Path) -> set[str]:
     return set(links) if isinstance(links, dict) else set()
 
 
+def refuse_if_not_writable(path: Path) -> None:
+    """Raise TiersError if `path` cannot be written or is no such file: asked before minutes are spent measuring."""
+    if not isinstance(_read(path).get("links", {}), (AbstractTable, dict)):
+        raise TiersError(f"{path}: links is not a table; correct it")
+    parent = path.resolve().parent  # resolved, as below: the file is replaced where it is, within its directory
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise TiersError(f"{path} cannot be written: {parent} is not a directory that you may write to")
+
+
 def refuse_to_overwrite(path: Path, lanes: Iterable[str]) -> None:
     """Raise TiersError if `path` has a value for one of `lanes`."""
     taken = sorted(written_links(path).intersection(lanes))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allocator.errors import CorruptionError, StoreError, TierFull, TiersError
-from allocator.sizes import GiB, KiB, MiB, TiB, format_at_least, format_size, parse_size, round_up
+from allocator.sizes import GiB, KiB, MiB, TiB, format_at_least, format_size, likely_size, parse_size, round_up
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,23 @@ def test_a_size_is_read(text: str | int, nbytes: int) -> None:
 def test_what_is_no_size_is_refused_with_what_is_accepted(text: object) -> None:
     with pytest.raises(ValueError, match="24GiB"):
         parse_size(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["9" * 400, int("9" * 400), f"{'9' * 400}GiB", "8388608TiB"])
+def test_what_no_system_counts_in_is_no_size(text: str | int) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["24GB", "24G", "24gb", "24 Gi", " 24g "])
+def test_a_unit_that_is_nearly_right_is_guessed(text: str) -> None:
+    with pytest.raises(ValueError, match=r"did you mean 24GiB\?"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["24", "24GX", "24Gbit", "much", "24b", 24])
+def test_what_is_not_nearly_right_is_not_guessed(text: object) -> None:
+    assert likely_size(text) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from allocator.sizes import MiB
+from allocator.sizes import MiB, format_at_least, parse_size
 from tiers.session import session
 
 ROOT = Path(__file__).parents[3]
@@ -257,12 +257,14 @@ if __name__ == "__main__":
     assert stats_of(tmp_path / "run")["steps"] == 4
 
 
-def test_a_budget_below_the_weights_says_how_much_they_need() -> None:
-    done = tiered(TRAIN, TIERS_HBM="500KiB")
+@pytest.mark.parametrize(("budget", "said"), [("500KiB", "500.0 KiB"), ("1MiB", "1.0 MiB")])
+def test_a_budget_below_the_weights_says_how_much_they_need(budget: str, said: str) -> None:
+    done = tiered(TRAIN, TIERS_HBM=budget)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert "500.0 KiB" in done.stderr
-    assert f"{WEIGHTS / MiB:.1f} MiB" in done.stderr
+    assert f"hbm is {said}, " in done.stderr
+    assert parse_size(format_at_least(WEIGHTS)) >= WEIGHTS  # else it would ask for what is not enough
+    assert f"need {format_at_least(WEIGHTS)} on" in done.stderr
 
 
 @pytest.mark.parametrize(

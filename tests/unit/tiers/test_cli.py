@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -56,6 +57,12 @@ def tiers(*words: str, cwd: Path, stdout=subprocess.PIPE, **environ: str) -> sub
         text=True,
         check=False,
     )
+
+
+def tiers_in_shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[3]
+    environ = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "PYTHONPATH": str(root)}
+    return subprocess.run(["sh", "-c", command], cwd=cwd, env=environ, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("words", [["config"], ["config", "--json"]])
@@ -189,6 +196,18 @@ def test_run_that_cannot_start_is_one_line(tmp_path, words, environ, code, messa
     assert done.returncode == code
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_run_without_a_stdout_runs_the_program(tmp_path):
+    run = [sys.executable, "-m", "tiers", "run", "--", "sh", "-c", "exit 7"]
+    done = tiers_in_shell(" ".join(map(shlex.quote, run)) + " >&-", tmp_path)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_a_name_that_stdout_cannot_write_is_written_as_its_number(tmp_path):
+    done = tiers("config", cwd=tmp_path, TIERS_RUN="/räume", PYTHONIOENCODING="ascii", COLUMNS="200")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"/r\xe4ume" in done.stdout
 
 
 def test_report_prints_what_a_run_did(tmp_path, capsys):

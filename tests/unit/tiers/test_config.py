@@ -203,6 +203,9 @@ def test_paths_do_not_depend_on_a_later_chdir(resolve, tmp_path, monkeypatch):
         ({"arguments": {"dram": -1}}, "dram.capacity = -1"),
         ({"project": "[hbm]\ncapacity = 1.5"}, "hbm.capacity = 1.5"),
         ({"project": "[hbm]\ncapacity = true"}, "hbm.capacity = True"),
+        ({"environ": {"TIERS_HBM": "24GB"}}, 'not negative, or "all"; did you mean 24GiB?'),
+        ({"environ": {"TIERS_DRAM": "9" * 400}}, "it must be a size"),
+        ({"project": f"[links]\nd2h = {'9' * 400}"}, "bytes per second above 0"),
         ({"project": '[nvme]\nchecksum = "maybe"'}, "it must be true or false"),
         ({"project": "[links]\nd2h = 0"}, "bytes per second above 0"),
         ({"project": "[links]\nd2h = nan"}, "bytes per second above 0"),
@@ -247,6 +250,15 @@ def test_an_nvme_directory_must_be_one(resolve, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is not a directory"):
         resolve({"nvme": "1GiB", "nvme_path": tmp_path / "file"})
+
+
+def test_an_nvme_directory_is_named_once(resolve, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with pytest.raises(ConfigError, match=r"/link is the same directory as .*/disk: name it once"):
+        resolve({"nvme": "1GiB", "nvme_path": [tmp_path / "disk", tmp_path / "link"]})
+    with pytest.raises(ConfigError, match="name it once"):
+        resolve({"nvme": "1GiB", "nvme_path": [tmp_path / "disk", tmp_path / "disk"]})
 
 
 def test_an_nvme_directory_must_be_writable(resolve, tmp_path, monkeypatch):

@@ -76,6 +76,17 @@ def test_a_mistake_is_one_line_before_anything_is_measured(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_links_that_could_not_be_written_are_a_mistake_before_anything_is_measured(
+    force: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may write anywhere, so permissions cannot show it in a container.
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert main(["probe", "--write", *force]) == 2
+    err = capsys.readouterr().err
+    assert "tiers.toml cannot be written: " in err and err.count("\n") == 1
+
+
 def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

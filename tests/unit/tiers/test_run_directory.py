@@ -13,6 +13,7 @@ import pytest
 
 from migrator.telemetry.timeline import Timeline
 from tiers import run_directory
+from tiers.config import Config
 
 PROCESSES = 6
 ROUNDS = 20
@@ -54,6 +55,15 @@ def test_a_file_system_without_links_will_do(tmp_path: Path, monkeypatch: pytest
     second = run_directory.write(tmp_path, {"number": 2}, None, Timeline(), force=False)
     assert (first, second) == (tmp_path, tmp_path / f"process{os.getpid()}")
     assert [json.loads((place / run_directory.STATS).read_text())["number"] for place in (first, second)] == [1, 2]
+
+
+@pytest.mark.parametrize(("size", "name"), [("", ""), ("1", ""), ("2", "rank1")])
+def test_ranks_have_a_directory_each_and_an_empty_variable_counts_as_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str, name: str
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert run_directory.find(Config(run=tmp_path)) == tmp_path / name
 
 
 def test_with_force_an_earlier_run_is_written_over(tmp_path: Path) -> None:
