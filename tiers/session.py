@@ -183,7 +183,10 @@ class Session:
                 self._run = run_directory.write(self._run, stats, learned, self._timeline, force=force)
                 self._written = True
             except OSError as error:  # the training is done, and an error of its own matters more than this one
-                log.error("TIERS_RUN: %s cannot be written: %s", self._run, error.strerror or error)
+                text = (
+                    "TIERS_RUN: %s cannot be written: %s; the numbers of this run are lost: name a writable directory"
+                )
+                log.error(text, self._run, error.strerror or error)
 
     def stats(self) -> dict[str, Any]:
         """What happened so far. Bytes are integers, times are seconds, peaks are this rank's."""

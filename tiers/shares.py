@@ -68,7 +68,10 @@ class Shares:
     def say_if_alone(self) -> None:
         """Say that nothing is shared, where there is no ledger."""
         if self.ledger is None:
-            text = "no ledger can be kept in %s, so dram and nvme are this rank's alone: 1/%d of the capacities"
+            text = (
+                "no ledger can be kept in %s, so dram and nvme are this rank's alone: 1/%d of the capacities; name a "
+                "directory of this user's, the same for all ranks of the node, in TIERS_LEDGER"
+            )
             log.warning(text, " or ".join(map(str, LEDGERS)), self.ranks)
 
     def _default_dram(self) -> int:

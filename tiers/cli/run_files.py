@@ -32,7 +32,9 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
             "trains: without a training step, or after SIGKILL, there is none"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CliError(f"{file} cannot be read: {error}") from None
+        raise CliError(
+            f"{file} cannot be read: {error}; name a directory that TIERS_RUN named, whose run this version wrote"
+        ) from None
 
 
 def known_links(

@@ -80,7 +80,10 @@ def write_links(path: Path, links: LinksConfig, *, force: bool) -> list[str]:
     """
     measured = {lane: int(value) for lane, value in asdict(links).items() if value is not None}
     if not measured:
-        raise TiersError(f"nothing to write to {path}: no link was measured with {LEAST // MiB} MiB or more")
+        raise TiersError(
+            f"nothing to write to {path}: no link was measured with {LEAST // MiB} MiB or more; have --paths name some "
+            "of d2h, h2d, disk_write and disk_read, and tiers doctor say why one cannot run"
+        )
     if not force:
         refuse_to_overwrite(path, measured)
     document = _read(path)
@@ -104,7 +107,7 @@ def _read(path: Path) -> tomlkit.TOMLDocument:
     except FileNotFoundError:
         return tomlkit.document()
     except (OSError, UnicodeDecodeError, TOMLKitError) as error:
-        raise TiersError(f"{path} cannot be read: {error}") from error
+        raise TiersError(f"{path} cannot be read: {error}; correct it, or have TIERS_CONFIG name another") from error
 
 
 def _replace(path: Path, text: str) -> None:

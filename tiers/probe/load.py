@@ -54,7 +54,11 @@ class HostLoad:
         except BaseException as error:
             self._stop()
             if isinstance(error, threading.BrokenBarrierError):
-                text = f"not all {len(self._workers)} processes that load the host started"
+                text = (
+                    f"not all {len(self._workers)} processes that load the host started within {_STARTED_WITHIN} s: "
+                    f"try again while the machine is less busy, with {len(self._workers)} cores and "
+                    f"{len(self._workers) * BYTES_PER_WORKER // MiB} MiB to spare, or leave --contention out"
+                )
                 raise TiersError(text) from None
             raise
         return self

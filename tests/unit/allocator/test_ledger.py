@@ -501,6 +501,16 @@ def test_without_a_ledger_each_rank_has_an_equal_share(tmp_path: Path, monkeypat
     assert budget["dram"] == 32 * MiB
 
 
+def test_that_there_is_no_ledger_is_said_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shares, "LEDGERS", (tmp_path / "nowhere" / "at all",))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # counts as not set
+    shares.Shares(load({}, environ={}, cwd=tmp_path).config).say_if_alone()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "1/1 of the capacities" in line and line.endswith("in TIERS_LEDGER")
+
+
 def test_a_session_keeps_its_accounts_in_the_ledger_that_is_named(tmp_path: Path) -> None:
     named = tmp_path / "ledger"
     config = load({"dram": "64MiB", "ledger": str(named)}, environ={}, cwd=tmp_path).config

@@ -288,6 +288,7 @@ def test_report_as_json_is_the_file(tmp_path, capsys):
     [
         (None, "does not exist; run with TIERS_RUN="),
         ("{", "cannot be read"),
+        ("{", "; name a directory that TIERS_RUN named"),
         ("[]", "not as this version writes it"),
         ("{}", "not as this version writes it: KeyError('device')"),
     ],

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from allocator.errors import StoreError, TierFull
+from allocator.errors import StoreError, TierFull, TiersError
 from allocator.sizes import GiB, KiB, MiB
 from tests.unit.probe_fakes import GB, FakePath
 from tiers.probe.affinity import nodes, on_cores
@@ -140,3 +140,9 @@ def test_the_processes_that_load_end_with_the_load() -> None:
     with load:
         load.set(1)
     assert not any(worker.is_alive() for worker in load._workers)
+
+
+def test_processes_that_do_not_start_in_time_are_one_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.probe.load._STARTED_WITHIN", 0.001)
+    with pytest.raises(TiersError, match=r"^not all 1 processes .* 128 MiB to spare, or leave --contention out$"):
+        HostLoad(1, frozenset(os.sched_getaffinity(0))).__enter__()

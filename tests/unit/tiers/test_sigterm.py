@@ -120,4 +120,5 @@ def test_training_in_another_thread_than_the_main_one_leaves_the_signal_alone(tm
 def test_a_run_directory_that_cannot_be_written_does_not_keep_the_process_alive(tmp_path: Path) -> None:
     done = tiered(START + "step(0)\nopen(os.environ['TIERS_RUN'], 'w')\n" + END, TIERS_RUN=tmp_path / "run")
     assert done.returncode == -signal.SIGTERM
-    assert done.stderr == f"tiers: TIERS_RUN: {tmp_path}/run cannot be written: File exists\n"
+    lost = "the numbers of this run are lost: name a writable directory"
+    assert done.stderr == f"tiers: TIERS_RUN: {tmp_path}/run cannot be written: File exists; {lost}\n"
