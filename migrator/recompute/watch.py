@@ -34,11 +34,13 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that every module has."""
 
 _NORMALISATIONS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONTAINERS = (dict, list, set, deque)
 _LIMIT = 1000  # things in a container up to which each is looked at
 _LARGE = 1 << 20  # bytes of an array beyond which it is not
 _ABSENT = object()
 _Look = tuple[Callable[[], Any], Any]  # what to see, and what was seen
+Sums = tuple[dict[torch.device, Tensor], dict[torch.device, Tensor]]
 
 
 class Watch:
@@ -48,6 +50,8 @@ class Watch:
         self._seen: set[int] = set()
         self._kept: list[object] = []  # an id is good for as long as the object lives
         self._looks: list[_Look] = []
+        self._tensors = list(_own_tensors(module))
+        self._sums = _sums(self._tensors), dict[torch.device, Tensor]()  # before forward, and after it
         self._drawn: list[_Look] = []  # random numbers, and what all ranks must call alike
         self._look(random.getstate, self._drawn)
         self._look(lambda: pickle.dumps(np.random.get_state()), self._drawn)
@@ -73,7 +77,13 @@ class Watch:
     def forward_over(self) -> bool:
         """Whether forward, which is over, has drawn nothing and left all of it as it was."""
         drawn, self._drawn = self._drawn, []
+        self._sums = self._sums[0], _sums(self._tensors)
         return _are_same(drawn) and self.unchanged()
+
+    @property
+    def sums(self) -> Sums:
+        """Of what the module owns before and after its forward, for `same_sums`: now it would wait for the device."""
+        return self._sums
 
     def unchanged(self) -> bool:
         """Whether all of it is what it was, but for what the program has drawn since."""
@@ -152,6 +162,40 @@ def _attributes(module: nn.Module) -> list[Any]:
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether it changes its buffers as PyTorch's normalisations do, in training without looking at them."""
     return type(module).forward in _NORMALISATIONS
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers that forward may not change."""
+    for child in module.modules():
+        own = vars(child)
+        held = [*own["_parameters"].values(), *(() if keeps_statistics(child) else own["_buffers"].values())]
+        for tensor in held:
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel():
+                yield tensor
+
+
+def _sums(tensors: Iterable[Tensor]) -> dict[torch.device, Tensor]:
+    """The sum of the bits of each, by device, once the device has it: versions do not count changes by `.data`."""
+    sums: dict[torch.device, list[Tensor]] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.device.type != "meta" and tensor.untyped_storage().nbytes():
+                sums.setdefault(tensor.device, []).append(_flat(tensor.detach()).sum(dtype=torch.int64))
+        return {device: torch.stack(of) for device, of in sums.items()}
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All of its bits, as integers; without a copy where it is dense."""
+    if not tensor.is_contiguous():
+        dense = tensor.dim() in (4, 5) and tensor.is_contiguous(memory_format=_CHANNELS_LAST[tensor.dim()])
+        tensor = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.contiguous()
+    return tensor.reshape(-1).view(torch.int32 if tensor.nbytes % 4 == 0 else torch.uint8)
+
+
+def same_sums(sums: Sums) -> bool:
+    """Whether forward has left what its module owns as it was, as far as a sum of bits tells. Waits for the device."""
+    before, after = sums
+    return before.keys() == after.keys() and all(torch.equal(before[device], after[device]) for device in before)
 
 
 def _contents(cell: Any) -> Any:

@@ -18,7 +18,7 @@ from migrator.lanes import Meter
 from migrator.recompute.dropped import Peek
 from migrator.recompute.finder import Verified
 from migrator.recompute.trials import Trial, Trials
-from migrator.recompute.watch import Watch
+from migrator.recompute.watch import Sums, Watch, same_sums
 from migrator.trace import Region, Site, Trace
 
 SELDOM = 8  # what the program has held for so many positions is looked at after one more
@@ -78,6 +78,7 @@ class _Visit:
     start: Any
     end: int = -1
     over: Any = None
+    sums: Sums = ({}, {})
 
 
 class Recorder:
@@ -204,6 +205,7 @@ class Recorder:
                 for visit in watched:
                     if visit.watch and not visit.watch.unchanged():  # such as what a model tells its layers for a while
                         visit.end = -1
+                    visit.sums = visit.watch.sums if visit.watch else visit.sums
                     visit.watch = None
         self._coming.clear()
         for gone in (gone for of in self._let_go.values() for gone in of):
@@ -262,7 +264,11 @@ class Recorder:
 
     def _regions(self, meter: Meter) -> list[Region]:
         # The others were entered twice, left by an exception, cannot be repeated, or nothing was saved in them.
-        visits = {path: visit for path, visit in self._visits.items() if visit is not None and visit.end > visit.begin}
+        visits = {
+            path: visit
+            for path, visit in self._visits.items()
+            if visit is not None and visit.end > visit.begin and same_sums(visit.sums)
+        }
         spans = meter.spans([(visit.start, visit.over) for visit in visits.values()])
         regions = []
         for (path, visit), seconds in zip(visits.items(), spans, strict=True):

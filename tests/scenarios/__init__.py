@@ -64,6 +64,7 @@ FAMILIES = (
     "sessions",
     "storages",
     "subclasses",
+    "surprises",
     "threads",
     "timeline",
     "version_check",

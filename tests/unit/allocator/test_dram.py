@@ -135,17 +135,6 @@ def test_closing_stops_a_reservation(arena: DramArena, monkeypatch: pytest.Monke
     assert time.monotonic() - started < 2
 
 
-def test_trimming_returns_idle_memory_to_the_system(arena: DramArena) -> None:
-    before = resident()
-    keep, drop = take(arena, STEP), take(arena, 8 * PAGE)
-    arena.free(drop)
-    del drop
-    assert arena.trim() == 8 * PAGE
-    assert arena.grown == STEP
-    assert resident() - before < STEP + 4 * MiB
-    arena.free(keep)
-
-
 def test_what_lies_idle_goes_back_after_a_while_and_comes_back_with_demand() -> None:
     arena = DramArena(16 * PAGE, pinned=False, step=STEP, idle_after=0.2)
     arena.reserve(8 * PAGE)
