@@ -36,6 +36,9 @@ class Snapshot:
             if not keeps_statistics(child):  # which changes its own
                 tensors += was["_buffers"].values()
         self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
+        self._wants_grad = [
+            (t, t.requires_grad) for _, was in self._modules for t in was["_parameters"].values() if t is not None
+        ]
         self._choices = _choices()
         # What drew no number while it was watched may do so later, as a probability that is raised step by step.
         self._numbers = random.getstate(), np.random.get_state(legacy=False)
@@ -59,7 +62,7 @@ class Snapshot:
                 buffers = {name: None if t is None else t.clone() for name, t in buffers.items()}
             object.__setattr__(child, "__dict__", {**vars(child), **was, "_buffers": dict(buffers)})
         try:
-            with _chosen(*self._choices), _drawing(*self._numbers):
+            with _chosen(*self._choices), _drawing(*self._numbers), _wanting(self._wants_grad):
                 yield
         finally:
             for child, attributes in own:
@@ -122,3 +125,16 @@ def _drawing(python: Any, numpy: Any) -> Iterator[None]:
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
+
+
+@contextmanager
+def _wanting(flags: Iterable[tuple[Tensor, bool]]) -> Iterator[None]:
+    """Have parameters want gradients or not as they did: one that is frozen between would save other tensors."""
+    others = [(tensor, was) for tensor, was in flags if tensor.requires_grad != was and tensor.is_leaf]
+    for tensor, was in others:
+        tensor.requires_grad_(was)
+    try:
+        yield
+    finally:
+        for tensor, was in others:
+            tensor.requires_grad_(not was)

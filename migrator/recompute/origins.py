@@ -101,10 +101,13 @@ class Origins:
         return None
 
     def epsilon(self, node: Any) -> float | None:
-        """The epsilon of a normalisation."""
+        """The epsilon of a normalisation; None, too, where another one in the same formula has another."""
         self.asked = True
-        self.told = node.metadata.get(_EPSILON) if self._epsilon is None else self._epsilon
-        return self.told
+        known = node.metadata.get(_EPSILON) if self._epsilon is None else self._epsilon
+        if self.told is not None and known != self.told:
+            return None
+        self.told = known
+        return known
 
 
 def note(tensor: Tensor, packed: Any, key: str) -> None:

@@ -49,6 +49,8 @@ class Trial:
         Of what is made.
     first, nbytes : int
         The element of the storage at which the tensor begins, and the storage's bytes.
+    unlike : Formula, optional
+        Where `what` goes by a guess: the same by another, which must make something else, or the guess was not tested.
     """
 
     ident: int
@@ -59,6 +61,7 @@ class Trial:
     stride: tuple[int, ...]
     first: int
     nbytes: int
+    unlike: Formula | None = None
 
 
 class _Tried(NamedTuple):
@@ -111,7 +114,8 @@ class Trials:
             self._attempt(trial, tensor, peek)
 
     def _attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
-        seen = {id(packed): peek(packed) for packed in trial.what.inputs}  # once: some are copied, which takes longer
+        inputs = (*trial.what.inputs, *(trial.unlike.inputs if trial.unlike else ()))
+        seen = {id(packed): peek(packed) for packed in inputs}  # once: some are copied, which takes longer
 
         def look(packed: Any) -> Tensor:
             return seen[id(packed)]
@@ -130,8 +134,13 @@ class Trials:
         if all(_is_storage(trial, made) for made in ways):
             first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
             same = [_same_bits(made.untyped_storage(), tensor.untyped_storage(), first) for made in ways]
+            if trial.unlike is not None:  # or else any guess would have done, and the next numbers tell them apart
+                unlike = run(trial.unlike, look)
+                same.append(~_same_bits(unlike.untyped_storage(), tensor.untyped_storage(), first))
             # The trial's inputs need not outlive the node that saved them.
-            self._tried.append(_Tried(replace(trial, what=_NOTHING), torch.stack(same).all(), start, end, scratch))
+            self._tried.append(
+                _Tried(replace(trial, what=_NOTHING, unlike=None), torch.stack(same).all(), start, end, scratch)
+            )
 
     def results(self) -> dict[int, tuple[Recipe, Verified]]:
         """What held, by storage; blocks until the device has passed all trials."""

@@ -25,6 +25,8 @@ from migrator.recording.recorder import Recorder
 EPSILONS = (1e-5, 1e-6)
 """What normalisations are tried with that are no modules: neither node nor module tells."""
 
+UNLIKE = 1e-3  # more than twice a guess: another one, which a formula must be seen to tell from it
+
 NO_FORWARD = 1 << 64
 """No node is as late: nothing can be recomputed."""
 
@@ -163,7 +165,10 @@ class Observer:
                     {what.name: Took(0.0, 0)}, source.told, layout(base), source.searched, frozenset(source.found)
                 )
                 first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
-                record.trials.append(Trial(ident, what, verified, inputs, base.size(), base.stride(), first, nbytes))
+                unlike = None if epsilon is None else find(base, self.origins(2 * epsilon + UNLIKE))
+                record.trials.append(
+                    Trial(ident, what, verified, inputs, base.size(), base.stride(), first, nbytes, unlike)
+                )
             if epsilon is None and (what is not None or not source.asked):
                 return  # it is not for want of an epsilon
 

@@ -203,6 +203,67 @@ def what_is_masked_now_and_then_is_not_made_without_the_mask(device: torch.devic
     assert_same(program, device, moves=False, **LIGHT)
 
 
+def an_epsilon_is_no_guess_that_nothing_tested(device: torch.device) -> None:
+    """On a branch that begins at zero every epsilon gives the same bits, and a formula with the wrong one held."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.gain = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.layer_norm(self.first(x) * self.gain, (WIDTH,), eps=1e-3)
+            return x + self.second(torch.tanh(h) * h)
+
+    def program(device: torch.device) -> list[Tensor]:
+        model = _layers(Block, device)
+        results = train(model, device, steps=5)
+        for block in model:
+            block.gain = 0.1
+        return [*results, *train(model, device, steps=5)]
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
+def two_normalisations_have_an_epsilon_each(device: torch.device) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.one, self.other = nn.LayerNorm(WIDTH, eps=1e-5), nn.LayerNorm(WIDTH, eps=1e-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layer(torch.relu(self.one(x) + self.other(x.sin())))
+
+    def program(device: torch.device) -> list[Tensor]:
+        return train(_layers(Block, device), device, steps=8)
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
+def what_is_frozen_between_forward_and_backward_is_recomputed_as_it_was(device: torch.device) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.second(F.gelu(self.first(x)))
+
+    def program(device: torch.device) -> list[Tensor]:
+        model, results = _layers(Block, device), []
+        for i in range(8):
+            loss = model(batch(device, i)).square().mean()
+            model[1].first.weight.requires_grad_(False)
+            loss.backward()
+            model[1].first.weight.requires_grad_(True)
+            results += gradients(model)
+            model.zero_grad()
+        return results
+
+    assert_same(program, device, moves=False, **WHOLE)
+
+
 def data_that_is_set_until_backward_is_what_backward_uses(device: torch.device) -> None:
     """As in plain PyTorch, which saves a leaf itself; and what it had before is not held."""
 
