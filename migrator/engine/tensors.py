@@ -164,6 +164,7 @@ class Known:
 
 
 SWEEP = 4096  # storages; a period without backward (evaluation that forgot no_grad) must not grow for ever
+NEAR = 64  # entries of one storage that are looked at: of thousands of slices each would look at all before it
 
 
 class Storages:
@@ -187,13 +188,13 @@ class Storages:
         nbytes = storage.nbytes()
         low, high = (0, nbytes) if tensor.nbytes == nbytes else _reach(tensor, nbytes)
         key = storage._cdata
-        entry = self._known.get(key)
-        while entry is not None:
+        entry, near = self._known.get(key), NEAR
+        while entry is not None and near:
             # Another version is other content: a storage saved before and after an in-place operation
             # (ReLU(inplace=True) on a normalisation's output) is two.
             if entry.version == version and entry.low <= low and high <= entry.high and entry.base() is base:
                 return entry
-            entry = entry.before
+            entry, near = entry.before, near - 1
         before = self._current(self._known.get(key), base, version)
         entry = self._known[key] = Known(self._count, low, high, base, version, storage, before)
         self._count += 1
@@ -206,7 +207,8 @@ class Storages:
         a loop without backward, as when somebody serves and forgot ``no_grad``, would have one entry a step.
         """
         first = last = None
-        while entry is not None:
+        near = NEAR
+        while entry is not None and near:
             then, of = entry.before, entry.base()
             if of is not None and (of is not base or entry.version == version):
                 if last is None:
@@ -214,9 +216,10 @@ class Storages:
                 else:
                     last.before = entry
                 last = entry
-            entry = then
-        if last is not None:
-            last.before = None
+            entry, near = then, near - 1
+        if last is None:
+            return entry
+        last.before = entry
         return first
 
     def _sweep(self) -> None:

@@ -58,6 +58,26 @@ class Recomputed:
 
     def obtain(self, peek: Peek) -> Tensor:
         """All of it, as one tensor; recomputed if need be, and kept until the last one on it has been used once."""
+        if self.tensor is None:
+            for made in reversed(self._below()):
+                made._obtain(peek)
+        return self._obtain(peek)
+
+    def _below(self) -> list[Recomputed]:
+        """What it is made from that is not there and will be kept, and what that is made from.
+
+        One after the other: a chain of hundreds, as of a recurrent network, exceeds how deep Python's calls may go.
+        """
+        found = {self: None}
+        for made in (order := [self]):
+            for packed in made.formula.inputs:
+                source = packed.made if isinstance(packed, Dropped) else None
+                if source is not None and source.tensor is None and not source.over and source not in found:
+                    found[source] = None
+                    order.append(source)
+        return order[1:]
+
+    def _obtain(self, peek: Peek) -> Tensor:
         tensor = self.tensor
         if tensor is None:
             tensor = self.alias.detach()  # a change in place is noticed there

@@ -307,5 +307,23 @@ def a_second_backward_takes_as_long_as_the_first(device: torch.device) -> None:
         assert took[1] < 100 * took[0] + 5
 
 
+def a_long_chain_of_what_is_dropped_is_made_again(device: torch.device) -> None:
+    """Of five calls a link, hundreds exceeded how deep Python's may go."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x + self.layer(x))
+
+    def program(device: torch.device) -> list[Tensor]:
+        model = _layers(Block, device, 250)
+        return train(model, device, steps=4, loss_of=lambda model, x: model(x[:128]).square().mean())
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
 if __name__ == "__main__":
     main("surprises")

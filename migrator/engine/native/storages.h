@@ -21,6 +21,7 @@ namespace {
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 constexpr size_t kSweep = 4096;
+constexpr int kNear = 64;  // `tensors.NEAR`
 
 struct Known {
   PyObject_HEAD
@@ -136,7 +137,9 @@ std::pair<int64_t, int64_t> reach(const at::Tensor &tensor, int64_t nbytes) {
 // lets go of it, once nothing here is half done: that may lead back here.
 std::vector<Known *> outdated(Known *&chain, const c10::TensorImpl *base, int64_t version) {
   std::vector<Known *> found;
-  for (Known **link = &chain; Known *entry = *link;) {
+  int near = kNear;
+  for (Known **link = &chain; near && *link; --near) {
+    Known *entry = *link;
     if (!entry->own.base->expired() && (entry->own.base->_unsafe_get_target() != base || entry->version == version)) {
       link = &entry->before;
       continue;
@@ -158,7 +161,9 @@ PyObject *storages_find(PyObject *self, PyObject *argument) {
   const auto [low, high] = reach(tensor, int64_t(storage.nbytes()));
   const int64_t version = tensor._version();
   const auto found = storages.own.known.find(storage.unsafeGetStorageImpl());
-  for (Known *entry = found == storages.own.known.end() ? nullptr : found->second; entry; entry = entry->before) {
+  int near = kNear;
+  for (Known *entry = found == storages.own.known.end() ? nullptr : found->second; entry && near;
+       entry = entry->before, --near) {
     if (entry->version == version && entry->low <= low && high <= entry->high &&
         entry->own.base->_unsafe_get_target() == base.unsafeGetTensorImpl()) {
       Py_INCREF(entry);

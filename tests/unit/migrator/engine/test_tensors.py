@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import time
 import weakref
 from typing import Any
 
@@ -155,6 +156,17 @@ def test_versions_that_are_gone_do_not_pile_up(tensors: Tensors) -> None:
     assert storages.find(static) is last
     assert sum(type(each).__name__ == "Known" for each in gc.get_objects()) <= entries + 1
     assert same.cdata == last.cdata
+
+
+def test_thousands_of_slices_of_one_storage_are_found_in_no_time(tensors: Tensors) -> None:
+    """Each looked at all before it: 8,000 rows of a batch took a forward of 0.4 s 11."""
+    storages, rows = tensors.Storages(), torch.zeros(8000, 1024)
+    slices = [rows[k].data for k in range(len(rows))]
+    begin = time.perf_counter()
+    found = [storages.find(one) for one in slices]
+    assert time.perf_counter() - begin < 3
+    assert len({known.ident for known in found}) == len(slices)
+    assert storages.find(slices[-1]) is found[-1]
 
 
 def test_what_may_move_is_told_by_its_storage(tensors: Tensors) -> None:
