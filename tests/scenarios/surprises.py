@@ -146,14 +146,18 @@ def what_is_set_around_a_forward_alone_is_so_again(device: torch.device) -> None
 def parameters_that_a_forward_changes_are_changed_once(device: torch.device) -> None:
     """As layers that keep their weights within a norm do: each step ended in an error."""
 
-    class Bounded(nn.Linear):
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
-                self.weight.clamp_(-0.05, 0.05)
-            return x + super().forward(torch.tanh(x))
+                self.first.weight.clamp_(-0.05, 0.05)
+            return x + self.second(F.gelu(self.first(x)))
 
     def program(device: torch.device) -> list[Tensor]:
-        return train(_layers(partial(Bounded, WIDTH, WIDTH), device), device, steps=6)
+        return train(_layers(Bounded, device), device, steps=6)
 
     assert_same(program, device, moves=False, **WHOLE)
 
@@ -268,9 +272,15 @@ def data_that_is_set_until_backward_is_what_backward_uses(device: torch.device) 
     """As in plain PyTorch, which saves a leaf itself; and what it had before is not held."""
 
     def program(device: torch.device) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device)
-        results = []
+        class Scaled(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(self.layer(x)) * self.scale
+
+        model, results = _layers(Scaled, device), []
         for i in range(8):
             loss = model(batch(device, i)).square().mean()
             for parameter in model.parameters():
