@@ -34,10 +34,11 @@ def keep(tensor: Tensor, stay: Stay | None = None, record: Record | None = None)
 def alias_of(tensor: Tensor) -> Tensor:
     """What the graph may hold for a tensor that stays.
 
-    Not itself: for an output that would be a reference cycle. But a leaf, which no graph made: what a program sets its
-    `.data` to until backward is what backward uses, and what it had before is not held.
+    Not itself: for an output that would be a reference cycle. But what no graph made, as PyTorch does: what a program
+    sets its `.data` to until backward is what backward uses, and what it had before is not held; and where a function
+    returns it as a gradient, `.grad` gets memory of its own, as somebody holds this.
     """
-    return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def check(packed: Packed) -> None:

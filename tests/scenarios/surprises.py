@@ -293,6 +293,37 @@ def data_that_is_set_until_backward_is_what_backward_uses(device: torch.device) 
     assert_same(program, device)
 
 
+class _Dot(torch.autograd.Function):
+    """Returns what it has saved as its gradient, where nothing is to be multiplied with."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (weight * x).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return (x if gradient.item() == 1 else x * gradient), None
+
+
+def a_saved_input_that_is_returned_as_a_gradient_is_not_the_gradient_s_memory(device: torch.device) -> None:
+    """To clip the gradient scaled the program's own data."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        weight, x = nn.Parameter(torch.ones(2048, WIDTH, device=device)), batch(device, 0)
+        other, results = nn.Linear(WIDTH, WIDTH).to(device), []
+        for i in range(8):
+            (_Dot.apply(weight, x) + 0 * other(batch(device, i)).square().sum()).backward()
+            nn.utils.clip_grad_norm_([weight], 1.0)
+            results += [weight.grad.clone(), x.clone()]
+            weight.grad = None
+        return results
+
+    assert_same(program, device, moves=False, share=0)
+    assert_same(program, device)
+
+
 def a_second_backward_takes_as_long_as_the_first(device: torch.device) -> None:
     """Each of n blocks has two ways to the one before it: 2 ** n, when nobody keeps what was made."""
 

@@ -171,7 +171,7 @@ PyObject *pack(const Hook &hook, PyObject *tensor) {
     tell(at(action, slots.stay.mover), names().born, at(action, slots.stay.pace), names().entered, nbytes);
     const at::Tensor &saved = THPVariable_Unpack(tensor);
     // A leaf itself, see `packed.alias_of`.
-    const bool is_leaf = saved.is_leaf() && saved.requires_grad();
+    const bool is_leaf = saved.is_leaf();
     THPObjectPtr version(THPUtils_packInt64(saved._version())),
         alias(is_leaf ? own(tensor).release() : THPVariable_Wrap(alias_of(saved)));
     PyObject *kept = version && alias ? PyTuple_Pack(4, alias.get(), version.get(), action.get(), Py_None) : nullptr;
