@@ -171,4 +171,5 @@ def test_plans_for_tiers_that_hold_less_than_was_taken_for_granted_come_at_once(
     auto.plan_for_less(before.parcel_bytes // 2)
     (plan,) = auto.plans
     assert plan.parcel_bytes <= before.parcel_bytes // 2
-    assert not auto.relink(replace(PCIE_GEN5, below=before.parcel_bytes // 2))  # which these are by now
+    half = before.parcel_bytes // 2
+    assert not auto.relink(replace(PCIE_GEN5, below=half, dram=half))  # which these are by now
