@@ -7,12 +7,13 @@ using namespace tiers;
 
 namespace {
 
-constexpr uint64_t kSmall = uint64_t{1} << 20;       // requests up to here share pages apart from larger ones
-constexpr uint64_t kLargest = uint64_t{1} << 60;     // request; more would not count up to whole pages
-constexpr uint64_t kRange = uint64_t{1} << 40;       // addresses of a heap: there are some 2^47 for the whole process,
-constexpr size_t kHalve = 8;                         // so after so many heaps the next ones get half as many,
-constexpr uint64_t kSmallRange = uint64_t{1} << 36;  // down to this, which is what small requests get at once,
-constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // or to this where the driver has no more
+constexpr uint64_t kSmall = uint64_t{1} << 20;    // requests up to here share pages apart from larger ones
+constexpr uint64_t kLargest = uint64_t{1} << 60;  // request; more would not count up to whole pages
+// Addresses of a heap. There are some 2^47 for the whole process, so after so many heaps the next ones get half as
+// many, down to a quarter; requests that are small, and private pools then, make do with less.
+constexpr uint64_t kRange = uint64_t{1} << 40, kSmallRange = uint64_t{1} << 36;
+constexpr size_t kHalve = 8, kHalvings = 2;
+constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the driver has no more
 constexpr uint64_t kSpare = 256;                        // one page in so many, for those that are in use only in part
 constexpr char kFull[] = "every tier is full";
 constexpr char kCapturing[] = "a stream is being captured into a graph";
@@ -31,7 +32,8 @@ Status tn_core::heap(const Key &key, Heap **out) {
   auto found = by_key.find(key);
   if (found != by_key.end()) return *out = found->second, Status::Ok;
   auto [pool, stream, tier, kind] = key;
-  uint64_t base = 0, bytes = kind == Small ? kSmallRange : kRange >> std::min<size_t>(heaps.size() / kHalve, 4);
+  uint64_t base = 0, bytes = kRange >> std::min(heaps.size() / kHalve, kHalvings);
+  if (kind == Small || (pool != 0 && heaps.size() >= kHalve)) bytes = kSmallRange;
   Status status = primitives->reserve(bytes, &base);
   while (status != Status::Ok && bytes > kSmallestRange) status = primitives->reserve(bytes /= 2, &base);
   if (status != Status::Ok) {  // those of pools that are gone may be had

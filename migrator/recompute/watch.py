@@ -34,6 +34,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that every module has."""
 
 _NORMALISATIONS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONTAINERS = (dict, list, set, deque)
 _LIMIT = 1000  # things in a container up to which each is looked at
@@ -175,13 +176,27 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _sums(tensors: Iterable[Tensor]) -> dict[torch.device, Tensor]:
-    """The sum of the bits of each, by device, once the device has it: versions do not count changes by `.data`."""
+    """What tells that one of them was changed, by device, once the device has it: versions do not count `.data`.
+
+    The sum of its bits; of parameters that are trained the sum of absolute values, which takes one call for all of a
+    kind, where hundreds of calls a module would make the host late. That may miss a change of one value in millions.
+    """
     sums: dict[torch.device, list[Tensor]] = {}
+    trained: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.device.type != "meta" and tensor.untyped_storage().nbytes():
-                sums.setdefault(tensor.device, []).append(_flat(tensor.detach()).sum(dtype=torch.int64))
-        return {device: torch.stack(of) for device, of in sums.items()}
+            if tensor.device.type == "meta" or not tensor.untyped_storage().nbytes():
+                continue
+            if tensor.requires_grad and tensor.dtype in _SUMMED:
+                trained.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+            else:
+                sums.setdefault(tensor.device, []).append(
+                    _flat(tensor.detach()).sum(0, keepdim=True, dtype=torch.int64)
+                )
+        for (device, _), of in trained.items():
+            norms = torch.stack(torch._foreach_norm(of, 1, dtype=torch.float32))
+            sums.setdefault(device, []).append(norms.view(torch.int32).long())
+        return {device: torch.cat(of) for device, of in sums.items()}
 
 
 def _flat(tensor: Tensor) -> Tensor:
