@@ -114,8 +114,10 @@ class Trials:
             self._attempt(trial, tensor, peek)
 
     def _attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
-        inputs = (*trial.what.inputs, *(trial.unlike.inputs if trial.unlike else ()))
-        seen = {id(packed): peek(packed) for packed in inputs}  # once: some are copied, which takes longer
+        seen = {id(packed): peek(packed) for packed in trial.what.inputs}  # once: some are copied, which takes longer
+        if trial.unlike is not None:
+            pairs = zip(trial.unlike.inputs, trial.what.inputs, strict=True)
+            seen |= {id(packed): seen[id(same)] for packed, same in pairs}
 
         def look(packed: Any) -> Tensor:
             return seen[id(packed)]
@@ -135,7 +137,8 @@ class Trials:
             first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
             same = [_same_bits(made.untyped_storage(), tensor.untyped_storage(), first) for made in ways]
             if trial.unlike is not None:  # or else any guess would have done, and the next numbers tell them apart
-                unlike = run(trial.unlike, look)
+                with plainly():  # a kernel of ours may start from what was saved, and take no epsilon at all
+                    unlike = run(trial.unlike, look)
                 same.append(~_same_bits(unlike.untyped_storage(), tensor.untyped_storage(), first))
             # The trial's inputs need not outlive the node that saved them.
             self._tried.append(
