@@ -75,14 +75,6 @@ class Rig:
         self.arena.close()
 
 
-@pytest.fixture(autouse=True)
-def by_reference_count_alone() -> Iterator[None]:
-    """Memory must not wait for the garbage collector, which many trainers switch off."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     rig = Rig()
