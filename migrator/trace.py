@@ -125,7 +125,7 @@ class Trace:
     held : mapping of int to int
         Storages that the program itself holds for longer than until the next save, and the stretch in which it does
         no more: a block's input until it is added to the output. Until then they lie in HBM though nobody keeps them.
-        Of what was still on its way out when the program let go of it nothing is known but what recipes tell.
+        Of what stays in HBM by a plan that is recorded nothing is known but what recipes tell.
     """
 
     sites: tuple[Site, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from migrator.engine.engine import Engine
 from migrator.engine.group import NEVER, Group, State
 from migrator.lanes import Stream
 from migrator.plan import PageGroup, Plan
-from migrator.planner.sizes import group_bytes
+from migrator.planner.sizes import WORTH, group_bytes
 
 log = logging.getLogger("tiers")
 
@@ -44,6 +45,10 @@ class Filling:
         Whether something was saved in this period that no plan knows.
     on_trial : bool
         Whether the program can do without the plan: what no tier below has room for stays, and counts as unforeseen.
+    patient : bool
+        Whether what no plan has foreseen waits for this to be over, as there may be room for all of it.
+    sent : bool
+        Whether anything was sent in this period.
     loose : dict
         The groups for what no plan has foreseen, one for each stream.
     """
@@ -52,7 +57,9 @@ class Filling:
         self.room = room
         self.unforeseen = False
         self.on_trial = False
+        self.patient = self.sent = False
         self.loose: dict[Stream, Group] = {}
+        self._full: deque[Group] = deque()  # of those, what waits to be sent
         self._engine = engine
         self._open: dict[tuple[PageGroup, Stream], Open] = {}
         self._opened: set[PageGroup] = set()
@@ -64,9 +71,10 @@ class Filling:
         """A period begins."""
         self._open.clear()
         self.loose.clear()
+        self._full.clear()
         self._opened.clear()
         self._completed.clear()
-        self.unforeseen = False
+        self.unforeseen = self.sent = False
 
     def planned(self, planned: PageGroup, stream: Stream) -> Open:
         """What is open for a planned group; opened if it is not, or if all that was in it died too early."""
@@ -88,6 +96,7 @@ class Filling:
         # Groups that should have been complete before it wait for a branch that was not taken.
         for key in [key for key in self._open if key[0].last_birth <= filling.planned.last_birth]:
             group = self._open.pop(key).group
+            self.sent = True
             try:
                 self._engine.send(group, insist=not self.on_trial)
             except TierFull:
@@ -105,10 +114,16 @@ class Filling:
 
     def send_loose(self, stream: Stream) -> None:
         """Send what no plan has foreseen, once it is worth a transfer."""
-        group = self.loose.get(stream)
-        if group is None or group.nbytes < group_bytes(self.room):
+        group, worth = self.loose.get(stream), group_bytes(self.room)
+        # A group that stays counts as in HBM until all of it was used. So that is one storage, where it is large.
+        if group is None or group.nbytes < (min(WORTH, worth) if self.patient else worth):
             return
-        del self.loose[stream]
+        self._full.append(self.loose.pop(stream))
+        while self._full and (self._full[0].state is State.GONE or not self.patient):
+            self._send_loose(self._full.popleft())
+
+    def _send_loose(self, group: Group) -> None:
+        self.sent = True
         try:
             self._engine.send(group)
         except TierFull as full:

@@ -21,11 +21,12 @@ from migrator.learning.learner import Learner
 from migrator.links import BOUNDLESS, Links, usable
 from migrator.plan import Plan
 from migrator.planner.paces import paces as paces_of
-from migrator.planner.sizes import learning_room
+from migrator.planner.sizes import learning_room, unseen
 from migrator.recompute.dropped import Dropped, Recomputed
 from migrator.recompute.finder import Finder, Verified, base_of
 from migrator.recompute.origins import Origins
 from migrator.recording.recorder import Recorder
+from migrator.trace import Trace
 
 HEAD_START = 0.1  # seconds for which the device is held up where the host is to be ahead of it throughout a period
 CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans
@@ -63,7 +64,12 @@ class Mover:
         self._keeps = keeps
         self._spills = spills
         self.recorder: Recorder | None = self._new_recorder()
-        self.filling = Filling(engine, budget if keeps else learning_room(budget))
+        # The program may fit without a plan. To find that it does not does no harm where the allocator goes on in DRAM.
+        beside = unseen(budget, engine.compute.allocated()) if spills else None
+        self.filling = Filling(engine, budget if keeps else learning_room(budget, beside))
+        self.filling.patient = spills and not keeps
+        self._stayed = True  # so far everything stayed, and nothing was recomputed
+        self.anew = False  # the plans adopted last have the program ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
         self._taken = 0  # storages, in this period
         self._unchanged = 0  # periods under the plans that there are
@@ -90,7 +96,7 @@ class Mover:
             self._fitting = 0
             self.learner.forget()
             self.recorder = self._new_recorder()
-            self.filling.room = learning_room(self.budget)
+            self._expect_too_much()
             self._begin()
             self._allocated_before = self.engine.compute.allocated()
         return True
@@ -139,6 +145,8 @@ class Mover:
             if filling is not None:
                 self.filling.came(filling)
             if self.filling.loose and not self._keeps:
+                if self.filling.patient and engine.resident > self.filling.room:
+                    self._expect_too_much()
                 self.filling.send_loose(stream)
         return moved
 
@@ -219,6 +227,7 @@ class Mover:
             If a plan moves more than the tiers below HBM hold.
         """
         self._fitting = 0 if overflow else self._fitting + 1
+        self._stayed = not self.filling.sent and all(plan.keeps_everything for plan in self.learner.plans)
         with self.engine.lock:
             trace = None
             if self.recorder is not None:
@@ -227,6 +236,7 @@ class Mover:
                     self.engine.compute.tidy()
                 for key, verified in self.recorder.verified.items():
                     self.verified[key] = verified.besides(self.verified.get(key))
+                self._see_beside(trace)
             peak = self.engine.end_period()
             drifted = self.filling.unforeseen or self.filling.incomplete(self.learner.plans)
             self._begin()
@@ -237,6 +247,8 @@ class Mover:
                 trace, peak, whole=whole, drifted=drifted, pressed=pressed, overflow=overflow, lap=lap
             )
             self.recorder = None
+            if overflow and self.filling.patient:
+                self._expect_too_much()
             if self.learner.records_next:
                 self.recorder = self._new_recorder(HEAD_START if self.learner.head_start else 0.0)
             if changed:
@@ -247,6 +259,18 @@ class Mover:
             self.engine.limit = self._limit()
             self.engine.compute.time_waits(self._to_stand_for())
         return changed
+
+    def _see_beside(self, trace: Trace) -> None:
+        """Take note of what lay in HBM besides saved tensors, and of what lives on since: an optimizer's state."""
+        if self.filling.patient and trace.others:
+            lives_on = self.engine.compute.allocated() - self._allocated_before
+            self.filling.room = learning_room(self.budget, max(trace.others) + max(0, lives_on))
+
+    def _expect_too_much(self) -> None:
+        """It does not fit without a plan: all that none has foreseen is to go."""
+        self.filling.patient = False
+        self.filling.room = learning_room(self.budget)
+        self.engine.limit = self._limit()
 
     def _to_stand_for(self) -> int:
         """For how many periods the waits of the next one are to stand; 0 if they are not to be timed."""
@@ -309,9 +333,11 @@ class Mover:
             self.learner.forget()  # whoever catches this may go on with something smaller
             raise
         self.engine.backing.reserve(self, needed)
+        self.filling.patient = False
         self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
         self._unchanged = 0
+        self.anew = not (self._stayed and all(plan.keeps_everything for plan in plans))
 
     def _plans_for_less(self) -> bool:
         """Plan for what the tiers below HBM hold by now; False if that is what the plans were made for already."""

@@ -163,6 +163,15 @@ class Known:
         return bool(torch.UntypedStorage._expired(self.cdata))
 
 
+def holders(known: Known) -> int:
+    """How many tensors there are on a storage; 0 if it is freed."""
+    # The object of Python's that stands for the storage counts as well. So it is made, if there is none.
+    storage = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+    return 0 if storage is None else _references(known.cdata) - 1
+
+
+_references: Callable[[int], int] = torch._C._storage_Use_Count
+
 SWEEP = 4096  # storages; a period without backward (evaluation that forgot no_grad) must not grow for ever
 NEAR = 64  # entries of one storage that are looked at: of thousands of slices each would look at all before it
 

@@ -6,6 +6,7 @@ from allocator.sizes import PAGE, GiB, MiB
 from migrator.trace import Trace
 
 LARGEST_GROUP = 192 * MiB  # 16 run at the link's full speed; but to send a group takes the host 60 to 300 us
+WORTH = 16 * MiB  # of a smaller group the copies' overheads show: 2% of the link, and 400 us of the host's time
 GROUPS_AHEAD = 2  # one group on the link and one behind it keep the link busy
 
 
@@ -19,9 +20,19 @@ def group_bytes(room: int) -> int:
     return min(LARGEST_GROUP, max(PAGE, room // 16))
 
 
-def learning_room(budget: int) -> int:
-    """Saved bytes that may lie in HBM before anything is known: an eighth of the budget, 1 GiB at most."""
-    return min(GiB, budget // 8)
+def learning_room(budget: int, beside: int | None = None) -> int:
+    """Saved bytes that may lie in HBM before there is a plan: an eighth of the budget, 1 GiB at most.
+
+    Of a program that may fit, by what `beside` saved bytes lies in HBM at most, it is all else but an eighth. In that
+    formulas are tried.
+    """
+    least = min(GiB, budget // 8)
+    return least if beside is None else max(least, budget - budget // 8 - beside)
+
+
+def unseen(budget: int, static: int) -> int:
+    """What may lie in HBM besides saved tensors, of a program of which but the static bytes are known."""
+    return static + max(0, budget - static) // 4
 
 
 def look_ahead(largest: int, room: int) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from allocator.sizes import MiB
 from migrator.links import Links
 from migrator.plan import Plan
 from migrator.planner.build import make_plan
-from migrator.planner.sizes import GROUPS_AHEAD, learning_room, least_room
+from migrator.planner.sizes import GROUPS_AHEAD, WORTH, learning_room, least_room
 from migrator.trace import Trace
 
-WORTH = 16 * MiB  # of a smaller group the copies' overheads show: 2% of the link, and 400 us of the host's time
 GROUPS = 2 * GROUPS_AHEAD  # as many at least lie in HBM, on their way out and on their way back
 
 

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from migrator.engine.group import State
-from migrator.engine.tensors import Known
+from migrator.engine.tensors import Known, holders
 from migrator.lanes import Meter
 from migrator.recompute.dropped import Peek
 from migrator.recompute.finder import Verified
@@ -22,6 +22,8 @@ from migrator.recompute.watch import Sums, Watch, same_sums
 from migrator.trace import Region, Site, Trace
 
 SELDOM = 8  # what the program has held for so many positions is looked at after one more
+PARTS = 64  # of one storage, of which each moves alone, that are gone through to see who else holds it
+_PRESENT = (State.FILLING, State.LEAVING)  # the engine holds the program's own memory
 LIMIT = 100_000  # records; a period without backward never ends, and its trace would be of no use
 
 
@@ -59,13 +61,19 @@ class Record:
         return tensor
 
 
-class _LetGo(NamedTuple):
-    """What the engine let go of at position `since`, and somebody still held at position `seen`."""
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A storage saved at position `born` that the program itself held at position `seen`, or until `end`.
+
+    From position `away` on it was no more in HBM than for that; None as long as the engine has it there.
+    """
 
     known: Known
     key: str
-    since: int
+    born: int
     seen: int
+    away: int | None = None
+    end: int = -1
 
 
 @dataclass(eq=False, slots=True)
@@ -113,10 +121,10 @@ class Recorder:
         self._outlived = outlived
         self._meter = meter
         self._resident = resident
-        self._coming: deque[tuple[Known, str]] = deque()  # what the engine has not let go of yet, and by which site
-        self._followed: set[int] = set()
-        self._let_go: dict[int, list[_LetGo]] = {}  # and what it has, by when to look who holds it
-        self._held: list[tuple[str, Known, int, int]] = []  # away, and yet in HBM: site, storage, first stretch, end
+        self._coming: deque[_Held] = deque()  # what the engine has not let go of yet
+        self._followed: dict[int, dict[int, Known]] = {}  # by storage all that moves of it, by its number
+        self._look: dict[int, list[_Held]] = {}  # by when to look who holds it
+        self._was_held: list[_Held] = []
         self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
         self.trials = Trials(meter, verified) if meter is not None and tries else None
         self.verified: dict[str, Verified] = {}  # by site, the formulas that held; known with the trace
@@ -137,27 +145,34 @@ class Recorder:
     def _see_what_is_held(self) -> None:
         """What the engine let go of is in HBM as long as the program holds it: logits until their loss is known."""
         while self._coming:
-            known, key = self._coming[0]
-            if known.saved is not None and known.saved.group.state in (State.FILLING, State.LEAVING):
+            saved = self._coming[0].known.saved
+            if saved is not None and saved.group.state in _PRESENT:
                 break  # it lets go in the order of saves
-            self._coming.popleft()
-            if known.saved is not None and known.saved.group.state is State.AWAY:
-                self._let_go.setdefault(self._position, []).append(
-                    _LetGo(known, key, self._position, self._position - 1)
-                )
-        for gone in self._let_go.pop(self._position, ()):
-            if gone.known.freed():
-                self._was_held(gone)
-            else:
+            first = self._coming.popleft()
+            if saved is not None and saved.group.state is State.AWAY:
+                first.away = self._position
+        for held in self._look.pop(self._position, ()):
+            still = self._is_held(held.known)
+            if still:
                 # What has been held for long is looked at rarely: a program may hold thousands of them.
-                again = self._position + 1 + (self._position - gone.since) // SELDOM
-                self._let_go.setdefault(again, []).append(gone._replace(seen=self._position))
+                held.seen = self._position
+                again = self._position + 1 + (self._position - held.born) // SELDOM
+                self._look.setdefault(again, []).append(held)
+            elif still is not None:
+                self._ended(held)
 
-    def _was_held(self, gone: _LetGo) -> None:
-        # It ended at some time since the last look: halfway, for all that is known.
-        end = (gone.seen + 1 + self._position) // 2 if gone.known.freed() else self._position
-        if end > gone.since:
-            self._held.append((gone.key, gone.known, gone.since, end))
+    def _is_held(self, known: Known) -> bool | None:
+        """Whether the program, too, has a tensor on that storage. None where we cannot tell it from ours."""
+        parts = self._followed[known.cdata].values()
+        saved = [part.saved for part in parts if part.saved is not None] if len(parts) < PARTS else []
+        if len(saved) < len(parts):
+            return False if known.freed() else None  # it stays, and the graph holds it; or it takes long to count
+        return holders(known) > sum(part.group.state in _PRESENT for part in saved)
+
+    def _ended(self, held: _Held) -> None:
+        # At some time since the last look: halfway, for all that is known.
+        held.end = (held.seen + 1 + self._position) // 2
+        self._was_held.append(held)
 
     def aside(self) -> AbstractContextManager[None]:
         """What is done inside is not the program's."""
@@ -169,10 +184,18 @@ class Recorder:
             return None
         entry = _Entry(key, self.advance(), known, kind)
         self._entries.append(entry)
-        if known is not None and self._meter is not None and known.ident not in self._followed:
-            self._followed.add(known.ident)  # once: other tensors on it are as much in HBM as this one
-            self._coming.append((known, key))
+        if known is not None:
+            self._follow(known, entry)
         return Record(self, known, entry.uses)
+
+    def _follow(self, known: Known, entry: _Entry) -> None:
+        parts = self._followed.setdefault(known.cdata, {})
+        if known.ident not in parts:  # once: other tensors on it are as much in HBM as this one
+            parts[known.ident] = known
+            if self._meter is not None:
+                held = _Held(known, entry.key, entry.birth, entry.birth)
+                self._coming.append(held)
+                self._look.setdefault(self._position, []).append(held)
 
     def enter(self, path: str, inputs: Sequence[Known | None], watch: Watch) -> None:
         """The forward of a module begins that could be recomputed as a whole from `inputs`, if it leaves no trace."""
@@ -198,7 +221,7 @@ class Recorder:
                 visit.watch = None  # what it holds need not live on
 
     def turn(self) -> None:
-        """Backward begins. What we let go of and is still alive, somebody else holds."""
+        """Backward begins. What is alive without us, somebody else holds."""
         watched = [visit for visit in self._visits.values() if visit is not None and visit.watch is not None]
         if watched:
             with self.aside():
@@ -208,20 +231,19 @@ class Recorder:
                     visit.sums = visit.watch.sums if visit.watch else visit.sums
                     visit.watch = None
         self._coming.clear()
-        for gone in (gone for of in self._let_go.values() for gone in of):
-            self._was_held(gone)
-        self._let_go.clear()
-        known_storages = [entry.known for entry in self._entries if entry.known is not None]
-        # Of a storage that we hold ourselves, by another part of it, nothing can be said.
-        ours = {k.cdata for k in known_storages if k.saved is None or k.saved.group.state is not State.AWAY}
+        for held in (held for of in self._look.values() for held in of):
+            still = self._is_held(held.known)
+            if still:
+                held.seen = self._position
+            if still is not None:
+                self._ended(held)
+        self._look.clear()
         for entry in self._entries:
-            known = entry.known
-            if known is None or known.cdata in ours:
-                continue
-            if known.freed():
-                self._outlived.discard(entry.key)
-            else:
+            still = None if entry.known is None else self._is_held(entry.known)
+            if still:
                 self._outlived.add(entry.key)
+            elif still is not None:
+                self._outlived.discard(entry.key)
 
     def trace(self) -> Trace:
         """What was recorded; where it was measured, this waits for the device to end the period.
@@ -240,11 +262,15 @@ class Recorder:
         if self._meter is None:
             return Trace(tuple(sites), self._position)
         change, held = [0] * (self._position + 1), dict[int, int]()
-        for key, known, first, end in self._held:
-            if key not in self._outlived:  # that counts as the program's own
-                change[first] += known.high - known.low
-                change[end] -= known.high - known.low
+        for each in self._was_held:
+            if each.key in self._outlived:
+                continue  # that counts as the program's own
+            known, end = each.known, each.end
+            if end > each.born + 1:
                 held[known.ident] = max(end, held.get(known.ident, 0))
+            if each.away is not None and end > each.away:
+                change[each.away] += known.high - known.low
+                change[end] -= known.high - known.low
         measures = self._meter.finish(self._resident(), list(accumulate(change)))
         measured = measures.seconds > 0
         recipes = self.trials.results() if measured and self.trials is not None else {}

@@ -160,7 +160,7 @@ def moving(
         return replace(plan, room=stays + room)
 
     with (
-        mock.patch.object(mover, "learning_room", lambda budget: room),
+        mock.patch.object(mover, "learning_room", lambda *_: room),
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": move_a_share}),
         tiers.session(policy=policy, **{"dram": "64MiB", **arguments}) as session,
     ):

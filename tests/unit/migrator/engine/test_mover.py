@@ -35,13 +35,22 @@ NBYTES = 64 * KiB
 class Rig:
     """A mover whose lanes move when told to; it learns for as long as a test does not switch to `planned`."""
 
-    def __init__(self, dram: int = 64 * MiB, budget: int = 64 * MiB, policy: str = "move", recordings: int = 1) -> None:
+    def __init__(
+        self,
+        dram: int = 64 * MiB,
+        budget: int = 64 * MiB,
+        policy: str = "move",
+        recordings: int = 1,
+        *,
+        spills: bool = False,
+    ) -> None:
         self.arena = DramArena(dram, pinned=False, step=dram)
         self.backing = Backing(self.arena, None, Counters())
         self.compute = StreamCompute()
         self.out, self.back = HandLane(), HandLane()
         self.engine = Engine(self.compute, self.out, self.back, self.backing)
-        self.mover = Mover(self.engine, Learner(POLICIES[policy], budget, recordings=recordings), budget)
+        learner = Learner(POLICIES[policy], budget, recordings=recordings)
+        self.mover = Mover(self.engine, learner, budget, spills=spills)
 
     def planned(self, *groups: PageGroup, limit: int = GiB) -> list[list[Go]]:
         """As if a plan had these groups: per group what it says of each site."""
@@ -167,7 +176,10 @@ def test_a_rival_for_which_there_is_no_room_below_gives_way_to_the_plan_before_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig(dram=8 * MiB, budget=512 * MiB)
-    holder, rival = (SimpleNamespace(parcel_bytes=nbytes, room=nbytes, regions=()) for nbytes in (MiB, 100 * MiB))
+    holder, rival = (
+        SimpleNamespace(parcel_bytes=nbytes, room=nbytes, regions=(), keeps_everything=False)
+        for nbytes in (MiB, 100 * MiB)
+    )
     monkeypatch.setattr(Learner, "plans", (holder,))
     monkeypatch.setattr(Learner, "break_off", lambda learner: True)
     rig.mover._adopt((rival,))  # type: ignore[arg-type]
@@ -185,6 +197,53 @@ def test_the_unforeseen_leaves_once_it_fills_a_group(rig: Rig) -> None:
     second = rig.save("a:1", tensor=x.clone())
     assert first.saved.group is second.saved.group
     assert first.saved.group.state is not State.FILLING
+
+
+def test_nothing_leaves_before_there_is_a_plan_where_there_is_room_and_dram_for_what_there_is_not() -> None:
+    """A program that fits was to move all that it saves while it was recorded: seven times its time, for six steps."""
+    rig = Rig(budget=64 * MiB, recordings=2, spills=True)
+    run(rig, layers(24))
+    assert not rig.out.copies
+    run(rig, layers(24))
+    assert rig.mover.learner.plans
+    rig.close()
+
+
+def test_once_a_program_turns_out_not_to_fit_all_that_it_saves_goes() -> None:
+    rig = Rig(budget=64 * MiB, recordings=2, spills=True)
+    kept = [rig.save(f"a:{k}", tensor=torch.zeros(4 * MiB, dtype=torch.uint8)) for k in range(10)]
+    assert not rig.out.copies and rig.engine.resident == rig.mover.filling.room == 40 * MiB
+    kept.append(rig.save("a:10", tensor=torch.zeros(4 * MiB, dtype=torch.uint8)))
+    assert rig.out.copies == len(kept)
+    assert rig.engine.resident <= rig.mover.filling.room == 8 * MiB
+    assert not any(rig.give_back(moved).any() for moved in kept)
+    rig.close()
+
+
+def test_the_room_before_there_is_a_plan_is_what_the_rest_of_the_program_was_seen_to_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(budget=64 * MiB, recordings=4, spills=True)
+    assert rig.mover.filling.room == 40 * MiB, "a quarter of it is for what nobody knows, an eighth for trials"
+    monkeypatch.setattr(rig.compute, "static", 10 * MiB)
+    run(rig, layers(2))
+    assert rig.mover.filling.room == 46 * MiB
+    run(rig, layers(2), overflow=MiB)
+    assert rig.mover.filling.room == 8 * MiB, "HBM was full with all that"
+    run(rig, layers(2))
+    assert rig.mover.filling.room == 8 * MiB
+    rig.close()
+
+
+@pytest.mark.parametrize(("budget", "anew"), [(64 * MiB, False), (8 * MiB, True)])
+def test_a_plan_by_which_everything_stays_as_it_did_is_nothing_new(budget: int, *, anew: bool) -> None:
+    """The allocator was to lay out anew what was asked for as before: three steps of a second."""
+    rig = Rig(budget=budget, policy="auto", recordings=2, spills=True)
+    run(rig, layers(12))
+    assert not rig.mover.anew
+    run(rig, layers(12))
+    assert rig.mover.learner.plans and rig.mover.anew == anew
+    rig.close()
 
 
 def test_the_unforeseen_comes_back_last_in_first_out(rig: Rig) -> None:
@@ -314,7 +373,7 @@ def test_what_is_asked_for_twice_comes_back_twice(rig: Rig) -> None:
 Program = Mapping[str, int]  # sites in the order in which they are saved, with the bytes of each
 
 
-def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None) -> bool:
+def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None, overflow: int = 0) -> bool:
     """One period as the hooks make it, with backward in reverse; whether there are new plans."""
     mover, actions = rig.mover, dict(rig.mover.actions())
     graph: list[tuple[Moved | Stay, torch.Tensor]] = []
@@ -330,6 +389,7 @@ def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None)
         else:
             graph.append((rig.save(key, action, tensor), tensor.clone()))
         check()
+        del tensor  # else the last one is the program's own
     rig.settle()
     mover.begin_backward()
     while graph:
@@ -343,7 +403,7 @@ def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None)
             assert torch.equal(rig.give_back(packed), tensor)
         del packed, tensor
         check()
-    return mover.end_period(whole=True)
+    return mover.end_period(whole=True, overflow=overflow)
 
 
 def layers(count: int, nbytes: int = MiB, name: str = "layer") -> Program:

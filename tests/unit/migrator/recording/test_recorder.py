@@ -9,7 +9,7 @@ from migrator.engine.group import Group, State
 from migrator.engine.tensors import Known, Saved, Storages
 from migrator.lanes.meter import Measures
 from migrator.recording import recorder as module
-from migrator.recording.recorder import SELDOM, Recorder
+from migrator.recording.recorder import PARTS, SELDOM, Recorder
 from migrator.trace import Site
 
 NBYTES = 8192
@@ -19,8 +19,9 @@ def known(storages: Storages, tensor: torch.Tensor) -> Known:
     return storages.find(tensor)
 
 
-def moved(entry: Known, state: State) -> Known:
-    entry.saved = Saved(Group(0, 0, state), torch.empty(0), 0, NBYTES)
+def moved(entry: Known, state: State, tensor: torch.Tensor | None = None) -> Known:
+    """As if the engine had taken it; `tensor` is what a group holds that is not away."""
+    entry.saved = Saved(Group(0, 0, state), torch.empty(0) if tensor is None else tensor, 0, NBYTES)
     return entry
 
 
@@ -80,20 +81,43 @@ def test_what_only_backward_needs_is_worth_moving() -> None:
 
 
 @pytest.mark.parametrize("state", [State.FILLING, State.LEAVING])
-def test_what_is_still_held_by_its_group_is_not_judged(state: State) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_of_what_its_group_holds_it_is_seen_whether_the_program_does(state: State, *, kept: bool) -> None:
     recorder, x = Recorder(set()), tensor()
-    recorder.save("a:0", moved(known(Storages(), x), state))
+    recorder.save("a:0", moved(known(Storages(), x), state, x))
+    if not kept:
+        del x
+    recorder.turn()
+    assert nbytes_of(recorder) == {"a:0": 0 if kept else NBYTES}
+
+
+def test_what_stays_is_not_judged() -> None:
+    """The graph holds it, and nobody counts how often."""
+    recorder, x = Recorder(set()), tensor()
+    recorder.save("a:0", known(Storages(), x))
     recorder.turn()
     assert nbytes_of(recorder) == {"a:0": NBYTES}
 
 
-def test_a_part_is_not_judged_while_our_own_group_holds_another_part() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_part_that_our_own_group_holds_is_not_the_program_s(*, kept: bool) -> None:
     recorder, storages, qkv = Recorder(set()), Storages(), tensor(3 * NBYTES)
     q, k, _ = qkv.chunk(3)
     recorder.save("q:0", moved(known(storages, q), State.AWAY))
-    recorder.save("k:0", moved(known(storages, k), State.LEAVING))  # holds the whole storage
+    recorder.save("k:0", moved(known(storages, k), State.LEAVING, k))  # holds the whole storage
+    del q, k, _
+    if not kept:
+        del qkv
     recorder.turn()
-    assert nbytes_of(recorder) == {"q:0": NBYTES, "k:0": NBYTES}
+    assert nbytes_of(recorder) == {"q:0": 0 if kept else NBYTES, "k:0": 0 if kept else NBYTES}
+
+
+def test_of_many_parts_of_a_storage_nothing_is_said_that_would_take_long() -> None:
+    recorder, storages, whole = Recorder(set(), FakeMeter()), Storages(), tensor(PARTS * NBYTES)  # type: ignore[arg-type]
+    for k, part in enumerate(whole.detach().chunk(PARTS)):
+        recorder.save(f"a:{k}", moved(storages.find(part.data), State.LEAVING, part))
+    recorder.turn()
+    assert not any(site.nbytes == 0 for site in recorder.trace().sites)
 
 
 def test_a_period_that_never_ends_is_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +152,21 @@ def test_what_left_and_is_still_held_by_the_program_counts_as_saved_until_that_i
     trace = recorder.trace()
     assert meter.held == [0, NBYTES, 0, 0]
     assert trace.held == {trace.sites[0].storage: 2}
+
+
+def test_what_stays_in_hbm_for_now_and_is_held_by_the_program_is_seen_as_well() -> None:
+    """Where there is room nothing leaves while a period is recorded; the plan may move it all the same."""
+    meter = FakeMeter()
+    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("loss:0", moved(known(storages, logits), State.FILLING, logits))
+    recorder.save("loss:1", None)
+    recorder.save("loss:2", None)
+    del logits
+    recorder.save("loss:3", None)
+    recorder.turn()
+    trace = recorder.trace()
+    assert meter.held == [0, 0, 0, 0, 0]  # it counts as resident
+    assert trace.held == {trace.sites[0].storage: 3}
 
 
 def test_what_two_modules_save_is_held_once() -> None:

@@ -157,7 +157,7 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
     link = Link(trembling=trembling)
     advisor = Late(link)
     with (
-        mock.patch.object(mover, "learning_room", lambda budget: ROOM),
+        mock.patch.object(mover, "learning_room", lambda *_: ROOM),
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": thrifty}),
         mock.patch.object(devices, "HostLane", lambda name, counters: ScriptedLane(link, name, counters)),
         tiers.session(policy="move", dram="64MiB", monitor_enabled=False) as session,
