@@ -36,6 +36,7 @@ BEST = 3  # of these, the shortest, count: the host makes some longer, and nothi
 ALIKE = 0.01  # of a lap: if these differ by more, they tell nothing
 MARGIN = 0.002  # of a lap: by how much the rival has to be shorter
 WORTH = 0.004  # of the step: what a rival has to promise, as to try it costs some periods
+SPARE = 0.01  # of the budget, for the rival: its peak is predicted, and that of the holder was corrected
 PATIENCE = 24  # periods in which a round has to be over: without a GPU there are no laps
 MAKING = 4096  # periods in which a rival has to be made
 TRIES = 3  # races that may be broken off
@@ -231,7 +232,7 @@ def make_rival(
 
     It has to do something else, to fit wherever the holder does, and to be faster if its costs are the right ones.
     """
-    (rival,) = make_all(policy, (trace,), (budget,), correction, links, must_fit=False)
+    (rival,) = make_all(policy, (trace,), (budget,), correction - int(SPARE * budget), links, must_fit=False)
     assert rival.predicted is not None
     gain = simulate(trace, links, holder.plan).seconds - rival.predicted.seconds
     fits = (

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from allocator.sizes import MiB
 from migrator.learning.contest import (
     ALIKE,
     BEST,
     LAPS,
     MARGIN,
     PATIENCE,
+    SPARE,
     Contest,
     Round,
     beats,
@@ -86,6 +88,12 @@ def rival_to(holder: Made, made_by: Callable[[Trace, int, Links], Plan] = policy
 def test_a_rival_is_worth_it_that_does_something_else_and_would_be_faster_with_its_costs() -> None:
     (plan,) = rival_to(HOLDER)
     assert plan.moved_bytes and not plan.recompute
+
+
+def test_a_rival_leaves_room_for_what_its_prediction_lacks() -> None:
+    """One made for all of the budget did not fit, and is not corrected as plans are that stay."""
+    (rival,) = make_rival(policy, TRACE, 2 * BUDGET, -MiB, replace(PCIE_GEN5, costs=HARDLY), HOLDER)
+    assert rival.asked == 2 * BUDGET - MiB - int(SPARE * 2 * BUDGET)
 
 
 def test_a_rival_that_does_the_same_is_none() -> None:
