@@ -12,6 +12,9 @@ they run one after the other, and their times do not compare.
 step so far: of what a long step needs, a short one after it leaves some idle. When the second step begins, what the
 first had mapped is still there: the allocator's second period begins within it. With a policy that moves
 (``pages:auto``) less is alive once there is a plan, so each step is held against what was alive in itself.
+
+"Lost" is what the steps from the second one to the first round took beyond the median of the rounds: to learn the
+program, to lay out its memory, and to try plans.
 """
 
 from __future__ import annotations
@@ -49,12 +52,14 @@ MOVING = 1.03  # with migration
 class Row:
     """One variant; times in seconds, sizes in bytes, `ratio` to the first variant's steps.
 
-    `steps` are those of the rounds. `shares` is reserved / live of each step from the third on, or NaN without a GPU.
+    `steps` are those of the rounds, `before` those between the first one and the rounds. `shares` is reserved / live of
+    each step from the third on, or NaN without a GPU.
     """
 
     workload: str
     variant: str
     startup: float
+    before: list[float]
     steps: list[float]
     ratio: Ratio
     allocated: int
@@ -167,6 +172,7 @@ def compare(
             for worker in workers.values():
                 worker.close()
     shares = {name: reserved_to_live(measured, each=moves(name)) for name, measured in seen.items()}
+    before = {name: [one["step"] for one in measured[1:-rounds]] for name, measured in seen.items()}
     seen = {name: measured[-rounds:] for name, measured in seen.items()}
     times = {name: [one["step"] for one in measured] for name, measured in seen.items()}
     return [
@@ -174,6 +180,7 @@ def compare(
             workload,
             name,
             startups[name],
+            before[name],
             times[name],
             median_ratio(times[name], times[variants[0]]),
             int(max(one["allocated"] for one in seen[name])),
@@ -198,14 +205,16 @@ def reserved_to_live(steps: list[dict[str, float]], *, each: bool = False) -> li
 def table(rows: list[Row], rounds: int) -> str:
     """Rows as a Markdown table."""
     lines = [
-        "| variant | start-up, first step | step | ratio (95%) | allocated | reserved "
+        "| variant | start-up, first step | lost | step | ratio (95%) | allocated | reserved "
         "| reserved / live, worst | of the rounds | median |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         ratio = f"{row.ratio.median:.4f} ({row.ratio.low:.4f} to {row.ratio.high:.4f})"
+        step = np.median(row.steps)
         lines.append(
-            f"| {row.variant} | {row.startup:.1f} s | {np.median(row.steps) * 1e3:.1f} ms | {ratio} "
+            f"| {row.variant} | {row.startup:.1f} s | {sum(row.before) - step * len(row.before):.1f} s "
+            f"| {step * 1e3:.1f} ms | {ratio} "
             f"| {row.allocated / GiB:.3f} GiB | {row.reserved / GiB:.3f} GiB "
             f"| {max(row.shares):.4f} | {max(row.shares[-rounds:]):.4f} | {np.median(row.shares):.4f} |"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.allocators import compare, environment, reserved_to_live, table
+from benchmarks.allocators import WARMUP, compare, environment, reserved_to_live, table
 
 
 def test_two_processes_take_turns_and_are_compared() -> None:
@@ -12,6 +12,7 @@ def test_two_processes_take_turns_and_are_compared() -> None:
     assert [row.variant for row in rows] == ["plain", "expandable"]
     assert rows[0].ratio.median == 1
     assert all(row.startup > max(row.steps) > 0 for row in rows)
+    assert [len(row.before) for row in rows] == [WARMUP] * 2
     assert table(rows, 3).count("\n") == 3
 
 
