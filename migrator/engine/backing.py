@@ -162,6 +162,11 @@ class Backing:
         return True
 
     @property
+    def dram_capacity(self) -> int:
+        """Bytes of DRAM."""
+        return self._dram.capacity
+
+    @property
     def capacity(self) -> int:
         """Bytes that DRAM and NVMe hold together, as far as others leave them now."""
         return self._dram.capacity + (0 if self._nvme is None else self._nvme.capacity)

@@ -19,6 +19,8 @@ log = logging.getLogger("tiers")
 UNFORESEEN = 1 << 60
 """Groups that no plan orders are expected back last in, first out, and after all that a plan orders."""
 
+PURGE = 256  # groups that wait: a loop of forwards without backward (evaluation that forgot no_grad) makes ever more
+
 
 @dataclass(slots=True)
 class Open:
@@ -60,6 +62,7 @@ class Filling:
         self.patient = self.sent = False
         self.loose: dict[Stream, Group] = {}
         self._full: deque[Group] = deque()  # of those, what waits to be sent
+        self._purge_at = PURGE
         self._engine = engine
         self._open: dict[tuple[PageGroup, Stream], Open] = {}
         self._opened: set[PageGroup] = set()
@@ -72,6 +75,7 @@ class Filling:
         self._open.clear()
         self.loose.clear()
         self._full.clear()
+        self._purge_at = PURGE
         self._opened.clear()
         self._completed.clear()
         self.unforeseen = self.sent = False
@@ -96,9 +100,8 @@ class Filling:
         # Groups that should have been complete before it wait for a branch that was not taken.
         for key in [key for key in self._open if key[0].last_birth <= filling.planned.last_birth]:
             group = self._open.pop(key).group
-            self.sent = True
             try:
-                self._engine.send(group, insist=not self.on_trial)
+                self._send(group, insist=not self.on_trial)
             except TierFull:
                 if not self.on_trial:
                     raise
@@ -119,19 +122,25 @@ class Filling:
         if group is None or group.nbytes < (min(WORTH, worth) if self.patient else worth):
             return
         self._full.append(self.loose.pop(stream))
-        while self._full and (self._full[0].state is State.GONE or not self.patient):
+        while self._full and not self.patient:
             self._send_loose(self._full.popleft())
+        if len(self._full) >= self._purge_at:
+            self._full = deque(group for group in self._full if group.state is not State.GONE)
+            self._purge_at = max(PURGE, 2 * len(self._full))
 
     def _send_loose(self, group: Group) -> None:
-        self.sent = True
         try:
-            self._engine.send(group)
+            self._send(group)
         except TierFull as full:
             # No plan asked for this one to go, so it may stay: the program may well fit.
             if not self._full_said:
                 self._full_said = True
                 # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
                 log.warning("%s; tensors that no plan covers stay in hbm", str(full))
+
+    def _send(self, group: Group, *, insist: bool = False) -> None:
+        self._engine.send(group, insist=insist)
+        self.sent |= group.state in (State.LEAVING, State.AWAY)
 
     def incomplete(self, plans: Iterable[Plan]) -> bool:
         """Whether sites that were foreseen did not come; of kinds of periods that alternate, one plan must fit."""

@@ -65,11 +65,12 @@ class Mover:
         self._spills = spills
         self.recorder: Recorder | None = self._new_recorder()
         # The program may fit without a plan. To find that it does not does no harm where the allocator goes on in DRAM.
-        beside = unseen(budget, engine.compute.allocated()) if spills else None
+        patient = spills and engine.backing.dram_capacity >= budget // 4
+        beside = unseen(budget, engine.compute.allocated()) if patient else None
         self.filling = Filling(engine, budget if keeps else learning_room(budget, beside))
-        self.filling.patient = spills and not keeps
-        self._stayed = True  # so far everything stayed, and nothing was recomputed
-        self.anew = False  # the plans adopted last have the program ask for other memory than it did
+        self.filling.patient = patient and not keeps
+        self._stayed = True  # since there were news everything stayed, and nothing was recomputed
+        self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
         self._taken = 0  # storages, in this period
         self._unchanged = 0  # periods under the plans that there are
@@ -227,7 +228,7 @@ class Mover:
             If a plan moves more than the tiers below HBM hold.
         """
         self._fitting = 0 if overflow else self._fitting + 1
-        self._stayed = not self.filling.sent and all(plan.keeps_everything for plan in self.learner.plans)
+        self._stayed &= not self.filling.sent and all(plan.keeps_everything for plan in self.learner.plans)
         with self.engine.lock:
             trace = None
             if self.recorder is not None:
@@ -271,6 +272,12 @@ class Mover:
         self.filling.patient = False
         self.filling.room = learning_room(self.budget)
         self.engine.limit = self._limit()
+
+    def take_news(self) -> bool:
+        """Whether what the program asks for is other than before, since this was last asked."""
+        news, self._news = self._news, False
+        self._stayed |= news
+        return news
 
     def _to_stand_for(self) -> int:
         """For how many periods the waits of the next one are to stand; 0 if they are not to be timed."""
@@ -337,7 +344,7 @@ class Mover:
         self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
         self._unchanged = 0
-        self.anew = not (self._stayed and all(plan.keeps_everything for plan in plans))
+        self._news |= not (self._stayed and all(plan.keeps_everything for plan in plans))
 
     def _plans_for_less(self) -> bool:
         """Plan for what the tiers below HBM hold by now; False if that is what the plans were made for already."""

@@ -178,7 +178,7 @@ class Saver(OnStack):
     def _forget_dead_forward(self) -> None:
         """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
 
-        Only while recording. Then everything moves, so what is dead is known; and only then does it matter:
+        Only while recording. Then we hold everything, so what is dead is known; and only then does it matter:
         a trace with sites that do not come again makes plans that wait for them.
         """
         for mover in self.armed_movers:
@@ -315,7 +315,7 @@ class Saver(OnStack):
         if mover.recorder is None:
             return None
         known = mover.storages.find(tensor) if self._movable(tensor) else None
-        return mover.recorder.save(key, known, self.place.here.kind)
+        return mover.recorder.save(key, known, self.place.here.kind, stays=True)
 
     def _move(self, tensor: Tensor, node: Node[Action], number: int, go: Action | None) -> Packed:
         mover = go.mover if go is not None else self._mover(tensor.device)

@@ -122,7 +122,8 @@ class Recorder:
         self._meter = meter
         self._resident = resident
         self._coming: deque[_Held] = deque()  # what the engine has not let go of yet
-        self._followed: dict[int, dict[int, Known]] = {}  # by storage all that moves of it, by its number
+        self._followed: dict[int, dict[int, Known]] = {}  # by storage all that was saved of it, by its number
+        self._stays: set[int] = set()  # storages that the graph holds, who knows how often
         self._look: dict[int, list[_Held]] = {}  # by when to look who holds it
         self._was_held: list[_Held] = []
         self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
@@ -143,7 +144,7 @@ class Recorder:
             self._meter.resume()
 
     def _see_what_is_held(self) -> None:
-        """What the engine let go of is in HBM as long as the program holds it: logits until their loss is known."""
+        """Until when the program itself holds what it saved: logits until their loss is known."""
         while self._coming:
             saved = self._coming[0].known.saved
             if saved is not None and saved.group.state in _PRESENT:
@@ -165,8 +166,8 @@ class Recorder:
         """Whether the program, too, has a tensor on that storage. None where we cannot tell it from ours."""
         parts = self._followed[known.cdata].values()
         saved = [part.saved for part in parts if part.saved is not None] if len(parts) < PARTS else []
-        if len(saved) < len(parts):
-            return False if known.freed() else None  # it stays, and the graph holds it; or it takes long to count
+        if known.cdata in self._stays or len(saved) < len(parts):
+            return False if known.freed() else None
         return holders(known) > sum(part.group.state in _PRESENT for part in saved)
 
     def _ended(self, held: _Held) -> None:
@@ -178,13 +179,15 @@ class Recorder:
         """What is done inside is not the program's."""
         return nullcontext() if self._meter is None else self._meter.aside()
 
-    def save(self, key: str, known: Known | None, kind: str = "") -> Record | None:
-        """The program saves a tensor."""
+    def save(self, key: str, known: Known | None, kind: str = "", *, stays: bool = False) -> Record | None:
+        """The program saves a tensor, which the graph itself is to hold if it `stays`."""
         if len(self._entries) >= LIMIT:
             return None
         entry = _Entry(key, self.advance(), known, kind)
         self._entries.append(entry)
         if known is not None:
+            if stays:
+                self._stays.add(known.cdata)
             self._follow(known, entry)
         return Record(self, known, entry.uses)
 
@@ -261,16 +264,7 @@ class Recorder:
             sites.append(Site(entry.key, ident, nbytes, entry.birth, tuple(entry.uses), entry.kind))
         if self._meter is None:
             return Trace(tuple(sites), self._position)
-        change, held = [0] * (self._position + 1), dict[int, int]()
-        for each in self._was_held:
-            if each.key in self._outlived:
-                continue  # that counts as the program's own
-            known, end = each.known, each.end
-            if end > each.born + 1:
-                held[known.ident] = max(end, held.get(known.ident, 0))
-            if each.away is not None and end > each.away:
-                change[each.away] += known.high - known.low
-                change[end] -= known.high - known.low
+        change, held = self._held_besides()
         measures = self._meter.finish(self._resident(), list(accumulate(change)))
         measured = measures.seconds > 0
         recipes = self.trials.results() if measured and self.trials is not None else {}
@@ -287,6 +281,25 @@ class Recorder:
             regions=tuple(regions),
             held=held,
         )
+
+    def _held_besides(self) -> tuple[list[int], dict[int, int]]:
+        """What the program holds of what was saved: how that changes others' bytes, and `Trace.held`."""
+        change, held = [0] * (self._position + 2), dict[int, int]()
+        last_uses = {entry.known.ident: entry.uses[-1] for entry in self._entries if entry.known and entry.uses}
+        for each in self._was_held:
+            nbytes = each.known.high - each.known.low
+            if each.key in self._outlived:
+                # The program's own, which the engine counted as resident: until it let go, or nobody needed it.
+                until = last_uses.get(each.known.ident, self._position) + 2 if each.away is None else each.away
+                change[each.born + 1] -= nbytes
+                change[min(until, self._position + 1)] += nbytes
+                continue
+            if each.end > each.born + 1:
+                held[each.known.ident] = max(each.end, held.get(each.known.ident, 0))
+            if each.away is not None and each.end > each.away:
+                change[each.away] += nbytes
+                change[each.end] -= nbytes
+        return change[:-1], held
 
     def _regions(self, meter: Meter) -> list[Region]:
         # The others were entered twice, left by an exception, cannot be repeated, or nothing was saved in them.

@@ -270,7 +270,7 @@ class Runtime:
         now = self._optimizers.period_due and len(self._savers) == 1 and not self.closed and not saver.capturing()
         with saver.aside():  # no part of the next period, whose recorder there may be already
             for mover in movers:
-                if not mover.anew:
+                if not mover.take_news():
                     continue  # to lay out anew what is asked for as before costs steps of a second
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
                 pages.expect_news(mover.engine.compute.device, max(peaks, default=0), now=now)

@@ -91,12 +91,57 @@ def test_of_what_its_group_holds_it_is_seen_whether_the_program_does(state: Stat
     assert nbytes_of(recorder) == {"a:0": 0 if kept else NBYTES}
 
 
-def test_what_stays_is_not_judged() -> None:
-    """The graph holds it, and nobody counts how often."""
-    recorder, x = Recorder(set()), tensor()
-    recorder.save("a:0", known(Storages(), x))
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_stays_is_not_judged(*, elsewhere: bool) -> None:
+    """The graph holds it, and nobody counts how often; also where another site has it moved."""
+    recorder, storages, x = Recorder(set()), Storages(), tensor()
+    recorder.save("a:0", known(storages, x), stays=True)
+    if elsewhere:
+        recorder.save("b:0", moved(known(storages, x), State.FILLING, x))
     recorder.turn()
-    assert nbytes_of(recorder) == {"a:0": NBYTES}
+    assert set(nbytes_of(recorder).values()) == {NBYTES}
+
+
+@pytest.mark.parametrize(("used", "counts"), [(False, [0, -1, -1, -1, -1]), (True, [0, -1, -1, -1, 0])])
+def test_what_the_program_keeps_and_did_not_leave_counts_as_its_own_all_the_time(
+    *, used: bool, counts: Sequence[int]
+) -> None:
+    """It counted as saved in HBM, and then was no site: it was nowhere, and plans exceeded their budget by it."""
+    meter = FakeMeter()
+    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    record = recorder.save("loss:0", moved(known(storages, logits), State.FILLING, logits))
+    recorder.save("loss:1", None)
+    recorder.turn()
+    if used and record is not None:
+        record.used()
+    else:
+        recorder.advance()
+    recorder.advance()
+    assert [site.nbytes for site in recorder.trace().sites] == [0, 0]
+    assert list(meter.held) == [NBYTES * count for count in counts]
+
+
+def test_what_the_program_keeps_counts_as_its_own_until_it_left() -> None:
+    meter = FakeMeter()
+    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    entry = moved(known(storages, logits), State.LEAVING, logits)
+    recorder.save("loss:0", entry)
+    recorder.save("loss:1", None)
+    moved(entry, State.AWAY)
+    recorder.save("loss:2", None)
+    recorder.save("loss:3", None)
+    recorder.turn()
+    recorder.trace()
+    assert list(meter.held) == [0, -NBYTES, 0, 0, 0]
+
+
+def test_what_is_held_until_the_next_save_alone_is_not_told() -> None:
+    recorder, storages, x = Recorder(set(), FakeMeter()), Storages(), tensor()  # type: ignore[arg-type]
+    recorder.save("a:0", moved(known(storages, x), State.FILLING, x))
+    del x
+    recorder.save("b:0", None)
+    recorder.turn()
+    assert not recorder.trace().held
 
 
 @pytest.mark.parametrize("kept", [False, True])

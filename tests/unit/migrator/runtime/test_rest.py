@@ -14,7 +14,7 @@ from torch import nn
 
 import tiers
 from allocator.sizes import MiB
-from migrator.engine.mover import CLOSELY
+from migrator.engine.mover import CLOSELY, Mover
 from migrator.runtime import optimizers
 from migrator.runtime.models import BudgetTooSmall
 from tiers import paging
@@ -26,6 +26,7 @@ class Pages:
     """Stands for the page-grouping allocator, of which there is none without a GPU."""
 
     overflowed = 0
+    news = 0
 
     def begin(self) -> None:
         pass
@@ -34,7 +35,7 @@ class Pages:
         pass
 
     def expect_news(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
-        pass
+        self.news += 1
 
     def state(self, on: bool) -> None:
         pass
@@ -84,6 +85,16 @@ def test_a_program_that_fits_is_left_alone_once_that_was_seen(pages: Pages) -> N
         before = session.stats()
         train(5)
         assert session.stats()["periods"] == before["periods"] + 5
+    assert not pages.news
+
+
+def test_the_allocator_is_told_of_plans_by_which_other_memory_is_asked_for(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mover, "take_news", lambda mover: True)
+    with tiers.session(dram="64MiB", hbm="1GiB"):
+        program()(CLOSELY)
+    assert pages.news == 1
 
 
 def test_when_hbm_is_full_it_is_looked_at_again(pages: Pages) -> None:
