@@ -269,12 +269,16 @@ class Mover:
 
     def _expect_too_much(self) -> None:
         """It does not fit without a plan: all that none has foreseen is to go."""
+        self._news |= self.filling.patient  # what stayed so far needs no memory from now on
         self.filling.patient = False
         self.filling.room = learning_room(self.budget)
         self.engine.limit = self._limit()
 
     def take_news(self) -> bool:
-        """Whether what the program asks for is other than before, since this was last asked."""
+        """Whether what the program asks for is other than before, since this was last asked.
+
+        The allocator then lays it out anew, at the cost of some steps of a second.
+        """
         news, self._news = self._news, False
         self._stayed |= news
         return news

@@ -228,7 +228,7 @@ class Runtime:
         self._counters.periods += 1
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
         advice = self._advice.period_over(saver.armed_movers)
-        changed = set[torch.device]()
+        changed = False
         pages = self.options.pages()
         for mover in saver.armed_movers:
             device = mover.engine.compute.device
@@ -239,10 +239,8 @@ class Runtime:
             if overflow:
                 self._happened("hbm was full", device=str(device), bytes=overflow)
             try:
-                if mover.end_period(whole=whole, alone=threads == 1, overflow=overflow):
-                    changed.add(device)
-                if advice is not None and mover.heed(*advice):
-                    changed.add(device)
+                changed |= mover.end_period(whole=whole, alone=threads == 1, overflow=overflow)
+                changed |= advice is not None and mover.heed(*advice)
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
@@ -253,13 +251,13 @@ class Runtime:
                 self._happened("learns anew", device=str(device))
             if mover.learner.racing != racing:
                 self._happened("contest is over" if racing else "a rival is tried", device=str(device))
+        movers = saver.armed_movers
+        if pages is not None and (new := [mover for mover in movers if mover.take_news()]):
+            self._tell_pages(pages, saver, new)
         if changed:
             if not self.closed:  # else they are never carried out
                 self._steps.planned()
                 self._tell_plans(saver)
-            movers = saver.armed_movers
-            if pages is not None:
-                self._tell_pages(pages, saver, [m for m in movers if m.engine.compute.device in changed])
             saver.adopt(
                 (action for mover in movers for action in mover.actions()),
                 [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
@@ -270,8 +268,6 @@ class Runtime:
         now = self._optimizers.period_due and len(self._savers) == 1 and not self.closed and not saver.capturing()
         with saver.aside():  # no part of the next period, whose recorder there may be already
             for mover in movers:
-                if not mover.take_news():
-                    continue  # to lay out anew what is asked for as before costs steps of a second
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
                 pages.expect_news(mover.engine.compute.device, max(peaks, default=0), now=now)
 
