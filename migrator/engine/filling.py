@@ -119,9 +119,8 @@ class Filling:
         """Send what no plan has foreseen, once it is worth a transfer."""
         group, worth = self.loose.get(stream), group_bytes(self.room)
         # A group that stays counts as in HBM until all of it was used. So that is one storage, where it is large.
-        if group is None or group.nbytes < (min(WORTH, worth) if self.patient else worth):
-            return
-        self._full.append(self.loose.pop(stream))
+        if group is not None and group.nbytes >= (min(WORTH, worth) if self.patient else worth):
+            self._full.append(self.loose.pop(stream))
         while self._full and not self.patient:
             self._send_loose(self._full.popleft())
         if len(self._full) >= self._purge_at:

@@ -65,10 +65,10 @@ class Mover:
         self._spills = spills
         self.recorder: Recorder | None = self._new_recorder()
         # The program may fit without a plan. To find that it does not does no harm where the allocator goes on in DRAM.
-        patient = spills and engine.backing.dram_capacity >= budget // 4
+        patient = spills and not keeps and engine.backing.dram_capacity >= budget // 4
         beside = unseen(budget, engine.compute.allocated()) if patient else None
         self.filling = Filling(engine, budget if keeps else learning_room(budget, beside))
-        self.filling.patient = patient and not keeps
+        self.filling.patient = patient
         self._stayed = True  # since there were news everything stayed, and nothing was recomputed
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be

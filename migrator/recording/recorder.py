@@ -23,8 +23,8 @@ from migrator.trace import Region, Site, Trace
 
 SELDOM = 8  # what the program has held for so many positions is looked at after one more
 PARTS = 64  # of one storage, of which each moves alone, that are gone through to see who else holds it
-_PRESENT = (State.FILLING, State.LEAVING)  # the engine holds the program's own memory
 LIMIT = 100_000  # records; a period without backward never ends, and its trace would be of no use
+_PRESENT = (State.FILLING, State.LEAVING)  # the engine holds the program's own memory
 
 
 @dataclass(eq=False, slots=True)

@@ -24,6 +24,21 @@ def _layers(block: Any, device: torch.device, count: int = 3) -> nn.Sequential:
     return nn.Sequential(*(block() for _ in range(count))).to(device)
 
 
+class _TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
+def _as_plain(block: Any, device: torch.device, steps: int, how: dict[str, Any]) -> None:
+    """Check that layers of `block` train as they do without tiers."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        return train(_layers(block, device), device, steps=steps)
+
+    assert_same(program, device, moves=False, **how)
+
+
 def attention_takes_the_same_way_again(device: torch.device) -> None:
     """It is given its input three times, and asks whether these are one: a plain encoder ended in an error."""
 
@@ -112,21 +127,14 @@ def statistics_that_are_read_are_left_alone(device: torch.device) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + F.gelu(self.norm(self.layer(x)))
 
-    def program(device: torch.device) -> list[Tensor]:
-        return train(_layers(Block, device), device, steps=8)
-
-    assert_same(program, device, moves=False, **WHOLE)
+    _as_plain(Block, device, 8, WHOLE)
 
 
 SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
 
 
 def what_is_set_around_a_forward_alone_is_so_again(device: torch.device) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+    class Block(_TwoLayers):
         def forward(self, x: Tensor) -> Tensor:
             return x + self.second(F.gelu(self.first(x) * SCALE.get()))
 
@@ -146,20 +154,13 @@ def what_is_set_around_a_forward_alone_is_so_again(device: torch.device) -> None
 def parameters_that_a_forward_changes_are_changed_once(device: torch.device) -> None:
     """As layers that keep their weights within a norm do: each step ended in an error."""
 
-    class Bounded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+    class Bounded(_TwoLayers):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
                 self.first.weight.clamp_(-0.05, 0.05)
             return x + self.second(F.gelu(self.first(x)))
 
-    def program(device: torch.device) -> list[Tensor]:
-        return train(_layers(Bounded, device), device, steps=6)
-
-    assert_same(program, device, moves=False, **WHOLE)
+    _as_plain(Bounded, device, 6, WHOLE)
 
 
 def a_codebook_that_moves_by_its_data_moves_once(device: torch.device) -> None:
@@ -201,10 +202,7 @@ def what_is_masked_now_and_then_is_not_made_without_the_mask(device: torch.devic
                     h[:, ::4] = 0
             return x + self.second(h)
 
-    def program(device: torch.device) -> list[Tensor]:
-        return train(_layers(Masked, device), device, steps=12)
-
-    assert_same(program, device, moves=False, **LIGHT)
+    _as_plain(Masked, device, 12, LIGHT)
 
 
 def an_epsilon_is_no_guess_that_nothing_tested(device: torch.device) -> None:
@@ -239,18 +237,11 @@ def two_normalisations_have_an_epsilon_each(device: torch.device) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.layer(torch.relu(self.one(x) + self.other(x.sin())))
 
-    def program(device: torch.device) -> list[Tensor]:
-        return train(_layers(Block, device), device, steps=8)
-
-    assert_same(program, device, moves=False, **LIGHT)
+    _as_plain(Block, device, 8, LIGHT)
 
 
 def what_is_frozen_between_forward_and_backward_is_recomputed_as_it_was(device: torch.device) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+    class Block(_TwoLayers):
         def forward(self, x: Tensor) -> Tensor:
             return x + self.second(F.gelu(self.first(x)))
 

@@ -16,10 +16,9 @@ from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, GiB, KiB, MiB
 from migrator.engine.backing import Backing
 from migrator.engine.engine import Engine
-from migrator.engine.filling import PURGE, log
+from migrator.engine.filling import log
 from migrator.engine.group import State
 from migrator.engine.mover import CLOSELY, HEAD_START, SAMPLED, Go, Mover, Stay
-from migrator.engine.tensors import Moved
 from migrator.lanes import SLOT
 from migrator.lanes.host import HostCompute, HostLane
 from migrator.learning.learner import Learner
@@ -27,61 +26,7 @@ from migrator.links import PCIE_GEN5, Links, usable
 from migrator.plan import PageGroup, Plan
 from migrator.policies import POLICIES
 from migrator.telemetry.counters import Counters
-from tests.unit.by_hand import HandLane, StreamCompute
-
-NBYTES = 64 * KiB
-
-
-class Rig:
-    """A mover whose lanes move when told to; it learns for as long as a test does not switch to `planned`."""
-
-    def __init__(
-        self,
-        dram: int = 64 * MiB,
-        budget: int = 64 * MiB,
-        policy: str = "move",
-        recordings: int = 1,
-        *,
-        spills: bool = False,
-    ) -> None:
-        self.arena = DramArena(dram, pinned=False, step=dram)
-        self.backing = Backing(self.arena, None, Counters())
-        self.compute = StreamCompute()
-        self.out, self.back = HandLane(), HandLane()
-        self.engine = Engine(self.compute, self.out, self.back, self.backing)
-        learner = Learner(POLICIES[policy], budget, recordings=recordings)
-        self.mover = Mover(self.engine, learner, budget, spills=spills)
-
-    def planned(self, *groups: PageGroup, limit: int = GiB) -> list[list[Go]]:
-        """As if a plan had these groups: per group what it says of each site."""
-        self.mover.recorder = None
-        self.engine.limit = limit
-        return [[Go(self.mover, group) for _ in group.sites] for group in groups]
-
-    def save(self, key: str, go: Go | None = None, tensor: torch.Tensor | None = None) -> Moved:
-        tensor = torch.zeros(NBYTES, dtype=torch.uint8) if tensor is None else tensor
-        return self.mover.take(tensor, key, go)
-
-    def settle(self) -> None:
-        """What was let go of is out of HBM."""
-        self.out.run()
-
-    def let_go(self) -> None:
-        """Nothing that leaves may stay in HBM any longer."""
-        self.engine.limit = 0
-        self.engine.relieve()
-
-    def give_back(self, moved: Moved) -> torch.Tensor:
-        self.out.run()
-        tensor = self.mover.give_back(moved)
-        self.back.run()
-        return tensor
-
-    def close(self) -> None:
-        self.out.run()
-        self.back.run()
-        self.backing.close()
-        self.arena.close()
+from tests.unit.rig import NBYTES, Rig, layers, run
 
 
 @pytest.fixture
@@ -197,112 +142,6 @@ def test_the_unforeseen_leaves_once_it_fills_a_group(rig: Rig) -> None:
     second = rig.save("a:1", tensor=x.clone())
     assert first.saved.group is second.saved.group
     assert first.saved.group.state is not State.FILLING
-
-
-def test_nothing_leaves_before_there_is_a_plan_where_there_is_room_and_dram_for_what_there_is_not() -> None:
-    """A program that fits was to move all that it saves while it was recorded: seven times its time, for six steps."""
-    rig = Rig(budget=64 * MiB, recordings=2, spills=True)
-    for _ in range(2):
-        run(rig, layers(24))
-        assert not rig.out.copies
-    assert rig.mover.learner.plans
-    rig.close()
-
-
-def test_once_a_program_turns_out_not_to_fit_all_that_it_saves_goes() -> None:
-    rig = Rig(budget=64 * MiB, recordings=2, spills=True)
-    kept = [rig.save(f"a:{k}", tensor=torch.zeros(4 * MiB, dtype=torch.uint8)) for k in range(10)]
-    assert not rig.out.copies and rig.engine.resident == rig.mover.filling.room == 40 * MiB
-    kept.append(rig.save("a:10", tensor=torch.zeros(4 * MiB, dtype=torch.uint8)))
-    assert rig.out.copies == len(kept)
-    assert rig.engine.resident <= rig.mover.filling.room == 8 * MiB
-    assert not any(rig.give_back(moved).any() for moved in kept)
-    rig.mover.end_period(whole=True)
-    assert rig.mover.take_news(), (
-        "what stayed so far may be unmapped: 3.6 times of what was alive was, in the next step"
-    )
-    rig.close()
-
-
-def test_the_room_before_there_is_a_plan_is_what_the_rest_of_the_program_was_seen_to_leave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig(budget=64 * MiB, recordings=4, spills=True)
-    assert rig.mover.filling.room == 40 * MiB, "a quarter of it is for what nobody knows, an eighth for trials"
-    monkeypatch.setattr(rig.compute, "static", 10 * MiB)
-    run(rig, layers(2))
-    assert rig.mover.filling.room == 46 * MiB
-    run(rig, layers(2), overflow=MiB)
-    assert rig.mover.filling.room == 8 * MiB, "HBM was full with all that"
-    run(rig, layers(2))
-    assert rig.mover.filling.room == 8 * MiB
-    rig.close()
-
-
-def test_what_lives_on_since_the_first_step_is_not_there_for_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer's state."""
-    rig = Rig(budget=64 * MiB, recordings=4, spills=True)
-    monkeypatch.setattr(rig.compute, "allocated", lambda: 8 * MiB)
-    monkeypatch.setattr(rig.compute, "static", 10 * MiB)
-    run(rig, layers(2))
-    assert rig.mover.filling.room == (64 - 8 - 10 - 8) * MiB
-    rig.close()
-
-
-def test_nothing_is_waited_for_where_dram_holds_next_to_nothing() -> None:
-    """Past it a program that does not fit is at an end."""
-    rig = Rig(dram=8 * MiB, budget=64 * MiB, spills=True)
-    assert not rig.mover.filling.patient
-    assert rig.mover.filling.room == 8 * MiB
-    rig.close()
-
-
-def test_what_may_stay_is_counted_storage_by_storage_where_these_are_large() -> None:
-    rig = Rig(budget=2 * GiB, spills=True)
-    one, other = (rig.save(f"a:{k}", tensor=torch.zeros(16 * MiB, dtype=torch.uint8)) for k in range(2))
-    small = [rig.save(f"b:{k}") for k in range(2)]
-    assert one.saved.group is not other.saved.group
-    assert small[0].saved.group is small[1].saved.group
-    rig.close()
-
-
-def test_graphs_that_nobody_uses_leave_nothing_behind_while_others_live_on() -> None:
-    """Somebody serves, and forgot ``no_grad``."""
-    rig = Rig(budget=64 * MiB, spills=True)
-    kept = rig.save("a:0", tensor=torch.zeros(4 * MiB, dtype=torch.uint8))
-    for k in range(3 * PURGE):
-        rig.save(f"b:{k}", tensor=torch.empty(4 * MiB, dtype=torch.uint8))
-        rig.mover.collect()
-    assert len(rig.mover.filling._full) <= PURGE
-    assert not rig.out.copies and not rig.mover.filling.sent
-    assert kept.saved.group in rig.mover.filling._full
-    rig.close()
-
-
-@pytest.mark.parametrize(("budget", "news"), [(64 * MiB, False), (8 * MiB, True)])
-def test_a_plan_by_which_everything_stays_as_it_did_is_no_news(budget: int, *, news: bool) -> None:
-    """The allocator was to lay out anew what was asked for as before: three steps of a second."""
-    rig = Rig(budget=budget, policy="auto", recordings=2, spills=True)
-    run(rig, layers(12))
-    assert rig.mover.take_news() == news, "it does not fit, and moves from now on"
-    run(rig, layers(12))
-    assert rig.mover.learner.plans
-    assert rig.mover.take_news() == news
-    assert not rig.mover.take_news(), "once"
-    rig.close()
-
-
-def test_a_plan_by_which_everything_stays_is_news_where_a_period_before_it_moved() -> None:
-    """What the allocator has laid out for that one is of no use any more."""
-    rig = Rig(budget=64 * MiB, policy="auto", recordings=3, spills=True)
-    rig.mover._expect_too_much()
-    run(rig, layers(12))
-    assert rig.mover.take_news(), "that it moves at all"
-    run(rig, layers(12))
-    run(rig, layers(1, nbytes=64 * KiB, name="short"))
-    assert rig.mover.learner.plans and all(plan.keeps_everything for plan in rig.mover.learner.plans)
-    assert rig.mover.take_news()
-    rig.close()
 
 
 def test_the_unforeseen_comes_back_last_in_first_out(rig: Rig) -> None:
@@ -427,46 +266,6 @@ def test_what_is_asked_for_twice_comes_back_twice(rig: Rig) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- periods
-
-
-Program = Mapping[str, int]  # sites in the order in which they are saved, with the bytes of each
-
-
-def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None, overflow: int = 0) -> bool:
-    """One period as the hooks make it, with backward in reverse; whether there are new plans."""
-    mover, actions = rig.mover, dict(rig.mover.actions())
-    graph: list[tuple[Moved | Stay, torch.Tensor]] = []
-    for number, (key, nbytes) in enumerate(program.items()):
-        tensor = torch.full((nbytes,), number % 251, dtype=torch.uint8)
-        action = actions.get(key)
-        if isinstance(action, Stay):
-            if action.enter:
-                mover.engine.entered(action.enter)
-            if mover.recorder is not None:
-                mover.recorder.save(key, mover.storages.find(tensor))
-            graph.append((action, tensor))
-        else:
-            graph.append((rig.save(key, action, tensor), tensor.clone()))
-        check()
-        del tensor  # else the last one is the program's own
-    rig.settle()
-    mover.begin_backward()
-    while graph:
-        packed, tensor = graph.pop()
-        if isinstance(packed, Stay):
-            if packed.leave:
-                mover.engine.left(packed.leave)
-        else:
-            if packed.record is not None:
-                packed.record.used()
-            assert torch.equal(rig.give_back(packed), tensor)
-        del packed, tensor
-        check()
-    return mover.end_period(whole=True, overflow=overflow)
-
-
-def layers(count: int, nbytes: int = MiB, name: str = "layer") -> Program:
-    return {f"{name}{k}:0": nbytes for k in range(count)}
 
 
 def test_the_first_period_is_learned_from(rig: Rig) -> None:
