@@ -41,6 +41,11 @@ class Kinds:
             kind.seen = self._period
         return self._forget()
 
+    def forget(self) -> None:
+        """None of those that were known comes again: else their memory would be the least that all layouts take."""
+        self._known.clear()
+        self._laid_out.clear()
+
     def is_whole(self, number: int, requests: int) -> bool:
         """Whether so many requests are all of the layout of that `number`: another may begin with the same."""
         return number < len(self._laid_out) and len(self._laid_out[number].foreseen.sizes) == requests

@@ -57,6 +57,7 @@ class PageAllocator:
         self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
         self._refused: set[int] = set()  # GPUs without a layout, which was said
         self._news: dict[int, int] = {}  # GPUs whose layouts are of no use from the next period on, and its peak
+        self._bare: set[int] = set()  # GPUs that have had a layout, and none in this period
 
     def install(self) -> None:
         """Become PyTorch's allocator for CUDA memory.
@@ -92,13 +93,13 @@ class PageAllocator:
         return lap
 
     def tidy(self, device: torch.device) -> None:
-        """What was asked for aside has been given back: let go of what was mapped for it beside the layout."""
+        """What was asked for aside has been given back: let go of what was mapped for it beside the layout.
+
+        Where that one is of no use any more and there is no other, all that lies idle goes.
+        """
         core = adapter.core_of(self._library, device.index)
         if core is not None:
-            try:
-                core.trim_outside()
-            except CoreError:
-                log.exception("what lies idle on %s stays mapped", device)
+            self._let_go(device.index, core.trim if device.index in self._bare else core.trim_outside)
 
     def begin(self) -> None:
         """The first period begins: what was asked for so far was of no period."""
@@ -124,7 +125,7 @@ class PageAllocator:
         self._spilled.pop(device.index, None)
         core = adapter.core_of(self._library, device.index) if now else None
         if core is not None:
-            self._trim(device.index, core)
+            self._let_go(device.index, core.trim)
 
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
@@ -152,9 +153,12 @@ class PageAllocator:
             sank = self._sink(device, core, now.dram, alone)
             if device in self._news:
                 core.forget_plan(self._news.pop(device))
-                self._trim(device, core)  # gradients, too, are gone by now
+                self._bare.add(device)
+                self._let_go(device, core.trim)  # gradients, too, are gone by now
                 watch.expect_news()
+                kinds.forget()
                 continue
+            self._bare.discard(device)
             if not (sank or since) and kinds.is_whole(now.present, now.came) and watch.nothing_departed():
                 # Thousands of requests take half a millisecond to read, in which the device has nothing to do.
                 if kinds.came_as_laid_out(now.present):
@@ -171,9 +175,9 @@ class PageAllocator:
             elif forgot:
                 self._plan(device, core, kinds.layouts())
 
-    def _trim(self, device: int, core: Core) -> None:
+    def _let_go(self, device: int, trim: Callable[[], None]) -> None:
         try:
-            core.trim()
+            trim()
         except CoreError:
             log.exception("what lies idle on cuda:%d stays mapped", device)
 

@@ -80,3 +80,11 @@ def test_only_what_is_on_one_stream_shares_a_region(streams: tuple[int, int]) ->
 def test_before_anything_was_learned_there_is_nothing_to_lay_out() -> None:
     assert Kinds().layouts() == []
     assert not Kinds().period_over(period(1))
+
+
+def test_all_are_forgotten_at_once_where_none_of_them_comes_again() -> None:
+    kinds = learned(1, 2, 1, 2)
+    kinds.forget()
+    assert laid_out(kinds) == []
+    kinds.learn(period(3), foreseen(3))
+    assert laid_out(kinds) == [3]

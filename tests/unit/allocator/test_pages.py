@@ -425,3 +425,35 @@ def test_what_a_step_that_is_over_leaves_idle_goes_back_before_the_next_begins(p
     assert core.counts().hbm == mapped  # backward may still need it
     pages.expect_news(torch.device("cuda", 0), now=True)
     assert core.counts().hbm == 0
+
+
+def test_what_was_asked_for_aside_in_a_step_without_a_layout_goes_back_at_its_end(pages: OnOneCore, core: Core) -> None:
+    """Or the next step is found with what the formulas that were tried in this one had mapped: 1.66 of its need."""
+    device = torch.device("cuda", 0)
+    pages.begin()
+    step(core, 4 * MiB, 8 * MiB)
+    pages.expect_news(device)
+    pages.period_over()
+    with aside():
+        step(core, 16 * MiB)
+    alive = core.allocate(4 * MiB)
+    pages.tidy(device)
+    assert core.counts().hbm == 4 * MiB
+    core.free(alive)
+    pages.period_over()
+    pages.tidy(device)
+    assert core.counts().hbm == 4 * MiB  # the layout's
+
+
+def test_what_a_program_was_like_before_its_plans_changed_takes_no_memory_after(pages: OnOneCore, core: Core) -> None:
+    """Every layout had the size of the largest there had been, where kinds of periods had come back: 1.09 of a step."""
+    pages.begin()
+    for sizes in ((8 * MiB, 8 * MiB), (4 * MiB, 4 * MiB, 4 * MiB)) * 2:
+        step(core, *sizes)
+        pages.period_over()
+    assert core.counts().hbm == 16 * MiB
+    pages.expect_news(torch.device("cuda", 0))
+    for _ in range(3):
+        pages.period_over()
+        step(core, 2 * MiB, 6 * MiB)
+    assert core.counts().hbm == 8 * MiB
