@@ -330,7 +330,14 @@ class Mover:
         """Bytes that may lie in HBM when a period begins: what regions recompute moves while it is recorded."""
         if self.recorder is not None and any(plan.regions for plan in self.learner.plans):
             return min(self.filling.room, learning_room(self.budget))
+        if self.recorder is None and self._is_quiet():  # what stays is not all counted: it might all be there
+            return self.filling.room - max((plan.kept_bytes for plan in self.learner.plans), default=0)
         return self.filling.room
+
+    def _is_quiet(self) -> bool:
+        """Whether what stays need not be counted: nothing waits for the room that it leaves."""
+        plans = self.learner.plans
+        return self.engine.compute.counts and bool(plans) and not any(plan.groups or plan.regions for plan in plans)
 
     def _adopt(self, plans: tuple[Plan, ...]) -> None:
         needed = max(plan.parcel_bytes for plan in plans)
@@ -361,17 +368,26 @@ class Mover:
 
     def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""
+        quiet = self._is_quiet()
         paced = [
-            (plan, paces_of(plan, trace)) for plan, trace in zip(self.learner.plans, self.learner.traces, strict=True)
+            (plan, _needed_by_formulas(plan, trace), {} if quiet else paces_of(plan, trace))
+            for plan, trace in zip(self.learner.plans, self.learner.traces, strict=True)
         ]
-        for plan, paces in paced:
+        for plan, needed, paces in paced:
             for key, keep in plan.keep.items():
-                yield key, Stay(self, keep.enter, keep.leave, paces.get(key))
-        for plan, paces in paced:
+                yield key, Stay(self, keep.enter, keep.leave, paces.get(key), quiet and key not in needed)
+        for plan, _, paces in paced:
             for key in plan.recompute:
                 if key in self.verified:
                     yield key, Recompute(self, self.verified[key], Finder(self.verified[key]), paces.get(key))
-        for plan, paces in paced:
+        for plan, _, paces in paced:
             for group in plan.groups:
                 for key in group.sites:
                     yield key, Go(self, group, paces.get(key))
+
+
+def _needed_by_formulas(plan: Plan, trace: Trace) -> set[str]:
+    """Sites of what the plan recomputes from: the hooks see that nobody changes it, which PyTorch may not find out."""
+    recomputed = {site.storage for site in trace.sites if site.key in frozenset(plan.recompute)}
+    inputs = {ident for made in recomputed for ident in trace.recipes[made].inputs}
+    return {site.key for site in trace.sites if site.storage in inputs}

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Stay; with the bytes that enter and leave HBM by it."""
+    """Stay; with the bytes that enter and leave HBM by it. If it is `quiet`, nobody has to be told of it."""
 
     mover: Mover
     enter: int
     leave: int
     pace: Pace | None = None
+    quiet: bool = False
     stays: ClassVar[Literal[True]] = True
 
 
@@ -66,6 +67,10 @@ class Agenda:
         These paths.
     searches : bool
         Whether a formula of the plans has to know which node made what was saved.
+    quiet : frozenset of str
+        Modules in which the hooks need not be called: all that they save stays, and is quiet. So are those that save
+        nothing, but for what is called within. Never an outermost one, nor the program outside of modules: by what
+        those save a forward is known to begin, and backward.
     objects : int
         How many the hooks hold under these plans; see `migrator.hooks.garbage`.
     """
@@ -76,15 +81,19 @@ class Agenda:
             path, number = _parted(key)
             by_path.setdefault(path, {})[number] = action
         planned = [action for of in by_path.values() for action in of.values()]
+        busy = {path for path, of in by_path.items() if not all(type(one) is Stay and one.quiet for one in of.values())}
         verified = [action.verified for action in planned if isinstance(action, Recompute)]
         self.regions = tuple(regions)
         self.searches = any(one.searched for one in verified)
-        self.objects = sum(_TAKES[type(action)] for action in planned)
         self._actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
         self._noted: dict[str, set[int]] = {}
         for key in frozenset[str]().union(*(one.found for one in verified)):
             path, number = _parted(key)
             self._noted.setdefault(path, set()).add(number)
+        busy.update(self._noted, self.regions)
+        around = {path[:at] for path in by_path for at, letter in enumerate(path) if letter == "."}
+        self.quiet = frozenset(path for path in around.union(by_path) - busy if "." in path)
+        self.objects = sum(_TAKES[type(one)] for path in by_path.keys() - self.quiet for one in by_path[path].values())
 
     def of(self, path: str) -> Sequence[Action | None]:
         """The actions of a module, by number; shorter than its sites where some were not foreseen."""

@@ -88,6 +88,8 @@ class Place(Generic[Action]):
         Whether that is recorded.
     in_backward : bool
         Whether backward has asked for something in it.
+    quiet : collection of str
+        Paths of the modules in which the hooks need not be called in it.
     """
 
     here: Node[Action]
@@ -95,44 +97,55 @@ class Place(Generic[Action]):
     agenda: Agenda[Action] | None = None
     recording: bool = False
     in_backward: bool = False
+    quiet: Collection[str] = ()
 
 
 class Modules(Generic[Action]):
-    """The stack of modules that one thread is in."""
+    """The stack of modules that one thread is in.
+
+    Attributes
+    ----------
+    place : Place
+        Where it is.
+    stack : list of Node
+        Where it was before it entered each of the modules that it is in.
+    nodes : dict of int to Node
+        All that are known, by the id of their module.
+    """
 
     def __init__(self) -> None:
         self.place: Place[Action] = Place(Node(""))
-        self._stack: list[Node[Action]] = []
-        self._nodes: dict[int, Node[Action]] = {}
+        self.stack: list[Node[Action]] = []
+        self.nodes: dict[int, Node[Action]] = {}
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._names: set[str] = set()
 
     @property
     def inside(self) -> bool:
         """Whether the module the thread is in was called by another."""
-        return len(self._stack) > 1
+        return len(self.stack) > 1
 
     @property
     def outside(self) -> bool:
         """Whether the thread is in no module."""
-        return not self._stack
+        return not self.stack
 
     def enter(self, module: nn.Module) -> None:
         """A forward begins."""
-        node = self._nodes.get(id(module))
+        node = self.nodes.get(id(module))
         if node is None:
             node = self._name_root(module) if self.outside else self._unnamed(module)
-        self._stack.append(self.place.here)
+        self.stack.append(self.place.here)
         self.place.here = node
 
     def leave(self) -> None:
         """A forward ends, or was left by an exception."""
-        if self._stack:
-            self.place.here = self._stack.pop()
+        if self.stack:
+            self.place.here = self.stack.pop()
 
     def leave_all(self) -> None:
         """The thread is in no module: KeyboardInterrupt, for one, leaves forwards without a word."""
-        while self._stack:
+        while self.stack:
             self.leave()
 
     def _name_root(self, root: nn.Module) -> Node[Action]:
@@ -144,16 +157,16 @@ class Modules(Generic[Action]):
         keys = []
         for path, module in root.named_modules():
             keys.append(id(module))
-            self._nodes[id(module)] = Node(f"{name}.{path}" if path else name, type(module).__name__)
+            self.nodes[id(module)] = Node(f"{name}.{path}" if path else name, type(module).__name__)
         # An id is good for as long as the object lives: with the root its modules' names go, too.
         self._roots[keys[0]] = weakref.ref(root, lambda _: self._forget(name, keys))
-        return self._nodes[keys[0]]
+        return self.nodes[keys[0]]
 
     def _forget(self, name: str, keys: Sequence[int]) -> None:
         del self._roots[keys[0]]  # named_modules begins with the root itself
         self._names.discard(name)
         for key in keys:
-            self._nodes.pop(key, None)
+            self.nodes.pop(key, None)
 
     def _unnamed(self, module: nn.Module) -> Node[Action]:
         """A module that its root did not list, such as one made within a forward: one name per class and place."""

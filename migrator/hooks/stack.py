@@ -23,11 +23,13 @@ class OnStack:
         What lies on the stack: methods of this object or what stands in front of them, and names it as `__self__`.
     resting : bool
         They are off, as nothing is to be done with what is saved.
+    hushed : bool
+        They are off for a moment, see `hush`.
     """
 
     def __init__(self) -> None:
         self.hooks: Hooks = (self.pack, self.unpack)
-        self.resting = False
+        self.resting = self.hushed = False
         self._suspended = False
 
     def pack(self, tensor: Tensor) -> Any:
@@ -53,6 +55,14 @@ class OnStack:
         """Switch them off, if nobody else's lie on top of them; whether they are. Between two periods only."""
         self.resting = self.resting or self.take_off()
         return self.resting
+
+    def hush(self, on: bool) -> None:
+        """Switch them off, or on again after that; not where somebody else's lie on the stack, until those are gone."""
+        if on:
+            self.hushed = self.take_off()
+        elif self.is_free():
+            self.push()
+            self.hushed = False
 
     def suspend(self) -> None:
         """Switch them off until `resume`; they lie on top."""

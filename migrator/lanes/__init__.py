@@ -175,9 +175,18 @@ class Meter(Protocol):
 
 
 class Compute(Protocol):
-    """The program's own stream on one device."""
+    """The program's own stream on one device.
+
+    Attributes
+    ----------
+    device : torch.device
+        That device.
+    counts : bool
+        Whether its allocator tells what is in use: else it is what was counted of what is saved, tensor by tensor.
+    """
 
     device: torch.device
+    counts: bool
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """HBM that may be written once `mark` (taken afterwards) has been passed."""

@@ -38,6 +38,8 @@ CLOCK = 1.5e9  # cycles a second of a GPU whose clock PyTorch does not tell: som
 class CudaCompute:
     """The current stream of a CUDA device, asked for at each use: a program may change it at any time."""
 
+    counts = True
+
     def __init__(self, device: torch.device, counters: Counters, memory: Memory | None = None) -> None:
         self.device = device
         self.lap, self.aside, self.tidy = memory or Memory(functools.partial(peaks.lap, device))

@@ -49,6 +49,7 @@ class HostCompute:
     """
 
     device = torch.device("cpu")
+    counts = False
 
     def __init__(self, counters: Counters) -> None:
         self.static = 0

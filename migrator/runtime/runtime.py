@@ -310,7 +310,7 @@ class Runtime:
                     self._counters.periods += 1
                     self._advice.period_passed()
                 return
-            saver.modules.leave_all()
+            saver.leave_all()
             saver.end_period()
             saver.stepped(leads=leads)
             if len(self._savers) == 1:  # of several threads one alone would see that HBM is full

@@ -58,6 +58,7 @@ FAMILIES = (
     "monitor",
     "periods",
     "processes",
+    "quiet",
     "recompute",
     "regions",
     "repeats",

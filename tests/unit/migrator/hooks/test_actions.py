@@ -48,3 +48,21 @@ def test_it_tells_what_the_hooks_will_hold() -> None:
     agenda = Agenda([("Net:0", stay), ("Net:2", go), ("Net:3", recompute())], ["Net.block"])
     assert agenda.objects == KEPT + MOVED + MADE
     assert agenda.regions == ("Net.block",)
+
+
+def test_modules_in_which_all_stays_unheard_are_quiet_and_so_are_those_around_them() -> None:
+    quiet = Stay(mover, 1, 1, quiet=True)
+    agenda = Agenda([("Net.a.b.fc:0", quiet), ("Net.a.b.act:0", quiet), ("Net.a.b.act:1", stay), ("Net.a.bn:0", quiet)])
+    assert agenda.quiet == {"Net.a", "Net.a.b", "Net.a.b.fc", "Net.a.bn"}
+    assert agenda.objects == KEPT * 2
+
+
+def test_outermost_modules_are_never_quiet_nor_is_the_program_itself() -> None:
+    quiet = Stay(mover, 1, 1, quiet=True)
+    assert not Agenda([(":0", quiet), ("Net:0", quiet)]).quiet
+
+
+def test_modules_of_which_formulas_find_something_are_not_quiet_nor_are_regions() -> None:
+    quiet = Stay(mover, 1, 1, quiet=True)
+    agenda = Agenda([("Net.fc:0", quiet), ("Net.in:0", quiet), ("Net.act:0", recompute("Net.fc:0"))], ["Net.in"])
+    assert not agenda.quiet

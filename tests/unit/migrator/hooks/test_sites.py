@@ -69,7 +69,7 @@ def test_a_root_that_is_gone_is_forgotten() -> None:
     visit(modules, model)
     del model
     gc.collect()
-    assert not modules._nodes and not modules._roots
+    assert not modules.nodes and not modules._roots
 
 
 def test_a_leave_without_an_enter_is_harmless() -> None:

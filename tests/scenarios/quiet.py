@@ -1,0 +1,213 @@
+"""Modules in which the hooks need not be called: they are not, and whatever happens there is as it would be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from migrator.hooks import saver
+from migrator.lanes.host import HostCompute
+from tests.scenarios import assert_same, batch, main, moving, train
+from tiers.session import Session
+
+STEPS = 8  # the first two are recorded
+
+
+class _Layer(nn.Linear):
+    """Notes whether PyTorch calls anybody for what it saves. No formula makes what it returns."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__(width, width)
+        self.called: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+        return super().forward(x).cumsum(1) / 16
+
+
+class _Part(nn.Module):
+    """Saves what stays in `first`; and a GELU's output, which is made from what its own forward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Sequential(_Layer(), _Layer()), nn.GELU(), _Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.act(self.first(x)))
+
+
+def _model(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(_Part(), _Part()).to(device)
+
+
+def _layers(model: nn.Module) -> list[_Layer]:
+    return [module for module in model.modules() if isinstance(module, _Layer)]
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """What is in use on a CPU, too, is nobody's to tell."""
+    with mock.patch.object(HostCompute, "counts", True):
+        yield
+
+
+@contextmanager
+def _recomputing(**arguments: Any) -> Iterator[Session]:
+    with _counted(), moving(recompute=True, share=0, **arguments) as session:
+        yield session
+
+
+def only_where_there_is_something_to_do_are_hooks_called(device: torch.device) -> None:
+    model = _model(device)
+    with _recomputing():
+        train(model, device, steps=STEPS)
+        called = [layer.called[-1] for layer in _layers(model)]
+        for layer in _layers(model):
+            assert all(layer.called[:2]), "not all was seen where it was recorded"
+    assert called == [False, False, True] * 2, called  # the last of each saves what a GELU returns, to be made again
+
+
+def results_are_the_same(device: torch.device) -> None:
+    with _counted(), mock.patch.object(saver, "LISTENS", 3):
+        assert_same(
+            lambda device: train(_model(device), device, steps=STEPS), device, moves=False, recompute=True, share=0
+        )
+
+
+def now_and_then_hooks_are_called_in_all_of_them(device: torch.device) -> None:
+    model = _model(device)
+    with _recomputing(), mock.patch.object(saver, "LISTENS", 5):
+        train(model, device, steps=24)
+    called = _layers(model)[0].called[9:]
+    assert called.count(True) == 3, called
+
+
+def a_module_that_comes_to_save_more_is_noticed(device: torch.device) -> None:
+    class Growing(_Layer):
+        grown = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y.exp().log1p() if self.grown else y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(_Part(), nn.Sequential(_Layer(), Growing()), _Part()).to(device)
+    with _recomputing() as session, mock.patch.object(saver, "LISTENS", 5):
+        train(model, device, steps=STEPS)
+        growing: Any = model[1][1]  # type: ignore[index]
+        assert not growing.called[-1], "it was to be quiet"
+        thread_s = session.runtime.saver()
+        assert thread_s is not None
+        (mover,) = thread_s.armed_movers
+        before = mover.learner.plans
+        growing.grown = True
+        train(model, device, steps=12)
+        assert mover.learner.plans is not before, "nobody noticed"
+
+
+def the_program_s_hooks_within_see_all_that_is_theirs(device: torch.device) -> None:
+    class Within(_Part):
+        def __init__(self) -> None:
+            super().__init__()
+            self.packed = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            def pack(tensor: Tensor) -> Tensor:
+                self.packed += 1
+                return tensor.detach()
+
+            with saved_tensors_hooks(pack, lambda packed: packed):
+                x = self.first(x)
+            return x + self.last(F.gelu(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(_Part(), Within(), _Part()).to(device)
+    within: Any = model[1]
+    with _recomputing():
+        train(model, device, steps=1)
+        once = within.packed
+        train(model, device, steps=STEPS)
+        assert within.packed == once * (STEPS + 1), "somebody was called in their place"
+        assert _layers(model)[-1].called[-1], "ours were not called after them"
+
+
+def an_exception_within_leaves_the_hooks_as_they_were(device: torch.device) -> None:
+    class Failing(_Layer):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if self.fails:
+                raise RuntimeError("on purpose")
+            return y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(_Part(), nn.Sequential(_Layer(), Failing()), _Part()).to(device)
+    failing: Any = model[1][1]  # type: ignore[index]
+    with _recomputing() as session:
+        train(model, device, steps=STEPS)
+        assert not failing.called[-1], "it was to be quiet"
+        failing.fails = True
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(batch(device, 0))
+        failing.fails = False
+        ours = session.runtime.saver()
+        assert ours is not None
+        assert ours.on_top() and not ours.hushed
+        train(model, device, steps=2)
+        assert [layer.called[-1] for layer in _layers(model)][-1]
+
+
+def the_session_ends_within_one(device: torch.device) -> None:
+    """Its hooks were off then, and stay so."""
+    opened = _recomputing()
+    session = opened.__enter__()
+
+    class Ending(_Layer):
+        ends = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.ends:
+                session.close()
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(_Part(), nn.Sequential(_Layer(), Ending()), _Part()).to(device)
+    train(model, device, steps=STEPS)
+    ending: Any = model[1][1]  # type: ignore[index]
+    assert not ending.called[-1], "it was to be quiet"
+    ending.ends = True
+    loss = model(batch(device, 0)).square().mean()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    loss.backward()
+    opened.__exit__(None, None, None)
+
+
+def torch_func_within_one(device: torch.device) -> None:
+    """Which refuses to run under hooks, and for which ours go and come back."""
+
+    class Functional(_Part):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            slope = torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(x.detach())
+            return x + self.last(self.act(x)) + slope
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        return train(nn.Sequential(_Part(), Functional()).to(device), device, steps=STEPS)
+
+    with _counted():
+        assert_same(program, device, moves=False, recompute=True, share=0)
+
+
+if __name__ == "__main__":
+    main("quiet")
