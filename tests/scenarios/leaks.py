@@ -15,7 +15,7 @@ from torch import nn
 from allocator.sizes import MiB
 from tests.scenarios import batch, main, moved, moving, perceptron
 
-WARM_UP = 50  # steps: until caches of PyTorch's, of Python's and of the C library have their size
+WARM_UP = 150  # steps: until caches of PyTorch's, of Python's and of the C library have their size
 GROWTH = 4 * MiB  # of resident memory that is noise: a leak of one small tensor a step is seen
 
 
