@@ -370,12 +370,12 @@ class Mover:
         """What the plans say of every site. A site that comes twice goes: that always fits."""
         quiet = self._is_quiet()
         paced = [
-            (plan, _needed_by_formulas(plan, trace), {} if quiet else paces_of(plan, trace))
+            (plan, _heard(plan, trace), {} if quiet else paces_of(plan, trace))
             for plan, trace in zip(self.learner.plans, self.learner.traces, strict=True)
         ]
-        for plan, needed, paces in paced:
+        for plan, heard, paces in paced:
             for key, keep in plan.keep.items():
-                yield key, Stay(self, keep.enter, keep.leave, paces.get(key), quiet and key not in needed)
+                yield key, Stay(self, keep.enter, keep.leave, paces.get(key), quiet and key not in heard)
         for plan, _, paces in paced:
             for key in plan.recompute:
                 if key in self.verified:
@@ -386,8 +386,13 @@ class Mover:
                     yield key, Go(self, group, paces.get(key))
 
 
-def _needed_by_formulas(plan: Plan, trace: Trace) -> set[str]:
-    """Sites of what the plan recomputes from: the hooks see that nobody changes it, which PyTorch may not find out."""
+def _heard(plan: Plan, trace: Trace) -> set[str]:
+    """Sites that stay and of which the hooks are to know all the same.
+
+    That which backward asks for first: by it backward is known to begin. And those of what the plan recomputes from:
+    the hooks see whether somebody changes it, also where PyTorch has no reason to look.
+    """
+    first = min((site for site in trace.sites if site.uses), key=lambda site: site.uses[0], default=None)
     recomputed = {site.storage for site in trace.sites if site.key in frozenset(plan.recompute)}
     inputs = {ident for made in recomputed for ident in trace.recipes[made].inputs}
-    return {site.key for site in trace.sites if site.storage in inputs}
+    return {site.key for site in trace.sites if site is first or site.storage in inputs}

@@ -137,7 +137,7 @@ class Saver(OnStack):
         else:
             modules.stack.append(place.here)
             place.here = node
-        if (place.here.path in place.quiet) is not self.hushed:
+        if (place.here.path in place.quiet and not place.in_backward) is not self.hushed:
             self.hush(not self.hushed)
 
     def _enter(self, module: nn.Module, args: Sequence[object]) -> None:
@@ -172,7 +172,7 @@ class Saver(OnStack):
             self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
         if stack:
             place.here = stack.pop()
-        if (place.here.path in place.quiet) is not self.hushed:
+        if (place.here.path in place.quiet and not place.in_backward) is not self.hushed:
             self.hush(not self.hushed)
 
     def leave_all(self) -> None:

@@ -89,7 +89,8 @@ class Place(Generic[Action]):
     in_backward : bool
         Whether backward has asked for something in it.
     quiet : collection of str
-        Paths of the modules in which the hooks need not be called in it.
+        Paths of the modules in which the hooks need not be called in it, until backward begins: the first tensor that
+        is saved after that is of the next.
     """
 
     here: Node[Action]

@@ -71,9 +71,13 @@ class Origins:
             if hook is not None:
                 return saved.data if hook == self._unpack else None
             data = saved.data
-            return None if data is None else self._keep(data)  # a number, or saved while the hooks were suspended
+            if data is None:
+                return None  # a number
+            # Saved while the hooks were off. PyTorch alone knows which version it had then, and says so when asked.
+            getattr(node, name.replace("_raw_saved_", "_saved_", 1))
+            return self._keep(data)
         except RuntimeError:
-            return None  # backward has released it
+            return None  # backward has released it, or somebody has changed it
 
     def made_by(self, node: Any, output: int) -> Any:
         """What was packed of that output of a node."""

@@ -192,6 +192,84 @@ def the_session_ends_within_one(device: torch.device) -> None:
     opened.__exit__(None, None, None)
 
 
+def backward_is_known_to_begin_where_all_stays(device: torch.device) -> None:
+    """Where nothing that is heard was saved, no period ever ended, and nothing was ever noticed again."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.loss = _Layer(), _Layer(), nn.MSELoss()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.loss(self.last(self.first(x)), x)
+
+    torch.manual_seed(0)
+    model = WithLoss().to(device)
+    with _counted(), moving(share=0), mock.patch.object(saver, "LISTENS", 5):
+        train(model, device, steps=24, loss_of=lambda model, x: model(x))
+        assert model.first.called[9:].count(True) == 3, model.first.called
+
+
+def every_forward_of_several_before_a_step_is_a_period_of_its_own(device: torch.device) -> None:
+    """That which ended with the first tensor that was heard lacked what had been saved before."""
+    model = nn.Sequential(_Layer(), _Layer(), _Part()).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with _recomputing() as session, mock.patch.object(saver, "LISTENS", 5):
+        for _ in range(STEPS):
+            for i in range(4):
+                model(batch(device, i)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ours = session.runtime.saver()
+        assert ours is not None
+        (first, *_), trace = _layers(model), ours.armed_movers[0].learner.traces[-1]
+        assert trace.sites[0].key == "Sequential.0:0"
+        # The first tensor after a backward is heard, whatever period it is of: it ends the one before.
+        assert first.called[-3:] == [True] * 3, first.called
+        assert model[1].called[-8:].count(True) <= 2, "it was to be quiet"  # type: ignore[union-attr]
+
+
+def what_a_formula_takes_was_not_changed_though_nobody_heard_of_it(device: torch.device) -> None:
+    """A tensor of few bytes is no site of a plan's that anybody asks about."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale: Tensor
+            self.register_buffer("scale", torch.linspace(0.5, 1.5, 128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.act, self.scaled, self.head = _Layer(), nn.Tanh(), Scaled(), nn.Linear(128, 128)
+
+        def forward(self, x: Tensor, *, changes: bool) -> Tensor:
+            x = self.scaled(self.act(self.layer(x)))
+            if changes:
+                with torch.no_grad():
+                    self.scaled.scale.mul_(0.5)
+            return self.head(x)
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, results = Net().to(device), list[Tensor]()
+        for i in range(STEPS + 2):
+            changes = i == STEPS
+            loss = model(batch(device, i), changes=changes).square().mean()
+            # Nobody asks for the gradient of what the scale was multiplied with.
+            results += [loss.detach(), *torch.autograd.grad(loss, list(model.head.parameters()))]
+            if changes:
+                with torch.no_grad():
+                    model.scaled.scale.mul_(2)
+        return results
+
+    with _counted():
+        assert_same(program, device, moves=False, recompute=True, share=0)
+
+
 def torch_func_within_one(device: torch.device) -> None:
     """Which refuses to run under hooks, and for which ours go and come back."""
 
