@@ -57,7 +57,7 @@ class PageAllocator:
         self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
         self._refused: set[int] = set()  # GPUs without a layout, which was said
         self._news: dict[int, int] = {}  # GPUs whose layouts are of no use from the next period on, and its peak
-        self._bare: set[int] = set()  # GPUs that have had a layout, and none in this period
+        self._bare: set[int] = set()  # GPUs without a layout in this period, the first after news
 
     def install(self) -> None:
         """Become PyTorch's allocator for CUDA memory.
@@ -178,6 +178,8 @@ class PageAllocator:
     def _let_go(self, device: int, trim: Callable[[], None]) -> None:
         try:
             trim()
+        except CoreBusy:
+            pass  # a graph is captured, which may use it
         except CoreError:
             log.exception("what lies idle on cuda:%d stays mapped", device)
 

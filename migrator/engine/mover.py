@@ -369,18 +369,18 @@ class Mover:
     def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""
         quiet = self._is_quiet()
-        paced = [
-            (plan, _heard(plan, trace), {} if quiet else paces_of(plan, trace))
-            for plan, trace in zip(self.learner.plans, self.learner.traces, strict=True)
-        ]
-        for plan, heard, paces in paced:
+        pairs = list(zip(self.learner.plans, self.learner.traces, strict=True))
+        # What one plan is to hear of is heard under all of them: which kind of period this is nobody knows.
+        heard = set[str]().union(*(_heard(plan, trace) for plan, trace in pairs))
+        paced = [(plan, {} if quiet else paces_of(plan, trace)) for plan, trace in pairs]
+        for plan, paces in paced:
             for key, keep in plan.keep.items():
                 yield key, Stay(self, keep.enter, keep.leave, paces.get(key), quiet and key not in heard)
-        for plan, _, paces in paced:
+        for plan, paces in paced:
             for key in plan.recompute:
                 if key in self.verified:
                     yield key, Recompute(self, self.verified[key], Finder(self.verified[key]), paces.get(key))
-        for plan, _, paces in paced:
+        for plan, paces in paced:
             for group in plan.groups:
                 for key in group.sites:
                     yield key, Go(self, group, paces.get(key))

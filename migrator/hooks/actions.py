@@ -69,8 +69,8 @@ class Agenda:
         Whether a formula of the plans has to know which node made what was saved.
     quiet : frozenset of str
         Modules in which the hooks need not be called: all that they save stays, and is quiet. So are those that save
-        nothing, but for what is called within. Never an outermost one, nor the program outside of modules: by what
-        those save a forward is known to begin, and backward.
+        nothing, but for what is called within. Never a root, nor the program outside of modules: what those save often
+        tells that a forward begins, or backward.
     objects : int
         How many the hooks hold under these plans; see `migrator.hooks.garbage`.
     """

@@ -214,9 +214,12 @@ class Saver(OnStack):
                 mover.begin_again()
                 self.place.period += 1
 
-    def end_period(self) -> None:
-        """End the period, if backward has begun in it; optimizer steps and the next forward do."""
-        if self.place.in_backward:
+    def end_period(self, *, stepped: bool = False) -> None:
+        """End the period, if backward has begun in it; optimizer steps and the next forward do.
+
+        Where modules are quiet backward may not be heard of. The optimizer that leads has `stepped` all the same.
+        """
+        if self.place.in_backward or (stepped and self.place.quiet):
             self.place.in_backward = False
             self.place.period += 1
             try:

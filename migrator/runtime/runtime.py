@@ -311,7 +311,7 @@ class Runtime:
                     self._advice.period_passed()
                 return
             saver.leave_all()
-            saver.end_period()
+            saver.end_period(stepped=leads)
             saver.stepped(leads=leads)
             if len(self._savers) == 1:  # of several threads one alone would see that HBM is full
                 saver.rest_if_idle()
