@@ -70,8 +70,8 @@ bool tn_core::is_retired(uint64_t pool) const {
 }
 
 Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
-  if (thrifty && !aside) {
-    --thrifty;
+  if (thrifty) {
+    thrifty -= !aside;
     Status status = find_thriftily(bytes, stream, pool, heap_out, block);
     if (status != Status::Full) return status;
   }
@@ -145,15 +145,16 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
 // all if there are not enough of them: requests that go to DRAM for want of HBM would unmap what the next ones map
 // anew.
 Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
+  // What is aside must not take pages out of a layout's region: what comes there next would lie in DRAM, unnoticed.
+  bool is_kept = aside && but == plan.heap;
   auto missing = [&] { return goal - std::min(goal, pages[tier].available()); };
   uint64_t there = pages[tier].available();
   for (auto &[base, heap] : heaps)
-    if ((heap->pool() == 0 || is_retired(heap->pool())) && !(aside && heap.get() == but))
+    if ((heap->pool() == 0 || is_retired(heap->pool())) && !(is_kept && heap.get() == but))
       there += heap->idle_pages(tier);
   if (there < goal) return fail(Status::Full, "no idle pages");
   for (bool itself : {false, true}) {
-    // What is aside must not take pages out of a layout's region: what comes there next would lie in DRAM, unnoticed.
-    if (itself && aside) break;
+    if (itself && is_kept) break;
     for (auto &[base, heap] : heaps) {
       if ((heap.get() == but) != itself || !missing()) continue;
       Status status = surrender(*heap, tier, missing());

@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def test_json_validates_and_links_reach_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    words = ["--quick", "--seconds", "4", "--paths", "disk_*", "--nvme-path", str(disk), "--json", "--write"]
+    words = ["--quick", "--seconds", "20", "--paths", "disk_*", "--nvme-path", str(disk), "--json", "--write"]
     assert main(["probe", *words]) == 0
     data = json.loads(capsys.readouterr().out)
     jsonschema.validate(data, json.loads(files("tiers.probe").joinpath("schema.json").read_text()))
