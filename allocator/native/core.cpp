@@ -85,9 +85,13 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
 Status tn_core::find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
   uint64_t most = std::max(uint64_t(stats.active[TN_ALL].current) + bytes, expected) / kPage;
   most -= std::min(most, pages[kDram].made());
-  // Nobody takes a private pool's pages.
-  for (auto &[base, heap] : heaps)
-    if (heap->pool() != 0 && !is_retired(heap->pool())) most += heap->idle_pages(kHbm);
+  uint64_t idle = pages[kHbm].idle();
+  for (auto &[base, heap] : heaps) {
+    if (heap->pool() == 0 || is_retired(heap->pool()))
+      idle += heap->idle_pages(kHbm);
+    else
+      most += heap->idle_pages(kHbm);  // nobody takes a private pool's
+  }
   struct Lowered {
     Pages &tier;
     uint64_t limit;
@@ -97,7 +101,11 @@ Status tn_core::find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Hea
       retries = before;  // HBM is not full
     }
   } lowered{pages[kHbm], pages[kHbm].limit(), stats.retries, stats.retries};
-  pages[kHbm].set_limit(std::min(lowered.limit, most + most / kSpare));
+  // Pages of which others use a part are of no use here: where the rest and all that lies idle is too little, the
+  // difference is made, and no more than that.
+  uint64_t needed = (bytes + kPage - 1) / kPage;
+  uint64_t least = pages[kHbm].made() + needed - std::min(needed, idle);
+  pages[kHbm].set_limit(std::min(lowered.limit, std::max(most + most / kSpare, least)));
   return find_in(kHbm, bytes, stream, pool, false, heap_out, block);
 }
 

@@ -657,7 +657,7 @@ def test_what_state_has_in_dram_makes_no_room_for_pages_in_hbm(core: Core) -> No
 
 
 def test_a_request_aside_is_as_thrifty_and_uses_up_nothing_of_it(core: Core) -> None:
-    """Formulas are tried aside in that period: what they had mapped anew came on top of what lay idle, 845 MiB of it."""
+    """Formulas are tried aside in that period: what they had mapped anew came on top of what lay idle, by 845 MiB."""
     with_a_hole(core)
     core.forget_plan()
     core.reset_peaks()
@@ -666,6 +666,20 @@ def test_a_request_aside_is_as_thrifty_and_uses_up_nothing_of_it(core: Core) -> 
             core.free(core.allocate(8 * MiB))
     core.allocate(9 * MiB)
     assert core.counts().hbm_peak == 12 * MiB
+
+
+def test_pages_of_which_a_part_is_in_use_are_no_reason_to_leave_others_idle(core: Core) -> None:
+    """They were more than what may be made beyond what is alive: then all of a request was made anew, beside a hole."""
+    pairs = [(core.allocate(PAGE + 512), core.allocate(PAGE)) for _ in range(8)]
+    hole, _ = core.allocate(6 * MiB), core.allocate(3 * MiB)
+    for _, second in pairs:
+        core.free(second)  # which leaves parts of pages, and no whole one
+    core.free(hole)
+    core.mark()
+    core.forget_plan()
+    before = core.counts()
+    core.allocate(12 * MiB)
+    assert core.counts().hbm - before.hbm <= 6 * MiB
 
 
 def test_a_full_hbm_is_told_also_in_a_period_after_a_forgotten_layout() -> None:
