@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
@@ -67,10 +67,11 @@ class Agenda:
         These paths.
     searches : bool
         Whether a formula of the plans has to know which node made what was saved.
-    quiet : frozenset of str
-        Modules in which the hooks need not be called: all that they save stays, and is quiet. So are those that save
-        nothing, but for what is called within. Never a root, nor the program outside of modules: what those save often
-        tells that a forward begins, or backward.
+    quiet : mapping of str to bool or None
+        By module, whether the hooks need not be called in it: all that it saves stays, and is quiet. None for those
+        that save nothing and call others that do, where nothing is gained by switching. Not named here is a root, and
+        the program outside of modules: what those save often tells that a forward begins, or backward. Empty where the
+        hooks are to be called in all modules.
     objects : int
         How many the hooks hold under these plans; see `migrator.hooks.garbage`.
     """
@@ -92,8 +93,12 @@ class Agenda:
             self._noted.setdefault(path, set()).add(number)
         busy.update(self._noted, self.regions)
         around = {path[:at] for path in by_path for at, letter in enumerate(path) if letter == "."}
-        self.quiet = frozenset(path for path in around.union(by_path) - busy if "." in path)
-        self.objects = sum(_TAKES[type(one)] for path in by_path.keys() - self.quiet for one in by_path[path].values())
+        quiet = {path: True for path in by_path.keys() - busy if "." in path}
+        between = {path: None for path in around - busy - by_path.keys() if "." in path}
+        self.quiet: Mapping[str, bool | None] = {**quiet, **between} if quiet else {}
+        self.objects = sum(
+            _TAKES[type(one)] for path in by_path.keys() - quiet.keys() for one in by_path[path].values()
+        )
 
     def of(self, path: str) -> Sequence[Action | None]:
         """The actions of a module, by number; shorter than its sites where some were not foreseen."""

@@ -137,8 +137,9 @@ class Saver(OnStack):
         else:
             modules.stack.append(place.here)
             place.here = node
-        if (place.here.path in place.quiet and not place.in_backward) is not self.hushed:
-            self.hush(not self.hushed)
+        hush = place.quiet.get(place.here.path, False) if not place.in_backward else False
+        if hush is not None and hush is not self.hushed:
+            self.hush(hush)
 
     def _enter(self, module: nn.Module, args: Sequence[object]) -> None:
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
@@ -172,8 +173,9 @@ class Saver(OnStack):
             self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
         if stack:
             place.here = stack.pop()
-        if (place.here.path in place.quiet and not place.in_backward) is not self.hushed:
-            self.hush(not self.hushed)
+        hush = place.quiet.get(place.here.path, False) if not place.in_backward else False
+        if hush is not None and hush is not self.hushed:
+            self.hush(hush)
 
     def leave_all(self) -> None:
         """The thread is in no module; see `Modules.leave_all`."""
@@ -242,7 +244,7 @@ class Saver(OnStack):
         Now and then they are called in all of them: one may save what no plan has foreseen.
         """
         listens = self.place.recording or self.place.period % LISTENS == 0
-        self.place.quiet = () if listens else self._agenda.quiet
+        self.place.quiet = {} if listens else self._agenda.quiet
 
     @contextmanager
     def aside(self) -> Iterator[None]:

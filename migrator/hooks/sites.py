@@ -7,7 +7,7 @@ called by no other module) by themselves, so no program has to name its model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -88,9 +88,9 @@ class Place(Generic[Action]):
         Whether that is recorded.
     in_backward : bool
         Whether backward has asked for something in it.
-    quiet : collection of str
-        Paths of the modules in which the hooks need not be called in it, until backward begins: the first tensor that
-        is saved after that is of the next.
+    quiet : mapping of str to bool or None
+        By the path of a module, whether the hooks need not be called there in it, until backward begins: the first
+        tensor that is saved after that is of the next. None where it may be as it is.
     """
 
     here: Node[Action]
@@ -98,7 +98,7 @@ class Place(Generic[Action]):
     agenda: Agenda[Action] | None = None
     recording: bool = False
     in_backward: bool = False
-    quiet: Collection[str] = ()
+    quiet: Mapping[str, bool | None] = field(default_factory=dict)
 
 
 class Modules(Generic[Action]):

@@ -50,11 +50,16 @@ def test_it_tells_what_the_hooks_will_hold() -> None:
     assert agenda.regions == ("Net.block",)
 
 
-def test_modules_in_which_all_stays_unheard_are_quiet_and_so_are_those_around_them() -> None:
+def test_modules_in_which_all_stays_unheard_are_quiet_and_those_around_them_as_what_came_before() -> None:
+    """A residual block saves nothing: the hooks went off and on again around each of its busy modules."""
     quiet = Stay(mover, 1, 1, quiet=True)
     agenda = Agenda([("Net.a.b.fc:0", quiet), ("Net.a.b.act:0", quiet), ("Net.a.b.act:1", stay), ("Net.a.bn:0", quiet)])
-    assert agenda.quiet == {"Net.a", "Net.a.b", "Net.a.b.fc", "Net.a.bn"}
+    assert agenda.quiet == {"Net.a": None, "Net.a.b": None, "Net.a.b.fc": True, "Net.a.bn": True}
     assert agenda.objects == KEPT * 2
+
+
+def test_where_no_module_is_quiet_none_is_told_apart() -> None:
+    assert not Agenda([("Net.a.fc:0", stay)]).quiet
 
 
 def test_outermost_modules_are_never_quiet_nor_is_the_program_itself() -> None:
