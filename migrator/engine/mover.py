@@ -379,7 +379,8 @@ class Mover:
         for plan, paces in paced:
             for key in plan.recompute:
                 if key in self.verified:
-                    yield key, Recompute(self, self.verified[key], Finder(self.verified[key]), paces.get(key))
+                    finder = Finder(self.verified[key], self.engine.tensors.follow)
+                    yield key, Recompute(self, self.verified[key], finder, paces.get(key))
         for plan, paces in paced:
             for group in plan.groups:
                 for key in group.sites:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from migrator.lanes import FULL_SPEED, SLOT
+from migrator.recompute import ways
 
 if TYPE_CHECKING:
     from migrator.engine.group import Claim, Group
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from migrator.hooks.sites import Place
     from migrator.hooks.stack import Hooks
     from migrator.recompute.dropped import Recomputed
+    from migrator.recompute.origins import Origins
+    from migrator.recompute.ways import Way
     from migrator.recording.recorder import Record
 
 
@@ -344,6 +347,11 @@ def hooks(saver: Saver, place: Place[Action], least: int) -> Hooks:
     return saver.pack, saver.unpack
 
 
+def follow(way: Way, node: Any, source: Origins) -> list[Any] | None:
+    """See `migrator.recompute.ways.follow`."""
+    return ways.follow(way, node, source)
+
+
 _SavedType: TypeAlias = Saved
 _MovedType: TypeAlias = Moved
 _StoragesType: TypeAlias = Storages
@@ -375,4 +383,7 @@ class Tensors(Protocol):
         ...
 
     def hooks(self, saver: Saver, place: Place[Action], least: int) -> Hooks:  # noqa: D102
+        ...
+
+    def follow(self, way: Way, node: Any, source: Origins) -> list[Any] | None:  # noqa: D102
         ...

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from migrator.recompute.formulas import Formula, Pattern, search
 from migrator.recompute.operations import TABLE
-from migrator.recompute.ways import one_of
+from migrator.recompute.ways import Way, follow, one_of
 
 if TYPE_CHECKING:
     from migrator.recompute.origins import Origins
+
+
+Follow: TypeAlias = "Callable[[Way, Any, Origins], list[Any] | None]"
 
 
 class Took(NamedTuple):
@@ -109,10 +112,13 @@ class Finder:
     ----------
     verified : Verified
         What has been seen to hold.
+    follow : callable
+        `migrator.recompute.ways.follow`, or its twin.
     """
 
-    def __init__(self, verified: Verified) -> None:
+    def __init__(self, verified: Verified, follow: Follow = follow) -> None:
         self._verified = verified
+        self._follow = follow
         self._pattern: Pattern | None = None
 
     def find(self, base: Tensor, source: Origins) -> Formula | None:
@@ -122,9 +128,10 @@ class Finder:
         node = _maker(base)
         if node is None:
             return None
-        what = None if self._pattern is None else self._pattern.follow(node, source)
-        if what is not None:
-            return what if _is_as_made(base, what.name) else None
+        pattern = self._pattern
+        packs = None if pattern is None or pattern.way is None else self._follow(pattern.way, node, source)
+        if pattern is not None and packs is not None:
+            return pattern.of(packs) if _is_as_made(base, pattern.what.name) else None
         found = search(node, source, TABLE)
         if found is None or found[1].name not in self._verified.held or not _is_as_made(base, found[1].name):
             return None

@@ -25,10 +25,12 @@ from migrator.recompute.ways import (
     Passed,
     Saved,
     Setting,
+    Shapes,
     Source,
     Way,
     input_of,
     is_leaf,
+    shapes,
 )
 from migrator.timing import product_in
 
@@ -105,13 +107,6 @@ class Pattern(NamedTuple):
     what: Formula
     way: Way | None
 
-    def follow(self, node: Any, source: Source) -> Formula | None:
-        """The formula for the first output of `node`, if it is found on the same way."""
-        packs: list[Any] = []
-        if self.way is None or not self.way.holds(node, source, packs):
-            return None
-        return self.of(packs)
-
     def of(self, packs: Sequence[Any]) -> Formula:
         """The formula over what was found."""
         what = self.what
@@ -172,6 +167,12 @@ class Operands:
         """What `read` reads from the node."""
         value = read(self._node)
         self.answers.append(Setting(read, value))
+        return value
+
+    def shapes(self, inputs: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what the node made, and of its first inputs; () for those that are not part of the graph."""
+        value = shapes(self._node, inputs)
+        self.answers.append(Shapes(value))
         return value
 
     def epsilon(self) -> float | None:

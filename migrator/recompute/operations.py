@@ -14,7 +14,6 @@ from torch import Tensor
 
 from migrator.recompute import fused, fused_layer_norm
 from migrator.recompute.formulas import Build, Formula, Operands, Table
-from migrator.recompute.ways import is_leaf
 
 
 def _setting(*names: str) -> Callable[[Any], Any]:
@@ -193,7 +192,7 @@ _convolved = _setting("stride", "padding", "dilation", "transposed", "output_pad
 
 def _convolution(operands: Operands) -> Formula | None:
     # The last of a ResNet's bottleneck makes two thirds of what its normalisations save, for a quarter of the work.
-    shapes = operands.ask(_shapes)
+    shapes = operands.shapes(2)  # what it makes, its input and weight
     *settings, bias = operands.ask(_convolved)
     given = [operands.saved("input"), operands.saved("weight")]
     if any(bias or ()):
@@ -207,18 +206,6 @@ def _convolution(operands: Operands) -> Formula | None:
     # thread of forward and that of backward, says nothing of others. So the shapes are part of the name.
     named = f"{operands.name}[{', '.join('x'.join(map(str, shape)) for shape in shapes)}]"
     return made and made._replace(name=made.name.replace(operands.name, named, 1))
-
-
-def _shapes(node: Any) -> tuple[Sequence[int], ...]:
-    """Of what a convolution makes, and of its input and weight, where these are part of the graph."""
-    return (node._input_metadata[0].shape, *(_shape(*pair) for pair in node.next_functions[:2]))
-
-
-def _shape(node: Any, output: int) -> Sequence[int]:
-    if node is None:
-        return ()
-    shape: Sequence[int] = (node.variable if is_leaf(node) else node._input_metadata[output]).shape
-    return shape
 
 
 def _dropout(operands: Operands) -> Formula | None:

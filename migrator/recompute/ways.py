@@ -45,6 +45,16 @@ class Setting(NamedTuple):
         return value is self.value or _is_same(value, self.value)
 
 
+class Shapes(NamedTuple):
+    """These are the shapes of what the node made, and of its first inputs where they are part of the graph."""
+
+    value: tuple[tuple[int, ...], ...]
+
+    def holds(self, node: Any, source: Source, packs: list[Any]) -> bool:
+        """See `Setting.holds`."""
+        return shapes(node, len(self.value) - 1) == self.value
+
+
 class Epsilon(NamedTuple):
     """A normalisation's epsilon is known to be this."""
 
@@ -120,7 +130,7 @@ class Again(NamedTuple):
         return source.made_by(before, output) is None
 
 
-Answer = Setting | Epsilon | Saved | Absent | Leaf | Passed | Again
+Answer = Setting | Shapes | Epsilon | Saved | Absent | Leaf | Passed | Again
 
 
 class Way(NamedTuple):
@@ -139,6 +149,12 @@ class Way(NamedTuple):
         return True
 
 
+def follow(way: Way, node: Any, source: Source) -> list[Any] | None:
+    """What was packed of a formula's inputs, if `node` answers as it did when `way` was found; None if it does not."""
+    packs: list[Any] = []
+    return packs if way.holds(node, source, packs) else None
+
+
 _known: dict[str, Way] = {}
 MOST = 4096  # ways: a program of ever new shapes must not fill memory with them
 
@@ -154,6 +170,17 @@ def input_of(node: Any, k: int) -> tuple[Any, int]:
     """The node that made the k-th input of `node`, and which of its outputs that is."""
     inputs: tuple[tuple[Any, int], ...] = node.next_functions
     return inputs[k] if k < len(inputs) else (None, 0)
+
+
+def shapes(node: Any, inputs: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what a node made, and of its first inputs; () for those that are not part of the graph."""
+    return (tuple(node._input_metadata[0].shape), *(_shape(*input_of(node, k)) for k in range(inputs)))
+
+
+def _shape(node: Any, output: int) -> tuple[int, ...]:
+    if node is None:
+        return ()
+    return tuple((node.variable if is_leaf(node) else node._input_metadata[output]).shape)
 
 
 def is_leaf(node: Any) -> bool:

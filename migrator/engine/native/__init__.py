@@ -19,7 +19,7 @@ from migrator.engine.tensors import Tensors
 log = logging.getLogger("tiers")
 
 SOURCE = Path(__file__).with_name("tensors.cpp")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("hooks.h", "moved.h", "object.h", "storages.h"))
+HEADERS = tuple(SOURCE.with_name(name) for name in ("hooks.h", "moved.h", "object.h", "storages.h", "ways.h"))
 
 
 def obstacle() -> str | None:

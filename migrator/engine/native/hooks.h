@@ -34,12 +34,6 @@ THPObjectPtr number_of(Py_ssize_t value) {
   return number;
 }
 
-// Borrowed references become own ones for as long as Python code runs that may drop the others.
-THPObjectPtr own(PyObject *object) {
-  Py_INCREF(object);
-  return THPObjectPtr(object);
-}
-
 struct Names {
   PyObject *engine = PyUnicode_InternFromString("engine"), *compute = PyUnicode_InternFromString("compute"),
            *capturing = PyUnicode_InternFromString("capturing"), *born = PyUnicode_InternFromString("born"),

@@ -7,10 +7,17 @@
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <new>
 
 namespace {
+
+// Borrowed references become own ones for as long as Python code runs that may drop the others.
+THPObjectPtr own(PyObject *object) {
+  Py_INCREF(object);
+  return THPObjectPtr(object);
+}
 
 const at::Tensor &tensor_of(PyObject *object) {
   TORCH_CHECK_TYPE(THPVariable_Check(object), "a tensor is wanted");

@@ -12,6 +12,7 @@
 #include "hooks.h"
 #include "moved.h"
 #include "storages.h"
+#include "ways.h"
 
 namespace {
 
@@ -24,6 +25,7 @@ PyMethodDef functions[] = {
     {"spans", fast(spans), METH_FASTCALL, nullptr},
     {"let_go", fast(let_go), METH_FASTCALL, nullptr},
     {"hooks", fast(make_hooks), METH_FASTCALL, nullptr},
+    {"follow", fast(follow), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

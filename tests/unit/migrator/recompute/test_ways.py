@@ -1,4 +1,7 @@
-"""A site's formula is searched for once, and found again by the way to it; whatever is different is seen."""
+"""A site's formula is searched for once, and found again by the way to it; whatever is different is seen.
+
+Each test holds what follows the way in Python and its native twin to the same.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch.nn import functional as F
 
 from migrator.recompute import finder, ways
 from migrator.recompute.dropped import run
-from migrator.recompute.finder import Finder, Took, Verified, base_of, find, layout
+from migrator.recompute.finder import Finder, Follow, Took, Verified, base_of, find, layout
 from migrator.recompute.origins import Origins, note, note_epsilon
 from tests.unit.migrator.recompute.test_formulas import (
     BIAS,
@@ -27,8 +30,16 @@ from tests.unit.migrator.recompute.test_formulas import (
     assert_bitwise,
     saved,
 )
+from tests.unit.natively import built, needs_compiler
 
 Forward = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True, params=["python", pytest.param("native", marks=needs_compiler)])
+def follow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Follow:
+    found: Follow = ways.follow if request.param == "python" else built().follow
+    monkeypatch.setattr(Site, "follow", staticmethod(found))
+    return found
 
 
 @pytest.fixture
@@ -48,6 +59,8 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 class Site:
     """One site of a program, verified with its first forward."""
 
+    follow: Follow = staticmethod(ways.follow)
+
     def __init__(self, searches: list[Any], forward: Forward, x: Tensor = X) -> None:
         self.searches = searches
         made, source = self._forward(Packer(), forward, x)
@@ -57,7 +70,8 @@ class Site:
         self.finder = Finder(
             Verified(
                 {formula.name: Took(0.0, 0)}, None, layout(base_of(made)), source.searched, frozenset(source.found)
-            )
+            ),
+            self.follow,
         )
         assert self.again(forward, x)[0] == "searched"
 
@@ -261,7 +275,7 @@ def test_a_pattern_holds_no_tensor(searches: list[Any]) -> None:
         source = packer.source()
         formula = find(made, source)
         assert formula is not None
-        finder = Finder(Verified({formula.name: Took(0.0, 0)}, None, layout(made), True, frozenset()))
+        finder = Finder(Verified({formula.name: Took(0.0, 0)}, None, layout(made), True, frozenset()), Site.follow)
         assert finder.find(made, source) is not None
     assert not [thing for thing in _reachable(finder) if isinstance(thing, Tensor)]
 
