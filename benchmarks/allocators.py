@@ -11,7 +11,8 @@ they run one after the other, and their times do not compare.
 "Reserved / live" is, of each step from the third on, the most that was mapped in it by the most that was alive in any
 step so far: of what a long step needs, a short one after it leaves some idle. When the second step begins, what the
 first had mapped is still there: the allocator's second period begins within it. With a policy that moves
-(``pages:auto``) less is alive once there is a plan, so each step is held against what was alive in itself.
+(``pages:auto``) less is alive once there is a plan, so each step, the second included, is held against what was alive
+in itself.
 
 "Lost" is what the steps from the second one to the first round took beyond the median of the rounds: to learn the
 program, to lay out its memory, and to try plans.
@@ -53,7 +54,7 @@ class Row:
     """One variant; times in seconds, sizes in bytes, `ratio` to the first variant's steps.
 
     `steps` are those of the rounds, `before` those between the first one and the rounds. `shares` is reserved / live of
-    each step from the third on, or NaN without a GPU.
+    each step from the third on, with a policy that moves from the second on, or NaN without a GPU.
     """
 
     workload: str
@@ -195,11 +196,13 @@ def compare(
 def reserved_to_live(steps: list[dict[str, float]], *, each: bool = False) -> list[float]:
     """For each step from the third on: the most reserved in it by the most that was alive in any step until then.
 
-    With `each`, by the most that was alive in that step.
+    With `each`, from the second on, by the most that was alive in that step.
     """
     alive = [one["allocated"] for one in steps]
     live = alive if each else np.maximum.accumulate(alive)
-    return [one["reserved"] / most if most else float("nan") for one, most in zip(steps, live, strict=True)][2:]
+    return [one["reserved"] / most if most else float("nan") for one, most in zip(steps, live, strict=True)][
+        1 if each else 2 :
+    ]
 
 
 def table(rows: list[Row], rounds: int) -> str:

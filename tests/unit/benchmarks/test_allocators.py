@@ -29,7 +29,7 @@ def test_what_is_reserved_is_held_against_the_most_that_was_alive_so_far() -> No
 
 def test_where_tensors_move_it_is_held_against_what_was_alive_in_the_step() -> None:
     steps = [{"allocated": live, "reserved": reserved} for live, reserved in [(40.0, 40.0), (30.0, 33.0), (20.0, 30.0)]]
-    assert reserved_to_live(steps, each=True) == pytest.approx([1.5])
+    assert reserved_to_live(steps, each=True) == pytest.approx([1.1, 1.5])
 
 
 def test_a_variant_may_have_a_policy_and_that_a_budget() -> None:
