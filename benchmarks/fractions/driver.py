@@ -54,6 +54,7 @@ class Run:
     _worker: Worker | None = field(default=None, init=False)
     _of: str = field(default="", init=False)
     _plain: dict[str, Record] = field(default_factory=dict, init=False)  # the first ideal of each workload
+    _just: tuple[str, Record] | None = field(default=None, init=False)  # the ideal of a workload, if it ran last
     _measured: set[Cell] = field(default_factory=set, init=False)
     _end: float = field(default=0.0, init=False)
 
@@ -119,13 +120,16 @@ class Run:
         self.say(line(record))
 
     def _measure(self, cell: Cell) -> Record:
-        ideal = self._ask(cell.workload, parse("ideal"), None)
+        # The one that ran right after the cell before is the one right before this.
+        just, self._just = self._just, None
+        ideal = just[1] if just and just[0] == cell.workload else self._ask(cell.workload, parse("ideal"), None)
         plain = self._plain.setdefault(cell.workload, ideal)
         hbm = None if cell.budget is None else int(plain["reserved"] * cell.budget / 100)
         measured = self._ask(cell.workload, cell.method, hbm)
         # Again: at its power limit a card is 1 to 2% slower some seconds later, which is what many cells are about.
         with suppress(Failed, OutOfTime):  # the method was measured all the same
             after = self._ask(cell.workload, parse("ideal"), None)
+            self._just = cell.workload, after
             ideal = ideal | {"steps": ideal["steps"] + after["steps"]}
         return compare(measured, ideal, plain) | {"hbm": hbm}
 
