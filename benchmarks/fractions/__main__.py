@@ -78,7 +78,7 @@ def _setting(options: argparse.Namespace, **lengths: Any) -> Setting:
     trl = options.trl.resolve() if options.trl else None
     if trl is not None and not trl.is_file():
         raise ValueError(f"{trl} is no file")
-    return Setting(options.tiny, options.dram, trl, tuple(lengths.items()))
+    return Setting(options.tiny, options.dram, trl, options.runs, tuple(lengths.items()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--timeout", type=float, default=240.0, help="seconds that one measurement may take")
         verb.add_argument("--dram", default="64GiB")
         verb.add_argument("--trl", type=Path, help="TRL's trl/models/activation_offloading.py")
+        verb.add_argument(
+            "--runs", type=Path, help="directory for what ours leave with TIERS_RUN; to record takes time"
+        )
         verb.add_argument("--steps", type=int, help="that are timed")
         verb.add_argument("--learning", type=_numbers, metavar="LEAST,MOST", help="steps before timing ours")
         verb.add_argument("--tiny", action="store_true", help="the small workloads: tells nothing about speed")

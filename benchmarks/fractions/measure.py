@@ -68,11 +68,14 @@ class Bench:
         What tiers may take of it.
     trl
         The file that has ``OffloadActivations``.
+    runs
+        Directory for the run directories of our measurements, by method and budget; without it they leave none.
     """
 
     build: Callable[[], Workload]
     dram: str = "64GiB"
     trl: Path | None = None
+    runs: Path | None = None
     lengths: Lengths = field(default_factory=Lengths)
     _probed: dict[int, int] = field(default_factory=dict)  # peak by the number of checkpointed blocks
     _blocks: int | None = None
@@ -102,6 +105,8 @@ class Bench:
     def _session(self, method: Method, hbm: int | None, stack: ExitStack) -> Session | None:
         if method.ours:
             arguments = {"allocator": method.allocator, "policy": method.policy, "dram": self.dram, "hbm": hbm}
+            if self.runs is not None:
+                arguments["run"] = self.runs / f"{method.name.replace(':', '-')}-{hbm or 'all'}"
             return stack.enter_context(tiers.session(**arguments))
         if torch.cuda.is_available() or method.kind != "ideal":
             return None

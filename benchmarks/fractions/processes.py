@@ -32,12 +32,14 @@ class Setting:
     tiny: bool = False
     dram: str = "64GiB"
     trl: Path | None = None
+    runs: Path | None = None
     lengths: tuple[tuple[str, Any], ...] = ()
 
     def words(self) -> list[str]:
         """The worker's arguments."""
         words = ["--dram", self.dram, "--lengths", json.dumps(dict(self.lengths))]
         words += ["--tiny"] if self.tiny else []
+        words += ["--runs", str(self.runs)] if self.runs else []
         return words + (["--trl", str(self.trl)] if self.trl else [])
 
 

@@ -59,6 +59,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--dram", default="64GiB")
     parser.add_argument("--trl", type=Path)
+    parser.add_argument("--runs", type=Path)
     parser.add_argument("--lengths", type=json.loads, default={})
     options = parser.parse_args(words)
 
@@ -74,5 +75,6 @@ def main(words: list[str]) -> None:
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     build = partial(getattr(workloads, options.workload), device, tiny=options.tiny, batch=options.batch)
-    bench = Bench(build, options.dram, options.trl, Lengths(**options.lengths))
+    runs = options.runs / options.workload if options.runs else None
+    bench = Bench(build, options.dram, options.trl, runs, Lengths(**options.lengths))
     serve(bench, sys.stdin, answers, torch.cuda.memory_allocated if cuda else int)

@@ -67,9 +67,11 @@ def test_the_fewest_blocks_that_fit_are_found_or_all(budget: int, expected: int)
     assert len(asked) <= 5
 
 
-def test_a_tiers_session_learns_settles_and_moves_and_trains_as_the_ideal_does() -> None:
+def test_a_tiers_session_learns_settles_and_moves_and_trains_as_the_ideal_does(tmp_path: Path) -> None:
     ideal = bench().measure(parse("ideal"))
-    ours = bench().measure(parse("tiers:move"), int(0.9 * ideal["reserved"]))
+    budget = int(0.9 * ideal["reserved"])
+    ours = bench(runs=tmp_path).measure(parse("tiers:move"), budget)
+    assert (tmp_path / f"tiers-move-{budget}" / "plan.json").exists()
     assert ideal["reserved"] > 0 and len(ideal["steps"]) == 3
     assert ours["settled"] and ours["learning"] >= 8
     assert ours["moved"]["d2h"] > 0
