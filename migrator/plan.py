@@ -69,7 +69,7 @@ class PageGroup:
     nbytes : int
         Bytes of their storages.
     last_birth : int
-        Position at which the group is complete.
+        Position of the last save of any of them, with which the group is complete.
     first_use : int or None
         Position at which backward first asks for one of them; None if it never does.
     bring_at : int or None

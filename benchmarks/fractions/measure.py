@@ -104,7 +104,12 @@ class Bench:
 
     def _session(self, method: Method, hbm: int | None, stack: ExitStack) -> Session | None:
         if method.ours:
-            arguments = {"allocator": method.allocator, "policy": method.policy, "dram": self.dram, "hbm": hbm}
+            arguments: dict[str, Any] = {
+                "allocator": method.allocator,
+                "policy": method.policy,
+                "dram": self.dram,
+                "hbm": hbm,
+            }
             if self.runs is not None:
                 arguments["run"] = self.runs / f"{method.name.replace(':', '-')}-{hbm or 'all'}"
             return stack.enter_context(tiers.session(**arguments))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import pairwise
 
 from migrator.learning.made import Made
 from migrator.links import Links
@@ -197,21 +198,23 @@ class Feedback:
         if self._under < SETTLING:
             return False
         self._laps = [*self._laps[1 - SURE :], lap]
-        if len(self._laps) < LAPS or self._looks >= LOOKS:
+        # Once more the pace alone, by more periods: better plans do not wait, and so the looks before were at the first
+        # periods under theirs. On a slow host those are long, and what two of them agree on is still too long.
+        last = self._looks == LOOKS
+        if self._looks > LOOKS or len(self._laps) < (SURE if last else LAPS):
             return False
-        best, *_, other = sorted(self._laps[-LAPS:], key=_seconds)
-        computed = _computed(best)
+        best = _agreed(self._laps if last else self._laps[-LAPS:])
+        if best is None or (computed := _computed(best)) <= 0:
+            return False
         foreseen = predicted.seconds - sum(predicted.stalls.values())
-        if other.seconds > best.seconds * (1 + OFF_PACE) or computed <= 0:
-            return False  # a period that was shorter than others is another: fewer samples, a step that was left out
         late = foreseen * (1 + LATE_PACE)
-        if late < computed < foreseen * SLOWEST:
+        if not last and late < computed < foreseen * SLOWEST:
             computed = min(map(_computed, self._laps))
             believed = len(self._laps) == SURE and computed > late
         else:
             believed = computed < foreseen * (1 - OFF_PACE)
         if not believed:
-            return self.stalls(best.stalls, predicted)
+            return not last and self.stalls(best.stalls, predicted)
         self._looks += 1
         self.pace = max(FASTEST, self.pace * computed / foreseen)
         return True
@@ -240,6 +243,16 @@ def _hold_least(made: Sequence[Made]) -> bool:
 
 def _seconds(lap: Lap) -> float:
     return lap.seconds
+
+
+def _agreed(laps: Sequence[Lap]) -> Lap | None:
+    """The shortest lap of those that agree with their neighbour; None if no two do.
+
+    A period that is shorter than those beside it is another: fewer samples, a step that was left out.
+    """
+    pairs = (sorted(pair, key=_seconds) for pair in pairwise(laps))
+    agreed = (best for best, other in pairs if other.seconds <= best.seconds * (1 + OFF_PACE))
+    return min(agreed, key=_seconds, default=None)
 
 
 def _computed(lap: Lap) -> float:

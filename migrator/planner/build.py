@@ -92,7 +92,8 @@ def plan_of(
             PageGroup(
                 sites=tuple(holder.key for life in group for holder in outcome.held[life.ident].holders),
                 nbytes=sum(life.nbytes for life in group),
-                last_birth=max(life.birth for life in group),
+                # Not the first save of each: what the shortcut of a block saves again has not come by then.
+                last_birth=max(outcome.held[life.ident].complete for life in group),
                 first_use=min((life.uses[0] for life in group if life.uses), default=None),
                 tier=tier,
             )
