@@ -125,9 +125,9 @@ class Bench:
         """The load without any training."""
         load.switch(True)
         time.sleep(seconds / 2)
-        before, start = load.count(), time.perf_counter()
+        load.begin()
         time.sleep(seconds)
-        rate = (load.count() - before) / (time.perf_counter() - start)
+        rate = load.rate()
         load.switch(False)
         self._add(Cell(0, load.name, "alone", 0.0, rate))
 
@@ -144,13 +144,14 @@ class Bench:
             loss = self._step()
         loss.item()  # waits for the device
         moved = _moved(session)
-        before, start = load.count() if load is not None else 0.0, time.perf_counter()
-        busy = time.process_time()
+        start, busy = time.perf_counter(), time.process_time()
+        if load is not None:
+            load.begin()
         for _ in range(self._window):
             loss = self._step()
         loss.item()
         took, busy = time.perf_counter() - start, time.process_time() - busy
-        rate = (load.count() - before) / took if load is not None else 0.0
+        rate = load.rate() if load is not None else 0.0
         if load is not None:
             load.switch(False)
         name = load.name if load else NONE

@@ -9,21 +9,24 @@ import io
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from multiprocessing.sharedctypes import Synchronized
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 
 CHUNK = 32 << 20  # bytes of one copy: past the share of a core in any cache
 PER_WORKER = 9e9  # bytes per second of traffic that one process of the copies is asked for at most
-BATCH = 1  # images: a window of seconds must count them finely
+BATCH = 1  # images: a window of seconds must time them finely
+TIMES = 1 << 16  # of the latest images
 PIXELS = (1536, 2048)
 STARTED_WITHIN = 120.0  # seconds
 
 
 class Load(Protocol):
-    """One load; `unit` says what `count` counts."""
+    """One load; `unit` says what `rate` counts."""
 
     name: str
     unit: str
@@ -31,8 +34,11 @@ class Load(Protocol):
     def switch(self, on: bool) -> None:
         """Begin or pause."""
 
-    def count(self) -> float:
-        """Done so far."""
+    def begin(self) -> None:
+        """Measure from here on."""
+
+    def rate(self) -> float:
+        """What is done a second, since then."""
 
     def close(self) -> None:
         """End its processes."""
@@ -45,11 +51,14 @@ class Jpegs:
 
     def __init__(self, workers: int, pixels: tuple[int, int] = PIXELS) -> None:
         self.name = f"jpeg, {workers} workers"
+        self._workers = workers
         context = multiprocessing.get_context("spawn")
         self._on, self._done = context.Value("b", 0), context.Value("q", 0)
+        self._times = context.RawArray("d", TIMES)
         self._ready = context.Event()
+        self._begun = 0
         self._process = context.Process(
-            target=_decode, args=(workers, pixels, self._on, self._done, self._ready, os.getpid())
+            target=_decode, args=(workers, pixels, self._on, self._done, self._times, self._ready, os.getpid())
         )
         self._process.start()
 
@@ -61,8 +70,12 @@ class Jpegs:
     def switch(self, on: bool) -> None:
         self._on.value = on
 
-    def count(self) -> float:
-        return float(self._done.value)
+    def begin(self) -> None:
+        self._begun = self._done.value
+
+    def rate(self) -> float:
+        now, done = time.monotonic(), self._done.value
+        return images_per_second([self._times[n % TIMES] for n in range(self._begun, done)], self._workers, now)
 
     def close(self) -> None:
         self._on.value = -1
@@ -83,6 +96,7 @@ class Copies:
         context = multiprocessing.get_context("spawn")
         self._on = context.Value("b", 0)
         self._done = context.RawArray("Q", workers)
+        self._begun = (0.0, 0)
         self._processes = [
             context.Process(target=_copy, args=(index, rate / workers, self._on, self._done, os.getpid()))
             for index in range(workers)
@@ -93,13 +107,34 @@ class Copies:
     def switch(self, on: bool) -> None:
         self._on.value = on
 
-    def count(self) -> float:
-        return sum(self._done) / 1e9
+    def begin(self) -> None:
+        self._begun = (time.monotonic(), sum(self._done))
+
+    def rate(self) -> float:
+        then, done = self._begun
+        return (sum(self._done) - done) / 1e9 / (time.monotonic() - then)
 
     def close(self) -> None:
         self._on.value = -1
         for process in self._processes:
             process.join(30)
+
+
+def images_per_second(times: Sequence[float], workers: int, now: float) -> float:
+    """How many images come a second, of the times at which they came, in seconds.
+
+    The loader takes one from each worker in turn, and all take about as long: they come in bursts of one each, five or
+    six in a window of seconds. To count them would tell 70 or 84. From one image of a worker to another of its own are
+    whole rounds, whatever begins or ends between two. 0 where no worker has brought two.
+    """
+    of_each = (times[first::workers] for first in range(workers))
+    rates = [_per_second(own, now) for own in of_each if len(own) > 1]
+    return workers * median(rates) if rates else 0.0
+
+
+def _per_second(times: Sequence[float], now: float) -> float:
+    whole = (len(times) - 1) / (times[-1] - times[0])
+    return min(whole, len(times) / (now - times[0]))  # less only where the one under way takes longer than those before
 
 
 def _copy(index: int, rate: float, on: Synchronized[int], done: Any, parent: int) -> None:
@@ -120,7 +155,13 @@ def _copy(index: int, rate: float, on: Synchronized[int], done: Any, parent: int
 
 
 def _decode(
-    workers: int, pixels: tuple[int, int], on: Synchronized[int], done: Synchronized[int], ready: Any, parent: int
+    workers: int,
+    pixels: tuple[int, int],
+    on: Synchronized[int],
+    done: Synchronized[int],
+    times: Any,
+    ready: Any,
+    parent: int,
 ) -> None:
     import torch
     from torch.utils.data import DataLoader
@@ -132,6 +173,7 @@ def _decode(
     loader: DataLoader[Any] = DataLoader(dataset, BATCH, sampler=_Endless(), num_workers=workers)
     for _ in loader:
         ready.set()
+        times[done.value % TIMES] = time.monotonic()  # before it counts
         done.value += BATCH
         # The workers stop by themselves when nobody takes what they have made.
         while not on.value and os.getppid() == parent:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.contention import Cell, main, middle, promises, table
-from benchmarks.loads import Copies, photographs
+from benchmarks.loads import Copies, images_per_second, photographs
 from examples.train_resnet import decode
 
 COPIES = "copies at 120 GB/s"
@@ -53,19 +53,34 @@ def test_copies_keep_to_their_rate_and_stop_when_told() -> None:
     load = Copies(0.5e9, most=1)
     try:
         load.switch(True)
-        while not load.count():
+        load.begin()
+        while not load.rate():
             time.sleep(0.01)
-        before, start = load.count(), time.perf_counter()
+        load.begin()
         time.sleep(1.0)
-        rate = (load.count() - before) / (time.perf_counter() - start)
+        rate = load.rate()
         load.switch(False)
         time.sleep(0.3)
-        at_rest = load.count()
+        load.begin()
         time.sleep(0.3)
-        assert load.count() == at_rest
+        assert load.rate() == 0
     finally:
         load.close()
     assert 0.1 < rate < 0.7
+
+
+@pytest.mark.parametrize("begin", [0.01, 0.2, 0.39])
+@pytest.mark.parametrize("window", [1.8, 2.1])
+def test_images_that_come_in_bursts_are_timed_by_whole_rounds(begin: float, window: float) -> None:
+    """14 workers that take 0.4 s each, and bring theirs within 20 ms: to count them in 1.8 s tells 56 or 70."""
+    every = [0.4 * burst + 0.0014 * worker for burst in range(20) for worker in range(14)]
+    times = [came for came in every if begin <= came < begin + window]
+    assert images_per_second(times, 14, begin + window) == pytest.approx(14 / 0.4, rel=1e-6)
+
+
+def test_workers_that_stand_still_are_not_timed_by_what_they_did_before() -> None:
+    assert images_per_second([0.0, 0.4, 0.8], 1, 2.4) == pytest.approx(3 / 2.4)
+    assert images_per_second([0.3], 1, 1.0) == 0
 
 
 def test_photographs_are_what_the_example_decodes() -> None:
