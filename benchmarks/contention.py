@@ -139,8 +139,8 @@ class Bench:
             switch.set(variant == "on")
         if load is not None:
             load.switch(True)
-        # With the monitor longer: it has to see the load, answer, and have planned.
-        for _ in range(self._settle if variant == "on" else max(2, self._settle // 3)):
+        # The monitor has to see the load, answer, and have planned; and a load that stood still begins with a burst.
+        for _ in range(self._settle):
             loss = self._step()
         loss.item()  # waits for the device
         moved = _moved(session)
@@ -294,7 +294,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "--workers", type=int, default=None, help="of the DataLoader; 0: no such load (default: all but 2)"
     )
     parser.add_argument("--rounds", type=int, default=None, help="(default: 3; with --tiny 1)")
-    parser.add_argument("--settle", type=int, default=12, help="steps before the timed ones, with the monitor on")
+    parser.add_argument("--settle", type=int, default=12, help="steps before the timed ones")
     parser.add_argument("--window", type=int, default=6, help="timed steps")
     parser.add_argument("--learning", type=int, default=64, help="steps until the plans have settled")
     parser.add_argument("--minutes", type=float, default=4.5, help="begin no round with tiers that would end after")
@@ -318,20 +318,24 @@ def main(words: Sequence[str] | None = None) -> None:
             loads.append(jpegs)
             jpegs.wait()
         loads += [Copies(float(rate) * 1e9, max(1, cores - 2)) for rate in options.copies.split(",") if rate]
-        cells = run(options, loads)
-    finally:
+        report(options, run(options, loads), time.perf_counter() - start)
+    finally:  # which takes long where the DataLoader's workers are slow to end
         for load in loads:
             load.close()
+
+
+def report(options: argparse.Namespace, cells: Sequence[Cell], seconds: float) -> None:
+    """Print the table, and write every cell where that is asked for."""
     if options.json:
         facts = {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "cores": cores,
+            "cores": len(os.sched_getaffinity(0)),
             "torch": torch.__version__,
             "options": {name: str(value) for name, value in vars(options).items()},
-            "seconds": time.perf_counter() - start,
+            "seconds": seconds,
         }
         options.json.write_text(json.dumps({**facts, "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n")
-    print(f"\n{options.workload}, hbm {options.hbm}, {time.perf_counter() - start:.0f} s")
+    print(f"\n{options.workload}, hbm {options.hbm}, {seconds:.0f} s")
     print(table(cells))
 
 
