@@ -48,7 +48,7 @@ def _show(options: argparse.Namespace) -> None:
 
     if not options.file.exists():
         raise ValueError(f"{options.file} does not exist")
-    print(show(Results(options.file), markdown=options.markdown, every=options.every))
+    print(show(Results(options.file), markdown=options.markdown, every=options.every, latest=options.latest))
 
 
 def _merge(options: argparse.Namespace) -> None:
@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("file", type=Path)
     show.add_argument("--markdown", action="store_true")
     show.add_argument("--every", action="store_true", help="cell by cell, too")
+    show.add_argument("--latest", action="store_true", help="each cell as it was measured last, with whatever code")
     return parser
 
 

@@ -11,17 +11,29 @@ from benchmarks.fractions.results import Record, Results, fits
 
 Table = list[list[str]]
 REASON = 60  # letters of a reason; the file has all
+OLDER = "†"  # at what was measured with older code
 
 
-def show(results: Results, *, markdown: bool = False, every: bool = False) -> str:
-    """Everything that was measured with the code measured last, machine by machine; cell by cell, too, with `every`."""
+def show(results: Results, *, markdown: bool = False, every: bool = False, latest: bool = False) -> str:
+    """What was measured, machine by machine.
+
+    Parameters
+    ----------
+    every
+        Cell by cell, too.
+    latest
+        Each cell as it was measured last, marked where that was with older code than others; else those are left out.
+    """
     parts = []
     for machine in dict.fromkeys(record["machine"] for record in results.cells + results.tries):
-        records, older = newest([record for record in results.cells if record["machine"] == machine])
+        found = [record for record in results.cells if record["machine"] == machine]
+        records = last_of_each(found) if latest else newest(found)
         codes = sorted({record["code"] + (f" ({record['commit']})" if record["commit"] else "") for record in records})
         parts.append(f"# {machine}" + (f", code {', '.join(codes)}" if codes else ""))
-        if older:
-            parts.append(f"{older} cells of older code are left out.")
+        if latest and any(record["older"] for record in records):
+            parts.append(f"{OLDER} measured with older code.")
+        elif not latest and len(found) > len(records):
+            parts.append(f"{len(found) - len(records)} cells of older code are left out.")
         workloads = dict.fromkeys([*WORKLOADS, *(record["workload"] for record in records)])
         for workload in workloads:
             of = [record for record in records if record["workload"] == workload]
@@ -31,17 +43,25 @@ def show(results: Results, *, markdown: bool = False, every: bool = False) -> st
         if accuracy := simulator(records):
             parts += ["## Simulator against reality", render(accuracy, markdown=markdown)]
         if tries := [record for record in results.tries if record["machine"] == machine]:
-            parts += ["## Largest batch", render(batches(newest(tries)[0]), markdown=markdown)]
+            parts += ["## Largest batch", render(batches(newest(tries)), markdown=markdown)]
     return "\n\n".join(parts)
 
 
-def newest(records: Sequence[Record]) -> tuple[list[Record], int]:
-    """Those of the code that was measured last, ours and the peers' each; and how many others there are."""
+def newest(records: Sequence[Record]) -> list[Record]:
+    """Those of the code that was measured last, ours and the peers' each."""
     last: dict[bool, str] = {}
     for record in sorted(records, key=lambda record: record["when"]):
         last[parse(record["method"]).ours] = record["code"]
-    kept = [record for record in records if record["code"] == last[parse(record["method"]).ours]]
-    return kept, len(records) - len(kept)
+    return [record for record in records if record["code"] == last[parse(record["method"]).ours]]
+
+
+def last_of_each(records: Sequence[Record]) -> list[Record]:
+    """Each cell as it was measured last; `older` if with other code than that which `newest` takes."""
+    last: dict[tuple[object, ...], Record] = {}
+    for record in sorted(records, key=lambda record: record["when"]):
+        last[record["workload"], record["budget"], record["method"]] = record
+    codes = {record["code"] for record in newest(records)}
+    return [record | {"older": record["code"] not in codes} for record in last.values()]
 
 
 def conditions(records: Sequence[Record]) -> str:
@@ -100,23 +120,31 @@ def entry(record: Record, budget: int, base: dict[str, float]) -> str:
         text += f", {record['method']}"
     if not record["settled"]:
         text += ", not settled"
+    if record.get("older"):
+        text += f" {OLDER}"
     return text if record["method"] == "ideal" or fits(record, budget) else f"does not fit: {text}"
 
 
 def details(records: Sequence[Record]) -> Table:
-    """A row a cell, with what the table of fractions leaves out; times in ms, sizes in GiB, moved bytes a step."""
-    head = ["budget", "method", "step", "worst", "ideal", "worst", "reserved", "allocated", "out", "back", "stalled"]
-    table = [[*head, "first steps", "SM MHz", "ideal's", "losses differ"]]
+    """A row a cell, with what the table of fractions leaves out; times in ms, sizes in GiB, moved bytes a step.
+
+    Predicted steps and peaks stand with their errors: of the step, and of the allocated bytes.
+    """
+    head = ["budget", "method", "step", "predicted", "worst", "ideal", "worst", "reserved", "allocated", "predicted"]
+    table = [[*head, "out", "back", "stalled", "first steps", "SM MHz", "ideal's", "losses differ"]]
     for record in records:
         if record["status"] == "ok":
-            moved, times = record.get("moved", {}), ("step", "worst", "ideal_step", "ideal_worst")
-            sizes = (record["reserved"], record["allocated"], moved.get("d2h", 0), moved.get("h2d", 0))
+            moved = record.get("moved", {})
             table.append(
                 [
                     "any" if record["budget"] is None else f"{record['budget']}%",
-                    record["method"],
-                    *(f"{record[name] * 1e3:.1f}" for name in times),
-                    *(f"{nbytes / GiB:.2f}" for nbytes in sizes),
+                    record["method"] + (f" {OLDER}" if record.get("older") else ""),
+                    f"{record['step'] * 1e3:.1f}",
+                    _with_error(record.get("predicted_step"), record["step"], 1e-3, ".1f"),
+                    *(f"{record[name] * 1e3:.1f}" for name in ("worst", "ideal_step", "ideal_worst")),
+                    *(f"{record[name] / GiB:.2f}" for name in ("reserved", "allocated")),
+                    _with_error(record.get("predicted_peak"), record["allocated"], GiB, ".2f"),
+                    *(f"{moved.get(lane, 0) / GiB:.2f}" for lane in ("d2h", "h2d")),
                     f"{sum(record.get('stalls', {}).values()) * 1e3:.1f}",
                     str(record["learning"]) + ("" if record["settled"] else ", not settled"),
                     str(record["sm_clock"]),
@@ -207,6 +235,10 @@ def _losses(records: Iterable[Record]) -> str:
     if not differences:
         return ""
     return f"within {max(differences):.1e}" if max(differences) else "equal"
+
+
+def _with_error(predicted: float | None, measured: float, unit: float, form: str) -> str:
+    return f"{predicted / unit:{form}} ({predicted / measured - 1:+.1%})" if predicted and measured else ""
 
 
 def _errors(errors: Sequence[float]) -> list[str]:

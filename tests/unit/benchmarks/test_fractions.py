@@ -341,8 +341,26 @@ def test_failures_and_the_blocks_that_were_checkpointed_are_told() -> None:
 
 def test_older_code_is_left_out_of_the_tables_and_counted() -> None:
     old = {**record("tiers:auto", 75, 0.5), "code": "b", "when": "2025"}
-    kept, older = newest([old, record("tiers:auto", 50, 0.9), {**record("checkpoint", None, 0.8), "code": "p"}])
-    assert (len(kept), older) == (2, 1)
+    new = [record("tiers:auto", 50, 0.9), {**record("checkpoint", None, 0.8), "code": "p"}]
+    assert newest([old, *new]) == new
+    results = Results()
+    results.cells = [old, *new]
+    assert "1 cells of older code are left out" in show(results)
+
+
+def test_each_cell_can_be_shown_as_it_was_measured_last_marked_where_the_code_is_older() -> None:
+    """Tables are filled over many sittings, and the code does not stand still for them."""
+    results = Results()
+    first = {**record("tiers:auto", 75, 0.5), "code": "b", "when": "2024"}
+    results.cells = [
+        first,
+        {**record("tiers:auto", 75, 0.6), "code": "b", "when": "2025"},
+        record("tiers:auto", 50, 0.9),
+    ]
+    text = show(results, latest=True)
+    assert "0.600, 0.0 GiB †" in text and "0.900, 0.0 GiB**" in text
+    assert "0.500" not in text
+    assert "† measured with older code" in text
 
 
 def test_the_simulator_s_errors_are_relative_to_what_was_measured() -> None:
@@ -369,10 +387,12 @@ def test_everything_is_shown_in_both_forms() -> None:
 def test_every_cell_can_be_shown_with_its_worst_step_and_what_it_moved() -> None:
     results = Results()
     moved = {"d2h": 2 << 30, "h2d": 1 << 30}
-    results.cells = [record("tiers:auto", 75, 0.5, moved=moved, stalls={"h2d": 0.003}, learning=12)]
+    predicted = {"predicted_step": 0.21, "predicted_peak": 3 << 30}
+    results.cells = [record("tiers:auto", 75, 0.5, moved=moved, stalls={"h2d": 0.003}, learning=12, **predicted)]
+    results.cells[0]["allocated"] = 2 << 30
     text = show(results, markdown=True, every=True)
-    row = "| 75% | tiers:auto | 200.0 | 200.0 | 100.0 | 110.0 | 0.00 | 0.00 | 2.00 | 1.00 | 3.0 | 12 | 1980 | 1900 |"
-    assert row in text
+    steps, sizes = "200.0 | 210.0 (+5.0%) | 200.0 | 100.0 | 110.0", "0.00 | 2.00 | 3.00 (+50.0%) | 2.00 | 1.00"
+    assert f"| 75% | tiers:auto | {steps} | {sizes} | 3.0 | 12 | 1980 | 1900 |" in text
 
 
 def tried(method: str, batch: int, speed: float | None) -> Record:
