@@ -273,7 +273,7 @@ def promises(cells: Sequence[Cell]) -> list[tuple[str, bool]]:
             found.append((f"training beside {load}, saturated: at least {FASTER:.2f}", on >= FASTER * off))
         plain, polite = (middle(cells, load, variant, "preprocessing") for variant in ("plain", "on"))
         text = f"{load} keeps {_part(polite, plain)} of what it reaches beside plain training"
-        found.append((text, polite >= POLITE * plain))
+        found.append((text, plain > 0 and polite >= POLITE * plain))
     return found
 
 

@@ -83,6 +83,9 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
 
 // In HBM, where no page is made beyond what is expected to be alive at most: what lies idle is mapped anew first.
 Status tn_core::find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
+  // What fits makes no page, and so need not ask all heaps for what is idle.
+  Status status = fit_in(kHbm, bytes, stream, pool, heap_out, block);
+  if (status != Status::Ok || *block) return status;
   uint64_t most = std::max(uint64_t(stats.active[TN_ALL].current) + bytes, expected) / kPage;
   most -= std::min(most, pages[kDram].made());
   uint64_t idle = pages[kHbm].idle();
@@ -109,18 +112,28 @@ Status tn_core::find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Hea
   return find_in(kHbm, bytes, stream, pool, false, heap_out, block);
 }
 
-// Who is `patient` also waits for the streams that use what was freed meanwhile, before the tier counts as full.
-Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap_out,
-                        Block **block) {
+// While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
+Range tn_core::kept_in(const Heap *heap) const {
+  bool is_kept = heap == plan.heap && plan.followed() && !aside;
+  return is_kept ? Range{plan.base, plan.base + plan.total} : Range{};
+}
+
+// The heap that the request belongs to, and a free block in it; null if there is none.
+Status tn_core::fit_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
   int kind = bytes <= kSmall ? Small : General;
   if (lifetime_class == TN_STATE && pool == 0) kind = State;
   Status status = heap({pool, stream, tier, kind}, heap_out);
-  if (status != Status::Ok) return status;
+  *block = status == Status::Ok ? (*heap_out)->fit(bytes, kept_in(*heap_out)) : nullptr;
+  return status;
+}
+
+// Who is `patient` also waits for the streams that use what was freed meanwhile, before the tier counts as full.
+Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap_out,
+                        Block **block) {
+  Status status = fit_in(tier, bytes, stream, pool, heap_out, block);
+  if (status != Status::Ok || *block) return status;
   Heap *place = *heap_out;
-  // While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
-  bool is_kept = place == plan.heap && plan.followed() && !aside;
-  Range region = is_kept ? Range{plan.base, plan.base + plan.total} : Range{};
-  if ((*block = place->fit(bytes, region))) return Status::Ok;
+  const Range region = kept_in(place);
   uint64_t refused = 0;  // pages that the limit allows and the device does not give: other processes use it, too
   for (bool reclaimed = false;; reclaimed = true) {
     Heap::Growth growth;

@@ -71,6 +71,7 @@ struct tn_core {
   using Status = tiers::Status;
   using Heap = tiers::Heap;
   using Block = tiers::Block;
+  using Range = tiers::Range;
   using Stream = tiers::Stream;
   using Tier = tiers::Tier;
   using Key = std::tuple<uint64_t, Stream, int, int>;  // pool, stream, tier, class
@@ -113,6 +114,8 @@ struct tn_core {
   Block *planned(uint64_t bytes, Stream stream, Heap **out);
   Status find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Status find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
+  Status fit_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
+  Range kept_in(const Heap *heap) const;
   Status find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap, Block **block);
   Status reclaim(uint64_t goal, Tier tier, const Heap *but);
   Status surrender(Heap &heap, Tier tier, uint64_t count);

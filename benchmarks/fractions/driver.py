@@ -61,6 +61,7 @@ class Run:
     def all(self, wanted: Sequence[Cell]) -> None:
         """Measure what is missing of `wanted`."""
         self._end = self.clock() + self.seconds - LAST
+        self._just = None
         missing = [cell for cell in wanted if self._missing(cell)]
         self.say(f"{self.machine}, code {code(ours=True)}: {len(missing)} of {len(wanted)} cells to measure")
         left = 0

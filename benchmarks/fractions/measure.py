@@ -111,7 +111,7 @@ class Bench:
                 "hbm": hbm,
             }
             if self.runs is not None:
-                arguments["run"] = self.runs / f"{method.name.replace(':', '-')}-{hbm or 'all'}"
+                arguments["run"] = _unused(self.runs / f"{method.name.replace(':', '-')}-{hbm or 'all'}")
             return stack.enter_context(tiers.session(**arguments))
         if torch.cuda.is_available() or method.kind != "ideal":
             return None
@@ -252,6 +252,14 @@ def _hbm_peak(method: Method, session: Session) -> dict[str, int]:
     if method.allocator == "pages":
         return {"reserved": hbm}
     return {} if torch.cuda.is_available() else {"reserved": hbm, "allocated": hbm}
+
+
+def _unused(directory: Path) -> Path:
+    """The directory, or the first of its name and a number that does not exist: an earlier run is never overwritten."""
+    unused, number = directory, 2
+    while unused.exists():
+        unused, number = directory.with_name(f"{directory.name}-{number}"), number + 1
+    return unused
 
 
 def _stalls(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, float]:

@@ -97,8 +97,10 @@ class Filling:
         if filling.missing:
             return
         self._completed.add(filling.planned)
-        # Groups that should have been complete before it wait for a branch that was not taken.
-        for key in [key for key in self._open if key[0].last_birth <= filling.planned.last_birth]:
+        # Groups that should have been complete before it wait for a branch that was not taken. Not those whose time it
+        # is now: what a region saves of its own, its inputs, comes all at one position.
+        planned = filling.planned
+        for key in [key for key in self._open if key[0] is planned or key[0].last_birth < planned.last_birth]:
             group = self._open.pop(key).group
             try:
                 self._send(group, insist=not self.on_trial)

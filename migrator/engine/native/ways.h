@@ -111,10 +111,12 @@ bool is_same(PyObject *one, PyObject *other) {
   if (Py_TYPE(one) != Py_TYPE(other)) return false;
   const int equal = PyObject_RichCompareBool(one, other, Py_EQ);
   if (equal < 0) throw python_error();
-  if (!equal || PyObject_IsTrue(one)) return equal;
+  const int is_set = equal ? PyObject_IsTrue(one) : 1;
+  if (is_set < 0) throw python_error();
+  if (is_set) return equal;
   THPObjectPtr text(PyObject_Str(one)), as(PyObject_Str(other));
   if (!text || !as) throw python_error();
-  return PyObject_RichCompareBool(text, as, Py_EQ) == 1;
+  return PyUnicode_Compare(text, as) == 0;
 }
 
 bool is_shape(c10::IntArrayRef sizes, PyObject *expected) {

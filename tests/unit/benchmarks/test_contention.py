@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,8 @@ def test_what_is_promised_is_decided() -> None:
     assert [holds for _, holds in promises(cells(polite=0.9))].count(False) == 1
     assert all(holds for _, holds in promises(cells(on=10.0, share=1.0)))
     assert [holds for _, holds in promises(cells(on=9.5, share=1.0))].count(False) == 1
+    unmeasured = [replace(cell, preprocessing=0.0) for cell in cells()]
+    assert [holds for _, holds in promises(unmeasured)].count(False) == 1, "what was not measured does not hold"
 
 
 def test_copies_keep_to_their_rate_and_stop_when_told() -> None:

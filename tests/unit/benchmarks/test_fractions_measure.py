@@ -70,8 +70,9 @@ def test_the_fewest_blocks_that_fit_are_found_or_all(budget: int, expected: int)
 def test_a_tiers_session_learns_settles_and_moves_and_trains_as_the_ideal_does(tmp_path: Path) -> None:
     ideal = bench().measure(parse("ideal"))
     budget = int(0.9 * ideal["reserved"])
+    (tmp_path / f"tiers-move-{budget}").mkdir()  # an earlier run's, which is left alone
     ours = bench(runs=tmp_path).measure(parse("tiers:move"), budget)
-    assert (tmp_path / f"tiers-move-{budget}" / "plan.json").exists()
+    assert (tmp_path / f"tiers-move-{budget}-2" / "plan.json").exists()
     assert ideal["reserved"] > 0 and len(ideal["steps"]) == 3
     assert ours["settled"] and ours["learning"] >= 8
     assert ours["moved"]["d2h"] > 0

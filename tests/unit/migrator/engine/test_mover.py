@@ -95,6 +95,17 @@ def test_tensors_of_two_streams_travel_apart(rig: Rig) -> None:
     assert [moved.saved.group.stream for moved in (first, second)] == [1, 2]
 
 
+def test_groups_that_inputs_of_one_region_complete_do_not_end_one_another() -> None:
+    """All of them come at one position; the second opened its group anew, which was never full, in every period."""
+    rig = Rig(dram=8 * MiB)
+    one, other = group("a:0", "in:0", last_birth=2), group("b:0", "in:1", last_birth=2)
+    (first, again), (second, and_again) = rig.planned(one, other)
+    kept = [rig.save("a:0", first), rig.save("b:0", second), rig.save("in:0", again), rig.save("in:1", and_again)]
+    assert not rig.mover.filling._open
+    assert {moved.saved.group.state for moved in kept} <= {State.LEAVING, State.AWAY}
+    rig.close()
+
+
 def test_a_full_tier_is_an_error_where_the_plan_counts_on_it() -> None:
     rig = Rig(dram=PAGE)
     (one,), (other,) = rig.planned(group("a:0", last_birth=0), group("b:0", last_birth=1))

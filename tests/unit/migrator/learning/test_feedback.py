@@ -182,6 +182,16 @@ def test_what_a_slow_host_recorded_is_corrected_once_more_when_the_plans_have_se
     assert not any(told(feedback, [0.5] * 2 * SURE))
 
 
+def test_the_last_look_is_over_once_it_has_looked() -> None:
+    """It stayed open, and two short periods at the end of an epoch halved the pace for good."""
+    feedback = gone_by()
+    for length in (0.9, 0.9):
+        assert any(told(feedback, [length] * LAPS))
+        feedback.adopted()
+        pass_by(feedback, SETTLING)
+    assert not any(told(feedback, [1.0] * 3 * SURE + [0.5] * LAPS))
+
+
 def test_plans_are_settled_once_as_many_laps_as_may_correct_them_did_not() -> None:
     feedback = gone_by()
     told(feedback, [1.0] * (SURE - 1))
