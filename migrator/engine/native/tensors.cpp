@@ -34,6 +34,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "tensors", nullptr, -1, functions};
 }  // namespace
 
 PyMODINIT_FUNC PyInit_tensors() {
+  HANDLE_TH_ERRORS
+  ways();  // it imports, which may let go of the GIL: a second thread would wait for it with the GIL, and for ever
   moved_type.tp_weaklistoffset = offsetof(Moved, weak);
   hook_type.tp_vectorcall_offset = offsetof(Hook, call);
   hook_type.tp_call = PyVectorcall_Call;
@@ -44,4 +46,5 @@ PyMODINIT_FUNC PyInit_tensors() {
                      prepare<Moved>(moved_type, moved_members, moved_getters, moved_methods) &&
                      prepare<Hook>(hook_type, hook_members, nullptr, nullptr);
   return ready ? PyModule_Create(&module) : nullptr;
+  END_HANDLE_TH_ERRORS
 }
