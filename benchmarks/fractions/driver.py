@@ -17,6 +17,7 @@ from benchmarks.fractions.results import Record, Results, fits
 
 GUESS = 60.0  # seconds that a cell takes, before one is known
 LAST = 6.0  # seconds that stay for the end of the worker
+COOLS = 6.0  # seconds without training after which a card has to be warmed again
 
 
 class OutOfTime(Exception):
@@ -53,6 +54,10 @@ class Run:
     say: Callable[[str], object] = lambda line: print(line, flush=True)
     _worker: Worker | None = field(default=None, init=False)
     _of: str = field(default="", init=False)
+    _next: tuple[str, Worker] | None = field(
+        default=None, init=False
+    )  # a process that starts up for the cell after this
+    _trained: float = field(default=float("-inf"), init=False)  # when a measurement ended last
     _plain: dict[str, Record] = field(default_factory=dict, init=False)  # the first ideal of each workload
     _just: tuple[str, Record] | None = field(default=None, init=False)  # the ideal of a workload, if it ran last
     _measured: set[Cell] = field(default_factory=set, init=False)
@@ -70,8 +75,9 @@ class Run:
                 if self.clock() + self.results.expected(self.machine, cell, GUESS) > self._end:
                     left += 1  # a shorter one may still be measured
                     continue
+                following = missing[number + 1] if number + 1 < len(missing) else None
                 try:
-                    self._one(cell)
+                    self._one(cell, following)
                 except OutOfTime:
                     left += len(missing) - number
                     break
@@ -83,7 +89,7 @@ class Run:
         record = self.results.find(self.machine, code(ours=cell.method.ours), cell)
         return record is None or record["status"] == "skipped" or (self.retry and record["status"] == "failed")
 
-    def _one(self, cell: Cell) -> None:
+    def _one(self, cell: Cell, following: Cell | None) -> None:
         if cell in self._measured:
             return
         if self.beside and cell.method.policy == "auto" and cell.budget is not None:
@@ -91,11 +97,11 @@ class Run:
             if best is not None and best["method"] != cell.method.name:
                 other = Cell(cell.workload, best["budget"], parse(best["method"]))
                 if other not in self._measured:
-                    self._sit(other)
-        self._sit(cell)
+                    self._sit(other, cell)
+        self._sit(cell, following)
 
-    def _sit(self, cell: Cell) -> None:
-        """Measure the cell between two measurements of the ideal, and keep it."""
+    def _sit(self, cell: Cell, following: Cell | None) -> None:
+        """Measure the cell between two measurements of the ideal, and keep it, while the `following` one starts up."""
         started = self.clock()
         record: Record = {
             "machine": self.machine,
@@ -112,7 +118,7 @@ class Run:
             record |= {"status": "skipped", "reason": why_not}
         else:
             try:
-                record |= {"status": "ok", **self._measure(cell)}
+                record |= {"status": "ok", **self._measure(cell, following)}
             except Failed as failed:
                 record |= {"status": "failed", "reason": str(failed)}
         record["took"] = self.clock() - started
@@ -120,13 +126,13 @@ class Run:
         self.results.put_cell(record)
         self.say(line(record))
 
-    def _measure(self, cell: Cell) -> Record:
+    def _measure(self, cell: Cell, following: Cell | None) -> Record:
         # The one that ran right after the cell before is the one right before this.
         just, self._just = self._just, None
         ideal = just[1] if just and just[0] == cell.workload else self._ask(cell.workload, parse("ideal"), None)
         plain = self._plain.setdefault(cell.workload, ideal)
         hbm = None if cell.budget is None else int(plain["reserved"] * cell.budget / 100)
-        measured = self._ask(cell.workload, cell.method, hbm)
+        measured = self._ask(cell.workload, cell.method, hbm, following)
         # Again: at its power limit a card is 1 to 2% slower some seconds later, which is what many cells are about.
         with suppress(Failed, OutOfTime):  # the method was measured all the same
             after = self._ask(cell.workload, parse("ideal"), None)
@@ -134,19 +140,33 @@ class Run:
             ideal = ideal | {"steps": ideal["steps"] + after["steps"]}
         return compare(measured, ideal, plain) | {"hbm": hbm}
 
-    def _ask(self, workload: str, method: Method, hbm: int | None) -> dict[str, Any]:
+    def _ask(self, workload: str, method: Method, hbm: int | None, following: Cell | None = None) -> dict[str, Any]:
         left = self._end - self.clock()
-        alone = method.allocator == "pages"  # which is chosen before CUDA starts
-        worker = self.start(workload, self.setting) if alone else self._worker_of(workload)
+        alone = _alone(method)
+        worker = self._fresh(workload) if alone else self._worker_of(workload)
+        # It takes seconds until a process has imported what it needs: while this one learns, which is not timed.
+        if following is not None and _alone(following.method) and self._next is None:
+            self._next = following.workload, self.start(following.workload, self.setting)
+        warm = self.clock() - self._trained < COOLS
         try:
-            return worker.ask(method.name, hbm, min(self.timeout, left))
+            return worker.ask(method.name, hbm, min(self.timeout, left), warm=warm)
         except TooLong:
             if left < self.timeout:
                 raise OutOfTime from None
             raise
         finally:
+            self._trained = self.clock()
             if alone:
                 worker.close()
+
+    def _fresh(self, workload: str) -> Worker:
+        """A process that has measured nothing."""
+        started, self._next = self._next, None
+        if started is not None:
+            if started[0] == workload:
+                return started[1]
+            started[1].close()
+        return self.start(workload, self.setting)
 
     def _worker_of(self, workload: str) -> Worker:
         if self._worker is None or self._of != workload or not self._worker.usable:
@@ -158,6 +178,14 @@ class Run:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+        if self._next is not None:
+            self._next[1].close()
+            self._next = None
+
+
+def _alone(method: Method) -> bool:
+    """Whether it takes a process of its own: the allocator is chosen before CUDA starts."""
+    return method.allocator == "pages"
 
 
 def compare(measured: Record, ideal: Record, plain: Record) -> Record:

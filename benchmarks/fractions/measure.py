@@ -43,9 +43,9 @@ class Lengths:
         Timed of one that does.
     seconds
         After which no further step is timed, beyond the first few.
-    warm
+    warm, again
         Seconds for which a GPU has trained before a step is timed: a cool one has clocks that it does not keep, and who
-        learns for long is timed without them.
+        learns for long is timed without them. `again` for one that was training until just now.
     """
 
     warmup: int = 2
@@ -54,6 +54,7 @@ class Lengths:
     settled: int = 10
     seconds: float = 15.0
     warm: float = 10.0
+    again: float = 3.0
 
 
 @dataclass(slots=True)
@@ -80,24 +81,32 @@ class Bench:
     _probed: dict[int, int] = field(default_factory=dict)  # peak by the number of checkpointed blocks
     _blocks: int | None = None
 
-    def measure(self, method: Method, hbm: int | None = None) -> dict[str, Any]:
-        """Train with `method` and tell what it took; `hbm` is the budget in bytes, None for all there is."""
+    def measure(self, method: Method, hbm: int | None = None, *, warm: bool = False) -> dict[str, Any]:
+        """Train with `method` and tell what it took.
+
+        Parameters
+        ----------
+        hbm
+            The budget in bytes, None for all there is.
+        warm
+            Whether the card has just been training.
+        """
         clean()
         blocks = None
         if method.kind == "checkpoint-k":
             assert hbm is not None
             blocks = fewest(partial(self._peak, method), self._count_blocks(), hbm)
-        measured = self._train(method, hbm, blocks)
+        measured = self._train(method, hbm, blocks, warm)
         if method.allocator == "torch":
             clean()  # another process may be next
         return measured | ({} if blocks is None else {"blocks": blocks})
 
-    def _train(self, method: Method, hbm: int | None, blocks: int | None) -> dict[str, Any]:
+    def _train(self, method: Method, hbm: int | None, blocks: int | None, warm: bool) -> dict[str, Any]:
         with ExitStack() as stack:
             session = self._session(method, hbm, stack)
             workload = self.build()
             step = prepare(method, workload, stack, blocks=blocks, trl=self.trl)
-            measured = self._run(step, session if method.ours else None) | {"batch": workload.batch}
+            measured = self._run(step, session if method.ours else None, warm) | {"batch": workload.batch}
             if session is not None:
                 measured |= _hbm_peak(method, session)
         return measured | (_predicted(session) if session is not None and method.ours else {})
@@ -118,7 +127,7 @@ class Bench:
         # Nobody counts host memory but tiers.
         return stack.enter_context(tiers.session(policy="keep", hbm=AMPLE, dram=self.dram))
 
-    def _run(self, step: Step, session: Session | None) -> dict[str, Any]:
+    def _run(self, step: Step, session: Session | None, warm: bool) -> dict[str, Any]:
         losses: list[float] = []
         timed = partial(_timed, step, losses)
         settled, begun = True, time.perf_counter()
@@ -130,7 +139,7 @@ class Bench:
             learning, settled = _learn(session, timed, *self.lengths.learning)
             count = self.lengths.settled
         if torch.cuda.is_available():
-            while time.perf_counter() - begun < self.lengths.warm:
+            while time.perf_counter() - begun < (self.lengths.again if warm else self.lengths.warm):
                 timed()
             torch.cuda.reset_peak_memory_stats()
         before = session.stats() if session is not None else None

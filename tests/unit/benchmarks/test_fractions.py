@@ -86,6 +86,7 @@ class Fake:
     steps: dict[str, Any] = field(default_factory=dict)
     started: list[str] = field(default_factory=list)
     asked: list[tuple[str, int | None]] = field(default_factory=list)
+    warm: list[bool] = field(default_factory=list)  # whether the card was, at each of them
     now: float = 0.0
     usable: bool = True
     batch: int = 1
@@ -95,8 +96,9 @@ class Fake:
         self.usable, self.batch = True, batch
         return self
 
-    def ask(self, method: str, hbm: int | None, timeout: float) -> Record:
+    def ask(self, method: str, hbm: int | None, timeout: float, *, warm: bool = False) -> Record:
         self.asked.append((method, hbm))
+        self.warm.append(warm)
         step = self.steps.get(method, 0.1)
         if callable(step):
             step = step(self.batch)
@@ -157,14 +159,49 @@ def test_what_was_measured_is_kept_though_the_ideal_after_it_is_not(late: Failed
 
 
 def test_our_allocator_gets_a_process_of_its_own_while_the_ideal_s_goes_on() -> None:
-    class Twice(Fake):
-        def start(self, workload: str, setting: Setting, batch: int = 1) -> Fake:
-            own = super().start(workload, setting)
-            return own if len(self.started) == 1 else Fake()
+    log: list[str] = []
 
-    fake = Twice()
-    run(fake, Results(), ["pages:auto"])
-    assert len(fake.started) == 3  # the ideal's, and one for each budget
+    class Named(Fake):
+        def start(self, workload: str, setting: Setting, batch: int = 1) -> Fake:
+            super().start(workload, setting)
+            own = Named(started=self.started)
+            name = f"process {len(self.started)}"
+            log.append(f"{name} starts")
+            measure = own.ask
+
+            def ask(method: str, hbm: int | None, timeout: float, *, warm: bool = False) -> Record:
+                log.append(f"{name} measures {method}")
+                return measure(method, hbm, timeout, warm=warm)
+
+            own.ask = ask  # type: ignore[method-assign]
+            return own
+
+    run(Named(), Results(), ["pages:auto"])
+    # The third imports what it needs while the second measures.
+    assert log == [
+        *("process 1 starts", "process 1 measures ideal"),
+        *("process 2 starts", "process 3 starts", "process 2 measures pages:auto", "process 1 measures ideal"),
+        *("process 3 measures pages:auto", "process 1 measures ideal"),
+    ]
+
+
+def test_a_process_that_was_started_ahead_and_is_not_asked_is_closed() -> None:
+    closed: list[int] = []
+
+    class Late(Fake):
+        def close(self) -> None:
+            closed.append(len(self.started))
+            super().close()
+
+    fake = Late({"pages:auto": TooLong("")})
+    assert run(fake, Results(), ["pages:auto"], seconds=70, timeout=600)[-1] == "2 cells are left for another run"
+    assert len(closed) == len(fake.started) == 3
+
+
+def test_a_card_that_was_training_until_just_now_is_not_warmed_for_as_long() -> None:
+    fake = Fake()
+    run(fake, Results(), ["tiers:auto"])
+    assert fake.warm == [False, True, True, True, True]
 
 
 def test_what_was_measured_is_not_measured_again_until_the_code_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ class Scripted:
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
 
-    def measure(self, method: object, hbm: int | None) -> Any:
+    def measure(self, method: object, hbm: int | None, *, warm: bool = False) -> Any:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
