@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--methods", type=_words, default=["tiers:auto", "checkpoint-k", "checkpoint", "save_on_cpu"])
     run.add_argument("--beside", action="store_true", help="measure the best so far again beside auto")
-    run.add_argument("--retry", action="store_true", help="measure again what failed")
+    run.add_argument("--retry", action="store_true", help="measure again what failed or had not settled")
     largest = verbs.add_parser("largest", help="the largest batch that costs at most a tenth of the speed per sample")
     largest.add_argument("--workload", default="reference_gpt")
     largest.add_argument("--methods", type=_words, default=["ideal", "tiers:auto", "checkpoint"])

@@ -17,7 +17,8 @@ ACTIVATION_BUDGETS = ("0.7", "0.4", "0.2", "0")
 COMPILED = {"compile": "blocks", "compile-whole": "whole"}
 PROGRAM = ("benchmarks/workloads.py", "examples/train_gpt.py", "examples/train_resnet.py")
 RUNTIME = ("tiers", "allocator", "migrator")
-SOURCES = {".py", ".cpp", ".h", ".txt"}
+SOURCES = {".py", ".cpp", ".h"}
+BUILT = "CMakeFiles"  # what an editable install leaves in the tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,8 @@ def code(*, ours: bool, root: Path = ROOT) -> str:
     """
     files = [root / name for name in PROGRAM]
     if ours:
-        files += [path for name in RUNTIME for path in (root / name).rglob("*") if path.suffix in SOURCES]
+        found = (path for name in RUNTIME for path in (root / name).rglob("*") if BUILT not in path.parts)
+        files += [path for path in found if path.suffix in SOURCES or path.name == "CMakeLists.txt"]
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")

@@ -39,7 +39,7 @@ class Run:
     beside
         Whether the best so far runs beside `auto`.
     retry
-        Whether what failed is measured again.
+        Whether what failed or had not settled is measured again.
     """
 
     results: Results
@@ -87,7 +87,9 @@ class Run:
 
     def _missing(self, cell: Cell) -> bool:
         record = self.results.find(self.machine, code(ours=cell.method.ours), cell)
-        return record is None or record["status"] == "skipped" or (self.retry and record["status"] == "failed")
+        if record is None or record["status"] == "skipped":
+            return True
+        return self.retry and (record["status"] == "failed" or not record.get("settled", True))
 
     def _one(self, cell: Cell, following: Cell | None) -> None:
         if cell in self._measured:

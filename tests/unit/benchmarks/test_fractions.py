@@ -70,6 +70,11 @@ def test_the_code_of_ours_changes_with_the_runtime_and_that_of_peers_with_the_pr
     (tmp_path / "tiers/a.py").write_text("other")
     runtime = both()
     assert runtime[0] != before[0] and runtime[1] == before[1]
+    built = tmp_path / "tiers/CMakeFiles/CheckCXX/CMakeLists.txt"  # by an install in the tree
+    built.parent.mkdir(parents=True)
+    built.write_text("built")
+    built.parents[2].joinpath("CMakeCache.txt").write_text("built")
+    assert both() == runtime
     (tmp_path / "benchmarks/workloads.py").write_text("other")
     program = both()
     assert program[0] != runtime[0] and program[1] != runtime[1]
@@ -89,6 +94,7 @@ class Fake:
     warm: list[bool] = field(default_factory=list)  # whether the card was, at each of them
     now: float = 0.0
     usable: bool = True
+    settled: bool = True
     batch: int = 1
 
     def start(self, workload: str, setting: Setting, batch: int = 1) -> Fake:
@@ -114,7 +120,7 @@ class Fake:
             "allocated": PLAIN,
             "sm_clock": 1980,
             "host_us": 250.0,
-            "settled": True,
+            "settled": self.settled,
             "batch": self.batch,
             "took": 10 * step,
         }
@@ -232,6 +238,16 @@ def test_what_failed_is_measured_again_only_on_request_and_what_was_skipped_alwa
     assert sorted(record["status"] for record in results.cells) == ["failed", "failed", "ok"]
     run(fake, results, ["tiers:auto"], retry=True)
     assert {record["status"] for record in results.cells} == {"ok"}
+
+
+def test_what_had_not_settled_is_measured_again_only_on_request() -> None:
+    fake, results = Fake(settled=False), Results()
+    run(fake, results, ["tiers:auto"])
+    fake.settled = True
+    run(fake, results, ["tiers:auto"])
+    assert not any(record["settled"] for record in results.cells)
+    run(fake, results, ["tiers:auto"], retry=True)
+    assert all(record["settled"] for record in results.cells)
 
 
 def test_a_measurement_that_takes_too_long_fails_and_one_that_the_end_cuts_off_is_left_for_later() -> None:
