@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import subprocess
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from migrator.policies import POLICIES
 
@@ -15,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKLOADS = ("reference_gpt", "long_context_gpt", "resnet152")
 ACTIVATION_BUDGETS = ("0.7", "0.4", "0.2", "0")
 COMPILED = {"compile": "blocks", "compile-whole": "whole"}
+ALLOCATORS = {"tiers": "torch", "pages": "pages"}
 PROGRAM = ("benchmarks/workloads.py", "examples/train_gpt.py", "examples/train_resnet.py")
 RUNTIME = ("tiers", "allocator", "migrator")
 SOURCES = {".py", ".cpp", ".h"}
@@ -75,23 +78,34 @@ def parse(name: str) -> Method:
     """
     if name in ("ideal", "checkpoint", "checkpoint-k", "save_on_cpu", "trl"):
         return Method(name, name)
-    head, _, rest = name.partition(":")
-    if head in COMPILED and rest:
-        return Method(name, "ideal", compiled=COMPILED[head], activation_budget=float(rest))
-    how = next((how for how in COMPILED if name.endswith(f"+{how}")), "")
-    base = name.removesuffix(f"+{how}") if how else name
-    if how and base == "ideal":
-        return Method(name, "ideal", compiled=COMPILED[how])
-    head, _, policy = base.partition(":")
-    if policy in POLICIES and head == "tiers":
-        return Method(name, "tiers", policy, compiled=COMPILED.get(how, ""))
-    if policy in POLICIES and head == "pages" and not how:
-        return Method(name, "tiers", policy, "pages")
+    with suppress(ValueError):  # of a share that is no number
+        if (method := _compiled(name) or _tiers(name, name)) is not None:
+            return method
     raise ValueError(
         f"there is no method {name}. Methods: ideal, checkpoint, checkpoint-k, save_on_cpu, trl, compile-budget, "
-        "ideal+compile, compile:0.4, tiers:POLICY, tiers:POLICY+compile, pages:POLICY; with compile-whole for compile, "
-        f"forward and loss are compiled in one. Policies: {', '.join(POLICIES)}"
+        "ideal+compile, compile:0.4, tiers:POLICY, pages:POLICY, these two also with +compile or +compile:0.4; with "
+        f"compile-whole for compile, forward and loss are compiled in one. Policies: {', '.join(POLICIES)}"
     )
+
+
+def _tiers(name: str, base: str, **compiled: Any) -> Method | None:
+    head, _, policy = base.partition(":")
+    known = policy in POLICIES and head in ALLOCATORS
+    return Method(name, "tiers", policy, ALLOCATORS[head], **compiled) if known else None
+
+
+def _compiled(name: str) -> Method | None:
+    """The compiled program with a share of its activations (``compile:0.4``), or what runs around it."""
+    how, _, share = name.partition(":")
+    if how in COMPILED and share:
+        return Method(name, "ideal", compiled=COMPILED[how], activation_budget=float(share))
+    base, _, around = name.rpartition("+")  # policies have a plus in their names, too
+    how, _, share = around.partition(":")
+    if how not in COMPILED:
+        return None
+    if base == "ideal" and not share:
+        return Method(name, "ideal", compiled=COMPILED[how])
+    return _tiers(name, base, compiled=COMPILED[how], activation_budget=float(share or 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,20 @@ def test_every_policy_is_a_method_under_both_allocators() -> None:
 
 def test_compiled_methods_say_what_is_compiled_and_with_which_budget() -> None:
     assert parse("tiers:auto+compile").compiled == parse("ideal+compile").compiled == "blocks"
+    around = parse("pages:auto+compile:0.4")
+    assert (around.allocator, around.policy, around.compiled, around.activation_budget) == (
+        "pages",
+        "auto",
+        "blocks",
+        0.4,
+    )
     assert (parse("compile:0.4").kind, parse("compile:0.4").activation_budget) == ("ideal", 0.4)
     assert parse("compile-whole:0").compiled == parse("ideal+compile-whole").compiled == "whole"
 
 
-@pytest.mark.parametrize("name", ["magic", "tiers:magic", "tiers", "pages:auto+compile", "compile:", "ideal+magic"])
+@pytest.mark.parametrize(
+    "name", ["magic", "tiers:magic", "tiers", "pages:auto+magic", "compile:", "ideal+magic", "pages:auto+compile:x"]
+)
 def test_an_unknown_method_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="there is no method"):
         parse(name)
