@@ -221,7 +221,7 @@ class Learner:
         if not self._contest.racing:  # a rival is not corrected: it is faster as it is, or goes
             base = max(self._before_correction(trace) for trace in self._planned)
             if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap):
-                return self._plan()
+                return self._plan(present=self._made)
         if not self._may_compete:
             return False
         short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
@@ -325,13 +325,16 @@ class Learner:
         self._feedback = Feedback(self._target, self._feedback.given)
         self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)
 
-    def _plan(self) -> bool:
-        """Ask for plans; whether there are others already. What was asked for before is of no use any more."""
+    def _plan(self, present: tuple[Made, ...] = ()) -> bool:
+        """Ask for plans; whether there are others already. What was asked for before is of no use any more.
+
+        Those that are `present`, and for the same traces, stay where what was corrected since makes none better.
+        """
         self._owed |= self.break_off()  # until somebody is told
         traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
         budgets = tuple(self._before_correction(trace) for trace in traces)
         links = replace(self._feedback.links, costs=self._contest.costs)
-        self._orders.ask(traces, budgets, self._feedback.correction, links)
+        self._orders.ask(traces, budgets, self._feedback.correction, links, present)
         changed = self._adopt() or self._owed
         self._owed = False
         return changed

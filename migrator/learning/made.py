@@ -11,6 +11,8 @@ from migrator.policies import Policy
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Trace
 
+GAIN = 0.002  # of the step: what other plans have to promise, as to begin with one costs steps of seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Made:
@@ -63,10 +65,31 @@ def make_all(
     links: Links,
     *,
     must_fit: bool = True,
+    present: tuple[Made, ...] = (),
 ) -> tuple[Made, ...]:
-    """A plan for each trace, for its budget with the correction; NoPlanFits if there is none and it `must_fit`."""
+    """A plan for each trace, for its budget with the correction; NoPlanFits if there is none and it `must_fit`.
+
+    Parameters
+    ----------
+    present
+        The plans there are for these traces, of which each stays unless the new one is better; none: all are new.
+    """
     pairs = zip(traces, budgets, strict=True)
-    return tuple(_make(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs)
+    made = [_make(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs]
+    if present:
+        made = [_better(*each, links) for each in zip(made, present, traces, strict=True)]
+    return tuple(made)
+
+
+def _better(made: Made, present: Made, trace: Trace, links: Links) -> Made:
+    """The new plan; or the present one, if that is as good by what is known now, and was asked for no more room."""
+    if made.predicted is None or made.refused is not None or made.asked < present.asked:
+        return made
+    predicted = simulate(trace, links, present.plan)
+    fits = predicted.peak["hbm"] <= made.asked and present.plan.parcel_bytes <= links.below
+    if not fits or predicted.seconds > made.predicted.seconds * (1 + GAIN):
+        return made
+    return replace(made, plan=present.plan, predicted=predicted)
 
 
 def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool) -> Made:

@@ -49,9 +49,18 @@ class Orders:
         """Whether plans are being made."""
         return self._made is not None and not self._made.done()
 
-    def ask(self, traces: tuple[Trace, ...], budgets: tuple[int, ...], correction: int, links: Links) -> None:
-        """Ask for a plan for each trace, for its budget with the correction."""
-        job = partial(make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit)
+    def ask(
+        self,
+        traces: tuple[Trace, ...],
+        budgets: tuple[int, ...],
+        correction: int,
+        links: Links,
+        present: tuple[Made, ...] = (),
+    ) -> None:
+        """Ask for a plan for each trace, for its budget with the correction; or for the `present` one if as good."""
+        job = partial(
+            make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit, present=present
+        )
         self._traces = traces
         self._made = self._have_done(job, traces)
 

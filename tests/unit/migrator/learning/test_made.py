@@ -1,0 +1,62 @@
+"""Which of two plans is carried out: the present one, or what is planned by what was corrected since."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from migrator.learning.made import GAIN, Made, make_all
+from migrator.links import PCIE_GEN5, Links
+from migrator.plan import Plan
+from migrator.policies import POLICIES, Policy
+from migrator.simulator import simulate
+from migrator.timing import at_pace
+from migrator.trace import Trace
+from tests.unit.learners import MODEL, peak_of
+
+ROOM = peak_of(MODEL)
+BUDGET = ROOM * 3 // 4
+SLOW = POLICIES["flashneuron"](MODEL, BUDGET, PCIE_GEN5)
+FAST = POLICIES["auto"](MODEL, BUDGET, PCIE_GEN5)
+
+
+def always(plan: Plan) -> Policy:
+    return lambda trace, budget, links: plan
+
+
+def made(plan: Plan, present: Plan, *, budget: int = BUDGET, before: int = BUDGET, links: Links = PCIE_GEN5) -> Made:
+    (given,) = make_all(always(present), (MODEL,), (before,), 0, PCIE_GEN5)
+    (found,) = make_all(always(plan), (MODEL,), (budget,), 0, links, present=(given,))
+    return found
+
+
+def seconds(trace: Trace, plan: Plan) -> float:
+    return simulate(trace, PCIE_GEN5, plan).seconds
+
+
+def test_a_plan_that_gains_takes_the_place_of_the_present_one_and_no_other() -> None:
+    assert seconds(MODEL, FAST) * (1 + GAIN) < seconds(MODEL, SLOW)
+    assert made(FAST, present=SLOW).plan is FAST
+    assert made(SLOW, present=FAST).plan is FAST
+    assert made(replace(FAST), present=FAST).plan is FAST
+
+
+def test_what_stays_is_held_against_what_it_comes_to_by_what_is_known_now() -> None:
+    slower = at_pace(MODEL, 1.3)
+    (present,) = make_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
+    (found,) = make_all(always(SLOW), (slower,), (BUDGET,), 0, PCIE_GEN5, present=(present,))
+    assert found.plan is FAST
+    assert found.predicted is not None
+    assert found.predicted.seconds == seconds(slower, FAST)
+
+
+def test_the_present_plan_does_not_stay_where_less_room_was_asked_for() -> None:
+    """Its peak was measured to be more than what was predicted, so that what it is predicted to fit says nothing."""
+    assert made(SLOW, present=FAST, budget=BUDGET - 1).plan is SLOW
+    assert made(SLOW, present=FAST, budget=BUDGET + 1).plan is FAST
+
+
+def test_nor_where_it_does_not_fit() -> None:
+    keep = POLICIES["keep"](MODEL, ROOM, PCIE_GEN5)
+    assert made(FAST, present=keep).plan is FAST
+    little = replace(PCIE_GEN5, below=FAST.parcel_bytes - 1)
+    assert made(SLOW, present=FAST, links=little).plan is SLOW
