@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from migrator.engine.tensors import Tensors
 from migrator.hooks import weights
 from migrator.hooks.actions import Action, Agenda, Go, Recompute, Stay
+from migrator.hooks.compiled import brings_hooks
 from migrator.hooks.garbage import Allowance
 from migrator.hooks.packed import Look, Packed, alias_of, check, keep, modified
 from migrator.hooks.sites import Modules, Node
@@ -152,7 +153,10 @@ class Saver(OnStack):
             if self.place.recording or self._agenda.searches:
                 self._observer.forward_begins(module, recording=self.place.recording)
             self._root_begins(self, module)
+        outer = self.place.here
         self.modules.enter(module)
+        if self.place.here is outer and brings_hooks(module):
+            return  # Dynamo left it as it is: PyTorch calls the hooks, too
         if self.place.recording and module._modules and self.modules.inside and self._may_recompute():
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             mover = self.movers.get(tensors[0].device) if tensors else None
@@ -169,7 +173,8 @@ class Saver(OnStack):
     ) -> None:
         """A forward ends; without its arguments by name, by an exception."""
         place, stack = self.place, self.modules.stack
-        if place.recording and named is not None:
+        again = bool(stack) and stack[-1] is place.here and brings_hooks(module)
+        if place.recording and named is not None and not again:
             self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
         if stack:
             place.here = stack.pop()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from migrator.hooks.compiled import is_wrapper
 from migrator.hooks.packed import modified
 from migrator.recompute.dropped import FOR_RECOMPUTING
 from migrator.recompute.watch import OF_EVERY_MODULE, SETTINGS, keeps_statistics
@@ -29,7 +30,7 @@ class Snapshot:
     """
 
     def __init__(self, module: nn.Module, given: Iterable[Tensor]) -> None:
-        self._modules = [(child, _settings(child)) for child in module.modules()]
+        self._modules = [(child, _settings(child)) for child in module.modules() if not is_wrapper(child)]
         tensors: list[Tensor | None] = [*given]
         for child, was in self._modules:
             tensors += was["_parameters"].values()

@@ -1,7 +1,8 @@
 """Recomputation of whole modules: PyTorch's own non-reentrant checkpoint, put around `forward` from outside.
 
-`forward` is replaced, not `__call__`: hooks of the module are called once. What the checkpoint saves, the tensors among
-the arguments, comes to our hooks as sites of its own. While backward recomputes, modules have the attributes and
+`forward` is replaced, not `__call__`: hooks of the module are called once. Of a module that the program has compiled,
+what was compiled runs again. What the checkpoint saves, the tensors among the arguments, comes to our hooks as
+sites of its own. While backward recomputes, modules have the attributes and
 parameters that they had in forward, and what a recomputation makes of them is forgotten: a batch is counted once.
 """
 
@@ -23,6 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from migrator.hooks.compiled import brings_hooks, called, is_compiled
 from migrator.hooks.sites import Modules, Node
 from migrator.recompute.arguments import copy_of, tensors_in
 from migrator.recompute.as_it_was import Snapshot
@@ -51,9 +53,11 @@ class Regions:
 
     def know(self, path: str, module: nn.Module) -> bool:
         """Remember the module of a path; whether it can be recomputed as a whole."""
-        if any(_is_compiled(child) or _observes(child) for child in module.modules()) or _has_hooks_within(module):
+        if any(is_compiled(child) for child in module.modules() if child is not module):
             return False
-        if module in self._refused or not _is_plain(module):
+        if any(map(_observes, module.modules())) or _has_hooks_within(module):
+            return False
+        if module in self._refused or not (_is_plain(module) or _is_called(module)):
             return False
         self._known[path] = weakref.ref(module)
         return True
@@ -65,18 +69,18 @@ class Regions:
             module = patch.module()
             if module is None or known.get(path) is not module:
                 del self._patched[path]
-                patch.on = False  # the program may have put its own `forward` around it, which is not ours to undo
-                if module is not None and vars(module).get("forward") is patch:
-                    del module.forward
+                patch.take_off()
         for path, module in known.items():
-            if module is not None and path not in self._patched and _is_plain(module):
-                module.forward = self._patched[path] = _Checkpointed(
-                    module, path, self._modules, self._is_on, self._refused.add
-                )
+            if module is None or path in self._patched:
+                continue
+            kind = _Method if _is_plain(module) else _Compiled if _is_called(module) else None
+            if kind is not None:
+                self._patched[path] = kind(module, path, self._modules, self._is_on, self._refused.add)
+                self._patched[path].put_on()
 
 
 class _Checkpointed:
-    """A `forward` that backward runs again. A copy of its module, or a pickled one, has the plain `forward`.
+    """What has a module's forward run again in backward.
 
     It does not hold its module: that is to die with its last reference, as ever.
 
@@ -94,8 +98,6 @@ class _Checkpointed:
         is_on: Callable[[], bool],
         refuse: Callable[[nn.Module], None],
     ) -> None:
-        self._function = type(module).forward
-        update_wrapper(self, self._function)
         self.module = weakref.ref(module)
         self.on = True
         self._inputs: Node[Any] = Node(checkpoint_key(path, 0).rpartition(":")[0], of_inputs=True)
@@ -103,14 +105,16 @@ class _Checkpointed:
         self._is_on = is_on
         self._refuse = refuse
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.module()
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            return self._function(module, *args, **kwargs)
-        called = sys._getframe(1).f_locals.get("self")
-        if called is not module and isinstance(called, nn.Module) and vars(called).get("forward") is self:
-            return self._function(called, *args, **kwargs)  # a shallow copy, such as DataParallel makes, has it, too
-        forward = MethodType(self._function, module)
+    def put_on(self) -> None:
+        """Be what runs the module's forward."""
+        raise NotImplementedError
+
+    def take_off(self) -> None:
+        """Have it run as it did."""
+        raise NotImplementedError
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module's forward, and have backward do so again, if nothing forbids that."""
         if not self.on or not torch.is_grad_enabled() or _graph_task() != -1 or not self._is_on() or _in_a_mode():
             return forward(*args, **kwargs)
         try:
@@ -146,6 +150,54 @@ class _Checkpointed:
         finally:
             place.here = here
 
+
+class _Compiled(_Checkpointed):
+    """Of a module that is compiled."""
+
+    def put_on(self) -> None:
+        """Have what was compiled run by this."""
+        module = self.module()
+        if module is not None and (there := called(module)) is not None:
+            there.run = self.run
+
+    def take_off(self) -> None:
+        """Have it run by itself; the program may have compiled the module anew since."""
+        self.on = False
+        module = self.module()
+        if module is not None and (there := called(module)) is not None and there.run == self.run:
+            there.run = None
+
+
+class _Method(_Checkpointed):
+    """A `forward` that backward runs again. A copy of its module, or a pickled one, has the plain `forward`."""
+
+    def __init__(self, module: nn.Module, *rest: Any) -> None:
+        self._function = type(module).forward
+        update_wrapper(self, self._function)
+        super().__init__(module, *rest)
+
+    def put_on(self) -> None:
+        """Be the module's `forward`."""
+        module = self.module()
+        if module is not None:
+            module.forward = self
+
+    def take_off(self) -> None:
+        """Leave the module its class's; if the program has put its own around this one, that is not ours to undo."""
+        self.on = False
+        module = self.module()
+        if module is not None and vars(module).get("forward") is self:
+            del module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.module()
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return self._function(module, *args, **kwargs)
+        called = sys._getframe(1).f_locals.get("self")
+        if called is not module and isinstance(called, nn.Module) and vars(called).get("forward") is self:
+            return self._function(called, *args, **kwargs)  # a shallow copy, such as DataParallel makes, has it, too
+        return self.run(module, MethodType(self._function, module), args, kwargs)
+
     # Whoever inspects a `forward`, such as TorchScript, finds the method that it was, with its code and its globals.
 
     __class__ = property(lambda self: MethodType)
@@ -172,20 +224,19 @@ def _has_hooks_within(module: nn.Module) -> bool:
     """Whether there are hooks around forwards within, other than ours: a recomputation would call these again."""
     if len(_global_forward_hooks) > 1 or len(_global_forward_pre_hooks) > 1:
         return True
-    return any(child._forward_hooks or child._forward_pre_hooks for child in module.modules() if child is not module)
+    inside = (child for child in module.modules() if child is not module or brings_hooks(module))
+    return any(child._forward_hooks or child._forward_pre_hooks for child in inside)
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether its `forward` is its class's. One of its own is somebody else's patch, and not ours to undo."""
-    return "forward" not in vars(module) and isinstance(type(module).forward, FunctionType)
+    return not is_compiled(module) and "forward" not in vars(module) and isinstance(type(module).forward, FunctionType)
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        or module._compiled_call_impl is not None
-        or type(module).__name__ == "OptimizedModule"
-    )
+def _is_called(module: nn.Module) -> bool:
+    """Whether it is compiled, and what was compiled may run twice."""
+    there = called(module)
+    return there is not None and not there.graphs
 
 
 def _observes(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from allocator.errors import TiersError
 from migrator.engine.engine import Engine
 from migrator.engine.group import claim_died
 from migrator.engine.mover import Mover
+from migrator.hooks import compiled
 from migrator.hooks.saver import Saver
 from migrator.lanes import peaks
 from migrator.lanes.host import HostCompute
@@ -85,6 +87,7 @@ def install(listener: Listener) -> None:
     )
     _autograd._saved_tensors_hooks_disable = _disable
     _autograd._saved_tensors_hooks_enable = _enable
+    nn.Module.compile = _compile  # type: ignore[assignment, method-assign]
     peaks.install()
     process_groups.install()
     _keep_dynamo_out()
@@ -102,8 +105,24 @@ def uninstall() -> None:
         module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # PyTorch leaves that there
     _autograd._saved_tensors_hooks_disable = _plain_disable
     _autograd._saved_tensors_hooks_enable = _plain_enable
+    nn.Module.compile = _plain_compile  # type: ignore[method-assign]
+    compiled.forget()
     peaks.uninstall()
     process_groups.uninstall()
+
+
+def tell_of(root: nn.Module) -> None:
+    """Be told of what is compiled within, too: it may have been before anything was installed."""
+    compiled.tell_of(root.modules(), _enter, _leave)
+
+
+_plain_compile = nn.Module.compile
+
+
+@wraps(_plain_compile)
+def _compile(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    _plain_compile(module, *args, **kwargs)
+    compiled.tell_of((module,), _enter, _leave)
 
 
 def _enter(module: nn.Module, args: Any) -> None:
@@ -173,7 +192,8 @@ def _keep_dynamo_out() -> None:
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     natively = (Mover.take, Mover.give_back, Engine.born, Engine.entered, Engine.reached, Engine.left)
     hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *natively)
-    for function in (*hooks, claim_died, _enter, _leave, _stepping, _stepped, _disable, _enable):
+    entries = (claim_died, compiled.Called.__call__, _enter, _leave, _stepping, _stepped, _disable, _enable)
+    for function in (*hooks, *entries):
         eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 

@@ -200,6 +200,7 @@ class Runtime:
         """See whether the budget holds the weights of the models so far, and this one's."""
         if not self._models.add(model):
             return
+        entry.tell_of(model)
         self._recount_static()
         try:
             self._models.check()

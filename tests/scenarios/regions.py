@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
 import migrator.recompute.regions
-from tests.scenarios import WHOLE, Block, assert_same, batch, blocks, main, moved, moving, recomputed, train
+from tests.scenarios import WHOLE, Block, assert_same, batch, blocks, main, moved, moving, perceptron, recomputed, train
 
 
 def gives_the_same_gradients_and_random_numbers(device: torch.device) -> None:
@@ -201,13 +203,103 @@ def lets_modules_be_scripted_and_traced(device: torch.device) -> None:
             assert torch.equal(other(x), model(x))
 
 
-def leaves_compiled_modules_alone(device: torch.device) -> None:
-    model = blocks(device)
-    model[1].layers = torch.compile(model[1].layers, backend="eager")
-    model[2].layers[0].compile(backend="eager")
+class _Own(nn.Module):
+    """Dynamo compiles the forwards of others' modules, and leaves PyTorch's own as they are."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _compilable(device: torch.device, *extra: nn.Module) -> nn.Sequential:
+    torch.compiler.reset()
+    model = blocks(device, *extra)
+    for block in model:
+        block.layers = _Own(block.layers)
+    return model
+
+
+def recomputes_compiled_modules_and_leaves_those_alone_with_a_compiled_one_within(device: torch.device) -> None:
+    def program(device: torch.device, make: Callable[..., nn.Sequential] = _compilable) -> list[Tensor]:
+        torch.compiler.reset()
+        model = make(device)
+        model[0].layers.compile(backend="aot_eager")
+        model[1].layers = torch.compile(model[1].layers, backend="aot_eager")
+        next(model[2].layers.children()).compile(backend="aot_eager")
+        return train(model, device)
+
+    for make in (_compilable, blocks):
+        assert_same(partial(program, make=make), device, moves=False, **WHOLE)
+        within = {"Sequential.2.layers.inner"} if make is _compilable else set()
+        with moving(**WHOLE) as session:
+            program(device, make)
+            assert recomputed(session) == {"Sequential.0.layers", "Sequential.1.layers", *within}
+
+
+def runs_again_what_was_compiled_and_compiles_nothing_anew(device: torch.device) -> None:
+    runs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return lambda *args: (runs.append(graph), graph(*args))[1]
+
+    model = _compilable(device)
+    model[0].layers.compile(backend=backend)
+    plain = model[0].layers._compiled_call_impl
+    model[1].layers = torch.compile(model[1].layers, backend=backend)
+    train(model, device, steps=1)  # once for the input that wants no gradient, and once for those that do
+    with moving(**WHOLE) as session, torch._dynamo.config.patch(error_on_recompile=True):
+        train(model, device, steps=8)
+        assert recomputed(session) == {"Sequential.0.layers", "Sequential.1.layers", "Sequential.2.layers.inner"}
+        before = len(runs)
+        train(model, device, steps=1)
+        print(f"  {len(runs) - before} runs in a step")
+        assert len(runs) - before == 2 * 2, "two forwards, and each of them again in backward"
+        copied = copy.deepcopy(model[0].layers)
+        assert vars(copied).get("_compiled_call_impl") is None, "a copy is not compiled, as ever"
+    assert vars(model[0].layers)["_compiled_call_impl"] is plain
+    before = len(runs)
+    train(model, device, steps=1)
+    assert len(runs) - before == 2
+
+
+def tells_of_a_whole_model_that_is_compiled_in_place(device: torch.device) -> None:
+    """PyTorch's hooks are traced along with it, and so are not called: nobody would know that it trains."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.compiler.reset()
+        model = _Own(perceptron(device))
+        model.compile(backend="aot_eager")
+        return train(model, device)
+
+    assert_same(program, device)
+
+
+def counts_and_draws_once_in_compiled_modules(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = _compilable(device, nn.BatchNorm1d(256), nn.Dropout(0.2))
+        for block in model:
+            block.layers.compile(backend="aot_eager")
+        return [*train(model, device), *(buffer.clone() for buffer in model.buffers()), torch.rand(4, device=device)]
+
+    assert_same(program, device, moves=False, **WHOLE)
     with moving(**WHOLE) as session:
-        train(model, device)
-        assert recomputed(session) == {"Sequential.0.layers"}
+        program(device)
+        assert recomputed(session)
+
+
+def calls_hooks_that_were_compiled_along_once(device: torch.device) -> None:
+    calls = []
+    model = _compilable(device)
+    model[1].layers.register_forward_hook(lambda *_: calls.append("forward"))
+    for block in model:
+        block.layers.compile(backend="eager")
+    with moving(**WHOLE) as session:
+        train(model, device, steps=6)
+        assert recomputed(session) == {"Sequential.0.layers", "Sequential.2.layers"}
+    assert len(calls) == 6
 
 
 def holds_for_arguments_by_name_and_for_evaluation_in_between(device: torch.device) -> None:
