@@ -42,7 +42,7 @@ FASTEST = 0.3  # of the recorded times: on a slow host a recording is three time
 SLOWEST = 1.2  # and not earlier than that: what takes longer has another cause
 OFF_PACE = 0.03  # of a period: closer than this, times are as predicted
 LATE_PACE = 0.06  # and this, where the period took longer: new plans are to be worth it
-GROWTHS = 1  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
+GROWTHS = 2  # times that the budget of a plan whose peak was predicted grows: each costs a plan, and steps to settle
 WORTH = 0.08  # of the target: what a growth must bring
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from allocator.sizes import GiB, MiB
 from migrator.learning.feedback import (
     FASTEST,
+    GROWTHS,
     LAPS,
     LATE,
     LATE_PACE,
@@ -258,6 +260,20 @@ def test_a_growth_that_goes_too_far_is_taken_back_and_not_tried_again() -> None:
     assert measured(TARGET * 115 // 100)
     assert feedback.correction == 0
     assert not any(measured(TARGET * 85 // 100) for _ in range(2 * SETTLING))
+
+
+def test_the_budget_grows_again_where_the_next_plan_leaves_much_free_too_and_then_no_more() -> None:
+    """Of what a compiled block saves several tensors lie on one storage that is foreseen once for each."""
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    corrections = []
+    for _ in range(2 * GROWTHS):
+        feedback.adopted()
+        for _ in range(TELLING):
+            feedback.peak(TARGET * 85 // 100, TARGET, TARGET, pressed=False, may_grow=True)
+        corrections.append(feedback.correction)
+    grown = [0, *corrections[:GROWTHS]]
+    assert all(before < after for before, after in pairwise(grown))
+    assert set(corrections[GROWTHS:]) == {grown[-1]}
 
 
 def test_the_budget_does_not_grow_by_what_a_short_period_leaves_free() -> None:
