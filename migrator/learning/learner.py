@@ -333,7 +333,9 @@ class Learner:
         self._owed |= self.break_off()  # until somebody is told
         traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
         budgets = tuple(self._before_correction(trace) for trace in traces)
-        links = replace(self._feedback.links, costs=self._contest.costs)
+        links = self._feedback.links
+        if not links.contended:  # that moves hardly cost anything was found where nobody else needed the bus
+            links = replace(links, costs=self._contest.costs)
         self._orders.ask(traces, budgets, self._feedback.correction, links, present)
         changed = self._adopt() or self._owed
         self._owed = False

@@ -28,6 +28,9 @@ WEIGHS_COSTS = True
 LANES = (1.0, 0.9, 0.75, 0.5, 0.0, 1.05, 1.15, 1.4, 2.0, 1e9)
 """For how long the lane out may be busy, as multiples of the forward; the last is for budgets that need it."""
 
+FEWER = (0.65, 0.4, 0.3, 0.2, 0.1)
+"""The same, besides, where others need the memory bus: between these the fewest moves are looked for."""
+
 SHARES = (2, 4, 16)
 PRICES = (1.0, 0.8, 1.25, 0.6, 1.6)
 """Other ways to search: how much at a time, and at what price of regions."""
@@ -38,7 +41,7 @@ TRIMS = 100  # levers that are looked at again, the dearest first
 RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan, capuchin.plan, superneurons.plan)
 """Whose plans are candidates as they are: quick ones, of different kinds."""
 
-POLITE = 0.015  # of the fastest plan's step: what it may take to move less where others need the memory bus
+POLITE = 0.02  # of the fastest plan's step: what it may take to move less where others need the memory bus
 REPAIRS = 4  # times that what the simulator found over the budget goes back into the search
 
 
@@ -94,7 +97,7 @@ class _Planner:
     def search(self) -> None:
         """Solve with each of several deadlines for the lane out."""
         self.levers = Search(self.trace, self.budget, self.links)
-        for lane in LANES:
+        for lane in (*LANES, *FEWER) if self.links.contended else LANES:
             for spare in (False, True):
                 if self.left > 0:
                     self._solve(How(lane, spare), self.levers.start(), 0)

@@ -194,6 +194,15 @@ def test_after_the_rival_won_plans_are_made_with_its_costs() -> None:
     assert program.moves
 
 
+def test_what_a_rival_won_with_on_a_free_bus_is_not_planned_with_where_others_need_it() -> None:
+    program = Program(learner(), takes(1.0, 0.99))
+    program.run()
+    assert program.learner.relink(replace(PCIE_GEN5, contended=True))
+    assert not program.moves
+    assert program.learner.relink(PCIE_GEN5)
+    assert program.moves
+
+
 def test_while_others_need_the_memory_bus_there_is_no_contest() -> None:
     contended = replace(PCIE_GEN5, contended=True)
     program = Program(learner(), takes(1.0, 0.99))
