@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,23 +110,24 @@ class PageAllocator:
     def expect_news(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
         """From the next period on other tensors stay and move on a GPU.
 
-        That one goes by best fit, and what the one before leaves idle goes back first. One that departs here and there
-        from a layout that was another's finds places taken, and takes pages beside it, in DRAM where HBM is full. Nor
-        are pages made then while others lie idle: between a budget and what is alive best fit would fill all there is.
+        That one goes by best fit, and what the one before leaves idle is unmapped first; what is more than that period
+        is to need goes back. One that departs here and there from a layout that was another's finds places taken, and
+        takes pages beside it, in DRAM where HBM is full. Nor are pages made then while others lie idle: between a
+        budget and what is alive best fit would fill all there is.
 
         Parameters
         ----------
         peak : int
             What that period is expected to have in HBM, in bytes; 0 if nobody knows.
         now : bool
-            Whether this one is over but for what frees memory, and nobody else allocates: then what it leaves idle goes
-            back at once, as the next one may be measured before it gets to its first forward.
+            Whether this one is over but for what frees memory, and nobody else allocates: then that is done at once, as
+            the next one may be measured before it gets to its first forward.
         """
         self._news[device.index] = peak
         self._spilled.pop(device.index, None)
         core = adapter.core_of(self._library, device.index) if now else None
         if core is not None:
-            self._let_go(device.index, core.trim)
+            self._let_go(device.index, partial(core.trim, peak))
 
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
@@ -152,9 +154,9 @@ class PageAllocator:
             self._claims.period_over(device, core, now.dram)
             sank = self._sink(device, core, now.dram, alone)
             if device in self._news:
-                core.forget_plan(self._news.pop(device))
+                core.forget_plan(peak := self._news.pop(device))
                 self._bare.add(device)
-                self._let_go(device, core.trim)  # gradients, too, are gone by now
+                self._let_go(device, partial(core.trim, peak))  # gradients, too, are gone by now
                 watch.expect_news()
                 kinds.forget()
                 continue

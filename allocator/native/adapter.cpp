@@ -172,7 +172,7 @@ cudaError_t Adapter::memcpyAsync(void *to, int to_device, const void *from, int 
 
 void Adapter::emptyCache(MempoolId_t) {
   for (Device &device : devices_)
-    if (tn_core *core = device.made()) TORCH_CHECK(tn_trim(core) == TN_OK, tn_last_error());
+    if (tn_core *core = device.made()) TORCH_CHECK(tn_trim(core, 0) == TN_OK, tn_last_error());
 }
 
 double Adapter::getMemoryFraction(c10::DeviceIndex device) {

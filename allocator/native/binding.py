@@ -145,7 +145,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_capture": [ctypes.c_int],
         "tn_class": [ctypes.c_int],
         "tn_limit": [ctypes.c_int, U64],
-        "tn_trim": [],
+        "tn_trim": [U64],
         "tn_trim_outside": [],
         "tn_share": [ctypes.c_int],
         "tn_mark": [],

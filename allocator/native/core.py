@@ -114,9 +114,16 @@ class Core:
         """The block is used on `stream` as well: it is handed out again when that is done with it."""
         checked(self._library.tn_used_on(self._core, address, stream))
 
-    def trim(self) -> None:
-        """Return idle memory to the system; waits for the streams that used it."""
-        checked(self._library.tn_trim(self._core))
+    def trim(self, keep: int = 0) -> None:
+        """Return idle memory to the system; waits for the streams that used it.
+
+        Parameters
+        ----------
+        keep : int
+            Bytes of HBM that stay, mapped or not: to unmap a page and map it elsewhere takes half as long as to give it
+            back and make another.
+        """
+        checked(self._library.tn_trim(self._core, keep))
 
     def trim_outside(self) -> None:
         """Return what is idle outside of the layout's region; waits for its stream, unless that is being captured."""

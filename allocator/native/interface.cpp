@@ -165,14 +165,12 @@ int tn_share(tn_core *core, int device) {
   });
 }
 
-int tn_trim(tn_core *core) {
+int tn_trim(tn_core *core, uint64_t keep) {
   return enter(core, [&] {
     core->settle();
     Status status = core->surrender_all(nullptr);
-    for (Pages &tier : core->pages) {
-      Status trimmed = tier.trim();
+    for (Status trimmed : {core->pages[kHbm].trim(keep / kPage), core->pages[kDram].trim()})
       status = status == Status::Ok ? trimmed : status;
-    }
     return status;
   });
 }

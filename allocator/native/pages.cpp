@@ -55,14 +55,13 @@ uint64_t Pages::make_idle(uint64_t count) {
   return std::min<uint64_t>(count, idle_.size());
 }
 
-Status Pages::trim() {
+Status Pages::trim(uint64_t keep) {
   Status worst = Status::Ok;
-  for (Handle handle : idle_) {
-    Status status = primitives_.release(tier_, handle);
+  for (; made_ > keep && !idle_.empty(); --made_) {
+    Status status = primitives_.release(tier_, idle_.back());
     worst = worst == Status::Ok ? status : worst;
+    idle_.pop_back();
   }
-  made_ -= idle_.size();
-  idle_.clear();
   return worst;
 }
 

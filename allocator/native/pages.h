@@ -19,8 +19,8 @@ class Pages {
   Status probe();
   // Put pages that are not mapped any more among the idle.
   void give(const std::vector<Handle> &handles) { idle_.insert(idle_.end(), handles.begin(), handles.end()); }
-  // Give idle pages back to the system.
-  Status trim();
+  // Give idle pages back to the system, as long as there are more than `keep` altogether.
+  Status trim(uint64_t keep = 0);
 
   // How many more can be taken without asking anybody to give up theirs.
   uint64_t available() const { return idle_.size() + (limit_ > made_ ? limit_ - made_ : 0); }

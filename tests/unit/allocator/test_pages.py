@@ -423,6 +423,8 @@ def test_what_a_step_that_is_over_leaves_idle_goes_back_before_the_next_begins(p
     assert mapped >= 12 * MiB
     pages.expect_news(torch.device("cuda", 0))
     assert core.counts().hbm == mapped  # backward may still need it
+    pages.expect_news(torch.device("cuda", 0), 8 * MiB, now=True)
+    assert core.counts().hbm == 8 * MiB, "as much as the next one is to need"
     pages.expect_news(torch.device("cuda", 0), now=True)
     assert core.counts().hbm == 0
 

@@ -191,6 +191,21 @@ def test_a_private_pool_keeps_its_memory_until_it_is_retired(core: Core) -> None
     assert core.on(core.allocate(32 * MiB), HBM) == 32 * MiB
 
 
+def test_of_what_is_idle_as_much_stays_as_is_needed_next_mapped_nowhere(core: Core) -> None:
+    kept = core.allocate(4 * MiB)
+    core.free(core.allocate(40 * MiB))
+    core.trim(keep=24 * MiB)
+    counts = core.counts()
+    assert (counts.hbm, counts.idle) == (24 * MiB, 0)
+    core.allocate(20 * MiB, stream=1)
+    assert core.counts().hbm == 24 * MiB
+    core.trim(keep=2 * MiB)
+    assert core.counts().hbm == 24 * MiB, "what is in use is no matter of this"
+    core.free(kept)
+    core.trim()
+    assert core.counts().hbm == 20 * MiB
+
+
 def test_what_is_idle_goes_back_to_the_system_when_asked(core: Core) -> None:
     kept = core.allocate(4 * MiB)
     core.free(core.allocate(40 * MiB))
