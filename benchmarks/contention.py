@@ -115,10 +115,19 @@ class Bench:
     ----------
     settle, window
         Steps before the timed ones, and those.
+    keep
+        Given all cells after each: a run on a lent machine may be ended at any time.
     """
 
-    def __init__(self, step: Callable[[], torch.Tensor], batch: int, settle: int, window: int) -> None:
-        self._step, self._batch, self._settle, self._window = step, batch, settle, window
+    def __init__(
+        self,
+        step: Callable[[], torch.Tensor],
+        batch: int,
+        settle: int,
+        window: int,
+        keep: Callable[[Sequence[Cell]], object] = len,
+    ) -> None:
+        self._step, self._batch, self._settle, self._window, self._keep = step, batch, settle, window, keep
         self.cells: list[Cell] = []
 
     def alone(self, load: Load, seconds: float) -> None:
@@ -166,6 +175,7 @@ class Bench:
 
     def _add(self, cell: Cell) -> None:
         self.cells.append(cell)
+        self._keep(self.cells)
         moved = format_size(int(cell.moved))
         rates = f"{cell.training:.2f} samples/s on {cell.cores:.1f} cores, {cell.preprocessing:.1f} preprocessed"
         print(
@@ -184,7 +194,8 @@ def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
     """All cells."""
     cuda, start = torch.cuda.is_available(), time.perf_counter()
     workload = getattr(workloads, options.workload)("cuda" if cuda else "cpu", tiny=options.tiny)
-    bench = Bench(workload.step, BATCHES[options.workload], options.settle, options.window)
+    keep = partial(write, options, start)
+    bench = Bench(workload.step, BATCHES[options.workload], options.settle, options.window, keep)
     for load in loads:
         bench.alone(load, options.seconds)
     beside: list[Load | None] = [None, *loads]
@@ -318,25 +329,26 @@ def main(words: Sequence[str] | None = None) -> None:
             loads.append(jpegs)
             jpegs.wait()
         loads += [Copies(float(rate) * 1e9, max(1, cores - 2)) for rate in options.copies.split(",") if rate]
-        report(options, run(options, loads), time.perf_counter() - start)
+        cells = run(options, loads)
+        print(f"\n{options.workload}, hbm {options.hbm}, {time.perf_counter() - start:.0f} s")
+        print(table(cells))
     finally:  # which takes long where the DataLoader's workers are slow to end
         for load in loads:
             load.close()
 
 
-def report(options: argparse.Namespace, cells: Sequence[Cell], seconds: float) -> None:
-    """Print the table, and write every cell where that is asked for."""
-    if options.json:
-        facts = {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "cores": len(os.sched_getaffinity(0)),
-            "torch": torch.__version__,
-            "options": {name: str(value) for name, value in vars(options).items()},
-            "seconds": seconds,
-        }
-        options.json.write_text(json.dumps({**facts, "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n")
-    print(f"\n{options.workload}, hbm {options.hbm}, {seconds:.0f} s")
-    print(table(cells))
+def write(options: argparse.Namespace, start: float, cells: Sequence[Cell]) -> None:
+    """Write every cell so far where that is asked for."""
+    if options.json is None:
+        return
+    facts = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "seconds": time.perf_counter() - start,
+    }
+    options.json.write_text(json.dumps({**facts, "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
