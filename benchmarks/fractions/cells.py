@@ -78,7 +78,7 @@ def parse(name: str) -> Method:
     """
     if name in ("ideal", "checkpoint", "checkpoint-k", "save_on_cpu", "trl"):
         return Method(name, name)
-    with suppress(ValueError):  # of a share that is no number
+    with suppress(ValueError):  # of a share that is none
         if (method := _compiled(name) or _tiers(name, name)) is not None:
             return method
     raise ValueError(
@@ -96,16 +96,16 @@ def _tiers(name: str, base: str, **compiled: Any) -> Method | None:
 
 def _compiled(name: str) -> Method | None:
     """The compiled program with a share of its activations (``compile:0.4``), or what runs around it."""
-    how, _, share = name.partition(":")
-    if how in COMPILED and share:
-        return Method(name, "ideal", compiled=COMPILED[how], activation_budget=float(share))
-    base, _, around = name.rpartition("+")  # policies have a plus in their names, too
-    how, _, share = around.partition(":")
+    base, plus, around = name.rpartition("+")  # policies have a plus in their names, too
+    how, colon, text = around.partition(":")
     if how not in COMPILED:
         return None
-    if base == "ideal" and not share:
-        return Method(name, "ideal", compiled=COMPILED[how])
-    return _tiers(name, base, compiled=COMPILED[how], activation_budget=float(share or 1))
+    share = float(text) if colon else 1.0
+    if not 0 <= share <= 1:
+        raise ValueError
+    if (plus, colon) == ("", ":") or (base, colon) == ("ideal", ""):
+        return Method(name, "ideal", compiled=COMPILED[how], activation_budget=share)
+    return _tiers(name, base, compiled=COMPILED[how], activation_budget=share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Modules that the program has compiled, by themselves or within others: who calls them, and what runs them.
+"""Modules that the program has compiled: who tells that they are called, and what runs them.
 
 Dynamo traces PyTorch's module hooks along with a module that is compiled in place (`Module.compile`), and ours find
 nothing to do there: nobody would tell that it is called. A `Called` stands in front of what was compiled, and tells.
@@ -7,8 +7,10 @@ It is as well where such a module, or one that `torch.compile` has wrapped, is r
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,15 +20,14 @@ Run = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]],
 """Has a module's forward run, which is given with its arguments."""
 
 _IN_PLACE = "_compiled_call_impl"  # where PyTorch looks for what `Module.compile` made
-_WRAPPED = "OptimizedModule"  # the class of what `torch.compile` makes of a module; to import that takes seconds
 
-_called: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have one
+_called: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are told of
 
 
 class Called:
-    """In the place of what runs a compiled module.
+    """In the place of what runs a compiled module; whoever inspects that finds the function that it was.
 
-    It does not hold its module: that is to die with its last reference, as ever. A copy of the module has none.
+    It does not hold its module: that is to die with its last reference, as ever.
 
     Attributes
     ----------
@@ -36,17 +37,18 @@ class Called:
         Who is to run that instead, where the module is recomputed as a whole.
     """
 
-    def __init__(self, module: nn.Module, function: Callable[..., Any], enter: Any = None, leave: Any = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        function: Callable[..., Any],
+        enter: Any = None,
+        leave: Any = None,
+        run: Run | None = None,
+    ) -> None:
         self.function = function
-        self.run: Run | None = None
+        self.run = run
         self._module = weakref.ref(module)
         self._enter, self._leave = enter, leave
-
-    @property
-    def graphs(self) -> bool:
-        """Whether it runs CUDA graphs: what is recomputed would overwrite what they keep for backward."""
-        settings: Callable[[], dict[str, Any] | None] = getattr(self.function, "get_compiler_config", dict)
-        return bool((settings() or {}).get("triton.cudagraphs"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, and tell of that."""
@@ -68,6 +70,16 @@ class Called:
         run = self.run
         return self.function(*args, **kwargs) if run is None else run(module, self.function, args, kwargs)
 
+    __class__ = property(lambda self: FunctionType)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "function":  # a copy that is being made has none yet
+            raise AttributeError(name)
+        return getattr(self.function, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.function
+
 
 def tell_of(modules: Iterable[nn.Module], enter: Any, leave: Any) -> None:
     """From now on have `enter` and `leave` called around the forwards of those that are compiled in place.
@@ -81,12 +93,8 @@ def tell_of(modules: Iterable[nn.Module], enter: Any, leave: Any) -> None:
     for module in modules:
         own = vars(module)
         function = own.get(_IN_PLACE)
-        if function is not None:
-            if not isinstance(function, Called):
-                own[_IN_PLACE] = Called(module, function, enter, leave)
-                _called.add(module)
-        elif is_wrapper(module) and not isinstance(own["forward"], Called):
-            own["forward"] = Called(module, own["forward"])  # hooks of this one are called
+        if function is not None and not isinstance(function, Called):
+            own[_IN_PLACE] = Called(module, function, enter, leave)
             _called.add(module)
 
 
@@ -94,47 +102,67 @@ def forget() -> None:
     """Leave all modules as they were."""
     for module in list(_called):
         own = vars(module)
-        for name in (_IN_PLACE, "forward"):
-            if isinstance(called := own.get(name), Called):
-                own[name] = called.function
+        if isinstance(there := own.get(_IN_PLACE), Called):
+            own[_IN_PLACE] = there.function
     _called.clear()
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether what runs it is no code of Python's."""
-    return isinstance(module, torch.jit.ScriptModule) or brings_hooks(module) or is_wrapper(module)
-
-
-def is_within_compiled(root: nn.Module, path: str) -> bool:
-    """Whether a module that contains the one at `path` is compiled: what runs this one, too, may be Dynamo's.
-
-    Parameters
-    ----------
-    path
-        From the root's own name on; see `migrator.hooks.sites`.
-    """
-    module: nn.Module | None = root
-    for name in path.split(".")[1:]:
-        if module is None or is_compiled(module):
-            break
-        module = module._modules.get(name)
+def put_on(module: nn.Module, run: Run) -> None:
+    """Have a compiled module run by `run`, if it may be, and nobody has it run so already."""
+    own = vars(module)
+    if is_in_place(module):
+        own[_IN_PLACE].run = run
     else:
-        return False
-    return module is not None
+        own["forward"] = Called(module, own["forward"], run=run)
+
+
+def take_off(module: nn.Module, run: Run) -> None:
+    """Have it run by itself again; the program may have compiled it anew since."""
+    own = vars(module)
+    if isinstance(there := own.get(_IN_PLACE), Called) and there.run == run:
+        there.run = None
+    if isinstance(there := own.get("forward"), Called) and there.run == run:
+        own["forward"] = there.function
+
+
+def may_run_twice(module: nn.Module) -> bool:
+    """Whether it is compiled, into what `put_on` can have run again."""
+    own = vars(module)
+    if is_in_place(module):
+        function = own[_IN_PLACE]
+        return isinstance(function, Called) and function.run is None and not _graphs(function)
+    return (
+        is_wrapper(module)
+        and "forward" in own
+        and not isinstance(own["forward"], Called)
+        and not _graphs(own["forward"])
+    )
+
+
+def _graphs(function: Any) -> bool:
+    """Whether it runs CUDA graphs, which would be captured anew for what backward recomputes."""
+    settings: Callable[[], dict[str, Any] | None] = getattr(function, "get_compiler_config", dict)
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    return bool((settings() or {}).get("triton.cudagraphs") or (inductor and inductor.triton.cudagraphs))
+
+
+def runs_compiled() -> bool:
+    """Whether what is compiled runs as such now, and not eagerly, as `torch.compiler.set_stance` may have it."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is None or dynamo._stance.stance == "default"
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is compiled or scripted."""
+    return isinstance(module, torch.jit.ScriptModule) or is_in_place(module) or is_wrapper(module)
+
+
+def is_in_place(module: nn.Module) -> bool:
+    """Whether it is compiled in place: with its own hooks, which are called whenever that runs."""
+    return vars(module).get(_IN_PLACE) is not None
 
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether it is what `torch.compile` puts around a module, and has no settings of its own."""
-    return type(module).__name__ == _WRAPPED
-
-
-def called(module: nn.Module) -> Called | None:
-    """What runs a module that is compiled."""
-    own = vars(module)
-    found = own.get(_IN_PLACE) or own.get("forward")
-    return found if isinstance(found, Called) else None
-
-
-def brings_hooks(module: nn.Module) -> bool:
-    """Whether the module's own hooks were compiled along with it, and are called whenever that is."""
-    return vars(module).get(_IN_PLACE) is not None
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # where that is not loaded there is none
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

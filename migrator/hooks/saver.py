@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from migrator.engine.tensors import Tensors
 from migrator.hooks import weights
 from migrator.hooks.actions import Action, Agenda, Go, Recompute, Stay
-from migrator.hooks.compiled import brings_hooks
+from migrator.hooks.compiled import is_compiled
 from migrator.hooks.garbage import Allowance
 from migrator.hooks.packed import Look, Packed, alias_of, check, keep, modified
 from migrator.hooks.sites import Modules, Node
@@ -153,11 +153,11 @@ class Saver(OnStack):
             if self.place.recording or self._agenda.searches:
                 self._observer.forward_begins(module, recording=self.place.recording)
             self._root_begins(self, module)
-        outer = self.place.here
         self.modules.enter(module)
-        if self.place.here is outer and brings_hooks(module):
-            return  # Dynamo left it as it is: PyTorch calls the hooks, too
-        if self.place.recording and module._modules and self.modules.inside and self._may_recompute():
+        if not self.place.recording:
+            return
+        self.place.here.compiled = is_compiled(module)
+        if module._modules and self.modules.inside and not self.modules.within_compiled and self._may_recompute():
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             mover = self.movers.get(tensors[0].device) if tensors else None
             if mover is not None:
@@ -173,8 +173,7 @@ class Saver(OnStack):
     ) -> None:
         """A forward ends; without its arguments by name, by an exception."""
         place, stack = self.place, self.modules.stack
-        again = bool(stack) and stack[-1] is place.here and brings_hooks(module)
-        if place.recording and named is not None and not again:
+        if place.recording and named is not None and not self.modules.within_compiled:
             self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
         if stack:
             place.here = stack.pop()

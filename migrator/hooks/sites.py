@@ -50,6 +50,8 @@ class Node(Generic[Action]):
     of_inputs : bool
         Whether it stands for what a checkpoint saves of its own. Empty tensors are not counted there: some versions
         of PyTorch's checkpoint save one before the inputs.
+    compiled : bool
+        Whether it was when it was recorded last.
     """
 
     path: str
@@ -61,6 +63,7 @@ class Node(Generic[Action]):
     actions: Sequence[Action | None] = ()
     noted: Collection[int] = ()
     unnamed: dict[str, Node[Action]] = field(default_factory=dict)
+    compiled: bool = False
 
     def begin(self, place: Place[Action]) -> None:
         """Come to the period under way."""
@@ -125,6 +128,14 @@ class Modules(Generic[Action]):
     def inside(self) -> bool:
         """Whether the module the thread is in was called by another."""
         return len(self.stack) > 1
+
+    @property
+    def within_compiled(self) -> bool:
+        """Whether a module around the one that the thread is in is compiled, or this one is, and told of twice.
+
+        Where Dynamo leaves a module as it is, PyTorch calls the hooks, too, as it does for those within.
+        """
+        return any(node.compiled for node in self.stack)
 
     @property
     def outside(self) -> bool:

@@ -98,6 +98,10 @@ class Feedback:
         self._under = self._presses = self._highest = 0
         self._laps.clear()
 
+    def stayed(self) -> None:
+        """The plans are the same by what was corrected: what periods say of that is told by those to come."""
+        self._under = self._highest = 0
+
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
         self.pace = 1.0

@@ -361,6 +361,7 @@ class Learner:
         if not afresh and [each.plan for each in made] == [each.plan for each in before]:
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
             self._made = made
+            self._feedback.stayed()
             log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, made)))
             return False
         self._carry_out(made)

@@ -28,6 +28,8 @@ class Made:
         Whether no plan holds less.
     asked : int
         The budget that the policy was given, in bytes.
+    stays : bool
+        It is the plan there was. From another process comes a copy, with groups of its own.
     """
 
     plan: Plan
@@ -35,11 +37,16 @@ class Made:
     refused: NoPlanFits | None = None
     least: bool = False
     asked: int = 0
+    stays: bool = False
 
     def after(self, before: Made) -> Made:
-        """The same, and `least` where a policy that never refuses was asked for less than `before`, in vain."""
+        """The same; with the very plan there was if that stays.
+
+        And `least` where a policy that never refuses was asked for less than `before`, in vain.
+        """
         in_vain = self.asked < before.asked and self.peak() >= max(before.peak(), self.asked + 1)
-        return replace(self, least=self.least or in_vain)
+        plan = before.plan if self.stays else self.plan
+        return replace(self, plan=plan, least=self.least or in_vain)
 
     def peak(self) -> int:
         """Most bytes in HBM; 0 where that was not predicted."""
@@ -83,13 +90,13 @@ def make_all(
 
 def _better(made: Made, present: Made, trace: Trace, links: Links) -> Made:
     """The new plan; or the present one, if that is as good by what is known now, and was asked for no more room."""
-    if made.predicted is None or made.refused is not None or made.asked < present.asked:
+    if made.predicted is None or made.asked < present.asked:
         return made
     predicted = simulate(trace, links, present.plan)
-    fits = predicted.peak["hbm"] <= made.asked and present.plan.parcel_bytes <= links.below
+    fits = predicted.peak["hbm"] <= max(made.asked, made.peak()) and present.plan.parcel_bytes <= links.below
     if not fits or predicted.seconds > made.predicted.seconds * (1 + GAIN):
         return made
-    return replace(made, plan=present.plan, predicted=predicted)
+    return replace(made, plan=present.plan, predicted=predicted, stays=True)
 
 
 def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool) -> Made:

@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from migrator.hooks.compiled import brings_hooks, called, is_compiled
+from migrator.hooks import compiled
 from migrator.hooks.sites import Modules, Node
 from migrator.recompute.arguments import copy_of, tensors_in
 from migrator.recompute.as_it_was import Snapshot
@@ -53,11 +53,11 @@ class Regions:
 
     def know(self, path: str, module: nn.Module) -> bool:
         """Remember the module of a path; whether it can be recomputed as a whole."""
-        if any(is_compiled(child) for child in module.modules() if child is not module):
+        if any(compiled.is_compiled(child) for child in module.modules() if child is not module):
             return False
         if any(map(_observes, module.modules())) or _has_hooks_within(module):
             return False
-        if module in self._refused or not (_is_plain(module) or _is_called(module)):
+        if module in self._refused or not (_is_plain(module) or compiled.may_run_twice(module)):
             return False
         self._known[path] = weakref.ref(module)
         return True
@@ -73,7 +73,7 @@ class Regions:
         for path, module in known.items():
             if module is None or path in self._patched:
                 continue
-            kind = _Method if _is_plain(module) else _Compiled if _is_called(module) else None
+            kind = _Method if _is_plain(module) else _Compiled if compiled.may_run_twice(module) else None
             if kind is not None:
                 self._patched[path] = kind(module, path, self._modules, self._is_on, self._refused.add)
                 self._patched[path].put_on()
@@ -157,15 +157,21 @@ class _Compiled(_Checkpointed):
     def put_on(self) -> None:
         """Have what was compiled run by this."""
         module = self.module()
-        if module is not None and (there := called(module)) is not None:
-            there.run = self.run
+        if module is not None:
+            compiled.put_on(module, self.run)
 
     def take_off(self) -> None:
-        """Have it run by itself; the program may have compiled the module anew since."""
+        """Have it run by itself."""
         self.on = False
         module = self.module()
-        if module is not None and (there := called(module)) is not None and there.run == self.run:
-            there.run = None
+        if module is not None:
+            compiled.take_off(module, self.run)
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, unless it runs eagerly for now: backward, which may not, would save other tensors."""
+        if not compiled.runs_compiled():
+            return forward(*args, **kwargs)
+        return super().run(module, forward, args, kwargs)
 
 
 class _Method(_Checkpointed):
@@ -224,19 +230,17 @@ def _has_hooks_within(module: nn.Module) -> bool:
     """Whether there are hooks around forwards within, other than ours: a recomputation would call these again."""
     if len(_global_forward_hooks) > 1 or len(_global_forward_pre_hooks) > 1:
         return True
-    inside = (child for child in module.modules() if child is not module or brings_hooks(module))
+    inside = (child for child in module.modules() if child is not module or compiled.is_in_place(module))
     return any(child._forward_hooks or child._forward_pre_hooks for child in inside)
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether its `forward` is its class's. One of its own is somebody else's patch, and not ours to undo."""
-    return not is_compiled(module) and "forward" not in vars(module) and isinstance(type(module).forward, FunctionType)
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Whether it is compiled, and what was compiled may run twice."""
-    there = called(module)
-    return there is not None and not there.graphs
+    return (
+        not compiled.is_compiled(module)
+        and "forward" not in vars(module)
+        and isinstance(type(module).forward, FunctionType)
+    )
 
 
 def _observes(module: nn.Module) -> bool:

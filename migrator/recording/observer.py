@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from migrator.engine.mover import Mover
 from migrator.hooks import weights
-from migrator.hooks.compiled import is_within_compiled
 from migrator.hooks.packed import Packed, keep
 from migrator.recompute.arguments import changeable
 from migrator.recompute.dropped import Dropped
@@ -113,9 +112,6 @@ class Observer:
         if mover.recorder is None or mover.recorder.trials is None:
             return
         if self._began == NO_FORWARD or not self._regions.know(path, module):
-            return
-        root = None if self._root is None else self._root()
-        if root is not None and is_within_compiled(root, path):
             return
         if any(tensor.is_inference() for tensor in tensors):
             return  # no checkpoint can save those

@@ -87,7 +87,7 @@ def install(listener: Listener) -> None:
     )
     _autograd._saved_tensors_hooks_disable = _disable
     _autograd._saved_tensors_hooks_enable = _enable
-    nn.Module.compile = _compile  # type: ignore[assignment, method-assign]
+    _compile_too()
     peaks.install()
     process_groups.install()
     _keep_dynamo_out()
@@ -105,7 +105,8 @@ def uninstall() -> None:
         module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # PyTorch leaves that there
     _autograd._saved_tensors_hooks_disable = _plain_disable
     _autograd._saved_tensors_hooks_enable = _plain_enable
-    nn.Module.compile = _plain_compile  # type: ignore[method-assign]
+    if nn.Module.compile is _our_compile:  # what somebody has put over it since is not ours to undo
+        nn.Module.compile = _plain_compile  # type: ignore[method-assign]
     compiled.forget()
     peaks.uninstall()
     process_groups.uninstall()
@@ -116,13 +117,22 @@ def tell_of(root: nn.Module) -> None:
     compiled.tell_of(root.modules(), _enter, _leave)
 
 
-_plain_compile = nn.Module.compile
+_plain_compile: Any = None  # what it was when ours was put over it
+_our_compile: Any = None
 
 
-@wraps(_plain_compile)
-def _compile(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    _plain_compile(module, *args, **kwargs)
-    compiled.tell_of((module,), _enter, _leave)
+def _compile_too() -> None:
+    """Be told of what is compiled in place from now on."""
+    global _plain_compile, _our_compile
+    plain = _plain_compile = nn.Module.compile
+
+    @wraps(plain)
+    def compile(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        plain(module, *args, **kwargs)
+        if _active is not None:
+            compiled.tell_of((module,), _enter, _leave)
+
+    nn.Module.compile = _our_compile = compile  # type: ignore[assignment, method-assign]
 
 
 def _enter(module: nn.Module, args: Any) -> None:

@@ -45,7 +45,9 @@ def test_compiled_methods_say_what_is_compiled_and_with_which_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["magic", "tiers:magic", "tiers", "pages:auto+magic", "compile:", "ideal+magic", "pages:auto+compile:x"]
+    "name",
+    ["magic", "tiers:magic", "tiers", "pages:auto+magic", "ideal+magic", "compile"]
+    + [f"{name}:{share}" for name in ("compile", "pages:auto+compile") for share in ("x", "", "nan", "-1", "2")],
 )
 def test_an_unknown_method_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="there is no method"):

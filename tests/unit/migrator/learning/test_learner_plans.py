@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pickle
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,6 +16,8 @@ from allocator.sizes import MiB
 from migrator.learning.background import in_background
 from migrator.learning.feedback import SETTLED, SURE, UNTOLD
 from migrator.learning.learner import PATIENCE, Learner
+from migrator.learning.made import Made
+from migrator.learning.orders import AT_ONCE, Job
 from migrator.links import PCIE_GEN5
 from migrator.plan import NoPlanFits
 from migrator.policies import POLICIES
@@ -73,6 +77,26 @@ def test_at_the_end_plans_are_waited_for() -> None:
     learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
     learner.finish()
     assert len(learner.plans) == 1
+
+
+def test_a_plan_from_another_process_that_is_as_good_as_the_present_one_changes_nothing() -> None:
+    def elsewhere(job: Job) -> Future[tuple[Made, ...]]:
+        done: Future[tuple[Made, ...]] = Future()
+        done.set_result(pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(job))())))
+        return done
+
+    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4, submit=elsewhere)
+    assert len(MODEL.sites) > AT_ONCE
+    assert learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    (plan,), (predicted,) = learner.plans, learner.predictions
+    assert predicted is not None and plan.groups
+    faster = Lap(0.9 * predicted.seconds, {})
+    changes = [
+        learner.period_over(None, predicted.peak["hbm"], whole=True, pressed=False, drifted=False, lap=faster)
+        for _ in range(3 * SURE)
+    ]
+    assert learner.predictions[0] is not None and learner.predictions[0].seconds < 0.95 * predicted.seconds
+    assert not any(changes) and learner.plans[0] is plan
 
 
 def test_a_target_that_no_plan_meets_is_an_error() -> None:

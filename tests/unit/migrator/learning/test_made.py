@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 from migrator.learning.made import GAIN, Made, make_all
@@ -53,6 +54,22 @@ def test_the_present_plan_does_not_stay_where_less_room_was_asked_for() -> None:
     """Its peak was measured to be more than what was predicted, so that what it is predicted to fit says nothing."""
     assert made(SLOW, present=FAST, budget=BUDGET - 1).plan is SLOW
     assert made(SLOW, present=FAST, budget=BUDGET + 1).plan is FAST
+
+
+def test_of_two_plans_that_exceed_what_was_asked_the_present_one_stays_if_it_is_no_larger() -> None:
+    """A policy that never refuses is asked for less than it can do; another of its plans is no better."""
+    little = BUDGET // 2
+    assert made(replace(FAST), present=FAST, budget=little, before=little).stays
+    larger = POLICIES["keep"](MODEL, ROOM, PCIE_GEN5)
+    assert not made(FAST, present=larger, budget=little, before=little).stays
+
+
+def test_from_another_process_the_plan_that_stays_comes_back_as_the_very_plan_there_was() -> None:
+    """Who carries plans out knows groups by identity."""
+    (present,) = make_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
+    copied = pickle.loads(pickle.dumps(made(SLOW, present=FAST)))
+    assert copied.plan is not FAST and copied.stays
+    assert copied.after(present).plan is present.plan
 
 
 def test_nor_where_it_does_not_fit() -> None:
