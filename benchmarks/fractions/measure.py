@@ -24,6 +24,7 @@ from tiers.session import Session
 
 COMPARED = 8  # losses, of the first steps
 STEADY = 4  # steps after which plans that stayed as they are count as settled
+AGAIN = 3  # times that timing begins anew, as plans changed meanwhile: to begin with others costs steps of seconds
 PLANNING = 60.0  # seconds that a policy may take to plan in the background
 FEWEST = 3  # steps that are timed, however slow
 AMPLE = "1TiB"  # of HBM, where none is enforced
@@ -141,11 +142,7 @@ class Bench:
         if torch.cuda.is_available():
             while time.perf_counter() - begun < (self.lengths.again if warm else self.lengths.warm):
                 timed()
-            torch.cuda.reset_peak_memory_stats()
-        before = session.stats() if session is not None else None
-        steps: list[float] = []
-        while len(steps) < count and (len(steps) < FEWEST or sum(steps) < self.lengths.seconds):
-            steps.append(timed())
+        steps, before = self._time(timed, count, session)
         measured: dict[str, Any] = {
             "steps": steps,
             "losses": losses[:COMPARED],
@@ -161,6 +158,25 @@ class Bench:
             moved = {lane: (after["moved"][lane] - before["moved"][lane]) / len(steps) for lane in after["moved"]}
             measured |= {"moved": moved, "stalls": _stalls(before, after, len(steps))}
         return measured
+
+    def _time(
+        self, timed: Callable[[], float], count: int, session: Session | None
+    ) -> tuple[list[float], dict[str, Any] | None]:
+        """So many steps of the same plans, as far as plans stay at all, and what the session told before them."""
+        for left in reversed(range(AGAIN + 1)):
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            before, plans = (None, None) if session is None else (session.stats(), _plans(session)[0])
+            steps: list[float] = []
+            while len(steps) < count and (len(steps) < FEWEST or sum(steps) < self.lengths.seconds):
+                steps.append(timed())
+                if left and session is not None and _plans(session)[0] != plans:
+                    break
+            else:
+                break
+            for _ in range(STEADY):
+                timed()
+        return steps, before
 
     def _peak(self, method: Method, blocks: int) -> int:
         """Most bytes reserved with so many blocks checkpointed."""

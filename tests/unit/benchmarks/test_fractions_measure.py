@@ -8,15 +8,17 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from allocator.errors import TiersError
+from benchmarks.fractions import measure
 from benchmarks.fractions.__main__ import main
 from benchmarks.fractions.cells import parse
-from benchmarks.fractions.measure import Bench, Lengths, fewest
+from benchmarks.fractions.measure import AGAIN, STEADY, Bench, Lengths, fewest
 from benchmarks.fractions.methods import blocks_of, load_trl, prepare
 from benchmarks.fractions.processes import Failed, Setting, TooLong, Worker
 from benchmarks.fractions.worker import serve
@@ -78,6 +80,28 @@ def test_a_tiers_session_learns_settles_and_moves_and_trains_as_the_ideal_does(t
     assert ours["moved"]["d2h"] > 0
     assert ours["losses"][: len(ideal["losses"])] == ideal["losses"]
     assert ours["predicted_step"] > 0 and ours["predicted_peak"] > 0
+
+
+def test_steps_in_which_plans_change_are_not_timed_but_where_they_never_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps under another plan take seconds, and say nothing of it."""
+    session: Any = SimpleNamespace(stats=lambda: {"after": count})
+    count = 0
+
+    def timed() -> float:
+        nonlocal count
+        count += 1
+        return float(count)
+
+    def changing(every: int, until: int) -> None:
+        monkeypatch.setattr(measure, "_plans", lambda session: ((min(count, until) // every,), lambda: False, True))
+
+    changing(5, until=5)
+    timed(), timed(), timed()
+    assert bench()._time(timed, 3, session) == ([10.0, 11.0, 12.0], {"after": 9})
+    count = 0
+    changing(1, until=1000)
+    steps, before = bench()._time(timed, 3, session)
+    assert len(steps) == 3 and before == {"after": AGAIN * (1 + STEADY)}
 
 
 def test_the_fewest_blocks_are_told_with_the_measurement() -> None:
