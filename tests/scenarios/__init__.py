@@ -48,6 +48,7 @@ Program: TypeAlias = Callable[[torch.device], Sequence[Tensor]]
 
 FAMILIES = (
     "compiled",
+    "compiled_regions",
     "disk",
     "exceptions",
     "functional",
