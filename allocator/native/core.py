@@ -120,8 +120,7 @@ class Core:
         Parameters
         ----------
         keep : int
-            Bytes of HBM that stay, mapped or not: to unmap a page and map it elsewhere takes half as long as to give it
-            back and make another.
+            Bytes of HBM that stay, mapped or not: to give pages back and make others takes the driver 20 to 60 us each.
         """
         checked(self._library.tn_trim(self._core, keep))
 

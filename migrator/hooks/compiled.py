@@ -108,7 +108,7 @@ def forget() -> None:
 
 
 def put_on(module: nn.Module, run: Run) -> None:
-    """Have a compiled module run by `run`, if it may be, and nobody has it run so already."""
+    """Have a module run by `run` that `may_run_twice`."""
     own = vars(module)
     if is_in_place(module):
         own[_IN_PLACE].run = run
@@ -126,7 +126,7 @@ def take_off(module: nn.Module, run: Run) -> None:
 
 
 def may_run_twice(module: nn.Module) -> bool:
-    """Whether it is compiled, into what `put_on` can have run again."""
+    """Whether it is compiled, into what backward can have run again; and nobody has it run so already."""
     own = vars(module)
     if is_in_place(module):
         function = own[_IN_PLACE]
