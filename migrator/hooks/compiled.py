@@ -21,6 +21,8 @@ Run = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]],
 
 _IN_PLACE = "_compiled_call_impl"  # where PyTorch looks for what `Module.compile` made
 
+_DYNAMO = "torch._dynamo.eval_frame"  # to import it takes seconds, and the program may not need it
+
 _called: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are told of
 
 
@@ -148,8 +150,8 @@ def _graphs(function: Any) -> bool:
 
 def runs_compiled() -> bool:
     """Whether what is compiled runs as such now, and not eagerly, as `torch.compiler.set_stance` may have it."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is None or dynamo._stance.stance == "default"
+    stance = getattr(sys.modules.get(_DYNAMO), "_stance", None)  # PyTorch has no other way to ask
+    return stance is None or stance.stance == "default"
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -164,5 +166,5 @@ def is_in_place(module: nn.Module) -> bool:
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether it is what `torch.compile` puts around a module, and has no settings of its own."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # where that is not loaded there is none
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    wrapper = getattr(sys.modules.get(_DYNAMO), "OptimizedModule", None)  # where that is not loaded there is none
+    return wrapper is not None and isinstance(module, wrapper)

@@ -94,6 +94,8 @@ def _better(made: Made, present: Made, trace: Trace, links: Links) -> Made:
         return made
     predicted = simulate(trace, links, present.plan)
     fits = predicted.peak["hbm"] <= max(made.asked, made.peak()) and present.plan.parcel_bytes <= links.below
+    if links.contended and present.plan.moved_bytes > made.plan.moved_bytes:
+        return made  # of plans that are about as fast, the one that moves least
     if not fits or predicted.seconds > made.predicted.seconds * (1 + GAIN):
         return made
     return replace(made, plan=present.plan, predicted=predicted, stays=True)

@@ -64,6 +64,15 @@ def test_of_two_plans_that_exceed_what_was_asked_the_present_one_stays_if_it_is_
     assert not made(FAST, present=larger, budget=little, before=little).stays
 
 
+def test_where_others_need_the_memory_bus_a_plan_that_moves_less_takes_the_place_of_one_that_is_as_fast() -> None:
+    contended, ample = replace(PCIE_GEN5, contended=True), 2 * ROOM
+    fewer = replace(FAST, groups=FAST.groups[1:])
+    assert abs(seconds(MODEL, fewer) / seconds(MODEL, FAST) - 1) < GAIN
+    for links, stays in ((PCIE_GEN5, True), (contended, False)):
+        assert made(fewer, present=FAST, budget=ample, before=ample, links=links).stays == stays
+        assert made(FAST, present=fewer, budget=ample, before=ample, links=links).stays
+
+
 def test_from_another_process_the_plan_that_stays_comes_back_as_the_very_plan_there_was() -> None:
     """Who carries plans out knows groups by identity."""
     (present,) = make_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
