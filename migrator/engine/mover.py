@@ -145,7 +145,9 @@ class Mover:
             moved = engine.tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
                 self.filling.came(filling)
-            if self.filling.loose and not self._keeps:
+            # Of a part that counts for itself the others come right after: they share what has not left.
+            others_follow = tensor._base is None and tensor.grad_fn is None and tensor.nbytes < saved.nbytes
+            if self.filling.loose and not self._keeps and not others_follow:
                 if self.filling.patient and engine.resident > self.filling.room:
                     self._expect_too_much()
                 self.filling.send_loose(stream)

@@ -41,21 +41,18 @@ class Saved:
     Attributes
     ----------
     alias : Tensor
-        Shares the version counter of the program's tensor, and until its memory is let go also that.
-    version : int
-        What the counter said.
+        Holds the program's memory until that is let go.
     low, nbytes : int
         Which bytes of the storage.
     offset : int
         In the group; set when the group leaves.
     """
 
-    __slots__ = ("alias", "group", "low", "nbytes", "offset", "version")
+    __slots__ = ("alias", "group", "low", "nbytes", "offset")
 
     def __init__(self, group: Group, tensor: Tensor, low: int, nbytes: int) -> None:
         self.group = group
         self.alias = tensor.detach()
-        self.version = self.alias._version
         self.low = low
         self.nbytes = nbytes
         self.offset = -1
@@ -74,6 +71,10 @@ class Moved:
         If the period is recorded.
     was_used : bool
         Whether backward has asked for it.
+    counter : Tensor
+        Without memory. It shares the saved tensor's version counter: tensors that `saved` stands for may have several.
+    version : int
+        What the counter said.
     """
 
     __slots__ = (
@@ -81,12 +82,14 @@ class Moved:
         "_claim",
         "_first",
         "_stride",
+        "counter",
         "dtype",
         "go",
         "mover",
         "record",
         "saved",
         "size",
+        "version",
         "was_used",
     )
 
@@ -103,18 +106,26 @@ class Moved:
         self._stride = tensor.stride()
         self._first = int(tensor.storage_offset())  # in elements
         self.was_used = False
+        self.counter = tensor.detach()
+        self.version = self.counter._version
+        self.counter.data = _nothing(tensor)
 
     def changed(self) -> bool:
         """Whether what was saved has been changed in place since."""
-        return self.saved.alias._version != self.saved.version
+        return self.counter._version != self.version
 
     def view(self, buffer: Tensor | None) -> Tensor:
         """The tensor, on the buffer of its group or, without one, on the program's own memory."""
         saved = self.saved
         if buffer is None:
-            return view(saved.alias, saved.alias.untyped_storage(), self.dtype, self._first, self.size, self._stride)
+            return view(self.counter, saved.alias.untyped_storage(), self.dtype, self._first, self.size, self._stride)
         first = self._first + (saved.offset - saved.low) // self.dtype.itemsize
-        return view(saved.alias, buffer.untyped_storage(), self.dtype, first, self.size, self._stride)
+        return view(self.counter, buffer.untyped_storage(), self.dtype, first, self.size, self._stride)
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    """A tensor without memory, otherwise of the same kind."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 class Known:
@@ -192,7 +203,8 @@ class Storages:
         if len(self._known) >= self._sweep_at:
             self._sweep()
         # Views share the counter of their base, and its version speaks for all the bytes of the base. A tensor
-        # over the same memory that is no view (`unsafe_chunk`, `.data`) has a counter, and so a count, of its own.
+        # over the same memory that is no view (`unsafe_chunk`, `.data`) has a counter, and so a count, of its own;
+        # but see `_is_beside`.
         base = tensor._base
         if base is None:
             base = tensor
@@ -204,7 +216,9 @@ class Storages:
         while entry is not None and near:
             # Another version is other content: a storage saved before and after an in-place operation
             # (ReLU(inplace=True) on a normalisation's output) is two.
-            if entry.version == version and entry.low <= low and high <= entry.high and entry.base() is base:
+            of = entry.base()
+            same = entry.version == version and (of is base or (of is not None and _is_beside(entry, of, tensor)))
+            if same and entry.low <= low and high <= entry.high:
                 return entry
             entry, near = entry.before, near - 1
         before = self._current(self._known.get(key), base, version)
@@ -241,16 +255,30 @@ class Storages:
         self._sweep_at = max(SWEEP, 2 * len(alive))
 
 
+def _is_beside(entry: Known, of: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor over the bytes of `entry`, found for `of`, may do with those, though both count for themselves.
+
+    Inductor hands the parts of a fused projection out as tensors of their own, and each would move the whole. Neither
+    has a graph, so nobody recomputes one of them; and the bytes have not left. What will leave is what is there then,
+    for whomever: who changes it by one counter is noticed there, and by `.data` plain PyTorch does not notice either.
+    """
+    saved = entry.saved
+    if tensor._base is not None or (saved is not None and saved.offset >= 0):
+        return False
+    return not of.requires_grad and not tensor.requires_grad
+
+
 def _reach(tensor: Tensor, nbytes: int) -> tuple[int, int]:
     """The bytes of a storage of `nbytes` to move for a part of it: its span, or all if that is half of them or more.
 
-    Views of one storage often interleave (the parts of a fused projection): all of it moves once, then.
+    Parts of one storage often interleave (those of a fused projection): all of it moves once, then. A part without
+    gaps that is no view has a counter of its own, as its neighbours have: it moves alone.
     """
     size = tensor.itemsize
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     low = int(tensor.storage_offset()) * size
     high = low + elements * size
-    if tensor._is_view() and 2 * (high - low) >= nbytes:
+    if 2 * (high - low) >= nbytes and (tensor._is_view() or tensor.nbytes < high - low):
         return 0, nbytes
     return low - low % SLOT, high
 
@@ -308,11 +336,7 @@ def spans(members: list[Saved], address: int) -> bytes:
 
 
 def let_go(members: list[Saved], empty: Callable[[torch.dtype], Tensor]) -> None:
-    """Let go of the memory of what is saved.
-
-    The aliases live on without it: they still share the tensors' version counters, and so still tell whether somebody
-    modified in place what was saved. `empty` makes tensors without memory.
-    """
+    """Let go of the memory of what is saved. `empty` makes tensors without memory."""
     for saved in members:
         alias = saved.alias
         alias.data = empty(alias.dtype)

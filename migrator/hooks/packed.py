@@ -49,8 +49,8 @@ def check(packed: Packed) -> None:
             raise modified(alias, alias.dtype, alias.size(), version)
         return
     if packed.changed():
-        source = packed.made if isinstance(packed, Dropped) else packed.saved
-        raise modified(source.alias, packed.dtype, packed.size, source.version)
+        source = packed.made if isinstance(packed, Dropped) else packed
+        raise modified(source.counter, packed.dtype, packed.size, source.version)
 
 
 class Look:
@@ -71,12 +71,15 @@ class Look:
         return packed.look(self, self._made) if isinstance(packed, Dropped) else packed.mover.glimpse(packed)
 
 
-def modified(alias: Tensor, dtype: torch.dtype, size: torch.Size, version: int, more: str = "") -> RuntimeError:
-    """PyTorch's own error for a saved tensor that was changed before backward used it; `more` follows its hint."""
-    kind = torch.empty(0, dtype=dtype, device=alias.device).type()  # the alias may be empty, and of another type
+def modified(counter: Tensor, dtype: torch.dtype, size: torch.Size, version: int, more: str = "") -> RuntimeError:
+    """PyTorch's own error for a saved tensor that was changed before backward used it; `more` follows its hint.
+
+    `counter` shares its version counter, and may be of another type.
+    """
+    kind = torch.empty(0, dtype=dtype, device=counter.device).type()
     return RuntimeError(
         f"one of the variables needed for gradient computation has been {MODIFIED}: "
-        f"[{kind} {list(size)}] is at version {alias._version}; expected version {version} instead. "
+        f"[{kind} {list(size)}] is at version {counter._version}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
         f"with torch.autograd.set_detect_anomaly(True).{more and ' '}{more}"
     )

@@ -38,14 +38,13 @@ FOR_RECOMPUTING = (
 class Recomputed:
     """The memory of dropped tensors that share a storage, while it is there."""
 
-    __slots__ = ("__weakref__", "alias", "engine", "formula", "nbytes", "tensor", "unused", "version")
+    __slots__ = ("__weakref__", "counter", "engine", "formula", "nbytes", "tensor", "unused", "version")
 
     def __init__(self, base: Tensor, formula: Formula, engine: Engine) -> None:
-        alias = base.detach()  # shares the version counter, and lives on without memory
-        self.version = alias._version
+        self.counter = base.detach()  # shares the version counter, and lives on without memory
+        self.version = self.counter._version
         self.nbytes = base.nbytes  # all of its storage
-        alias.data = engine.empty(base.dtype)
-        self.alias = alias
+        self.counter.data = engine.empty(base.dtype)
         self.formula = formula
         self.engine = engine
         self.unused = 0  # dropped tensors on it that backward has not asked for yet
@@ -80,7 +79,7 @@ class Recomputed:
     def _obtain(self, peek: Peek) -> Tensor:
         tensor = self.tensor
         if tensor is None:
-            tensor = self.alias.detach()  # a change in place is noticed there
+            tensor = self.counter.detach()  # a change in place is noticed there
             try:
                 tensor.data = run(self.formula, peek)
             except RuntimeError as error:
@@ -119,7 +118,7 @@ class Dropped:
 
     def changed(self) -> bool:
         """Whether what was saved has been changed in place since."""
-        return self.made.alias._version != self.made.version
+        return self.made.counter._version != self.made.version
 
     def view(self, peek: Peek, *, count: bool) -> Tensor:
         """The tensor, bit for bit; with `count` it has been asked for."""
@@ -148,7 +147,7 @@ class Dropped:
             and tensor.dtype is self.dtype
         ):
             return tensor  # as most are
-        return view(made.alias, tensor.untyped_storage(), self.dtype, self.first, self.size, self.stride)
+        return view(made.counter, tensor.untyped_storage(), self.dtype, self.first, self.size, self.stride)
 
 
 def run(what: Formula, peek: Peek) -> Tensor:

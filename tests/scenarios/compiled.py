@@ -161,5 +161,45 @@ def a_compiled_part_between_eager_parts(device: torch.device) -> None:
     assert_same(program, device)
 
 
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(128, 3 * 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.projection(x).view(8, 256, 3, 4, 32).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(*heads)
+        return x + attended.transpose(1, 2).reshape(8, 256, 128)
+
+
+def _train_attention(device: torch.device, steps: int = 4) -> list[Tensor]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Attention() for _ in range(3))).to(device)
+    for block in model:
+        block.compile(backend="inductor")
+    return train(model, device, steps=steps, loss_of=lambda m, x: m(x.view(8, 256, 128)).square().mean())
+
+
+def what_a_compiled_block_saves_in_parts_moves_once(device: torch.device) -> None:
+    """Inductor hands the parts of a fused projection out as tensors of their own, each with a version counter."""
+    assert_same(_train_attention, device)
+    unique: dict[int, int] = {}
+
+    def look(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) and tensor.untyped_storage().nbytes() >= 4096:
+            unique[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
+        _train_attention(device, steps=1)
+    with moving() as session:
+        _train_attention(device, steps=6)
+        (trace,) = session.runtime.saver().armed_movers[0].learner.traces
+    counted = sum({site.storage: site.nbytes for site in trace.sites}.values())
+    print(f"  counted {counted} of {sum(unique.values())} bytes")
+    assert 0 < counted <= sum(unique.values())
+
+
 if __name__ == "__main__":
     main("compiled")

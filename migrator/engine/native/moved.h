@@ -29,10 +29,24 @@ at::Tensor alias_of(const at::Tensor &tensor) {
       torch::autograd::impl::version_counter(tensor), /*allow_tensor_metadata_change=*/true));
 }
 
+void leave_memory(const at::Tensor &alias, const c10::Storage &without) {
+  c10::TensorImpl *impl = alias.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(without);
+  impl->set_sizes_contiguous(c10::IntArrayRef(int64_t{0}));
+  impl->set_storage_offset(0);
+}
+
+// Shares the version counter alone.
+at::Tensor counter_of(const at::Tensor &tensor) {
+  at::Tensor counter = alias_of(tensor);
+  leave_memory(counter, c10::Storage({}, 0, at::DataPtr(nullptr, tensor.device()), nullptr, false));
+  return counter;
+}
+
 struct Saved {
   PyObject_HEAD
   PyObject *group;
-  int64_t version, low, nbytes, offset;
+  int64_t low, nbytes, offset;
   struct Own {
     at::Tensor alias;
   } own;
@@ -47,7 +61,6 @@ struct Saved {
 
 PyMemberDef saved_members[] = {
     {"group", T_OBJECT, offsetof(Saved, group), READONLY, nullptr},
-    {"version", T_LONGLONG, offsetof(Saved, version), READONLY, nullptr},
     {"low", T_LONGLONG, offsetof(Saved, low), READONLY, nullptr},
     {"nbytes", T_LONGLONG, offsetof(Saved, nbytes), READONLY, nullptr},
     {"offset", T_LONGLONG, offsetof(Saved, offset), 0, nullptr},
@@ -81,11 +94,10 @@ PyObject *make_saved(PyObject *, PyObject *const *args, Py_ssize_t count) {
   TORCH_CHECK_TYPE(count == 4, "Saved(group, tensor, low, nbytes)");
   const at::Tensor &tensor = tensor_of(args[1]);
   at::Tensor alias = alias_of(tensor);
-  const int64_t version = tensor._version(), low = THPUtils_unpackLong(args[2]), nbytes = THPUtils_unpackLong(args[3]);
+  const int64_t low = THPUtils_unpackLong(args[2]), nbytes = THPUtils_unpackLong(args[3]);
   auto *saved = make<Saved>(saved_type);  // from here on nothing throws
   hold(saved->group, args[0]);
   saved->own.alias = std::move(alias);
-  saved->version = version;
   saved->low = low;
   saved->nbytes = nbytes;
   saved->offset = -1;
@@ -134,7 +146,7 @@ PyObject *spans(PyObject *, PyObject *const *args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// let_go(members, empty): the aliases live on without memory. `empty(dtype)` makes a tensor without memory.
+// let_go(members, empty): of their memory. `empty(dtype)` makes a tensor without memory.
 PyObject *let_go(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 2 && PyList_Check(args[0]), "let_go(members, empty)");
@@ -143,12 +155,7 @@ PyObject *let_go(PyObject *, PyObject *const *args, Py_ssize_t count) {
   THPObjectPtr nothing(dtype ? PyObject_CallOneArg(args[1], dtype.get()) : nullptr);
   if (!nothing) throw python_error();
   const c10::Storage &without = tensor_of(nothing.get()).storage();
-  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(args[0]); ++k) {
-    c10::TensorImpl *impl = member_of(args[0], k)->own.alias.unsafeGetTensorImpl();
-    impl->set_storage_keep_dtype(without);
-    impl->set_sizes_contiguous(c10::IntArrayRef(int64_t{0}));
-    impl->set_storage_offset(0);
-  }
+  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(args[0]); ++k) leave_memory(member_of(args[0], k)->own.alias, without);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -157,8 +164,10 @@ struct Moved {
   PyObject_HEAD
   PyObject *weak, *mover, *claim, *go, *record;
   Saved *saved;
+  int64_t version;
   char was_used;
   struct Own {
+    at::Tensor counter;
     caffe2::TypeMeta dtype;
     Numbers size, stride;
     int64_t first = 0;  // in elements
@@ -189,6 +198,7 @@ PyMemberDef moved_members[] = {
     {"saved", T_OBJECT, offsetof(Moved, saved), READONLY, nullptr},
     {"go", T_OBJECT, offsetof(Moved, go), READONLY, nullptr},
     {"record", T_OBJECT, offsetof(Moved, record), READONLY, nullptr},
+    {"version", T_LONGLONG, offsetof(Moved, version), READONLY, nullptr},
     {"was_used", T_BOOL, offsetof(Moved, was_used), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
@@ -201,6 +211,8 @@ PyObject *make_moved(PyObject *, PyObject *const *args, Py_ssize_t count) {
   TORCH_CHECK_TYPE(count == 6 && Py_TYPE(args[2]) == &saved_type, "Moved(tensor, mover, saved, claim, go, record)");
   const at::Tensor &tensor = tensor_of(args[0]);
   const c10::IntArrayRef size = tensor.sizes(), stride = tensor.strides();
+  at::Tensor counter = counter_of(tensor);
+  const int64_t version = tensor._version();
   auto *moved = make<Moved>(moved_type);  // from here on nothing throws but for want of memory
   hold(moved->mover, args[1]);
   Py_INCREF(args[2]);
@@ -208,6 +220,8 @@ PyObject *make_moved(PyObject *, PyObject *const *args, Py_ssize_t count) {
   hold(moved->claim, args[3]);
   hold(moved->go, args[4]);
   hold(moved->record, args[5]);
+  moved->version = version;
+  moved->own.counter = std::move(counter);
   moved->own.dtype = tensor.dtype();
   moved->own.size.assign(size.begin(), size.end());
   moved->own.stride.assign(stride.begin(), stride.end());
@@ -222,10 +236,17 @@ const Saved &saved_of(const Moved &moved) {
   return *moved.saved;
 }
 
+bool is_changed(const Moved &moved) { return int64_t(moved.own.counter._version()) != moved.version; }
+
 PyObject *moved_changed(PyObject *self, PyObject *) {
   HANDLE_TH_ERRORS
-  const Saved &saved = saved_of(*reinterpret_cast<Moved *>(self));
-  return PyBool_FromLong(int64_t(saved.own.alias._version()) != saved.version);
+  return PyBool_FromLong(is_changed(*reinterpret_cast<Moved *>(self)));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject *moved_counter(PyObject *self, void *) {
+  HANDLE_TH_ERRORS
+  return THPVariable_Wrap(reinterpret_cast<Moved *>(self)->own.counter);
   END_HANDLE_TH_ERRORS
 }
 
@@ -234,7 +255,7 @@ PyObject *moved_view(PyObject *self, PyObject *buffer) {
   HANDLE_TH_ERRORS
   const Moved &moved = *reinterpret_cast<Moved *>(self);
   const Saved &saved = saved_of(moved);
-  at::Tensor tensor = alias_of(saved.own.alias);
+  at::Tensor tensor = alias_of(moved.own.counter);
   c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
   int64_t first = moved.own.first;
   if (buffer == Py_None) {
@@ -268,6 +289,7 @@ PyObject *moved_dtype(PyObject *self, void *) {
 }
 
 PyGetSetDef moved_getters[] = {
+    {"counter", moved_counter, nullptr, nullptr, nullptr},
     {"size", moved_size, nullptr, nullptr, nullptr},
     {"dtype", moved_dtype, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "moved.h"
 #include "object.h"
 
 namespace {
@@ -129,8 +130,18 @@ std::pair<int64_t, int64_t> reach(const at::Tensor &tensor, int64_t nbytes) {
   int64_t elements = 1;
   for (int64_t k = 0; k < tensor.dim(); ++k) elements += (tensor.size(k) - 1) * tensor.stride(k);
   const int64_t low = tensor.storage_offset() * size, high = low + elements * size;
-  if (tensor.is_view() && 2 * (high - low) >= nbytes) return {0, nbytes};
+  if (2 * (high - low) >= nbytes && (tensor.is_view() || tensor.numel() * size < high - low)) return {0, nbytes};
   return {low - low % kSlot, high};
+}
+
+// Whether a tensor that is no view may do with an entry that was found for another; see `tensors._is_beside`.
+bool is_beside(const Known &entry, const at::Tensor &tensor) {
+  if (tensor.requires_grad()) return false;
+  if (entry.saved != Py_None &&
+      (Py_TYPE(entry.saved) != &saved_type || reinterpret_cast<Saved *>(entry.saved)->offset >= 0))
+    return false;
+  const at::Tensor of(entry.own.base->lock());
+  return of.defined() && !of.requires_grad();
 }
 
 // Take out of a chain what cannot be found again: earlier versions of `base`, and of tensors that are gone. Who calls
@@ -165,7 +176,8 @@ PyObject *storages_find(PyObject *self, PyObject *argument) {
   for (Known *entry = found == storages.own.known.end() ? nullptr : found->second; entry && near;
        entry = entry->before, --near) {
     if (entry->version == version && entry->low <= low && high <= entry->high &&
-        entry->own.base->_unsafe_get_target() == base.unsafeGetTensorImpl()) {
+        (entry->own.base->_unsafe_get_target() == base.unsafeGetTensorImpl() ||
+         (!tensor.is_view() && is_beside(*entry, tensor)))) {
       Py_INCREF(entry);
       return reinterpret_cast<PyObject *>(entry);
     }

@@ -39,15 +39,6 @@ def test_memory_is_let_go_in_the_order_of_the_stream(rig: Rig) -> None:
     assert rig.compute.waits == [(held.group.parcel.filled, 1)]
 
 
-def test_an_alias_without_memory_still_tells_of_changes_in_place(rig: Rig) -> None:
-    x = torch.zeros(NBYTES, dtype=torch.uint8)
-    group = rig.group()
-    held = Held(rig.engine, group, x)
-    rig.engine.send(group)
-    x.add_(1)
-    assert held.saved.alias._version == held.saved.version + 1
-
-
 def test_a_tensor_saved_again_after_its_storage_left_holds_no_memory(rig: Rig) -> None:
     x = torch.zeros(NBYTES, dtype=torch.uint8)
     group = rig.group()

@@ -53,9 +53,56 @@ def test_another_version_is_other_content(tensors: Tensors) -> None:
     assert before.cdata == after.cdata == x.untyped_storage()._cdata
 
 
-def test_what_shares_memory_but_no_version_counter_is_another(tensors: Tensors) -> None:
+def fused(*, graph: bool = False) -> list[Tensor]:
+    """The interleaved parts of one projection, each with a version counter of its own, as inductor hands them out."""
+    projection = torch.zeros(16, 24, requires_grad=graph) * 1
+    return list(projection.unsafe_chunk(3, dim=1))
+
+
+def test_parts_of_a_buffer_that_count_for_themselves_need_it_once(tensors: Tensors) -> None:
+    storages, (q, k, v) = tensors.Storages(), fused()
+    known = storages.find(q)
+    assert storages.find(k) is storages.find(v) is known
+    assert (known.low, known.high) == (0, q.untyped_storage().nbytes())
+    known.saved = tensors.Saved("group", q, known.low, known.high)  # type: ignore[arg-type]
+    assert storages.find(k) is known
+
+
+def test_parts_with_a_graph_are_told_apart(tensors: Tensors) -> None:
+    """Each may be recomputed, by a formula that says nothing of the others."""
+    storages, (q, k, _) = tensors.Storages(), fused(graph=True)
+    assert storages.find(k) is not storages.find(q)
+
+
+def test_a_part_that_was_changed_is_another(tensors: Tensors) -> None:
+    storages, (q, k, v) = tensors.Storages(), fused()
+    known = storages.find(q)
+    k.add_(1)
+    assert storages.find(k) is not known
+    assert storages.find(v) is known
+
+
+def test_a_part_of_what_has_left_is_another(tensors: Tensors) -> None:
+    """By way of `.data` the memory may be other than what has left, and no counter tells."""
+    storages, (q, k, _) = tensors.Storages(), fused()
+    known = storages.find(q)
+    known.saved = tensors.Saved("group", q, known.low, known.high)  # type: ignore[arg-type]
+    tensors.arrange([known.saved])
+    assert storages.find(k) is not known
+
+
+def test_neighbours_without_gaps_move_alone(tensors: Tensors) -> None:
+    storages, (a, b) = tensors.Storages(), torch.zeros(2 * SLOT, dtype=torch.uint8).unsafe_chunk(2)
+    spans = [(known.low, known.high) for known in (storages.find(a), storages.find(b))]
+    assert spans == [(0, SLOT), (SLOT, 2 * SLOT)]
+
+
+def test_what_shares_memory_with_one_that_is_gone_is_another(tensors: Tensors) -> None:
     storages, x = tensors.Storages(), torch.zeros(8)
-    assert storages.find(x.data) is not storages.find(x)
+    other = x.data
+    known = storages.find(other)
+    del other
+    assert storages.find(x) is not known
 
 
 def test_a_storage_at_the_address_of_a_freed_one_is_another(tensors: Tensors) -> None:
@@ -248,6 +295,16 @@ def test_what_is_let_go_leaves_memory_and_still_tells_of_changes(tensors: Tensor
     assert storage() is None
 
 
+def test_each_of_several_on_one_memory_tells_of_its_own_changes(tensors: Tensors) -> None:
+    q, k, _ = fused()
+    first = moved(tensors, q)
+    second = tensors.Moved(k, "mover", first.saved, object(), None, None)
+    k.add_(1)
+    assert (first.changed(), second.changed()) == (False, True)
+    assert second.view(None)._version == k._version == second.version + 1
+    assert torch.equal(second.view(None), k)
+
+
 def test_a_tensor_that_comes_back_shares_the_version_counter(tensors: Tensors) -> None:
     x = torch.arange(6.0)
     entry = moved(tensors, x)
@@ -363,7 +420,7 @@ def test_random_programs_find_the_same_in_both(tensors: Tensors) -> None:
     rng, ours, native_ones = random.Random(seed), in_python.Storages(), tensors.Storages()
     alive: list[Tensor] = []
     for _ in range(3000):
-        kind = rng.randrange(5)
+        kind = rng.randrange(6)
         if kind == 0 or not alive:
             alive.append(torch.zeros(rng.randrange(1, 3000)))
         elif kind == 1:
@@ -372,6 +429,8 @@ def test_random_programs_find_the_same_in_both(tensors: Tensors) -> None:
             alive.pop(rng.randrange(len(alive)))
         elif kind == 3:
             rng.choice(alive).add_(1)
+        elif kind == 4:
+            alive.append(rng.choice(alive).data)
         one = rng.choice(alive) if alive else torch.zeros(3)
         if one.numel():
             a, b = ours.find(one), native_ones.find(one)
