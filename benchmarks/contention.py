@@ -148,15 +148,16 @@ class Bench:
             switch.set(variant == "on")
         if load is not None:
             load.switch(True)
-        # The monitor has to see the load, answer, and have planned; and a load that stood still begins with a burst.
-        for _ in range(self._settle):
+        # The monitor has to see the load, answer, and have planned; and a load that stood still begins with a burst,
+        # which is all that plain training has to wait for.
+        for _ in range(self._settle // 3 if variant == "plain" else self._settle):
             loss = self._step()
         loss.item()  # waits for the device
-        moved = _moved(session)
+        moved, steps = _moved(session), self._window * (load.windows if load is not None else 1)
         start, busy = time.perf_counter(), time.process_time()
         if load is not None:
             load.begin()
-        for _ in range(self._window):
+        for _ in range(steps):
             loss = self._step()
         loss.item()
         took, busy = time.perf_counter() - start, time.process_time() - busy
@@ -164,9 +165,9 @@ class Bench:
         if load is not None:
             load.switch(False)
         name = load.name if load else NONE
-        cell = Cell(number, name, variant, self._batch * self._window / took, rate, cores=busy / took)
+        cell = Cell(number, name, variant, self._batch * steps / took, rate, cores=busy / took)
         if session is not None:
-            cell = replace(cell, moved=(_moved(session) - moved) / self._window)
+            cell = replace(cell, moved=(_moved(session) - moved) / steps)
         if switch is not None and switch.monitor is not None:
             watch = switch.monitor.watch
             host = 1e6 * median(switch.times) if switch.times else 0.0

@@ -26,10 +26,11 @@ STARTED_WITHIN = 120.0  # seconds
 
 
 class Load(Protocol):
-    """One load; `unit` says what `rate` counts."""
+    """One load; `unit` says what `rate` counts, and `windows` how many times as long as others it is to be measured."""
 
     name: str
     unit: str
+    windows: int
 
     def switch(self, on: bool) -> None:
         """Begin or pause."""
@@ -48,6 +49,7 @@ class Jpegs:
     """The DataLoader of ``examples/train_resnet.py``: workers decode and augment at full resolution."""
 
     unit = "images/s"
+    windows = 3  # each worker takes a third of a second for an image, and not always the same
 
     def __init__(self, workers: int, pixels: tuple[int, int] = PIXELS) -> None:
         self.name = f"jpeg, {workers} workers"
@@ -89,6 +91,7 @@ class Copies:
     """Processes that copy in host memory, together at `rate` bytes per second, read and written."""
 
     unit = "GB/s"
+    windows = 1
 
     def __init__(self, rate: float, most: int) -> None:
         self.name = f"copies at {rate / 1e9:g} GB/s"

@@ -41,7 +41,7 @@ TRIMS = 100  # levers that are looked at again, the dearest first
 RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan, capuchin.plan, superneurons.plan)
 """Whose plans are candidates as they are: quick ones, of different kinds."""
 
-POLITE = 0.02  # of the fastest plan's step: what it may take to move less where others need the memory bus
+POLITE = 0.0175  # of the fastest plan's step: what it may take to move less where others need the memory bus
 REPAIRS = 4  # times that what the simulator found over the budget goes back into the search
 
 
