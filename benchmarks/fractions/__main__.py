@@ -69,6 +69,7 @@ def _largest(options: argparse.Namespace) -> None:
         options.timeout,
         multiple=options.multiple,
         most=options.most,
+        first=options.first or options.multiple,
     ).all(options.workload, options.methods)
 
 
@@ -98,9 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--retry", action="store_true", help="measure again what failed or had not settled")
     largest = verbs.add_parser("largest", help="the largest batch that costs at most a tenth of the speed per sample")
     largest.add_argument("--workload", default="reference_gpt")
-    largest.add_argument("--methods", type=_words, default=["ideal", "tiers:auto", "checkpoint"])
+    largest.add_argument("--methods", type=_words, default=["pages:auto", "checkpoint-k"])
     largest.add_argument("--multiple", type=int, default=8, help="that batches are multiples of")
     largest.add_argument("--most", type=int, default=1024, help="the largest batch that is tried")
+    largest.add_argument("--first", type=int, help="the batch that is tried first (default: the smallest)")
     for verb in (run, largest):
         verb.add_argument("--results", type=Path, required=True)
         verb.add_argument("--seconds", type=float, default=600.0, help="after which it stops; the next run goes on")

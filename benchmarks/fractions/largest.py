@@ -21,10 +21,14 @@ LOSS = 0.10  # of the ideal's best speed per sample
 class Largest:
     """Searches over batches; the budget is all of the GPU's memory.
 
+    A method is asked for more than the plain program trains: whoever trains no more needs none.
+
     Attributes
     ----------
     multiple, most
         Batches are multiples of the one and never above the other.
+    first
+        The one that the plain program is tried with first.
     """
 
     results: Results
@@ -34,35 +38,28 @@ class Largest:
     timeout: float
     multiple: int = 8
     most: int = 1024
+    first: int = 8
     start: Callable[[str, Setting, int], Worker] = Worker
     clock: Callable[[], float] = time.monotonic
     say: Callable[[str], object] = lambda line: print(line, flush=True)
     _end: float = field(default=0.0, init=False)
 
     def all(self, workload: str, methods: Sequence[str]) -> None:
-        """Search for each method; first of all the ideal's best speed is found.
-
-        Raises
-        ------
-        ValueError
-            For a method that cannot do without a budget.
-        """
-        if "checkpoint-k" in methods:
-            raise ValueError("checkpoint-k needs a budget, and the largest batch has all memory: name checkpoint")
+        """Search for each method, and first of all for the ideal."""
         self._end = self.clock() + self.seconds - LAST
         try:
-            ideal = parse("ideal")
-            self._grow(workload, ideal)
+            plain = self._search(workload, "ideal", 0)
             for name in methods:
-                found = largest(partial(self._good, workload, parse(name)), self.multiple, self.most)
-                self.say(f"{workload} {name}: largest batch {found}")
+                if name != "ideal":
+                    self._search(workload, name, plain)
         except OutOfTime:
             self.say("the time is over: the next run goes on")
 
-    def _grow(self, workload: str, method: Method) -> None:
-        batch = self.multiple
-        while batch <= self.most and self._speed(workload, method, batch) is not None:
-            batch *= 2
+    def _search(self, workload: str, name: str, known: int) -> int:
+        good = partial(self._good, workload, parse(name))
+        found = largest(good, self.multiple, self.most, known=known, first=self.first)
+        self.say(f"{workload} {name}: largest batch {found if found > known else f'no more than {known}'}")
+        return found
 
     def _good(self, workload: str, method: Method, batch: int) -> bool:
         speed, best = self._speed(workload, method, batch), best_speed(self._tried(), workload)
@@ -117,8 +114,8 @@ class Largest:
         return record
 
 
-def largest(good: Callable[[int], bool], multiple: int, most: int) -> int | None:
-    """The largest batch that is good: doubled from `multiple` while it is, then bisected.
+def largest(good: Callable[[int], bool], multiple: int, most: int, *, known: int = 0, first: int | None = None) -> int:
+    """The largest batch that is good: grown by half while it is, then bisected; 0 if none is.
 
     Parameters
     ----------
@@ -128,18 +125,24 @@ def largest(good: Callable[[int], bool], multiple: int, most: int) -> int | None
         That batches are multiples of.
     most
         No batch above is tried.
+    known
+        A batch that is good. Without one the `first` is tried first, by default the smallest.
     """
-    low, high = 0, multiple
+
+    def more(batch: int) -> int:
+        return max(batch + multiple, batch * 3 // 2 // multiple * multiple)
+
+    low, high = known, more(known) if known else first or multiple
     while high <= most and good(high):
-        low, high = high, 2 * high
-    high = min(high, most + multiple)
-    while high - low > multiple and low:
+        low, high = high, more(high)
+    high = min(high, most // multiple * multiple + multiple)
+    while high - low > multiple:
         middle = (low + high) // 2 // multiple * multiple
         if good(middle):
             low = middle
         else:
             high = middle
-    return low or None
+    return low
 
 
 def best_speed(tries: Iterable[Record], workload: str) -> float | None:

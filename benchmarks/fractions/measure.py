@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -95,8 +96,8 @@ class Bench:
         clean()
         blocks = None
         if method.kind == "checkpoint-k":
-            assert hbm is not None
-            blocks = fewest(partial(self._peak, method), self._count_blocks(), hbm)
+            budget = _all_memory() if hbm is None else hbm
+            blocks = fewest(partial(self._peak, method), self._count_blocks(), budget)
         measured = self._train(method, hbm, blocks, warm)
         if method.allocator == "torch":
             clean()  # another process may be next
@@ -179,14 +180,15 @@ class Bench:
         return steps, before
 
     def _peak(self, method: Method, blocks: int) -> int:
-        """Most bytes reserved with so many blocks checkpointed."""
+        """Most bytes reserved with so many blocks checkpointed; more than there are where that does not fit."""
         if blocks not in self._probed:
-            with ExitStack() as stack:
+            with ExitStack() as stack, suppress(torch.OutOfMemoryError):
+                self._probed[blocks] = sys.maxsize
                 step = prepare(method, self.build(), stack, blocks=blocks, trl=None)
                 for _ in range(2):  # the first makes the optimizer's state
                     step().item()
                 self._probed[blocks] = peaks()["reserved"]
-            del step
+            step = None
             clean()
         return self._probed[blocks]
 
@@ -298,6 +300,10 @@ def peaks() -> dict[str, int]:
     if not torch.cuda.is_available():
         return {"allocated": 0, "reserved": 0}
     return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+
+def _all_memory() -> int:
+    return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else sys.maxsize
 
 
 def clean() -> None:

@@ -467,7 +467,7 @@ def tried(method: str, batch: int, speed: float | None) -> Record:
 
 
 @pytest.mark.parametrize("limit", [8, 16, 24, 40, 56, 64, 72, 1000])
-def test_the_largest_batch_is_found_by_doubling_and_bisecting(limit: int) -> None:
+def test_the_largest_batch_is_found_by_growing_and_bisecting(limit: int) -> None:
     asked: list[int] = []
 
     def good(batch: int) -> bool:
@@ -476,16 +476,23 @@ def test_the_largest_batch_is_found_by_doubling_and_bisecting(limit: int) -> Non
 
     assert largest(good, 8, 72) == min(limit, 72)
     assert all(batch % 8 == 0 and batch <= 72 for batch in asked)
-    assert len(asked) == len(set(asked)) <= 7
-
-
-def test_the_largest_batch_is_not_searched_for_with_what_needs_a_budget() -> None:
-    with pytest.raises(ValueError, match="needs a budget"):
-        Largest(Results(), GPU, Setting(), 100, 100).all(W, ["checkpoint-k"])
+    assert len(asked) == len(set(asked)) <= 8
 
 
 def test_no_batch_at_all_may_be_good() -> None:
-    assert largest(lambda batch: False, 8, 1024) is None
+    assert largest(lambda batch: False, 8, 1024) == 0
+
+
+@pytest.mark.parametrize("limit", [16, 24, 40])
+def test_what_is_known_to_be_good_is_not_tried_again(limit: int) -> None:
+    asked: list[int] = []
+    assert largest(lambda batch: (asked.append(batch), batch <= limit)[1], 8, 1024, known=16) == limit  # type: ignore[func-returns-value]
+    assert min(asked) == 24
+
+
+def test_the_first_to_be_tried_can_be_named() -> None:
+    assert largest(lambda batch: batch <= 900, 128, 4096, first=512) == 896
+    assert largest(lambda batch: batch <= 300, 128, 4096, first=512) == 256
 
 
 def test_a_batch_is_good_within_a_tenth_of_the_ideal_s_best_speed_and_no_try_is_repeated() -> None:
@@ -509,7 +516,7 @@ def test_a_batch_is_good_within_a_tenth_of_the_ideal_s_best_speed_and_no_try_is_
         ).all(W, ["ideal", "tiers:auto", "tiers:move"])
         return [line.partition(" ")[2] for line in lines if "largest" in line]
 
-    expected = ["ideal: largest batch 16", "tiers:auto: largest batch 64", "tiers:move: largest batch None"]
+    expected = ["ideal: largest batch 16", "tiers:auto: largest batch 64", "tiers:move: largest batch no more than 16"]
     assert search() == expected
     before = len(fake.asked)
     assert search() == expected
