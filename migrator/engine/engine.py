@@ -23,8 +23,9 @@ import torch
 from migrator.engine import tensors as in_python
 from migrator.engine.backing import Backing
 from migrator.engine.group import NEVER, Claim, Group, State, claim_died, unclaimed
+from migrator.engine.moved import Saved
 from migrator.engine.parcel import Parcel
-from migrator.engine.tensors import Saved, Tensors
+from migrator.engine.tensors import Tensors
 from migrator.lanes import Compute, Lane, Leaving, Stream, whole
 from migrator.plan import READ_AHEAD
 from migrator.planner.paces import Pace

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from migrator.engine.moved import Saved
 from migrator.engine.parcel import Parcel
-from migrator.engine.tensors import Saved
 from migrator.lanes import Stream
 
 NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for

@@ -15,7 +15,7 @@ from allocator.errors import TierFull
 from migrator.engine.engine import EVERY, Engine
 from migrator.engine.filling import Filling
 from migrator.engine.group import State
-from migrator.engine.tensors import Moved
+from migrator.engine.moved import Moved
 from migrator.hooks.actions import Action, Go, Recompute, Stay
 from migrator.learning.learner import Learner
 from migrator.links import BOUNDLESS, Links, usable

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from migrator.engine.tensors import Moved
+from migrator.engine.moved import Moved
 from migrator.hooks.actions import Stay
 from migrator.recompute.dropped import MODIFIED, Dropped, Recomputed
 

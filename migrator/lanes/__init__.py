@@ -21,7 +21,7 @@ from migrator.telemetry.transfers import Transfer
 from migrator.timing import Lap
 
 if TYPE_CHECKING:
-    from migrator.engine.tensors import Saved
+    from migrator.engine.moved import Saved
     from migrator.lanes.meter import Measures
 
 SLOT = 512
@@ -63,7 +63,7 @@ class Leaving:
     nbytes : int
         Of all members.
     spans : callable
-        That of `migrator.engine.tensors`.
+        That of `migrator.engine.moved`.
     """
 
     members: list[Saved]

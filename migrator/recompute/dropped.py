@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from migrator.engine.tensors import view
+from migrator.engine.moved import view
 from migrator.recompute.formulas import Formula
 
 if TYPE_CHECKING:

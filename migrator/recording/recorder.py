@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from migrator.engine.group import State
-from migrator.engine.tensors import Known, holders
+from migrator.engine.storages import Known, holders
 from migrator.lanes import Meter
 from migrator.recompute.dropped import Peek
 from migrator.recompute.finder import Verified

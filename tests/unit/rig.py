@@ -10,8 +10,8 @@ from allocator.dram import DramArena
 from allocator.sizes import GiB, KiB, MiB
 from migrator.engine.backing import Backing
 from migrator.engine.engine import Engine
+from migrator.engine.moved import Moved
 from migrator.engine.mover import Go, Mover, Stay
-from migrator.engine.tensors import Moved
 from migrator.learning.learner import Learner
 from migrator.plan import PageGroup
 from migrator.policies import POLICIES

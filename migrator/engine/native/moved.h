@@ -1,4 +1,4 @@
-// `Saved`, `Moved` and `let_go` of `tensors.py`.
+// `moved.py`, line by line.
 #pragma once
 
 #include <torch/csrc/DynamicTypes.h>

@@ -1,4 +1,4 @@
-// `Known`, `Storages` and `memory_of` of `tensors.py`.
+// `storages.py`, line by line.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -22,7 +22,7 @@ namespace {
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 constexpr size_t kSweep = 4096;
-constexpr int kNear = 64;  // `tensors.NEAR`
+constexpr int kNear = 64;  // `storages.NEAR`
 
 struct Known {
   PyObject_HEAD
@@ -123,7 +123,7 @@ void sweep(Storages &storages) {
   for (Known *entry : freed) Py_DECREF(entry);
 }
 
-// The bytes of a storage to move for a tensor on it; see `tensors._reach`.
+// The bytes of a storage to move for a tensor on it; see `storages._reach`.
 std::pair<int64_t, int64_t> reach(const at::Tensor &tensor, int64_t nbytes) {
   const int64_t size = int64_t(tensor.itemsize());
   if (tensor.numel() * size == nbytes) return {0, nbytes};
@@ -134,7 +134,7 @@ std::pair<int64_t, int64_t> reach(const at::Tensor &tensor, int64_t nbytes) {
   return {low - low % kSlot, high};
 }
 
-// Whether a tensor that is no view may do with an entry that was found for another; see `tensors._is_beside`.
+// Whether a tensor that is no view may do with an entry that was found for another; see `storages._is_beside`.
 bool is_beside(const Known &entry, const at::Tensor &tensor) {
   if (tensor.requires_grad()) return false;
   if (entry.saved != Py_None &&
@@ -228,7 +228,7 @@ const c10::StorageImpl *memory(PyObject *object, int64_t least) {
   return storage.unsafeGetStorageImpl();
 }
 
-// memory_of(tensor, least): see `tensors.memory_of`.
+// memory_of(tensor, least): see `storages.memory_of`.
 PyObject *memory_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 2, "memory_of(tensor, least)");

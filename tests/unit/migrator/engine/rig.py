@@ -10,7 +10,7 @@ from allocator.sizes import KiB, MiB
 from migrator.engine.backing import Backing
 from migrator.engine.engine import Engine
 from migrator.engine.group import Group
-from migrator.engine.tensors import Saved
+from migrator.engine.moved import Saved
 from migrator.telemetry.counters import Counters
 from tests.unit.by_hand import HandLane, HandStore, StreamCompute
 

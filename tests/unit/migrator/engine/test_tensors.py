@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from migrator.engine import tensors as in_python
+from migrator.engine.storages import SWEEP
 from migrator.engine.tensors import Tensors
 from migrator.lanes import FULL_SPEED, SLOT
 from tests.unit.natively import built, needs_compiler
@@ -178,7 +179,7 @@ def test_no_byte_of_a_tensor_is_left_out_and_it_comes_back_the_same(
 def test_storages_without_backward_do_not_pile_up(tensors: Tensors) -> None:
     storages, alive = tensors.Storages(), torch.zeros(8)
     known = storages.find(alive)
-    for _ in range(3 * in_python.SWEEP):
+    for _ in range(3 * SWEEP):
         storages.find(torch.zeros(8))
     assert storages.find(alive) is known
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from migrator.engine import tensors as in_python
-from migrator.engine.tensors import Moved, Tensors
+from migrator.engine.moved import Moved
+from migrator.engine.tensors import Tensors
 from migrator.hooks.actions import Action, Go, Stay
 from migrator.hooks.garbage import Allowance
 from migrator.hooks.saver import MIN_BYTES, Saver

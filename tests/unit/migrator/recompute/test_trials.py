@@ -15,7 +15,7 @@ import tiers
 from allocator.errors import TiersError
 from migrator.engine.engine import Engine
 from migrator.engine.group import Group
-from migrator.engine.tensors import Saved
+from migrator.engine.moved import Saved
 from migrator.hooks.packed import Look, keep
 from migrator.lanes.host import HostCompute
 from migrator.lanes.meter import HostMeter

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from migrator.engine.group import Group, State
-from migrator.engine.tensors import Known, Saved, Storages
+from migrator.engine.moved import Saved
+from migrator.engine.storages import Known, Storages
 from migrator.lanes.meter import Measures
 from migrator.recording import recorder as module
 from migrator.recording.recorder import PARTS, SELDOM, Recorder
