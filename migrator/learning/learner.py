@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from migrator.learning.background import at_once
 from migrator.learning.contest import Contest, may_be
 from migrator.learning.feedback import SETTLED, Feedback
 from migrator.learning.made import Made
 from migrator.learning.orders import Orders, Submit
+from migrator.learning.standby import LOADED, Ahead, SetAside
 from migrator.links import PCIE_GEN5, Costs, Links
 from migrator.plan import Plan
 from migrator.policies import Policy
@@ -31,15 +32,6 @@ from migrator.trace import Trace
 log = logging.getLogger("tiers")
 
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
-
-
-@dataclass(frozen=True, slots=True)
-class SetAside:
-    """Plans for links that may come back, what they were made for, and what was found of both."""
-
-    made: tuple[Made, ...]
-    planned: tuple[Trace, ...]
-    feedback: Feedback
 
 
 class Learner:
@@ -96,6 +88,7 @@ class Learner:
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._set_aside: SetAside | None = None
+        self._ahead: Ahead | None = None
 
     @property
     def records_next(self) -> bool:
@@ -222,10 +215,13 @@ class Learner:
             base = max(self._before_correction(trace) for trace in self._planned)
             if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap):
                 return self._plan(present=self._made)
-        if not self._may_compete:
-            return False
-        short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
-        return self._compete(None if short else lap, drifted=drifted, pressed=short)
+        if self._may_compete:
+            short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
+            if self._compete(None if short else lap, drifted=drifted, pressed=short):
+                return True
+        if self._ahead is None and self.settled:
+            self._plan_ahead()
+        return False
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         if not self._recordings.add(trace, self._periods):
@@ -277,9 +273,15 @@ class Learner:
                 return True
             self._set_aside = before = None  # less fits by now than did
         self._owed |= self.break_off()
+        ahead = self._ahead
         if before is None and self._has_all and not self._feedback.given.contended:
-            self._set_aside = SetAside(self._made, self._planned, self._feedback)
+            self._set_aside = SetAside(self._made, self._planned, self._feedback, ahead)
         self._feedback = self._feedback.under(links)
+        made = None if ahead is None or not self._has_all else ahead.take(links)
+        if made is not None:
+            self._carry_out(made)
+            self._owed = False
+            return True
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
 
@@ -306,6 +308,7 @@ class Learner:
         self._planned, self._feedback = before.planned, before.feedback
         self._contest.adopted()
         self._carry_out(before.made)
+        self._ahead = before.ahead
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
@@ -331,7 +334,7 @@ class Learner:
         Those that are `present`, and for the same traces, stay where what was corrected since makes none better.
         """
         self._owed |= self.break_off()  # until somebody is told
-        traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
+        traces = self._at_pace()
         budgets = tuple(self._before_correction(trace) for trace in traces)
         links = self._feedback.links
         if not links.contended:  # that moves hardly cost anything was found where nobody else needed the bus
@@ -340,6 +343,20 @@ class Learner:
         changed = self._adopt() or self._owed
         self._owed = False
         return changed
+
+    def _at_pace(self) -> tuple[Trace, ...]:
+        return tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
+
+    def _plan_ahead(self) -> None:
+        """Have plans made for when others need the memory bus, where the present ones would need it, too."""
+        given = self._feedback.given
+        if given.contended or not any(plan.moved_bytes for plan in self.plans):
+            return
+        loaded = self._feedback.under(given.reduced(LOADED, direct_disk=False))
+        traces = self._at_pace()
+        budgets = tuple(self._before_correction(trace) for trace in traces)
+        made = self._orders.ask_ahead(traces, budgets, loaded.correction, loaded.links)
+        self._ahead = Ahead(made, given, loaded.given)
 
     def break_off(self) -> bool:
         """Have the holder back if a rival is carried out; whether one was."""
@@ -360,7 +377,7 @@ class Learner:
         afresh, self._afresh = self._afresh, False
         if not afresh and [each.plan for each in made] == [each.plan for each in before]:
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
-            self._made = made
+            self._made, self._ahead = made, None
             self._feedback.stayed()
             log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, made)))
             return False
@@ -369,7 +386,7 @@ class Learner:
 
     def _carry_out(self, plans: tuple[Made, ...]) -> None:
         """From now on these hold, and are to be borne out."""
-        self._made = plans
+        self._made, self._ahead = plans, None  # what was made ahead was corrected less
         self._under = 0
         self._feedback.adopted()
         for made in plans:

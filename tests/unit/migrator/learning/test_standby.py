@@ -1,0 +1,112 @@
+"""Plans that are made ahead, for when others need the memory bus."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from migrator.learning.feedback import UNTOLD
+from migrator.learning.learner import Learner
+from migrator.learning.standby import LOADED, WORSE
+from migrator.links import PCIE_GEN5
+from migrator.policies import POLICIES
+from tests.unit.learners import MODEL, Later, large, peak_of, quiet
+
+MEASURED = {"d2h": 0.97, "h2d": 0.78, "bus": 0.8}
+BUSY = PCIE_GEN5.reduced(MEASURED, direct_disk=False)
+
+
+def peak(learner: Learner) -> int:
+    (predicted,) = learner.predictions
+    assert predicted is not None
+    return predicted.peak["hbm"]
+
+
+def settled() -> tuple[Learner, Later]:
+    """A learner whose plans are borne out, and who has asked for those to stand by."""
+    learner, later = large()
+    later.work()
+    quiet(learner, 0)
+    for _ in range(UNTOLD):
+        assert not quiet(learner, peak(learner))
+    return learner, later
+
+
+def test_once_plans_have_settled_others_are_made_for_a_loaded_bus() -> None:
+    learner, later = settled()
+    assert len(later.jobs) == 2
+    assert not learner.planning, "these change nothing"
+    for _ in range(UNTOLD):
+        quiet(learner, peak(learner))
+    assert len(later.jobs) == 2, "once"
+
+
+def test_when_others_need_the_bus_they_are_carried_out_at_once_and_again_the_next_time() -> None:
+    learner, later = settled()
+    later.work()
+    alone = learner.plans
+    for _ in range(2):
+        assert learner.relink(BUSY)
+        assert learner.plans[0].moved_bytes < alone[0].moved_bytes
+        for _ in range(UNTOLD):
+            quiet(learner, peak(learner))
+        assert learner.relink(PCIE_GEN5)
+        assert learner.plans == alone
+    assert len(later.jobs) == 2
+
+
+def test_as_long_as_they_are_not_there_plans_are_made_for_what_is_left() -> None:
+    learner, later = settled()
+    alone = learner.plans
+    assert not learner.relink(BUSY)
+    assert learner.plans == alone
+    later.work()
+    assert quiet(learner, 0)
+    assert learner.plans != alone
+
+
+@pytest.mark.parametrize("lane", ["d2h", "h2d"])
+def test_where_much_less_is_left_than_was_taken_for_granted_plans_are_made_for_that(lane: str) -> None:
+    learner, later = settled()
+    later.work()
+    less = {**LOADED, lane: LOADED[lane] - WORSE - 0.01}
+    assert not learner.relink(PCIE_GEN5.reduced(less, direct_disk=False))
+    assert learner.planning
+
+
+def test_for_tiers_that_hold_other_than_was_known_they_are_not_carried_out() -> None:
+    learner, later = settled()
+    later.work()
+    assert not learner.relink(replace(BUSY, below=1 << 30))
+    assert learner.planning
+
+
+def test_what_was_corrected_since_is_planned_with() -> None:
+    learner, later = settled()
+    later.work()
+    assert not quiet(learner, 2 * peak(learner))  # which asks for plans that hold less
+    later.work()
+    quiet(learner, 0)
+    before = len(later.jobs)
+    assert not learner.relink(BUSY)
+    assert len(later.jobs) == before + 1
+
+
+def test_plans_that_move_nothing_need_none_to_stand_by() -> None:
+    later = Later()
+    learner = Learner(POLICIES["auto"], 2 * peak_of(MODEL), submit=later)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    later.work()
+    for _ in range(2 * UNTOLD):
+        quiet(learner, peak_of(MODEL))
+    assert not any(plan.moved_bytes for plan in learner.plans)
+    assert len(later.jobs) == 1
+
+
+def test_where_no_plan_fits_what_stands_by_is_left_alone() -> None:
+    """Its failure is not the program's: that goes on with what it has."""
+    learner, later = settled()
+    later.jobs[-1][1].set_exception(MemoryError("the planner was killed"))
+    assert not learner.relink(BUSY)
+    assert learner.planning
