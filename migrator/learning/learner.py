@@ -89,6 +89,7 @@ class Learner:
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._set_aside: SetAside | None = None
         self._ahead: Ahead | None = None
+        self._is_told = False  # by somebody who watches the links, and may yet say that others need them
 
     @property
     def records_next(self) -> bool:
@@ -219,7 +220,7 @@ class Learner:
             short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
             if self._compete(None if short else lap, drifted=drifted, pressed=short):
                 return True
-        if self._ahead is None and self.settled:
+        if self._is_told and self._ahead is None and self.settled:
             self._plan_ahead()
         return False
 
@@ -264,6 +265,7 @@ class Learner:
         NoPlanFits
             If the target is too small for any plan.
         """
+        self._is_told = True
         if links == self._feedback.given:
             return False
         before = self._set_aside

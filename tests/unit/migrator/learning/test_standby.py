@@ -29,6 +29,7 @@ def settled() -> tuple[Learner, Later]:
     later.work()
     quiet(learner, 0)
     for _ in range(UNTOLD):
+        assert not learner.relink(PCIE_GEN5)
         assert not quiet(learner, peak(learner))
     return learner, later
 
@@ -93,12 +94,23 @@ def test_what_was_corrected_since_is_planned_with() -> None:
     assert len(later.jobs) == before + 1
 
 
+def test_where_nobody_watches_the_links_none_are_made() -> None:
+    learner, later = large()
+    later.work()
+    quiet(learner, 0)
+    for _ in range(2 * UNTOLD):
+        assert not quiet(learner, peak(learner))
+    assert learner.settled
+    assert len(later.jobs) == 1
+
+
 def test_plans_that_move_nothing_need_none_to_stand_by() -> None:
     later = Later()
     learner = Learner(POLICIES["auto"], 2 * peak_of(MODEL), submit=later)
     learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
     later.work()
     for _ in range(2 * UNTOLD):
+        learner.relink(PCIE_GEN5)
         quiet(learner, peak_of(MODEL))
     assert not any(plan.moved_bytes for plan in learner.plans)
     assert len(later.jobs) == 1
