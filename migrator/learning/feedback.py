@@ -9,8 +9,9 @@
 - A lane for which compute waited for longer than was predicted is slower than was taken for granted. Measured against
   that, lanes only ever become slower.
 - What a period takes without its waits says by how much recorded times are too long, or a little too short. Too long is
-  believed as soon as two periods agree, as nothing makes a period shorter than it is; too short only if none of several
-  was as short as predicted, as hosts that others use change their speed by two within seconds.
+  believed as soon as two periods agree, as nothing makes a period shorter than it is, or half of several are shorter;
+  too short only if none of several was as short as predicted, as hosts that others use change their speed by two within
+  seconds.
 
 It settles: each of these is corrected a few times only.
 """
@@ -194,10 +195,11 @@ class Feedback:
 
         What compute took besides its waits is the program's own: with the plan the host keeps ahead of the device,
         while it is late now and then in recorded periods, and always in a program of small kernels. It is never early
-        there, so that a period was shorter than predicted is believed as soon as two agree. But while a period is
-        recorded the device waits for lanes half of the time: at its power limit it is up to a tenth slower when it
-        does not. Then every period takes longer. The host, too, may make some of them longer: so that is believed
-        only if of eight not one was shorter. What takes longer still has another cause.
+        there, so that a period was shorter than predicted is believed as soon as two agree; on a host so uneven that no
+        two do, the median of eight. But while a period is recorded the device waits for lanes half of the time: at its
+        power limit it is up to a tenth slower when it does not. Then every period takes longer. The host, too, may make
+        some of them longer: so that is believed only if of eight not one was shorter. What takes longer still has
+        another cause.
         """
         if self._under < SETTLING:
             return False
@@ -208,7 +210,8 @@ class Feedback:
         if self._looks > LOOKS or len(self._laps) < (SURE if last else LAPS):
             return False
         self._looks += last  # whatever it finds: two short periods at the end of an epoch are no news of the pace
-        best = _agreed(self._laps if last else self._laps[-LAPS:])
+        agreed = _agreed(self._laps if last else self._laps[-LAPS:])
+        best = agreed or _median(self._laps)
         if best is None or (computed := _computed(best)) <= 0:
             return False
         foreseen = predicted.seconds - sum(predicted.stalls.values())
@@ -219,7 +222,7 @@ class Feedback:
         else:
             believed = computed < foreseen * (1 - OFF_PACE)
         if not believed:
-            return not last and self.stalls(best.stalls, predicted)
+            return agreed is not None and not last and self.stalls(agreed.stalls, predicted)
         self._looks += 1
         self.pace = max(FASTEST, self.pace * computed / foreseen)
         return True
@@ -258,6 +261,11 @@ def _agreed(laps: Sequence[Lap]) -> Lap | None:
     pairs = (sorted(pair, key=_seconds) for pair in pairwise(laps))
     agreed = (best for best, other in pairs if other.seconds <= best.seconds * (1 + OFF_PACE))
     return min(agreed, key=_seconds, default=None)
+
+
+def _median(laps: Sequence[Lap]) -> Lap | None:
+    """Of as many as make sure the one in the middle: half of them are no longer."""
+    return sorted(laps, key=_computed)[SURE // 2] if len(laps) == SURE else None
 
 
 def _computed(lap: Lap) -> float:

@@ -119,6 +119,19 @@ def test_a_device_at_its_power_limit_is_slower_than_in_a_recording_in_which_it_w
     assert feedback.pace == pytest.approx(1.1), "by the shortest: the host may have made the others longer"
 
 
+def test_on_a_host_where_no_two_periods_agree_half_of_eight_prove_times_too_long() -> None:
+    """Predicted were 533 ms, and no step of these took less than 40 ms more or less than that before it."""
+    laps = [0.95, 0.75, 0.85, 0.75, 0.85, 0.8, 0.9, 1.2]
+    feedback = gone_by()
+    assert told(feedback, laps) == [False] * (SURE - 1) + [True]
+    assert feedback.pace == pytest.approx(0.85)
+    feedback = gone_by()
+    assert not any(told(feedback, [1.0, 0.75, 1.1, 0.8, 1.0, 1.2, 1.1, 1.0])), (
+        "a few short ones may have had fewer samples"
+    )
+    assert feedback.pace == 1.0
+
+
 def test_one_period_in_eight_that_was_as_short_as_predicted_proves_the_others_late() -> None:
     """The host of a rented GPU is half as fast for a second, and then again what it was."""
     feedback = gone_by()
