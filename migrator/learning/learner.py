@@ -281,6 +281,7 @@ class Learner:
         self._feedback = self._feedback.under(links)
         made = None if ahead is None or not self._has_all else ahead.take(links)
         if made is not None:
+            self._contest.adopted()
             self._carry_out(made)
             self._owed = False
             return True
