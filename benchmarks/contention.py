@@ -150,7 +150,7 @@ class Bench:
             load.switch(True)
         # The monitor has to see the load, answer, and have planned; and a load that stood still begins with a burst,
         # which is all that plain training has to wait for.
-        for _ in range(self._settle // 3 if variant == "plain" else self._settle):
+        for _ in range(max(1, self._settle // 3) if variant == "plain" else self._settle):
             loss = self._step()
         loss.item()  # waits for the device
         moved, steps = _moved(session), self._window * (load.windows if load is not None else 1)

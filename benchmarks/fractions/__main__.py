@@ -69,7 +69,7 @@ def _largest(options: argparse.Namespace) -> None:
         options.timeout,
         multiple=options.multiple,
         most=options.most,
-        first=options.first or options.multiple,
+        first=options.first,
     ).all(options.workload, options.methods)
 
 
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     largest.add_argument("--methods", type=_words, default=["pages:auto", "checkpoint-k"])
     largest.add_argument("--multiple", type=int, default=8, help="that batches are multiples of")
     largest.add_argument("--most", type=int, default=1024, help="the largest batch that is tried")
-    largest.add_argument("--first", type=int, help="the batch that is tried first (default: the smallest)")
+    largest.add_argument("--first", type=int, default=0, help="the batch that is tried first (default: the smallest)")
     for verb in (run, largest):
         verb.add_argument("--results", type=Path, required=True)
         verb.add_argument("--seconds", type=float, default=600.0, help="after which it stops; the next run goes on")

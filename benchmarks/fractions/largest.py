@@ -28,7 +28,7 @@ class Largest:
     multiple, most
         Batches are multiples of the one and never above the other.
     first
-        The one that the plain program is tried with first.
+        The one that the plain program is tried with first; 0: the smallest.
     """
 
     results: Results
@@ -38,7 +38,7 @@ class Largest:
     timeout: float
     multiple: int = 8
     most: int = 1024
-    first: int = 8
+    first: int = 0
     start: Callable[[str, Setting, int], Worker] = Worker
     clock: Callable[[], float] = time.monotonic
     say: Callable[[str], object] = lambda line: print(line, flush=True)
@@ -49,6 +49,8 @@ class Largest:
         self._end = self.clock() + self.seconds - LAST
         try:
             plain = self._search(workload, "ideal", 0)
+            if not plain:
+                return  # there is no speed to compare with
             for name in methods:
                 if name != "ideal":
                     self._search(workload, name, plain)
@@ -114,7 +116,7 @@ class Largest:
         return record
 
 
-def largest(good: Callable[[int], bool], multiple: int, most: int, *, known: int = 0, first: int | None = None) -> int:
+def largest(good: Callable[[int], bool], multiple: int, most: int, *, known: int = 0, first: int = 0) -> int:
     """The largest batch that is good: grown by half while it is, then bisected; 0 if none is.
 
     Parameters
@@ -126,13 +128,13 @@ def largest(good: Callable[[int], bool], multiple: int, most: int, *, known: int
     most
         No batch above is tried.
     known
-        A batch that is good. Without one the `first` is tried first, by default the smallest.
+        A batch that is good, a multiple. Without one the `first` is tried first, or what is a multiple below it.
     """
 
     def more(batch: int) -> int:
         return max(batch + multiple, batch * 3 // 2 // multiple * multiple)
 
-    low, high = known, more(known) if known else first or multiple
+    low, high = known, more(known) if known else max(multiple, first // multiple * multiple)
     while high <= most and good(high):
         low, high = high, more(high)
     high = min(high, most // multiple * multiple + multiple)

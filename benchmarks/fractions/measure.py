@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -98,7 +98,17 @@ class Bench:
         if method.kind == "checkpoint-k":
             budget = _all_memory() if hbm is None else hbm
             blocks = fewest(partial(self._peak, method), self._count_blocks(), budget)
-        measured = self._train(method, hbm, blocks, warm)
+        try:
+            measured = self._train(method, hbm, blocks, warm)
+        except torch.OutOfMemoryError:
+            if blocks is None or hbm is not None or blocks == self._count_blocks():
+                raise
+            measured = {}
+        if not measured:  # outside of `except`, whose traceback holds what there was
+            assert blocks is not None
+            clean()
+            blocks += 1  # two steps had room for fewer, and fragments took it
+            measured = self._train(method, hbm, blocks, warm)
         if method.allocator == "torch":
             clean()  # another process may be next
         return measured | ({} if blocks is None else {"blocks": blocks})
@@ -182,12 +192,14 @@ class Bench:
     def _peak(self, method: Method, blocks: int) -> int:
         """Most bytes reserved with so many blocks checkpointed; more than there are where that does not fit."""
         if blocks not in self._probed:
-            with ExitStack() as stack, suppress(torch.OutOfMemoryError):
+            try:
+                with ExitStack() as stack:
+                    step = prepare(method, self.build(), stack, blocks=blocks, trl=None)
+                    for _ in range(2):  # the first makes the optimizer's state
+                        step().item()
+                    self._probed[blocks] = peaks()["reserved"]
+            except torch.OutOfMemoryError:
                 self._probed[blocks] = sys.maxsize
-                step = prepare(method, self.build(), stack, blocks=blocks, trl=None)
-                for _ in range(2):  # the first makes the optimizer's state
-                    step().item()
-                self._probed[blocks] = peaks()["reserved"]
             step = None
             clean()
         return self._probed[blocks]
@@ -206,7 +218,7 @@ def fewest(peak: Callable[[int], int], blocks: int, budget: int) -> int:
     peak
         Of so many; the more, the lower.
     """
-    low, high = 0, blocks  # more than `low` are needed, as the budget is less than the plain program takes
+    low, high = 0, blocks  # more than `low` are needed: the budget is less than the plain program takes
     if peak(high) > budget:
         return high
     while high - low > 1:

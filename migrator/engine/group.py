@@ -9,7 +9,7 @@ The life of a group::
     HOME      one buffer in HBM holds, or is about to hold, all of it; its tensors are views of it
     GONE      nobody refers to it any more
 
-References point upwards only. What autograd holds (`tensors.Moved`) refers to a `Saved`, that to its
+References point upwards only. What autograd holds (`moved.Moved`) refers to a `Saved`, that to its
 group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
 reference count. All that a graph holds of one group shares a `Claim`, so that the engine hears of a
 group's death once. `claim_died` may run anywhere, also while the engine holds its lock; therefore it

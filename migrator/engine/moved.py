@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,7 +95,7 @@ class Moved:
         self.was_used = False
         self.counter = tensor.detach()
         self.version = self.counter._version
-        self.counter.data = _nothing(tensor)
+        self.counter.data = _nothing(tensor.dtype, tensor.device)
 
     def changed(self) -> bool:
         """Whether what was saved has been changed in place since."""
@@ -109,9 +110,10 @@ class Moved:
         return view(self.counter, buffer.untyped_storage(), self.dtype, first, self.size, self._stride)
 
 
-def _nothing(tensor: Tensor) -> Tensor:
-    """A tensor without memory, otherwise of the same kind."""
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def arrange(members: list[Saved]) -> int:

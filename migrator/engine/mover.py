@@ -15,8 +15,9 @@ from allocator.errors import TierFull
 from migrator.engine.engine import EVERY, Engine
 from migrator.engine.filling import Filling
 from migrator.engine.group import State
-from migrator.engine.moved import Moved
+from migrator.engine.moved import Moved, Saved
 from migrator.hooks.actions import Action, Go, Recompute, Stay
+from migrator.lanes import Stream
 from migrator.learning.learner import Learner
 from migrator.links import BOUNDLESS, Links, usable
 from migrator.plan import Plan
@@ -73,6 +74,7 @@ class Mover:
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
         self._taken = 0  # storages, in this period
+        self._held_back: Stream | None = None  # whose unforeseen groups wait for the next storage
         self._unchanged = 0  # periods under the plans that there are
         self._fitting = 0  # periods, one after the other, that HBM had room for
         self._allocated_before = engine.compute.allocated()
@@ -136,7 +138,9 @@ class Mover:
             if filling is None and recorder is None:
                 self.filling.unforeseen = True
             saved = known.saved
-            if saved is None or saved.group.state is State.GONE:
+            if saved is None or saved.group.state is State.GONE or _is_another_stream_s(saved, tensor, stream):
+                if self._held_back is not None:
+                    self._send_unforeseen(self._held_back)
                 # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
                 # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
                 group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
@@ -145,13 +149,21 @@ class Mover:
             moved = engine.tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
                 self.filling.came(filling)
-            # Of a part that counts for itself the others come right after: they share what has not left.
-            others_follow = tensor._base is None and tensor.grad_fn is None and tensor.nbytes < saved.nbytes
-            if self.filling.loose and not self._keeps and not others_follow:
-                if self.filling.patient and engine.resident > self.filling.room:
-                    self._expect_too_much()
-                self.filling.send_loose(stream)
+            if self.filling.loose:
+                if _is_part(tensor, saved):
+                    # Others may come right after, which share what has not left: it goes once another storage comes.
+                    self._held_back = stream
+                else:
+                    self._send_unforeseen(stream)
         return moved
+
+    def _send_unforeseen(self, stream: Stream) -> None:
+        """Send what no plan has foreseen, unless there may be room for it."""
+        self._held_back = None
+        if self.filling.loose and not self._keeps:
+            if self.filling.patient and self.engine.resident > self.filling.room:
+                self._expect_too_much()
+            self.filling.send_loose(stream)
 
     # ------------------------------------------------------------------------------------- back
 
@@ -323,7 +335,7 @@ class Mover:
 
     def _begin(self) -> None:
         self.filling.begin()
-        self._taken = 0
+        self._taken, self._held_back = 0, None
         self.storages = self.engine.tensors.Storages()
         self.engine.position = -1
         self.engine.limit = self._limit()
@@ -387,6 +399,16 @@ class Mover:
             for group in plan.groups:
                 for key in group.sites:
                     yield key, Go(self, group, paces.get(key))
+
+
+def _is_part(tensor: Tensor, saved: Saved) -> bool:
+    """Whether others without a graph may share the bytes of one that counts for itself: see `storages`."""
+    return tensor._base is None and tensor.grad_fn is None and tensor.nbytes < saved.nbytes
+
+
+def _is_another_stream_s(saved: Saved, tensor: Tensor, stream: Stream) -> bool:
+    """Whether a tensor that counts for itself was not written before what its group's copy waits for."""
+    return saved.group.stream != stream and tensor._base is None
 
 
 def _heard(plan: Plan, trace: Trace) -> set[str]:

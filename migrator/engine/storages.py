@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Known:
-    """The bytes ``[low, high)`` of a storage, as they were at one version of one version counter.
+    """The bytes ``[low, high)`` of a storage, as they were at one version of a version counter, or of several.
 
     Attributes
     ----------
     ident : int
         Number within the period.
     base : weak reference
-        To the tensor whose version counter it is, that of which the saved one is a view.
+        To the tensor whose version counter it is, that of which the saved one is a view; of several the first.
     cdata : int
         Identity of the storage, good for as long as this object lives: it is a weak reference to it.
     saved : Saved or None
@@ -107,15 +107,19 @@ class Storages:
         nbytes = storage.nbytes()
         low, high = (0, nbytes) if tensor.nbytes == nbytes else _reach(tensor, nbytes)
         key = storage._cdata
-        entry, near = self._known.get(key), NEAR
+        entry, near, beside = self._known.get(key), NEAR, None
         while entry is not None and near:
             # Another version is other content: a storage saved before and after an in-place operation
             # (ReLU(inplace=True) on a normalisation's output) is two.
-            of = entry.base()
-            same = entry.version == version and (of is base or (of is not None and _is_beside(entry, of, tensor)))
-            if same and entry.low <= low and high <= entry.high:
-                return entry
+            if entry.version == version and entry.low <= low and high <= entry.high:
+                of = entry.base()
+                if of is base:
+                    return entry
+                if beside is None and of is not None and _is_beside(entry, of, tensor):
+                    beside = entry
             entry, near = entry.before, near - 1
+        if beside is not None:
+            return beside
         before = self._current(self._known.get(key), base, version)
         entry = self._known[key] = Known(self._count, low, high, base, version, storage, before)
         self._count += 1
@@ -154,11 +158,12 @@ def _is_beside(entry: Known, of: Tensor, tensor: Tensor) -> bool:
     """Whether a tensor over the bytes of `entry`, found for `of`, may do with those, though both count for themselves.
 
     Inductor hands the parts of a fused projection out as tensors of their own, and each would move the whole. Neither
-    has a graph, so nobody recomputes one of them; and the bytes have not left. What will leave is what is there then,
-    for whomever: who changes it by one counter is noticed there, and by `.data` plain PyTorch does not notice either.
+    has a graph, and there is no formula, which would make one of them as it was; and the bytes have not left. What will
+    leave is what is there then, for whomever: who changes it by one counter is noticed there, and by `.data` plain
+    PyTorch does not notice either. Whether the copy waits for the stream that wrote it is for the mover to see.
     """
     saved = entry.saved
-    if tensor._base is not None or (saved is not None and saved.offset >= 0):
+    if tensor._base is not None or entry.made is not None or (saved is not None and saved.offset >= 0):
         return False
     return not of.requires_grad and not tensor.requires_grad
 

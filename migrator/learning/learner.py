@@ -25,7 +25,7 @@ from migrator.links import PCIE_GEN5, Costs, Links
 from migrator.plan import Plan
 from migrator.policies import Policy
 from migrator.recording.recordings import Recordings
-from migrator.simulator import Simulated
+from migrator.simulator import Simulated, simulate
 from migrator.timing import Lap, alike, at_pace
 from migrator.trace import Trace
 
@@ -204,6 +204,9 @@ class Learner:
         planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
         changed, self._owed = self._owed, False
         changed |= self._adopt()
+        if self._orders.under_way and self._take_ahead():  # others need the bus since before it was there
+            self._orders.drop()
+            changed = True
         if not (whole or self._periods >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
@@ -227,7 +230,7 @@ class Learner:
     def _learn(self, trace: Trace, peak: int) -> bool:
         if not self._recordings.add(trace, self._periods):
             return False
-        self._set_aside = None
+        self._set_aside = self._ahead = None
         self._afresh = True
         self._feedback.news()
         self._contest.renew()
@@ -275,18 +278,29 @@ class Learner:
                 return True
             self._set_aside = before = None  # less fits by now than did
         self._owed |= self.break_off()
-        ahead = self._ahead
         if before is None and self._has_all and not self._feedback.given.contended:
-            self._set_aside = SetAside(self._made, self._planned, self._feedback, ahead)
+            self._set_aside = SetAside(self._made, self._planned, self._feedback, self._ahead)
         self._feedback = self._feedback.under(links)
-        made = None if ahead is None or not self._has_all else ahead.take(links)
-        if made is not None:
-            self._contest.adopted()
-            self._carry_out(made)
+        if self._has_all and self._take_ahead():
             self._owed = False
             return True
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
+
+    def _take_ahead(self) -> bool:
+        """Carry out what was made ahead, if it is there and good for the links that there are; whether it is."""
+        made = None if self._ahead is None else self._ahead.take(self._feedback.given)
+        if made is None:
+            return False
+        # What is foreseen is compared with what is measured, and that is under these links.
+        links = self._feedback.links
+        self._carry_out(
+            tuple(
+                each if each.predicted is None else replace(each, predicted=simulate(trace, links, each.plan))
+                for each, trace in zip(made, self._planned, strict=True)
+            )
+        )
+        return True
 
     def plan_for_less(self, below: int) -> None:
         """The tiers below HBM hold `below` bytes by now, and less than the plans move: wait for others that fit.
@@ -298,7 +312,7 @@ class Learner:
         """
         self.break_off()
         given = self._feedback.given
-        self._set_aside = None  # it moves more than that, for all that is known
+        self._set_aside = self._ahead = None  # they move more than that, for all that is known
         self._feedback = self._feedback.under(replace(given, below=below, dram=min(below, given.dram)))
         self._plan()
         self._orders.wait()
@@ -327,7 +341,7 @@ class Learner:
         """Forget the traces; the plans that there are hold until there are others."""
         self._recordings.begin_anew()
         self._orders.drop()
-        self._set_aside = self._room = None
+        self._set_aside = self._ahead = self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
         self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)
 
@@ -389,7 +403,7 @@ class Learner:
 
     def _carry_out(self, plans: tuple[Made, ...]) -> None:
         """From now on these hold, and are to be borne out."""
-        self._made, self._ahead = plans, None  # what was made ahead was corrected less
+        self._made, self._ahead = plans, None  # what was made ahead goes with the plans before
         self._under = 0
         self._feedback.adopted()
         for made in plans:

@@ -1,4 +1,4 @@
-"""Plans that stand by: those for a free memory bus while others need it, and one for then while it is free.
+"""Plans that stand by: while others need the memory bus those for a free one, while it is free those for a loaded one.
 
 To begin with a plan takes a step. To make one takes seconds, and more beside a preprocessing that keeps all cores busy:
 by then its input pipeline has starved. So what is to be carried out then is made before. Pure.
@@ -23,14 +23,24 @@ WORSE = 0.15  # of a lane: how much less there may be left
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Plans made ahead for less than there is of the links, which need not be there yet."""
+    """Plans made ahead for less than there is of the links.
+
+    Attributes
+    ----------
+    made
+        The plans, which need not be there yet.
+    given
+        The links while nobody else needs the bus.
+    links
+        What the plans count on.
+    """
 
     made: Future[tuple[Made, ...]]
     given: Links
     links: Links
 
     def take(self, links: Links) -> tuple[Made, ...] | None:
-        """The plans, if they are there and good for `links`."""
+        """The plans, if they are there and good for `links`: others need the bus, and leave not much less of it."""
         if not links.contended or not self.made.done() or self.made.exception() is not None:
             return None
         if (links.below, links.dram) != (self.links.below, self.links.dram):

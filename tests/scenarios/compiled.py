@@ -196,9 +196,13 @@ def what_a_compiled_block_saves_in_parts_moves_once(device: torch.device) -> Non
     with moving() as session:
         _train_attention(device, steps=6)
         (trace,) = session.runtime.saver().armed_movers[0].learner.traces
+        before = moved(session)["d2h"]
+        _train_attention(device, steps=1)
+        went = moved(session)["d2h"] - before
     counted = sum({site.storage: site.nbytes for site in trace.sites}.values())
-    print(f"  counted {counted} of {sum(unique.values())} bytes")
+    print(f"  counted {counted} and moved {went} of {sum(unique.values())} bytes")
     assert 0 < counted <= sum(unique.values())
+    assert 0 < went <= sum(unique.values())
 
 
 if __name__ == "__main__":

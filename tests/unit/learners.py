@@ -91,9 +91,9 @@ class Later:
                 future.set_result(job())
 
 
-def large(trace: Trace = MODEL) -> tuple[Learner, Later]:
+def large(trace: Trace = MODEL, policy: str = "auto") -> tuple[Learner, Later]:
     """A learner that has seen a trace which takes long to plan for, and what does its jobs."""
     later = Later()
-    learner = Learner(POLICIES["auto"], peak_of(trace) * 3 // 4, submit=later)
+    learner = Learner(POLICIES[policy], peak_of(trace) * 3 // 4, submit=later)
     assert not learner.period_over(trace, 0, whole=True, pressed=False, drifted=False)
     return learner, later

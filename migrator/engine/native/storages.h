@@ -134,9 +134,9 @@ std::pair<int64_t, int64_t> reach(const at::Tensor &tensor, int64_t nbytes) {
   return {low - low % kSlot, high};
 }
 
-// Whether a tensor that is no view may do with an entry that was found for another; see `storages._is_beside`.
+// Whether a tensor may do with an entry that was found for another; see `storages._is_beside`.
 bool is_beside(const Known &entry, const at::Tensor &tensor) {
-  if (tensor.requires_grad()) return false;
+  if (tensor.is_view() || tensor.requires_grad() || entry.made != Py_None) return false;
   if (entry.saved != Py_None &&
       (Py_TYPE(entry.saved) != &saved_type || reinterpret_cast<Saved *>(entry.saved)->offset >= 0))
     return false;
@@ -173,14 +173,18 @@ PyObject *storages_find(PyObject *self, PyObject *argument) {
   const int64_t version = tensor._version();
   const auto found = storages.own.known.find(storage.unsafeGetStorageImpl());
   int near = kNear;
-  for (Known *entry = found == storages.own.known.end() ? nullptr : found->second; entry && near;
+  Known *same = nullptr, *beside = nullptr;
+  for (Known *entry = found == storages.own.known.end() ? nullptr : found->second; entry && near && !same;
        entry = entry->before, --near) {
-    if (entry->version == version && entry->low <= low && high <= entry->high &&
-        (entry->own.base->_unsafe_get_target() == base.unsafeGetTensorImpl() ||
-         (!tensor.is_view() && is_beside(*entry, tensor)))) {
-      Py_INCREF(entry);
-      return reinterpret_cast<PyObject *>(entry);
-    }
+    if (entry->version != version || entry->low > low || high > entry->high) continue;
+    if (entry->own.base->_unsafe_get_target() == base.unsafeGetTensorImpl())
+      same = entry;
+    else if (!beside && is_beside(*entry, tensor))
+      beside = entry;
+  }
+  if (Known *entry = same ? same : beside) {
+    Py_INCREF(entry);
+    return reinterpret_cast<PyObject *>(entry);
   }
   auto *known = make<Known>(known_type);  // the collector may run now, and somebody's finalizer come here, too
   hold(known->saved, Py_None);

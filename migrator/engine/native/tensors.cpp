@@ -1,4 +1,5 @@
-// What the hooks do with every tensor that is saved: `tensors.py` again, line by line, at a tenth of the host's time.
+// What the hooks do with every tensor that is saved: `moved.py` and `storages.py` again, line by line, at a tenth of
+// the host's time.
 //
 // Every call of PyTorch's from Python takes a microsecond or half of one, and a tensor that moves needs twenty. Here
 // they are reads of fields. Compiled once against the torch that is installed, and only where there is a compiler: what

@@ -495,6 +495,13 @@ def test_the_first_to_be_tried_can_be_named() -> None:
     assert largest(lambda batch: batch <= 300, 128, 4096, first=512) == 256
 
 
+@pytest.mark.parametrize("first", [1, 7, 100, 129])
+def test_one_that_is_no_multiple_becomes_one(first: int) -> None:
+    asked: list[int] = []
+    assert largest(lambda batch: (asked.append(batch), batch <= 92)[1], 8, 256, first=first) == 88  # type: ignore[func-returns-value]
+    assert all(batch and batch % 8 == 0 for batch in asked)
+
+
 def test_a_batch_is_good_within_a_tenth_of_the_ideal_s_best_speed_and_no_try_is_repeated() -> None:
     def seconds(limit: int, slower: float) -> Callable[[int], Any]:
         return lambda batch: Failed("OutOfMemoryError") if batch > limit else slower * batch / 100

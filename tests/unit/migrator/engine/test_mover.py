@@ -65,6 +65,43 @@ def test_a_group_that_may_still_be_completed_does_not_leave_early(rig: Rig) -> N
     assert early.saved.group.state is State.FILLING
 
 
+def parts() -> tuple[torch.Tensor, ...]:
+    """The interleaved parts of 4 MiB, each with a version counter of its own, as inductor hands them out."""
+    return torch.zeros(1024, 2048, dtype=torch.bfloat16).unsafe_chunk(2, dim=1)
+
+
+def test_parts_of_one_buffer_move_once(rig: Rig) -> None:
+    (q, k), before = parts(), rig.engine.resident
+    first, second = rig.save("a:0", tensor=q), rig.save("a:1", tensor=k)
+    assert first.saved is second.saved
+    assert rig.engine.resident - before == 4 * MiB
+
+
+def test_parts_wait_for_each_other_and_not_for_what_comes_after(rig: Rig) -> None:
+    """A program that saves nothing but padded rows kept all of it while it was recorded."""
+    rig.mover.filling.room = rig.engine.limit = MiB
+    for number in range(12):
+        q, k = parts()
+        assert rig.save(f"{number}:0", tensor=q).saved.group.state is State.FILLING
+        rig.save(f"{number}:1", tensor=k)
+        del q, k
+        assert rig.engine.resident <= 4 * MiB
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_parts_that_two_streams_wrote_leave_apart(rig: Rig, planned: bool) -> None:
+    """The copy waits for one stream: what the other has not written yet would be lost, and no counter tells."""
+    q, k = parts()
+    go: list[Go | None] = [*rig.planned(group("a:0", "a:1"), limit=0)[0]] if planned else [None, None]
+    rig.mover.filling.room = 0
+    rig.compute.current = 1
+    first = rig.save("a:0", go[0], q)
+    rig.compute.current = 2
+    second = rig.save("a:1", go[1], k)
+    assert first.saved.group is not second.saved.group
+    assert (first.saved.group.stream, second.saved.group.stream) == (1, 2)
+
+
 def halves(count: int) -> list[PageGroup]:
     """Groups of two sites each, of which only the first comes."""
     return [group(f"m{k}:0", f"m{k}:1", last_birth=1000 + k) for k in range(count)]

@@ -11,6 +11,8 @@ from migrator.learning.learner import Learner
 from migrator.learning.standby import LOADED, WORSE
 from migrator.links import PCIE_GEN5
 from migrator.policies import POLICIES
+from migrator.simulator import simulate
+from migrator.timing import Lap
 from tests.unit.learners import MODEL, Later, large, peak_of, quiet
 
 MEASURED = {"d2h": 0.97, "h2d": 0.78, "bus": 0.8}
@@ -23,9 +25,9 @@ def peak(learner: Learner) -> int:
     return predicted.peak["hbm"]
 
 
-def settled() -> tuple[Learner, Later]:
+def settled(policy: str = "auto") -> tuple[Learner, Later]:
     """A learner whose plans are borne out, and who has asked for those to stand by."""
-    learner, later = large()
+    learner, later = large(policy=policy)
     later.work()
     quiet(learner, 0)
     for _ in range(UNTOLD):
@@ -65,6 +67,44 @@ def test_as_long_as_they_are_not_there_plans_are_made_for_what_is_left() -> None
     later.work()
     assert quiet(learner, 0)
     assert learner.plans != alone
+
+
+def test_plans_that_get_there_after_the_load_are_carried_out_and_what_was_ordered_is_dropped() -> None:
+    learner, later = settled()
+    alone = learner.plans
+    assert not learner.relink(BUSY)
+    job, ahead = later.jobs[1]
+    ahead.set_result(job())
+    assert quiet(learner, 0)
+    assert learner.plans != alone and not learner.planning
+    later.work()
+    assert not quiet(learner, peak(learner))
+
+
+@pytest.mark.parametrize("policy", ["flashneuron", "g10", "auto"])
+def test_what_they_are_compared_with_is_foreseen_under_the_links_there_are(policy: str) -> None:
+    """A lane was made slower twice: by what others leave of it, and by how much less that is than was planned with."""
+    learner, later = settled(policy)
+    later.work()
+    left = PCIE_GEN5.reduced({"d2h": 0.78, "h2d": 0.66, "bus": 0.8}, direct_disk=False)
+    assert learner.relink(left)
+    jobs, (plan,) = len(later.jobs), learner.plans
+    truly = simulate(MODEL, left, plan)
+    lap = Lap(truly.seconds, truly.stalls)
+    for _ in range(UNTOLD):
+        assert not learner.relink(left)
+        learner.period_over(None, truly.peak["hbm"], whole=True, pressed=False, drifted=False, lap=lap)
+    assert len(later.jobs) == jobs
+    assert learner.plans == (plan,)
+
+
+def test_what_was_made_for_a_program_that_is_recorded_anew_goes_with_it() -> None:
+    learner, later = settled()
+    later.work()
+    learner.forget()
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    assert not learner.relink(BUSY)
+    assert learner.plans == ()
 
 
 @pytest.mark.parametrize("lane", ["d2h", "h2d"])
@@ -116,8 +156,8 @@ def test_plans_that_move_nothing_need_none_to_stand_by() -> None:
     assert len(later.jobs) == 1
 
 
-def test_where_no_plan_fits_what_stands_by_is_left_alone() -> None:
-    """Its failure is not the program's: that goes on with what it has."""
+def test_what_could_not_be_made_ahead_is_made_when_it_is_needed() -> None:
+    """The planner's failure is not the program's."""
     learner, later = settled()
     later.jobs[-1][1].set_exception(MemoryError("the planner was killed"))
     assert not learner.relink(BUSY)
