@@ -74,7 +74,7 @@ class Mover:
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
         self._taken = 0  # storages, in this period
-        self._held_back: Stream | None = None  # whose unforeseen groups wait for the next storage
+        self._held_back: set[Stream] = set()  # whose unforeseen groups wait for the next storage
         self._unchanged = 0  # periods under the plans that there are
         self._fitting = 0  # periods, one after the other, that HBM had room for
         self._allocated_before = engine.compute.allocated()
@@ -139,8 +139,8 @@ class Mover:
                 self.filling.unforeseen = True
             saved = known.saved
             if saved is None or saved.group.state is State.GONE or _is_another_stream_s(saved, tensor, stream):
-                if self._held_back is not None:
-                    self._send_unforeseen(self._held_back)
+                for waiting in tuple(self._held_back):
+                    self._send_unforeseen(waiting)
                 # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
                 # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
                 group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
@@ -152,14 +152,14 @@ class Mover:
             if self.filling.loose:
                 if _is_part(tensor, saved):
                     # Others may come right after, which share what has not left: it goes once another storage comes.
-                    self._held_back = stream
+                    self._held_back.add(stream)
                 else:
                     self._send_unforeseen(stream)
         return moved
 
     def _send_unforeseen(self, stream: Stream) -> None:
         """Send what no plan has foreseen, unless there may be room for it."""
-        self._held_back = None
+        self._held_back.discard(stream)
         if self.filling.loose and not self._keeps:
             if self.filling.patient and self.engine.resident > self.filling.room:
                 self._expect_too_much()
@@ -335,7 +335,8 @@ class Mover:
 
     def _begin(self) -> None:
         self.filling.begin()
-        self._taken, self._held_back = 0, None
+        self._taken = 0
+        self._held_back.clear()
         self.storages = self.engine.tensors.Storages()
         self.engine.position = -1
         self.engine.limit = self._limit()

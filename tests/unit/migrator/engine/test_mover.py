@@ -77,8 +77,10 @@ def test_parts_of_one_buffer_move_once(rig: Rig) -> None:
     assert rig.engine.resident - before == 4 * MiB
 
 
-def test_parts_wait_for_each_other_and_not_for_what_comes_after(rig: Rig) -> None:
-    """A program that saves nothing but padded rows kept all of it while it was recorded."""
+@pytest.mark.parametrize("stream", [None, 1])
+def test_parts_wait_for_each_other_and_not_for_what_comes_after(rig: Rig, stream: int | None) -> None:
+    """A program that saves nothing but padded rows kept all of it while it was recorded. A host has the stream None."""
+    rig.compute.current = stream  # type: ignore[assignment]
     rig.mover.filling.room = rig.engine.limit = MiB
     for number in range(12):
         q, k = parts()
