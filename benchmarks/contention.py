@@ -346,7 +346,8 @@ def write(options: argparse.Namespace, start: float, cells: Sequence[Cell]) -> N
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
-        "options": {name: str(value) for name, value in vars(options).items()},
+        # Not where this is written: that is a place on somebody's machine.
+        "options": {name: str(value) for name, value in vars(options).items() if name != "json"},
         "seconds": time.perf_counter() - start,
     }
     options.json.write_text(json.dumps({**facts, "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n")
