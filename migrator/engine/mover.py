@@ -403,12 +403,12 @@ class Mover:
 
 
 def _is_part(tensor: Tensor, saved: Saved) -> bool:
-    """Whether others without a graph may share the bytes of one that counts for itself: see `storages`."""
+    """Whether others may share its bytes that come right after it: see `storages._is_beside`."""
     return tensor._base is None and tensor.grad_fn is None and tensor.nbytes < saved.nbytes
 
 
 def _is_another_stream_s(saved: Saved, tensor: Tensor, stream: Stream) -> bool:
-    """Whether a tensor that counts for itself was not written before what its group's copy waits for."""
+    """Whether another stream wrote the tensor than that for which the copy of its storage's group waits."""
     return saved.group.stream != stream and tensor._base is None
 
 

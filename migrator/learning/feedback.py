@@ -264,7 +264,7 @@ def _agreed(laps: Sequence[Lap]) -> Lap | None:
 
 
 def _median(laps: Sequence[Lap]) -> Lap | None:
-    """Of as many as make sure the one in the middle: half of them are no longer."""
+    """The one in the middle, once there are as many as make sure: half of them were no longer."""
     return sorted(laps, key=_computed)[SURE // 2] if len(laps) == SURE else None
 
 
