@@ -102,6 +102,7 @@ PCIE_GEN5 = Links(d2h=55.0e9, h2d=55.1e9, both=92.8e9)
 """Measured on an H100 on PCIe Gen5 x16: what is taken for granted where nobody has measured."""
 
 
+WORSE = 0.15  # of a lane: with how much less of it plans are made once more
 SPARE = 16  # one part in so many of what is below HBM is left out of plans
 
 

@@ -23,7 +23,7 @@ import torch
 from migrator.engine import tensors as in_python
 from migrator.engine.backing import Backing
 from migrator.engine.group import NEVER, Claim, Group, State, claim_died, unclaimed
-from migrator.engine.moved import Saved
+from migrator.engine.moved import Saved, nothing
 from migrator.engine.parcel import Parcel
 from migrator.engine.tensors import Tensors
 from migrator.lanes import Compute, Lane, Leaving, Stream, whole
@@ -71,7 +71,6 @@ class Engine:
         self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
         self._order: deque[Group] = deque()
         self.unsettled = True  # a look at what may come back next could find something new
-        self._nothing: dict[torch.dtype, torch.Tensor] = {}
 
     # -------------------------------------------------------------------------------------- out
 
@@ -148,10 +147,7 @@ class Engine:
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor without memory."""
-        empty = self._nothing.get(dtype)
-        if empty is None:
-            empty = self._nothing[dtype] = torch.empty(0, dtype=dtype, device=self.compute.device)
-        return empty
+        return nothing(dtype, self.compute.device)
 
     # ------------------------------------------------------------------------------------- back
 

@@ -95,7 +95,7 @@ class Moved:
         self.was_used = False
         self.counter = tensor.detach()
         self.version = self.counter._version
-        self.counter.data = _nothing(tensor.dtype, tensor.device)
+        self.counter.data = nothing(tensor.dtype, tensor.device)
 
     def changed(self) -> bool:
         """Whether what was saved has been changed in place since."""
@@ -111,7 +111,7 @@ class Moved:
 
 
 @cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor without memory."""
     return torch.empty(0, dtype=dtype, device=device)
 

@@ -351,8 +351,7 @@ class Learner:
         Those that are `present`, and for the same traces, stay where what was corrected since makes none better.
         """
         self._owed |= self.break_off()  # until somebody is told
-        traces = self._at_pace()
-        budgets = tuple(self._before_correction(trace) for trace in traces)
+        traces, budgets = self._to_plan()
         links = self._feedback.links
         if not links.contended:  # that moves hardly cost anything was found where nobody else needed the bus
             links = replace(links, costs=self._contest.costs)
@@ -361,8 +360,10 @@ class Learner:
         self._owed = False
         return changed
 
-    def _at_pace(self) -> tuple[Trace, ...]:
-        return tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
+    def _to_plan(self) -> tuple[tuple[Trace, ...], tuple[int, ...]]:
+        """What plans are made for, and the budget of each before correction."""
+        traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
+        return traces, tuple(self._before_correction(trace) for trace in traces)
 
     def _plan_ahead(self) -> None:
         """Have plans made for when others need the memory bus, where the present ones would need it, too."""
@@ -370,8 +371,7 @@ class Learner:
         if given.contended or not any(plan.moved_bytes for plan in self.plans):
             return
         loaded = self._feedback.under(given.reduced(LOADED, direct_disk=False))
-        traces = self._at_pace()
-        budgets = tuple(self._before_correction(trace) for trace in traces)
+        traces, budgets = self._to_plan()
         made = self._orders.ask_ahead(traces, budgets, loaded.correction, loaded.links)
         self._ahead = Ahead(made, given, loaded.given)
 

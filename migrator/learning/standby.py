@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 from migrator.learning.feedback import Feedback
 from migrator.learning.made import Made
-from migrator.links import Links
+from migrator.links import WORSE, Links
 from migrator.trace import Trace
 
 LOADED = {"d2h": 0.9, "h2d": 0.8, "bus": 0.8}
 """What is left of each lane where others need the bus; on an H100 beside 100 GB/s of copies 0.94 to 1 and 0.76 to 0.85.
 """
-
-WORSE = 0.15  # of a lane: how much less there may be left
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from migrator.links import WORSE
+
 State = Literal["free", "saturated", "recovering"]
 Cause = Literal["nobody", "us", "others", "unknown"]
 
@@ -31,7 +33,6 @@ WARIEST = 100
 PROVEN = 60  # steps at the full share after which a recovery has not failed
 GROUPS = 32  # that may be back early at a share just below 1
 LEAST_GROUPS = 8  # with 4 a GPT lost 2 to 3% on an H100 and the load won nothing: the bytes are the same
-WORSE = 0.15  # of a lane: how much less there must be for plans to be made once more
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import pytest
 
 from migrator.learning.feedback import UNTOLD
 from migrator.learning.learner import Learner
-from migrator.learning.standby import LOADED, WORSE
-from migrator.links import PCIE_GEN5
+from migrator.learning.standby import LOADED
+from migrator.links import PCIE_GEN5, WORSE
 from migrator.policies import POLICIES
 from migrator.simulator import simulate
 from migrator.timing import Lap
