@@ -1,24 +1,23 @@
 """Training beside preprocessing, with the monitor off and on.
 
-``python -m benchmarks.contention --json contention.json`` on a GPU machine takes less than five minutes;
+``python -m benchmarks.contention --json contention.json`` on a GPU machine takes less than ten minutes;
 ``python -m benchmarks.contention --tiny`` runs the same code on a CPU in less than one and tells nothing.
 
-A *cell* is one variant beside one load: training runs for some steps until both have settled, then a
-window of steps is timed, and what the load does in it is counted. Variants are ``plain`` (no tiers),
-``off`` and ``on`` (tiers at a budget that forces moves, without and with the monitor); the last two
-alternate within one session, their order turning from round to round. Half of the rounds of ``plain`` come before
-that session and half after it, as hosts that others use change. Loads are those of `loads`.
+A *cell* is one variant beside one load: ``off`` and ``on`` are tiers at a budget that forces moves, without and with
+the monitor; they alternate within one session, their order turning from round to round. In a cell training runs for
+some steps until both have settled; then it takes turns of some steps with plain PyTorch (no tiers, a process of its
+own), and what the load does in the turns of each is counted. So what is compared is seconds apart: hosts that others
+use change within minutes by more than what is looked for. Loads are those of `loads`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,7 +30,9 @@ from allocator.sizes import format_size
 from benchmarks import workloads
 from benchmarks.activation_path import link_speed
 from benchmarks.alternate import sm_clock
-from benchmarks.loads import Copies, Jpegs, Load
+from benchmarks.contention_report import NONE, Cell, table
+from benchmarks.loads import Copies, Jpegs, Load, Span
+from benchmarks.plain import Plain
 from migrator.runtime.backoff import Response
 from migrator.telemetry.transfers import Transfer
 from tiers.monitor.build import available_sensors
@@ -42,44 +43,8 @@ from tiers.monitor.verdict import Judge
 from tiers.monitor.watch import Watch
 from tiers.session import Session
 
-NONE = "none"
 BATCHES = {"reference_gpt": 8, "resnet152": 256}
-FASTER = 1.10  # that training is to be with the monitor where the bus is saturated
-NO_SLOWER = 0.98  # that it is to be everywhere
-POLITE = 0.95  # of what preprocessing reaches beside plain training
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One variant beside one load in one round.
-
-    Attributes
-    ----------
-    training : float
-        Samples per second; 0 where nothing trained.
-    preprocessing : float
-        What the load did, in its unit per second.
-    moved : float
-        Bytes a step, both directions.
-    cores : float
-        Processor seconds a second that the training process took, all of its threads.
-    share : float
-        Of the usual demand that the monitor left at the end; 1 without it.
-    host_us : float
-        Median host time that handing a period to the monitor took on the training thread, in microseconds.
-    """
-
-    round: int
-    load: str
-    variant: str
-    training: float
-    preprocessing: float
-    moved: float = 0.0
-    cores: float = 0.0
-    share: float = 1.0
-    host_us: float = 0.0
-    changes: tuple[str, ...] = ()
-    sm_clock: int | None = None
+WARM = 4  # steps of plain training before the first that counts
 
 
 class Switch:
@@ -113,8 +78,9 @@ class Bench:
 
     Parameters
     ----------
-    settle, window
-        Steps before the timed ones, and those.
+    settle, window, turns
+        Steps before the timed ones; those of a turn; and how many turns ours and plain training have each, half as many
+        where there is no load.
     keep
         Given all cells after each: a run on a lent machine may be ended at any time.
     """
@@ -122,99 +88,122 @@ class Bench:
     def __init__(
         self,
         step: Callable[[], torch.Tensor],
+        plain: Plain,
         batch: int,
         settle: int,
         window: int,
+        turns: int,
         keep: Callable[[Sequence[Cell]], object] = len,
     ) -> None:
-        self._step, self._batch, self._settle, self._window, self._keep = step, batch, settle, window, keep
+        self._step, self._plain, self._batch, self._keep = step, plain, batch, keep
+        self._settle, self._window, self._turns = settle, window, turns
         self.cells: list[Cell] = []
 
     def alone(self, load: Load, seconds: float) -> None:
         """The load without any training."""
         load.switch(True)
         time.sleep(seconds / 2)
-        load.begin()
+        begin = load.note()
         time.sleep(seconds)
-        rate = load.rate()
+        rate = load.rate([(begin, load.note())])
         load.switch(False)
         self._add(Cell(0, load.name, "alone", 0.0, rate))
 
-    def cell(
-        self, number: int, load: Load | None, variant: str, session: Session | None, switch: Switch | None
-    ) -> None:
+    def cell(self, number: int, load: Load | None, variant: str, session: Session, switch: Switch) -> None:
         """Training beside the load, or beside nothing."""
-        if switch is not None:
-            switch.set(variant == "on")
+        switch.set(variant == "on")
         if load is not None:
             load.switch(True)
-        # The monitor has to see the load, answer, and have planned; and a load that stood still begins with a burst,
-        # which is all that plain training has to wait for.
-        for _ in range(max(1, self._settle // 3) if variant == "plain" else self._settle):
-            loss = self._step()
-        loss.item()  # waits for the device
-        moved, steps = _moved(session), self._window * (load.windows if load is not None else 1)
-        start, busy = time.perf_counter(), time.process_time()
-        if load is not None:
-            load.begin()
-        for _ in range(steps):
-            loss = self._step()
-        loss.item()
-        took, busy = time.perf_counter() - start, time.process_time() - busy
-        rate = load.rate() if load is not None else 0.0
+        self._train(self._settle)  # the monitor has to see the load, answer, and have planned
+        note = time.monotonic if load is None else load.note
+        before, busy = _moved(session), 0.0
+        ours: list[Span] = []
+        plain: list[Span] = []
+        turns = self._turns if load else -(-self._turns // 2)  # nothing but training has to be told apart
+        for _ in range(turns):
+            begin = note()
+            self._plain.train(self._window)
+            between, spent = note(), time.process_time()
+            self._train(self._window)
+            end, busy = note(), busy + time.process_time() - spent
+            plain.append((begin, between))
+            ours.append((between, end))
+        cell = Cell(
+            number,
+            load.name if load else NONE,
+            variant,
+            training=self._samples(ours),
+            preprocessing=load.rate(ours) if load else 0.0,
+            plain_training=self._samples(plain),
+            plain_preprocessing=load.rate(plain) if load else 0.0,
+            moved=(_moved(session) - before) / (turns * self._window),
+            cores=busy / sum(end - begin for begin, end in ours),
+            sm_clock=sm_clock(),
+        )
         if load is not None:
             load.switch(False)
-        name = load.name if load else NONE
-        cell = Cell(number, name, variant, self._batch * steps / took, rate, cores=busy / took)
-        if session is not None:
-            cell = replace(cell, moved=(_moved(session) - moved) / steps)
-        if switch is not None and switch.monitor is not None:
+        if switch.monitor is not None:
             watch = switch.monitor.watch
             host = 1e6 * median(switch.times) if switch.times else 0.0
             cell = replace(cell, share=watch.backoff.share, host_us=host, changes=tuple(watch.changes))
-        self._add(replace(cell, sm_clock=sm_clock()))
+        self._add(cell)
+
+    def _train(self, steps: int) -> None:
+        for _ in range(steps):
+            loss = self._step()
+        loss.item()  # waits for the device
+
+    def _samples(self, spans: Sequence[Span]) -> float:
+        return self._batch * self._window * len(spans) / sum(end - begin for begin, end in spans)
 
     def _add(self, cell: Cell) -> None:
         self.cells.append(cell)
         self._keep(self.cells)
-        moved = format_size(int(cell.moved))
         rates = f"{cell.training:.2f} samples/s on {cell.cores:.1f} cores, {cell.preprocessing:.1f} preprocessed"
+        if cell.plain_training:
+            rates += f"; plain {cell.plain_training:.2f} and {cell.plain_preprocessing:.1f}"
+        moved = format_size(int(cell.moved))
         print(
-            f"round {cell.round} {cell.load}, {cell.variant}: {rates}, moved {moved} a step, share {cell.share:.2f}",
+            f"round {cell.round} {cell.load}, {cell.variant}: {rates}; moved {moved} a step, share {cell.share:.2f}",
             flush=True,
         )
         for change in cell.changes:
             print(f"    {change}", flush=True)
 
 
-def _moved(session: Session | None) -> float:
-    return 0.0 if session is None else float(sum(session.stats()["moved"].values()))
+def _moved(session: Session) -> float:
+    return float(sum(session.stats()["moved"].values()))
 
 
 def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
     """All cells."""
     cuda, start = torch.cuda.is_available(), time.perf_counter()
     workload = getattr(workloads, options.workload)("cuda" if cuda else "cpu", tiny=options.tiny)
+    plain = Plain(options.workload, options.tiny)
+    try:
+        return _run(options, loads, workload, plain, start)
+    finally:
+        plain.close()
+
+
+def _run(
+    options: argparse.Namespace, loads: Sequence[Load], workload: workloads.Workload, plain: Plain, start: float
+) -> list[Cell]:
     keep = partial(write, options, start)
-    bench = Bench(workload.step, BATCHES[options.workload], options.settle, options.window, keep)
+    lengths = options.settle, options.window, options.turns
+    bench = Bench(workload.step, plain, BATCHES[options.workload], *lengths, keep)
     for load in loads:
         bench.alone(load, options.seconds)
-    beside: list[Load | None] = [None, *loads]
-    plain = [
-        partial(bench.cell, number, load, "plain", None, None) for number in range(options.rounds) for load in beside
-    ]
-    before = (options.rounds + 1) // 2 * len(beside)
-    for measure in plain[:before]:
-        measure()
-    gc.collect()
     measured: dict[str, float] = {}
-    if cuda:
+    if torch.cuda.is_available():
         measured = dict(zip(("d2h", "h2d"), link_speed(), strict=True))
         torch.cuda.empty_cache()
         print(f"links: {measured}")
+    plain.train(WARM)
     arguments: dict[str, Any] = {f"links_{lane}": rate for lane, rate in measured.items()}
     if options.hbm:
         arguments["hbm"] = options.hbm
+    beside: list[Load | None] = [None, *loads]
     with tiers.session(policy=options.policy, dram=options.dram, monitor_enabled=False, **arguments) as session:
         switch = Switch(Calibration(measured))
         session.runtime.advise(switch)
@@ -230,67 +219,7 @@ def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
                 print(f"no time for more than {number + 1} rounds")
                 break
         switch.set(False)
-    for measure in plain[before:]:
-        measure()
     return bench.cells
-
-
-def middle(cells: Sequence[Cell], load: str, variant: str, what: str) -> float:
-    """The median over the rounds; 0 where there is no such cell."""
-    return float(median([getattr(c, what) for c in cells if (c.load, c.variant) == (load, variant)] or [0.0]))
-
-
-def table(cells: Sequence[Cell]) -> str:
-    """One line a load: fractions of running alone, then what the monitor is to hold."""
-    loads = list(dict.fromkeys(cell.load for cell in cells))
-    lines = [
-        f"{'':<22}{'training, of its own alone':^27} | {'preprocessing, of alone':^33} | {'on/off':>7}{'on/plain':>9}"
-        f"{'share':>7}{'moved on/off':>13}",
-        f"{'load':<22}{'plain':>9}{'off':>9}{'on':>9} | {'alone':>9}{'plain':>8}{'off':>8}{'on':>8} | "
-        f"{'train':>7}{'prep':>9}",
-    ]
-    for load in loads:
-        alone = middle(cells, load, "alone", "preprocessing")
-        training = {v: middle(cells, load, v, "training") for v in ("plain", "off", "on")}
-        fractions = [_part(training[v], middle(cells, NONE, v, "training")) for v in training]
-        prep = {v: middle(cells, load, v, "preprocessing") for v in training}
-        parts = [_part(rate, alone) for rate in prep.values()]
-        moves = _part(middle(cells, load, "on", "moved"), middle(cells, load, "off", "moved"))
-        lines.append(
-            f"{load:<22}{''.join(f'{part:>9}' for part in fractions)} | {alone:>9.1f}"
-            f"{''.join(f'{part:>8}' for part in parts)} | {_part(training['on'], training['off']):>7}"
-            f"{_part(prep['on'], prep['plain']):>9}{middle(cells, load, 'on', 'share'):>7.2f}{moves:>13}"
-        )
-    rates = ", ".join(f"{v} {middle(cells, NONE, v, 'training'):.2f}" for v in ("plain", "off", "on"))
-    lines.append(f"training alone, samples/s: {rates}")
-    clocks = [cell.sm_clock for cell in cells if cell.sm_clock is not None]
-    if clocks:
-        lines.append(f"SM clock: {min(clocks)} to {max(clocks)} MHz, median {median(clocks):.0f}")
-    host = [cell.host_us for cell in cells if cell.variant == "on"]
-    if host:
-        lines.append(f"host time to hand a period to the monitor: {median(host):.0f} us")
-    lines += [f"{'holds' if holds else 'DOES NOT HOLD'}: {what}" for what, holds in promises(cells)]
-    return "\n".join(lines)
-
-
-def promises(cells: Sequence[Cell]) -> list[tuple[str, bool]]:
-    """What the monitor is to hold, and whether it does in these cells."""
-    found = []
-    for load in dict.fromkeys(cell.load for cell in cells):
-        off, on = (middle(cells, load, variant, "training") for variant in ("off", "on"))
-        found.append((f"training beside {load}: with the monitor {on / off:.3f} of without", on >= NO_SLOWER * off))
-        if load == NONE:
-            continue
-        if middle(cells, load, "on", "share") < 1:
-            found.append((f"training beside {load}, saturated: at least {FASTER:.2f}", on >= FASTER * off))
-        plain, polite = (middle(cells, load, variant, "preprocessing") for variant in ("plain", "on"))
-        text = f"{load} keeps {_part(polite, plain)} of what it reaches beside plain training"
-        found.append((text, plain > 0 and polite >= POLITE * plain))
-    return found
-
-
-def _part(value: float, of: float) -> str:
-    return f"{value / of:.3f}" if of else "-"
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -306,10 +235,11 @@ def main(words: Sequence[str] | None = None) -> None:
         "--workers", type=int, default=None, help="of the DataLoader; 0: no such load (default: all but 2)"
     )
     parser.add_argument("--rounds", type=int, default=None, help="(default: 3; with --tiny 1)")
-    parser.add_argument("--settle", type=int, default=12, help="steps before the timed ones")
-    parser.add_argument("--window", type=int, default=6, help="timed steps")
+    parser.add_argument("--settle", type=int, default=30, help="steps before the timed ones")
+    parser.add_argument("--window", type=int, default=8, help="steps of a turn")
+    parser.add_argument("--turns", type=int, default=4, help="of either in a cell")
     parser.add_argument("--learning", type=int, default=64, help="steps until the plans have settled")
-    parser.add_argument("--minutes", type=float, default=4.5, help="begin no round with tiers that would end after")
+    parser.add_argument("--minutes", type=float, default=9.5, help="begin no round with tiers that would end after")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each load alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from multiprocessing.sharedctypes import Synchronized
 from statistics import median
 from typing import Any, Protocol
@@ -25,21 +26,24 @@ PIXELS = (1536, 2048)
 STARTED_WITHIN = 120.0  # seconds
 
 
+Span = tuple[float, float]
+"""From one time that a load noted to another."""
+
+
 class Load(Protocol):
-    """One load; `unit` says what `rate` counts, and `windows` how many times as long as others it is to be measured."""
+    """One load; `unit` says what `rate` counts."""
 
     name: str
     unit: str
-    windows: int
 
     def switch(self, on: bool) -> None:
         """Begin or pause."""
 
-    def begin(self) -> None:
-        """Measure from here on."""
+    def note(self) -> float:
+        """Begin or end a span here; the time, in seconds of the monotonic clock."""
 
-    def rate(self) -> float:
-        """What is done a second, since then."""
+    def rate(self, spans: Sequence[Span]) -> float:
+        """What was done a second within these spans, taken together; while the load is still on."""
 
     def close(self) -> None:
         """End its processes."""
@@ -49,7 +53,6 @@ class Jpegs:
     """The DataLoader of ``examples/train_resnet.py``: workers decode and augment at full resolution."""
 
     unit = "images/s"
-    windows = 3  # each worker takes a third of a second for an image, and not always the same
 
     def __init__(self, workers: int, pixels: tuple[int, int] = PIXELS) -> None:
         self.name = f"jpeg, {workers} workers"
@@ -58,7 +61,6 @@ class Jpegs:
         self._on, self._done = context.Value("b", 0), context.Value("q", 0)
         self._times = context.RawArray("d", TIMES)
         self._ready = context.Event()
-        self._begun = 0
         self._process = context.Process(
             target=_decode, args=(workers, pixels, self._on, self._done, self._times, self._ready, os.getpid())
         )
@@ -72,12 +74,13 @@ class Jpegs:
     def switch(self, on: bool) -> None:
         self._on.value = on
 
-    def begin(self) -> None:
-        self._begun = self._done.value
+    def note(self) -> float:
+        return time.monotonic()
 
-    def rate(self) -> float:
+    def rate(self, spans: Sequence[Span]) -> float:
         now, done = time.monotonic(), self._done.value
-        return images_per_second([self._times[n % TIMES] for n in range(self._begun, done)], self._workers, now)
+        times = [self._times[n % TIMES] for n in range(max(0, done - TIMES), done)]
+        return images_per_second(times, self._workers, spans, now)
 
     def close(self) -> None:
         self._on.value = -1
@@ -91,7 +94,6 @@ class Copies:
     """Processes that copy in host memory, together at `rate` bytes per second, read and written."""
 
     unit = "GB/s"
-    windows = 1
 
     def __init__(self, rate: float, most: int) -> None:
         self.name = f"copies at {rate / 1e9:g} GB/s"
@@ -99,7 +101,7 @@ class Copies:
         context = multiprocessing.get_context("spawn")
         self._on = context.Value("b", 0)
         self._done = context.RawArray("Q", workers)
-        self._begun = (0.0, 0)
+        self._noted: dict[float, int] = {}  # bytes done, by time
         self._processes = [
             context.Process(target=_copy, args=(index, rate / workers, self._on, self._done, os.getpid()))
             for index in range(workers)
@@ -110,12 +112,14 @@ class Copies:
     def switch(self, on: bool) -> None:
         self._on.value = on
 
-    def begin(self) -> None:
-        self._begun = (time.monotonic(), sum(self._done))
+    def note(self) -> float:
+        now = time.monotonic()
+        self._noted[now] = sum(self._done)
+        return now
 
-    def rate(self) -> float:
-        then, done = self._begun
-        return (sum(self._done) - done) / 1e9 / (time.monotonic() - then)
+    def rate(self, spans: Sequence[Span]) -> float:
+        done = sum(self._noted[end] - self._noted[begin] for begin, end in spans)
+        return done / 1e9 / sum(end - begin for begin, end in spans)
 
     def close(self) -> None:
         self._on.value = -1
@@ -123,21 +127,31 @@ class Copies:
             process.join(30)
 
 
-def images_per_second(times: Sequence[float], workers: int, now: float) -> float:
-    """How many images come a second, of the times at which they came, in seconds.
+def images_per_second(times: Sequence[float], workers: int, spans: Sequence[Span], now: float) -> float:
+    """How many images come a second within spans, of the times at which they came, in seconds.
 
     The loader takes one from each worker in turn, and all take about as long: they come in bursts of one each, five or
-    six in a window of seconds. To count them would tell 70 or 84. From one image of a worker to another of its own are
-    whole rounds, whatever begins or ends between two. 0 where no worker has brought two.
+    six in a span of seconds. To count them would tell 70 or 84. An image counts for what of its making, which is from
+    its worker's last one to its own, lies within the spans. 0 where no worker has brought two.
     """
-    of_each = (times[first::workers] for first in range(workers))
-    rates = [_per_second(own, now) for own in of_each if len(own) > 1]
-    return workers * median(rates) if rates else 0.0
+    rates = (_per_second(times[first::workers], spans, now) for first in range(workers))
+    known = [rate for rate in rates if rate]
+    return workers * median(known) if known else 0.0
 
 
-def _per_second(times: Sequence[float], now: float) -> float:
-    whole = (len(times) - 1) / (times[-1] - times[0])
-    return min(whole, len(times) / (now - times[0]))  # less only where the one under way takes longer than those before
+def _per_second(times: Sequence[float], spans: Sequence[Span], now: float) -> float:
+    """The same of one worker."""
+    ends = list(times)
+    if len(ends) > 1 and now - ends[-1] > ends[-1] - ends[-2]:
+        ends.append(now)  # the one under way takes longer than the one before, and now at the soonest it is there
+    images = covered = 0.0
+    for begun, came in pairwise(ends):
+        for begin, end in spans:
+            within = min(end, came) - max(begin, begun)
+            if within > 0:
+                covered += within
+                images += within / (came - begun)
+    return images / covered if covered else 0.0
 
 
 def _copy(index: int, rate: float, on: Synchronized[int], done: Any, parent: int) -> None:

@@ -11,8 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.contention import Cell, main, middle, promises, table
+from allocator.sizes import GiB
+from benchmarks.contention import main
+from benchmarks.contention_report import NONE, Cell, middle, of_plain, promises, table
 from benchmarks.loads import Copies, images_per_second, photographs
+from benchmarks.plain import Plain
 from examples.train_resnet import decode
 
 COPIES = "copies at 120 GB/s"
@@ -21,25 +24,37 @@ COPIES = "copies at 120 GB/s"
 def cells(*, on: float = 12.0, polite: float = 0.97, share: float = 0.125) -> list[Cell]:
     found = [Cell(0, COPIES, "alone", 0.0, 120.0)]
     for number in range(3):
-        found += [Cell(number, "none", variant, 20.0, 0.0) for variant in ("plain", "off", "on")]
+        host = number + 1.0  # which others use: nothing is compared but with what took turns with it
         found += [
-            Cell(number, COPIES, "plain", 19.0, 110.0),
-            Cell(number, COPIES, "off", 10.0, 90.0, moved=10.0),
-            Cell(number, COPIES, "on", on, 110.0 * polite, moved=5.0, share=share),
+            Cell(number, NONE, "off", 18.0 * host, 0.0, 20.0 * host),
+            Cell(number, NONE, "on", 18.0 * host, 0.0, 20.0 * host),
+            Cell(number, COPIES, "off", 10.0 * host, 88.0 * host, 20.0 * host, 110.0 * host, moved=4.0 * GiB),
+            Cell(
+                number,
+                COPIES,
+                "on",
+                on * host,
+                110.0 * polite * host,
+                20.0 * host,
+                110.0 * host,
+                moved=2.0 * GiB,
+                share=share,
+            ),
         ]
     return found
 
 
-def test_the_middle_of_the_rounds_counts() -> None:
-    rounds = [Cell(k, "none", "on", rate, 0.0) for k, rate in enumerate((1.0, 30.0, 2.0))]
-    assert middle(rounds, "none", "on", "training") == 2.0
-    assert middle(rounds, "none", "off", "training") == 0.0
+def test_what_counts_is_the_part_of_what_plain_training_reaches_in_the_turns_between() -> None:
+    assert of_plain(cells(), COPIES, "off", "preprocessing") == pytest.approx(0.8)
+    assert of_plain(cells(), COPIES, "on", "training") == pytest.approx(0.6)
+    assert of_plain(cells(), NONE, "on", "preprocessing") == 0.0, "which was not measured"
+    assert middle(cells(), COPIES, ("off", "on"), "plain_training") == 40.0
 
 
-def test_the_table_gives_fractions_of_running_alone() -> None:
+def test_the_table_gives_these_parts() -> None:
     row = next(line for line in table(cells()).splitlines() if line.startswith(COPIES))
     words = row.replace("|", " ").split()[4:]
-    assert words == ["0.950", "0.500", "0.600", "120.0", "0.917", "0.750", "0.889", "1.200", "0.970", "0.12", "0.500"]
+    assert words == ["40.00", "0.500", "0.600", "120.0", "220.0", "0.800", "0.970", "1.200", "0.12", "4.0", "2.0"]
 
 
 def test_what_is_promised_is_decided() -> None:
@@ -52,38 +67,71 @@ def test_what_is_promised_is_decided() -> None:
     assert [holds for _, holds in promises(unmeasured)].count(False) == 1, "what was not measured does not hold"
 
 
+def test_plain_training_takes_the_turns_that_it_is_told_to() -> None:
+    plain = Plain("reference_gpt", tiny=True)
+    try:
+        plain.train(2)
+        plain.train(1)
+    finally:
+        plain.close()
+
+
+def test_who_waits_for_plain_training_is_told_of_its_end() -> None:
+    plain = Plain("no_such_workload", tiny=True)
+    try:
+        with pytest.raises(RuntimeError, match="has ended"):
+            plain.train(1)
+    finally:
+        plain.close()
+
+
 def test_copies_keep_to_their_rate_and_stop_when_told() -> None:
     load = Copies(0.5e9, most=1)
     try:
         load.switch(True)
-        load.begin()
-        while not load.rate():
+        begin = load.note()
+        while not load.rate([(begin, load.note())]):
             time.sleep(0.01)
-        load.begin()
-        time.sleep(1.0)
-        rate = load.rate()
+        spans = []
+        for _ in range(2):  # which count together
+            begin = load.note()
+            time.sleep(0.5)
+            spans.append((begin, load.note()))
+        rate = load.rate(spans)
         load.switch(False)
         time.sleep(0.3)
-        load.begin()
+        begin = load.note()
         time.sleep(0.3)
-        assert load.rate() == 0
+        assert load.rate([(begin, load.note())]) == 0
     finally:
         load.close()
     assert 0.1 < rate < 0.7
 
 
 @pytest.mark.parametrize("begin", [0.01, 0.2, 0.39])
-@pytest.mark.parametrize("window", [1.8, 2.1])
-def test_images_that_come_in_bursts_are_timed_by_whole_rounds(begin: float, window: float) -> None:
+@pytest.mark.parametrize("span", [1.8, 2.1])
+def test_images_that_come_in_bursts_count_by_what_of_their_making_lies_within(begin: float, span: float) -> None:
     """14 workers that take 0.4 s each, and bring theirs within 20 ms: to count them in 1.8 s tells 56 or 70."""
-    every = [0.4 * burst + 0.0014 * worker for burst in range(20) for worker in range(14)]
-    times = [came for came in every if begin <= came < begin + window]
-    assert images_per_second(times, 14, begin + window) == pytest.approx(14 / 0.4, rel=1e-6)
+    times = [0.4 * burst + 0.0014 * worker for burst in range(20) for worker in range(14)]
+    spans = [(begin, begin + span), (begin + 2 * span, begin + 3 * span)]
+    assert images_per_second(times, 14, spans, 8.0) == pytest.approx(14 / 0.4, rel=1e-6)
+
+
+def test_of_two_that_take_turns_each_has_its_own_images() -> None:
+    """Beside one an image takes 0.2 s, beside the other 0.4: turns of 2 s begin and end within images."""
+    times, now = [0.0], 0.0
+    while now < 20.0:
+        now += 0.2 if now % 4 < 2 else 0.4
+        times.append(now)
+    fast = images_per_second(times, 1, [(4.0 * k, 4.0 * k + 2) for k in range(4)], now)
+    slow = images_per_second(times, 1, [(4.0 * k + 2, 4.0 * k + 4) for k in range(4)], now)
+    assert fast == pytest.approx(5.0, rel=0.1)
+    assert slow == pytest.approx(2.5, rel=0.1)
 
 
 def test_workers_that_stand_still_are_not_timed_by_what_they_did_before() -> None:
-    assert images_per_second([0.0, 0.4, 0.8], 1, 2.4) == pytest.approx(3 / 2.4)
-    assert images_per_second([0.3], 1, 1.0) == 0
+    assert images_per_second([0.0, 0.4, 0.8], 1, [(0.0, 2.4)], 2.4) == pytest.approx(3 / 2.4)
+    assert images_per_second([0.3], 1, [(0.0, 1.0)], 1.0) == 0
 
 
 def test_photographs_are_what_the_example_decodes() -> None:
@@ -94,15 +142,16 @@ def test_photographs_are_what_the_example_decodes() -> None:
 
 def test_a_tiny_run_goes_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "contention.json"
-    words = ["--tiny", "--settle", "3", "--window", "2", "--learning", "6", "--seconds", "0.2", "--json", str(path)]
-    main(words)
+    words = ["--tiny", "--settle", "3", "--window", "2", "--turns", "2", "--learning", "6", "--seconds", "0.2"]
+    main([*words, "--json", str(path)])
     out = capsys.readouterr().out
-    assert "training alone, samples/s" in out
+    assert "keeps" in out
     found = json.loads(path.read_text())["cells"]
+    loads = ("none", "jpeg, 1 workers", "copies at 1 GB/s")
     assert {(cell["load"], cell["variant"]) for cell in found} == {
-        *((load, variant) for load in ("none", "jpeg, 1 workers", "copies at 1 GB/s") for variant in ("off", "on")),
-        *((load, variant) for load in ("jpeg, 1 workers", "copies at 1 GB/s") for variant in ("alone", "plain")),
-        ("none", "plain"),
+        *((load, variant) for load in loads for variant in ("off", "on")),
+        *((load, "alone") for load in loads[1:]),
     }
-    assert all(cell["moved"] > 0 for cell in found if cell["variant"] in ("off", "on"))
+    ours = [cell for cell in found if cell["variant"] != "alone"]
+    assert all(cell["moved"] > 0 and cell["training"] > 0 and cell["plain_training"] > 0 for cell in ours)
     assert all(cell["host_us"] > 0 for cell in found if cell["variant"] == "on"), "the monitor was asked"

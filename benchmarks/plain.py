@@ -1,0 +1,71 @@
+"""Plain PyTorch, without tiers, in a process of its own that trains when it is told to.
+
+Two programs that take turns of seconds can be compared on a host that others use, which is never the same for long.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+
+ANSWERS = 300.0  # seconds in which a turn has to be over
+
+
+class Plain:
+    """A workload of `benchmarks.workloads`.
+
+    Parameters
+    ----------
+    workload
+        Its name there.
+    tiny
+        The small variant, on a CPU.
+    """
+
+    def __init__(self, workload: str, tiny: bool) -> None:
+        context = multiprocessing.get_context("spawn")  # it must not inherit a CUDA context
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, workload, tiny), daemon=True)
+        self._process.start()
+        theirs.close()  # or nobody would be told of its end
+
+    def train(self, steps: int) -> None:
+        """Train for so many steps, until the last is over on the device.
+
+        Raises
+        ------
+        RuntimeError
+            If the process has ended, or takes minutes.
+        """
+        try:
+            self._pipe.send(steps)
+            if not self._pipe.poll(ANSWERS):
+                raise RuntimeError(f"plain training did not finish {steps} steps in {ANSWERS:.0f} s")
+            self._pipe.recv()
+        except (EOFError, OSError):
+            raise RuntimeError("the process of plain training has ended; what it said is above") from None
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(30)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _serve(pipe: Connection, name: str, tiny: bool) -> None:
+    import torch
+
+    from benchmarks import workloads
+
+    step = getattr(workloads, name)("cuda" if torch.cuda.is_available() else "cpu", tiny=tiny).step
+    while True:
+        try:
+            steps = pipe.recv()
+        except EOFError:
+            return  # whoever asked is gone
+        for _ in range(steps):
+            loss = step()
+        loss.item()  # waits for the device
+        pipe.send(None)
