@@ -28,7 +28,7 @@ WEIGHS_COSTS = True
 LANES = (1.0, 0.9, 0.75, 0.5, 0.0, 1.05, 1.15, 1.4, 2.0, 1e9)
 """For how long the lane out may be busy, as multiples of the forward; the last is for budgets that need it."""
 
-FEWER = (0.65, 0.4, 0.3, 0.2, 0.1)
+FEWER = (0.65, 0.55, 0.45, 0.4, 0.3, 0.2, 0.1)
 """The same, besides, where others need the memory bus: between these the fewest moves are looked for."""
 
 SHARES = (2, 4, 16)
@@ -41,7 +41,7 @@ TRIMS = 100  # levers that are looked at again, the dearest first
 RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan, capuchin.plan, superneurons.plan)
 """Whose plans are candidates as they are: quick ones, of different kinds."""
 
-POLITE = 0.0175  # of the fastest plan's step: what it may take to move less where others need the memory bus
+POLITE = 0.0145  # of the fastest plan's step: what it may take to move less where others need the memory bus
 REPAIRS = 4  # times that what the simulator found over the budget goes back into the search
 
 
