@@ -370,6 +370,8 @@ class Mover:
         self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
         self._unchanged = 0
+        if not self.engine.compute.capturing():
+            self.engine.compute.renew()
         self._news |= not (self._stayed and all(plan.keeps_everything for plan in plans))
 
     def _plans_for_less(self) -> bool:

@@ -136,11 +136,14 @@ class Memory(NamedTuple):
         Within it this thread asks for memory that the program alone would not, and gives all of it back.
     tidy : callable
         Has what that took return to the system, as far as it is cached.
+    renew : callable
+        Has all that is cached return to the system.
     """
 
     lap: Callable[[], int]
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
     tidy: Callable[[], None] = lambda: None
+    renew: Callable[[], None] = lambda: None
 
 
 class Meter(Protocol):
@@ -217,6 +220,13 @@ class Compute(Protocol):
 
     def tidy(self) -> None:
         """A period with work of ours aside is over: give back what is cached for that alone. Not within a capture."""
+
+    def renew(self) -> None:
+        """Other plans are carried out from now on: what is cached fits those before, and goes. Not within a capture.
+
+        Else it goes when HBM is full, in the middle of a step, from between what is in use; and what is then taken anew
+        lies in pieces for good: after two changes of plans a GPT's allocator went on flushing, step after step.
+        """
 
     def settle(self) -> Lap | None:
         """A period ends. What the last one took that the device is through with; None where that was not timed."""

@@ -42,7 +42,9 @@ class CudaCompute:
 
     def __init__(self, device: torch.device, counters: Counters, memory: Memory | None = None) -> None:
         self.device = device
-        self.lap, self.aside, self.tidy = memory or Memory(functools.partial(peaks.lap, device))
+        # Our own allocator, where it is there, knows by itself what to give back; see `PageAllocator.expect_news`.
+        memory = memory or Memory(functools.partial(peaks.lap, device), renew=torch.cuda.empty_cache)
+        self.lap, self.aside, self.tidy, self.renew = memory
         # PyTorch's own, without a frame of ours around them: both are asked for with every tensor that moves. What
         # `torch.cuda.current_stream` does with the first takes seven microseconds.
         self.stream: Callable[[], tuple[int, int, int]] = functools.partial(

@@ -100,6 +100,9 @@ class HostCompute:
     def tidy(self) -> None:
         pass
 
+    def renew(self) -> None:
+        pass
+
     def allocated(self) -> int:
         return 0
 

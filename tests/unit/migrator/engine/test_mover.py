@@ -182,6 +182,20 @@ def test_a_rival_for_which_there_is_no_room_below_gives_way_to_the_plan_before_i
     rig.close()
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_the_allocator_caches_goes_with_the_plans_that_it_fits(
+    monkeypatch: pytest.MonkeyPatch, rig: Rig, capturing: bool
+) -> None:
+    """Taken anew between what is in use, it made a GPT's allocator flush in every step after two changes of plans."""
+    renewed: list[bool] = []
+    monkeypatch.setattr(rig.engine.compute, "renew", lambda: renewed.append(True))
+    monkeypatch.setattr(rig.engine.compute, "capturing", lambda: capturing)
+    rig.planned(group("a:0", first_use=2))
+    assert not renewed
+    rig.mover._adopt((Plan("auto", GiB, {}, ()),))
+    assert renewed == ([] if capturing else [True])
+
+
 # --------------------------------------------------------------------------------- what no plan has foreseen
 
 
