@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from allocator import adapter
 from allocator.ledger import Account
+from allocator.native import Counts
 from allocator.pages import PageAllocator
 from tiers.places import cache_directory
 from tiers.shares import room
@@ -63,6 +64,16 @@ def before_cuda(install: Callable[[], None]) -> None:
         begin()
 
     torch.cuda._lazy_init = installing
+
+
+def account(cores: Sequence[Counts]) -> dict[str, int]:
+    """What our allocator did so far, on all GPUs: why a step took long that waited for no lane.
+
+    Pages mapped and unmapped, which takes some 60 us each, and waits for the device for that; requests that lay where
+    the layout has them, that it does not know, and whose place was taken; bytes that lie in DRAM now.
+    """
+    names = ("maps", "unmaps", "waits", "planned", "departed", "misplaced", "dram")
+    return {name: sum(getattr(counts, name) for counts in cores) for name in names}
 
 
 def prefer_expandable_segments() -> None:

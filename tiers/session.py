@@ -208,6 +208,7 @@ class Session:
                 "nvme": self._nvme.peak if self._nvme else 0,
             },
             **numbers,
+            "pages": paging.account(paged) if paged else None,
             "monitor": self._monitor.watch.summary() if self._monitor is not None else None,
         }
 

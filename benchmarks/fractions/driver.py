@@ -230,6 +230,9 @@ def line(record: Record) -> str:
         return f"{head}{record['status']}: {record['reason']}  ({record['took']:.0f} s)"
     over = "" if record["budget"] is None or fits(record, record["budget"]) else "  OVER BUDGET"
     settled = "" if record["settled"] else "  not settled"
+    if (pages := record.get("pages")) and (pages["maps"] or pages["departed"] or pages["misplaced"]):
+        odd = pages["departed"] + pages["misplaced"]
+        settled += f"  {pages['maps']:.0f} pages mapped, {odd:.0f} requests not as foreseen a step"
     return (
         f"{head}{record['fraction']:.3f} of ideal, {record['step'] * 1e3:.1f} ms "
         f"(ideal {record['ideal_step'] * 1e3:.1f}), "

@@ -168,6 +168,9 @@ class Bench:
             after = session.stats()
             moved = {lane: (after["moved"][lane] - before["moved"][lane]) / len(steps) for lane in after["moved"]}
             measured |= {"moved": moved, "stalls": _stalls(before, after, len(steps))}
+            if after["pages"] is not None:
+                each = {name: (after["pages"][name] - before["pages"][name]) / len(steps) for name in after["pages"]}
+                measured["pages"] = each | {"dram": after["pages"]["dram"]}  # what lies there now
         return measured
 
     def _time(

@@ -85,6 +85,13 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         each = stall["seconds"] / max(stats["periods"], 1)
         stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(each))
     yield stalls if stalls.rows else "no stalls"
+    if pages := stats.get("pages"):  # not there in those of earlier versions
+        requests = max(1, pages["planned"] + pages["departed"] + pages["misplaced"])
+        yield (
+            f"pages: {pages['planned'] / requests:.0%} of {requests} requests lay where they were foreseen; "
+            f"{pages['maps']} mapped, {pages['unmaps']} unmapped, {pages['waits']} waits for the device; "
+            f"{format_size(pages['dram'])} in dram at the end"
+        )
     if stats["monitor"] is not None:
         monitor = stats["monitor"]
         yield f"backed off in {monitor['backed_off']} of {monitor['steps']} periods that the monitor judged"

@@ -131,6 +131,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "stalls": {"h2d": stall},
         "unmanaged_bytes": "int",
         "step_s": {"median": "float", "min": "float", "max": "float", "settled": {"median": "float", "steps": "int"}},
+        "pages": "NoneType",
         "monitor": {"sensors": "list", "steps": "int", "backed_off": "int", "changes": "list"},
     }
 
