@@ -507,24 +507,36 @@ def test_a_batch_is_good_within_a_tenth_of_the_ideal_s_best_speed_and_no_try_is_
         return lambda batch: Failed("OutOfMemoryError") if batch > limit else slower * batch / 100
 
     fake = Fake({"ideal": seconds(16, 1.0), "tiers:auto": seconds(64, 1.05), "tiers:move": seconds(64, 2)})
-    results = Results()
-
-    def search() -> list[str]:
-        lines: list[str] = []
-        Largest(
-            results,
-            GPU,
-            Setting(),
-            1000,
-            100,
-            start=fake.start,  # type: ignore[arg-type]
-            clock=lambda: fake.now,
-            say=lines.append,
-        ).all(W, ["ideal", "tiers:auto", "tiers:move"])
-        return [line.partition(" ")[2] for line in lines if "largest" in line]
-
+    results, methods = Results(), ["ideal", "tiers:auto", "tiers:move"]
     expected = ["ideal: largest batch 16", "tiers:auto: largest batch 64", "tiers:move: largest batch no more than 16"]
-    assert search() == expected
+    assert search(fake, results, methods) == expected
     before = len(fake.asked)
-    assert search() == expected
+    assert search(fake, results, methods) == expected
     assert len(fake.asked) == before
+
+
+def test_a_batch_that_took_too_long_is_tried_again_with_more_time() -> None:
+    slow = Fake({"ideal": lambda batch: batch / 100 if batch <= 16 else Failed("full"), "trl": TooLong("75 s")})
+    results = Results()
+    assert search(slow, results, ["trl"], timeout=75)[-1] == "trl: largest batch no more than 16"
+    before = len(slow.asked)
+    slow.steps["trl"] = lambda batch: batch / 100 if batch <= 24 else Failed("full")
+    assert search(slow, results, ["trl"], timeout=75)[-1] == "trl: largest batch no more than 16"
+    assert len(slow.asked) == before
+    assert search(slow, results, ["trl"], timeout=150)[-1] == "trl: largest batch 24"
+
+
+def search(fake: Fake, results: Results, methods: list[str], timeout: float = 100) -> list[str]:
+    """What is found of each method."""
+    lines: list[str] = []
+    Largest(
+        results,
+        GPU,
+        Setting(trl=Path(__file__)),
+        1000,
+        timeout,
+        start=fake.start,  # type: ignore[arg-type]
+        clock=lambda: fake.now,
+        say=lines.append,
+    ).all(W, methods)
+    return [line.partition(" ")[2] for line in lines if "largest" in line]
