@@ -76,15 +76,27 @@ class DramClaims:
         self._periods[device] = self._periods.get(device, 0) + 1
         if self._periods[device] < UNUSED:
             return
-        keep = round_up(self._most.pop(device), STEP)
         self._periods[device] = 0
+        self._keep(device, core, self._most.pop(device))
+
+    def trimmed(self, device: int, core: Core) -> None:
+        """What a core had mapped and does not need now went back to the system.
+
+        Others may take it, so whether it can be had again is to be asked then.
+        """
+        if self._granted.get(device, 0):
+            self._keep(device, core, core.counts().dram)
+
+    def _keep(self, device: int, core: Core, nbytes: int) -> None:
+        keep = round_up(nbytes, STEP)
         with self._lock:
             granted = self._granted[device]  # by now: another thread may have asked for more
-            if keep < granted:
-                core.limit(DRAM, keep)
-                self._granted[device] = keep
-                self._room.taken(keep - granted)
-                self._release(granted - keep)
+            if keep >= granted:
+                return
+            core.limit(DRAM, keep)
+            self._granted[device] = keep
+            self._room.taken(keep - granted)
+            self._release(granted - keep)
 
     def _release(self, nbytes: int) -> None:
         if self._account is not None:

@@ -24,6 +24,9 @@ from allocator.sizes import PAGE, format_size, round_up
 log = logging.getLogger("tiers")
 
 
+AGAIN = 10.0  # seconds after which the system is asked once more for what it gave before
+
+
 @dataclass(slots=True, eq=False)
 class Mapping:
     """One step: its memory, what of it is taken, and since when nothing is."""
@@ -39,7 +42,7 @@ class Mappings:
     Attributes
     ----------
     limit
-        The hard cap, in bytes; what it has where the system gave no more.
+        The hard cap, in bytes; the most that it ever had where the system gave no more.
     grown
         Bytes taken from the system so far.
     room
@@ -67,7 +70,9 @@ class Mappings:
         self._step = step
         self._device = torch.cuda.current_device() if pinned else None
         self._account = account
-        self._refused = False  # the last claim
+        self._refused = False  # the last claim, or what the system gave before
+        self._most = 0  # that it ever had
+        self._not_before = -math.inf  # the system is asked again
         self._node = node
         self._mappings: list[Mapping] = []
 
@@ -94,7 +99,7 @@ class Mappings:
     def grow(self, least: int) -> bool:
         """Add a mapping of at least `least` bytes; under `growing`. False if that cannot be."""
         room = self.limit - self.grown
-        if self.closed or room < least:
+        if self.closed or room < least or time.monotonic() < self._not_before:
             return False
         nbytes = min(max(self._step, least), room, self.room.share(least))
         if not nbytes:
@@ -114,8 +119,12 @@ class Mappings:
                 format_size(self.limit),
                 refusal,
             )
-            self.limit = self.grown
+            # What it gave before it may give again, once others have done with it.
+            self.limit = max(self.grown, self._most)
+            self._refused = self.limit > self.grown
+            self._not_before = time.monotonic() + AGAIN
             return False
+        self._refused = False
         with self.lock:
             self._mappings.append(Mapping(memory, ExtentMap(nbytes, PAGE), time.monotonic()))
             self._has_grown(nbytes)
@@ -178,7 +187,7 @@ class Mappings:
             try:
                 pin(pages, self._device)
             except PinningRefused as refusal:
-                if self.grown:
+                if self._most:  # this machine does pin
                     raise
                 text = "dram goes on unpinned, so copies are several times slower: %s; to pin less, lower TIERS_DRAM"
                 log.warning(text, refusal)
@@ -191,6 +200,7 @@ class Mappings:
 
     def _has_grown(self, nbytes: int) -> None:
         self.grown += nbytes
+        self._most = max(self._most, self.grown)
         self.room.taken(nbytes)
 
     def _release(self, nbytes: int) -> None:

@@ -100,7 +100,7 @@ class PageAllocator:
         """
         core = adapter.core_of(self._library, device.index)
         if core is not None:
-            self._let_go(device.index, core.trim if device.index in self._bare else core.trim_outside)
+            self._let_go(device.index, core, core.trim if device.index in self._bare else core.trim_outside)
 
     def begin(self) -> None:
         """The first period begins: what was asked for so far was of no period."""
@@ -127,7 +127,7 @@ class PageAllocator:
         self._spilled.pop(device.index, None)
         core = adapter.core_of(self._library, device.index) if now else None
         if core is not None:
-            self._let_go(device.index, partial(core.trim, peak))
+            self._let_go(device.index, core, partial(core.trim, peak))
 
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
@@ -156,7 +156,7 @@ class PageAllocator:
             if device in self._news:
                 core.forget_plan(peak := self._news.pop(device))
                 self._bare.add(device)
-                self._let_go(device, partial(core.trim, peak))  # gradients, too, are gone by now
+                self._let_go(device, core, partial(core.trim, peak))  # gradients, too, are gone by now
                 watch.expect_news()
                 kinds.forget()
                 continue
@@ -177,13 +177,14 @@ class PageAllocator:
             elif forgot:
                 self._plan(device, core, kinds.layouts())
 
-    def _let_go(self, device: int, trim: Callable[[], None]) -> None:
+    def _let_go(self, device: int, core: Core, trim: Callable[[], None]) -> None:
         try:
             trim()
         except CoreBusy:
             pass  # a graph is captured, which may use it
         except CoreError:
             log.exception("what lies idle on cuda:%d stays mapped", device)
+        self._claims.trimmed(device, core)
 
     def _plan(self, device: int, core: Core, layouts: list[Foreseen]) -> None:
         while layouts:
@@ -252,6 +253,9 @@ class PageAllocator:
             except CoreFull:
                 if tier == HBM or not self._more(device, GiB):
                     return False
+            except CoreError as error:  # it lies where it lay
+                log.warning("optimizer state stays where it is on cuda:%d: %s", device, error)
+                return False
 
     def state(self, on: bool) -> None:
         """Whether what is asked for from now on lives as long as the program, as an optimizer's state does."""

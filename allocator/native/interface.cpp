@@ -149,7 +149,8 @@ int tn_limit(tn_core *core, int tier, uint64_t bytes) {
     Pages &pages = core->pages[tier];
     // Not every driver gives host memory everywhere (containers, nodes without processors): better known now than
     // later.
-    Status status = tier == kDram && !pages.made() && bytes ? pages.probe() : Status::Ok;
+    bool more = bytes / kPage > pages.limit();
+    Status status = tier == kDram && !pages.made() && more ? pages.probe() : Status::Ok;
     if (status == Status::Ok) pages.set_limit(bytes / kPage);
     return status;
   });

@@ -30,12 +30,15 @@ class RequestPool:
         self._helpers = helpers  # that may do what needs no drive: the other threads are for what does
         self._closing = False
         # Daemons: a program that ends without closing its store must not wait for these threads forever.
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"tiers-{name}-{index}", daemon=True)
-            for index in range(depth + helpers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for index in range(depth + helpers):
+                thread = threading.Thread(target=self._serve, name=f"tiers-{name}-{index}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # no more threads can be had: those that there are would wait for ever
+            self.close()
+            raise
 
     def read(self, request: Request) -> None:
         """Queue a read."""

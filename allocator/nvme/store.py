@@ -123,12 +123,12 @@ class NvmeStore:
             for path in paths:
                 room = rooms.get(path) if rooms else None
                 self._volumes.append(Volume(open_backend(path), capacity // len(paths), step, account, room))
+            self._drives = RequestPool(depth, _summing_threads() if checksum else 0, "nvme")
         except BaseException:
             self._close_files()
             raise
         self._takes_device_memory = all(volume.backend.device_memory for volume in self._volumes)
         self._sums = checksum
-        self._drives = RequestPool(depth, _summing_threads() if checksum else 0, "nvme")
         close_at_exit(self)
 
     @property
