@@ -16,8 +16,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import wait
+from typing import Any, Protocol
 
 from allocator.dram import LOOK_CLOSELY, DramArena, DramBlock
 from allocator.errors import StoreError, TierFull, TiersError, TierTooSmall
@@ -32,6 +33,21 @@ log = logging.getLogger("tiers")
 
 LONGEST_WAIT = 10.0  # seconds for others to give memory back that the program cannot go on without
 ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
+
+
+class User(Protocol):
+    """An engine, as another one's sees it."""
+
+    @property
+    def lock(self) -> Any:
+        """Held while it works."""
+
+    @property
+    def dead(self) -> Collection[object]:
+        """What it has not heard of yet."""
+
+    def collect(self) -> None:
+        """Forget what nobody refers to any more; with `lock`."""
 
 
 class Backing:
@@ -63,6 +79,7 @@ class Backing:
         self._lock = threading.RLock()
         self._later = threading.Condition(self._lock)  # nobody notifies: to wait for it lets others in
         self.has_disk = nvme is not None
+        self.users: set[User] = set()  # which have parcels here; held, or what they have here would outlive them
         self.direct_disk = False  # every parcel lies in DRAM first, also where the drives could do without
 
     # ------------------------------------------------------------------------------------- places
@@ -215,6 +232,8 @@ class Backing:
     def _write_out(self, parcel: Parcel) -> Parcel | None:
         """Start writing a parcel out; None if NVMe has no room."""
         if self._nvme is None or self._disk is None or parcel.block is None or parcel.filled is None:
+            return None
+        if parcel.writing is not None or parcel.extent is not None:  # another device's engine was here first
             return None
         extent = self._nvme.allocate(parcel.nbytes)
         if extent is None:

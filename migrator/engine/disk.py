@@ -35,8 +35,12 @@ class Disk:
         self._nvme = nvme
         self._counters = counters
         self._counting = threading.Lock()
-        self._writers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-write")
-        self._readers = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="tiers-disk-read")
+        self._writers = _pool("tiers-disk-write")
+        try:
+            self._readers = _pool("tiers-disk-read")
+        except BaseException:
+            self._writers.shutdown()
+            raise
 
     def write(self, extent: NvmeExtent, block: DramBlock, filled: Event) -> Future[None]:
         """Write `block` out once it is `filled`. A request that has not begun may be cancelled."""
@@ -69,3 +73,21 @@ class Disk:
             self._counters.moved[lane] += nbytes
         if (timeline := self._counters.timeline) is not None:
             timeline.copied(HOST, lane, nbytes, begin, time.perf_counter())
+
+
+def _pool(name: str) -> ThreadPoolExecutor:
+    """A pool that has all of its threads.
+
+    It queues a request before it starts a thread for it. If none can be had then, the request is refused, and runs all
+    the same once another thread is free: on a block, or an extent, that by then is somebody else's.
+    """
+    pool = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix=name)
+    together = threading.Barrier(DISK_THREADS)  # so that none is idle when the next is asked for
+    try:
+        for _ in range(DISK_THREADS):
+            pool.submit(together.wait)
+    except BaseException:
+        together.abort()
+        pool.shutdown()
+        raise
+    return pool

@@ -108,6 +108,7 @@ class Engine:
             If no tier has room; the group then stays where it is.
         """
         self.collect()
+        self._collect_for_others()
         if group.state is not State.FILLING or not group.members:
             return
         parcel = self.backing.new(self.tensors.arrange(group.members), group.next_use, group.tier, insist=insist)
@@ -123,6 +124,7 @@ class Engine:
         group.state = State.LEAVING
         self._leaving[group] = None
         self._waiting[group] = None
+        self.backing.users.add(self)
         self.relieve()
 
     def relieve(self) -> None:
@@ -288,6 +290,20 @@ class Engine:
                 group.claim = unclaimed  # which holds the group
                 self._forget(group)
                 self.unsettled = True
+        if not self._waiting:
+            self.backing.users.discard(self)
+
+    def _collect_for_others(self) -> None:
+        """Have engines forget what is dead that nobody calls any more: their threads have ended, or idle."""
+        if self.compute.capturing():
+            return
+        for other in tuple(self.backing.users):
+            # Two may look at each other: neither waits.
+            if other is not self and other.dead and other.lock.acquire(blocking=False):
+                try:
+                    other.collect()
+                finally:
+                    other.lock.release()
 
     def _forget(self, group: Group) -> None:
         self._count(group, 0)

@@ -207,7 +207,7 @@ def _is_plain(tensor: Tensor) -> bool:
     keys = _keys(tensor).raw_repr()
     if keys in _plain:
         return True
-    if tensor.layout is not torch.strided or _is_wrapped(tensor) or tensor.is_nested:
+    if tensor.layout is not torch.strided or _is_wrapped(tensor) or tensor.is_nested or tensor.is_quantized:
         return False
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return False

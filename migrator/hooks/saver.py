@@ -316,6 +316,7 @@ class Saver(OnStack):
             alias, version, stay, record = packed
             if alias._version != version:
                 raise modified(alias, alias.dtype, alias.size(), version)
+            record = _asked(record)
             if record is not None:
                 record.used()
             if stay is not None:
@@ -329,15 +330,16 @@ class Saver(OnStack):
         check(packed)
         if not self.place.in_backward:
             self._turn()
-        if packed.record is not None:
-            packed.record.used()
+        record = _asked(packed.record)
+        if record is not None:
+            record.used()
         if packed.go is not None and packed.go.pace is not None:
             packed.go.mover.engine.reached(packed.go.pace)
         if isinstance(packed, Dropped):
             # Again what it is made from is over as well, and made once for all that has it.
             return Look()(packed) if packed.made.over else packed.view(self._peek, count=True)
         tensor = packed.mover.give_back(packed)
-        return tensor if packed.record is None else packed.record.compare(tensor, Look())
+        return tensor if record is None else record.compare(tensor, Look())
 
     def _peek(self, packed: Packed) -> Tensor:
         """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
@@ -400,3 +402,8 @@ class Saver(OnStack):
                 self._sharded = root is not None and weights.is_sharded(root)
             self._fixed = set() if root is None else weights.storages(weights.of_module(root))
         return self._fixed
+
+
+def _asked(record: Record | None) -> Record | None:
+    """The record of what backward asks for; None where it is the program that looks at `grad_fn._saved_*`."""
+    return None if record is None or _graph_task() == -1 else record

@@ -7,6 +7,7 @@ with its job.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import subprocess
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
+
+log = logging.getLogger("tiers")
 
 T = TypeVar("T")
 
@@ -57,7 +60,7 @@ def _elsewhere(job: Callable[[], T]) -> T:
         sent = pickle.dumps(job)
     except (AttributeError, TypeError, pickle.PicklingError):
         return job()
-    here = str(Path(__file__).parents[1])
+    here = str(Path(__file__).parents[2])  # where this program has the package from
     # Without what would make the new process train, or look like a rank that does.
     quiet = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
     path = os.pathsep.join(filter(None, (here, quiet.get("PYTHONPATH"))))
@@ -70,7 +73,10 @@ def _elsewhere(job: Callable[[], T]) -> T:
             check=True,
         )
         result, error = pickle.loads(done.stdout)
-    except Exception:  # no process may be started, or what comes from it is no answer: what a job raises is one
+    except (
+        Exception
+    ) as error:  # no process may be started, or what comes from it is no answer: what a job raises is one
+        log.info("plans are made in this process, which may hold training up: %s", error)
         return job()
     if error is not None:
         raise error

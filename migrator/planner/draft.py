@@ -7,6 +7,7 @@ save to its first use, counts: saved tensors that backward has fetched stay unti
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -103,7 +104,7 @@ class Draft:
         self._ends = {life.ident: life.death + 2 for life in self.trace.lifetimes}  # first stretch without it
         self._away: dict[int, tuple[int, int]] = {}
         self._made: dict[int, int] = {}  # where each storage that is recomputed is made
-        self._made_at: dict[int, list[int]] = {}  # the same by position
+        self._made_at: dict[int, dict[int, None]] = {}  # the same by position
         self._scratch: dict[int, int] = {}  # by position, see `effects.scratch`
 
     @property
@@ -232,36 +233,41 @@ class Draft:
         """
         life = self._lives[storage]
         at = self.idle[storage].end
-        self._make(storage, at)
+        touched = self._make(storage, at)
         self.memory.add(min(self.trace.let_go[storage], at + 1), at + 1, -life.nbytes)
-        for source in self.trace.recipes[storage].inputs:
-            self._need(source, at)
+        needed = deque(self.trace.recipes[storage].inputs)
+        while needed:  # chains are as long as a program makes them: no recursion
+            source = needed.popleft()
+            made_anew = self._need(source, at)
+            if made_anew:
+                touched |= made_anew
+                needed.extendleft(reversed(self.trace.recipes[source].inputs))
+        for position in touched:
+            scratched = scratch(self.trace, dict.fromkeys(self._made_at[position], position)).get(position, 0)
+            self.memory.add(position + 1, position + 2, scratched - self._scratch.get(position, 0))
+            self._scratch[position] = scratched
 
-    def _make(self, storage: int, at: int) -> None:
-        """Have a storage made at a position, and nowhere else."""
+    def _make(self, storage: int, at: int) -> set[int]:
+        """Have a storage made at a position, and nowhere else; the positions at which other ones are made now."""
         before = self._made.get(storage, at)
         if before != at:
-            self._made_at[before].remove(storage)
+            del self._made_at[before][storage]
         self._made[storage] = at
-        self._made_at.setdefault(at, []).append(storage)
-        for position in {before, at}:
-            needed = scratch(self.trace, dict.fromkeys(self._made_at[position], position)).get(position, 0)
-            self.memory.add(position + 1, position + 2, needed - self._scratch.get(position, 0))
-            self._scratch[position] = needed
+        self._made_at.setdefault(at, {})[storage] = None
+        return {before, at}
 
-    def _need(self, source: int, at: int) -> None:
-        """Have `source` in HBM at position `at`."""
+    def _need(self, source: int, at: int) -> set[int]:
+        """Have `source` in HBM at position `at`; where it is made earlier for that, as `_make` says."""
         life = self._lives.get(source)
         if life is None:
-            return
+            return set()
         idle = self.idle.get(source)
+        touched: set[int] = set()
         if source in self._made:
             if at < self._made[source]:
                 end = self._made[source] + 1
                 self.memory.add(max(at + 1, min(self.trace.let_go[source], end)), end, life.nbytes)
-                self._make(source, at)
-                for below in self.trace.recipes[source].inputs:
-                    self._need(below, at)
+                touched = self._make(source, at)
         elif idle is not None and source in self.trips:
             self.come_earlier(source, at)
         if at + 2 > self._ends[source]:
@@ -269,6 +275,7 @@ class Draft:
             self._ends[source] = at + 2
         if idle is not None and at < idle.end:
             self.idle[source] = replace(idle, end=at, stop=self.trace.times[at])
+        return touched
 
     def chain(self, storage: int) -> float:
         """Seconds it takes to recompute `storage`, through what is recomputed itself; what several need, once."""

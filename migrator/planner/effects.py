@@ -260,11 +260,12 @@ class _Builder:
         uses = self.uses
         for site in self.recomputed:
             uses.setdefault(site.storage, []).extend(site.uses)
-        for ident in sorted(uses):
+        first = {ident: min(at, default=self.trace.positions) for ident, at in uses.items()}
+        for ident in sorted(uses, key=lambda ident: (first[ident], ident)):  # each is made early enough at once
             if ident not in self.trace.recipes:
                 raise Unobtainable(f"storage {ident} is dropped, and the trace has no recipe for it")
             if uses[ident]:
-                self._make(ident, min(uses[ident]), ())
+                self._make(ident, first[ident])
         for ident, at in self.made.items():
             self._work(at, self.trace.recipes[ident].seconds, self.trace.recipes[ident].inputs)
             for source in self.trace.recipes[ident].inputs:
@@ -290,19 +291,29 @@ class _Builder:
             if end > birth + 1:
                 self._there(birth + 1, end, self.trace.storage_bytes[ident])
 
-    def _make(self, ident: int, at: int, above: tuple[int, ...]) -> None:
+    def _make(self, ident: int, at: int) -> None:
         """Note that a dropped storage is needed at a position, and so what it is made from."""
-        if ident in above:
-            raise Unobtainable(f"storage {ident} would be made from itself")
-        if self.made.get(ident, at + 1) <= at:
-            return
-        self.made[ident] = at
-        for source in self.trace.recipes[ident].inputs:
-            if source in self.held:
+        above: dict[int, Iterator[int]] = {}  # what is being made, and which of its sources are still to come
+        new: int | None = ident
+        while new is not None or above:  # chains are as long as a program makes them: no recursion
+            if new is not None:
+                if new in above:
+                    raise Unobtainable(f"storage {new} would be made from itself")
+                if self.made.get(new, at + 1) > at:
+                    self.made[new] = at
+                    above[new] = iter(self.trace.recipes[new].inputs)
+                new = None
                 continue
-            if source not in self.uses or source not in self.trace.recipes:
-                raise Unobtainable(f"storage {ident} is made from {source}, which is neither held nor recomputed")
-            self._make(source, at, (*above, ident))
+            made = next(reversed(above))
+            for source in above[made]:
+                if source in self.held:
+                    continue
+                if source not in self.uses or source not in self.trace.recipes:
+                    raise Unobtainable(f"storage {made} is made from {source}, which is neither held nor recomputed")
+                new = source
+                break
+            else:
+                del above[made]
 
     def _work(self, at: int, seconds: float, inputs: tuple[int, ...]) -> None:
         self.seconds[at] = self.seconds.get(at, 0.0) + seconds

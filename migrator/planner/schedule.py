@@ -107,8 +107,9 @@ def spans_of(plan: Plan, outcome: Effect) -> list[Span]:
     spans = []
     for group in plan.groups:
         members = [by_key[key] for key in group.sites if key in by_key]
-        needs = [held.asked[0] for held in members if held.asked]
         complete, leave = max(held.complete for held in members), max(held.leave for held in members)
+        # What is asked for before, of one that is saved again later, is still there.
+        needs = [at for held in members for at in held.asked if at > complete]
         spans.append(Span(complete, min(needs, default=None), leave))
     return spans
 

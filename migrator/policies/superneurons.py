@@ -14,6 +14,7 @@ recomputed may leave. Workspaces of convolutions are cuDNN's own affair in PyTor
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -45,7 +46,7 @@ def bottleneck(trace: Trace) -> int:
 
 def _recompute_segments(draft: Draft) -> None:
     most, nbytes = bottleneck(draft.trace), draft.trace.storage_bytes
-    segment: dict[int, int] = {}  # storage -> bytes from the last checkpoint up to it
+    segment: dict[int, float] = {}  # storage -> bytes from the last checkpoint up to it; all beyond what takes too much
     for storage in draft.idle:
         if not draft.recomputable(storage):
             continue
@@ -56,7 +57,7 @@ def _recompute_segments(draft: Draft) -> None:
         if segment[storage] <= most:
             draft.recompute(storage)
         else:
-            del segment[storage]
+            segment[storage] = math.inf
 
 
 def _evict(draft: Draft) -> None:

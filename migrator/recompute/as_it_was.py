@@ -89,23 +89,33 @@ _SWITCHES = (
         for kernel in ("flash", "mem_efficient", "math", "cudnn")
     ),
     *((f"_get_{switch}", f"_set_{switch}") for switch in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
+    ("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
+    ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
     ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
 )
 
 
-def _choices() -> tuple[torch.dtype, list[bool]]:
+def _choices() -> tuple[torch.dtype, list[Any]]:
     """Default dtype, and the kernels that may be used: the program may have chosen them for forward only."""
-    return torch.get_default_dtype(), [getattr(torch._C, get)() for get, _ in _SWITCHES]
+    return torch.get_default_dtype(), [_set_to(get) for get, _ in _SWITCHES]
 
 
-def _choose(dtype: torch.dtype, switches: list[bool]) -> None:
+def _set_to(get: str) -> Any:
+    try:
+        return getattr(torch._C, get)()
+    except RuntimeError:  # of a program that sets precisions in PyTorch's newer way, which has no one answer to this
+        return None
+
+
+def _choose(dtype: torch.dtype, switches: list[Any]) -> None:
     torch.set_default_dtype(dtype)
-    for (_, switch), on in zip(_SWITCHES, switches, strict=True):
-        getattr(torch._C, switch)(on)
+    for (get, switch), choice in zip(_SWITCHES, switches, strict=True):
+        if choice is not None and _set_to(get) != choice:
+            getattr(torch._C, switch)(choice)
 
 
 @contextmanager
-def _chosen(dtype: torch.dtype, switches: list[bool]) -> Iterator[None]:
+def _chosen(dtype: torch.dtype, switches: list[Any]) -> Iterator[None]:
     """Have the choices be these."""
     before = _choices()
     _choose(dtype, switches)

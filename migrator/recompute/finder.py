@@ -46,6 +46,8 @@ class Verified(NamedTuple):
         What it took for a normalisation's epsilon.
     layout : tuple
         Of what it made.
+    version : int
+        Of what it made: how often that had been changed in place.
     searched : bool
         Whether it needs to know which saved tensor came from which node, or the versions of parameters.
     found : frozenset of str
@@ -55,6 +57,7 @@ class Verified(NamedTuple):
     held: Mapping[str, Took]
     epsilon: float | None
     layout: tuple[Any, ...]
+    version: int
     searched: bool
     found: frozenset[str]
 
@@ -123,7 +126,8 @@ class Finder:
 
     def find(self, base: Tensor, source: Origins) -> Formula | None:
         """See `find`; None, too, if it is another formula or another layout than was verified."""
-        if layout(base) != self._verified.layout:
+        # An addition may be in place or not, and what is not may be masked under `no_grad` later on.
+        if layout(base) != self._verified.layout or base._version != self._verified.version:
             return None
         node = _maker(base)
         if node is None:

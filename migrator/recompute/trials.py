@@ -100,7 +100,9 @@ class Trials:
     def knows(self, ident: int, key: str, base: Tensor, what: Formula, inputs: Inputs, found: Set[str]) -> bool:
         """Whether the formula held at this site before; then it counts as held, with what it finds now."""
         verified = self._verified.get(key)
-        if verified is None or what.name not in verified.held or verified.layout != layout(base):
+        if verified is None or what.name not in verified.held:
+            return False
+        if (verified.layout, verified.version) != (layout(base), base._version):
             return False
         verified = verified._replace(found=verified.found | found)
         self._held[ident] = (_recipe(what.name, verified, inputs), verified)

@@ -10,6 +10,7 @@ begins. That is not all that a forward can do: a file that it opens and writes t
 
 from __future__ import annotations
 
+import logging
 import operator
 import pickle
 import random
@@ -49,6 +50,7 @@ class Watch:
 
     def __init__(self, module: nn.Module, tensors: Iterable[Tensor] = ()) -> None:
         self._seen: set[int] = set()
+        self._own = {id(child) for child in module.modules()}
         self._kept: list[object] = []  # an id is good for as long as the object lives
         self._looks: list[_Look] = []
         self._tensors = list(_own_tensors(module))
@@ -68,6 +70,8 @@ class Watch:
                     self._look(partial(getattr, parameter, "_version"))
             for function in _functions(type(child)):
                 self._look_at(function)
+            for base in type(child).__mro__:
+                self._look_at_class(base)
 
     def look_at_given(self, tensors: Iterable[Tensor]) -> None:
         """Look at tensors that forward is given, too, and hold none of their memory, which the program may give up."""
@@ -100,11 +104,17 @@ class Watch:
     def _look_at(self, value: Any, depth: int = 2) -> None:
         """Look at what can be changed of a value without giving it another name."""
         kind = type(value)  # not what the value itself says: it may be a proxy
-        if id(value) in self._seen or kind in SETTINGS or issubclass(kind, (nn.Module, type, ModuleType)):
+        if id(value) in self._seen or kind in SETTINGS or issubclass(kind, (ModuleType, logging.Logger)):
+            return
+        if issubclass(kind, type):
+            self._look_at_class(value)
             return
         self._seen.add(id(value))
         self._kept.append(value)
-        if issubclass(kind, Tensor):
+        if issubclass(kind, nn.Module):
+            if id(value) not in self._own:
+                self._look_at_hidden(value)
+        elif issubclass(kind, Tensor):
             self.look_at_given([value])
         elif issubclass(kind, torch.Generator):
             self._look(lambda: value.get_state().numpy().tobytes(), self._drawn)
@@ -139,6 +149,22 @@ class Watch:
             with suppress(AttributeError):
                 self._look_at(object.__getattribute__(value, "__dict__"), depth - 1)
 
+    def _look_at_hidden(self, module: nn.Module) -> None:
+        """Look at a module that forward reaches, and that is not among those within: in a plain list, or a global."""
+        for child in module.modules():
+            self._look(partial(_attributes, child))
+            held = vars(child)
+            self.look_at_given(t for name in ("_parameters", "_buffers") for t in held[name].values() if t is not None)
+
+    def _look_at_class(self, kind: type) -> None:
+        """Look at what a class of the program's keeps for all of its instances."""
+        if id(kind) in self._seen or _is_torch(kind.__module__):
+            return
+        self._seen.add(id(kind))
+        self._look(partial(_shared, kind))
+        for value in _shared(kind):
+            self._look_at(value, 1)
+
     def _look_through(self, function: FunctionType) -> None:
         """Look at what a function can reach by name."""
         if _is_torch(function.__module__ or ""):
@@ -150,7 +176,7 @@ class Watch:
         for name in _names(function.__code__):
             if name in there:
                 self._look(partial(there.get, name, _ABSENT))
-                self._look_at(there[name], 1)
+                self._look_at(there[name])
 
 
 def _attributes(module: nn.Module) -> list[Any]:
@@ -158,6 +184,15 @@ def _attributes(module: nn.Module) -> list[Any]:
     own = vars(module)
     others = [value for name, value in own.items() if name not in OF_EVERY_MODULE and type(value) not in SETTINGS]
     return others if keeps_statistics(module) else [*others, *own["_buffers"].values()]
+
+
+def _shared(kind: type) -> list[Any]:
+    """What a class has besides what it does."""
+    return [
+        value
+        for name, value in list(vars(kind).items())
+        if not name.startswith(("__", "_abc_")) and not (callable(value) or hasattr(type(value), "__get__"))
+    ]
 
 
 def keeps_statistics(module: nn.Module) -> bool:

@@ -162,7 +162,12 @@ class Observer:
                 if trials.knows(ident, key, base, what, inputs, source.found):
                     return
                 verified = Verified(
-                    {what.name: Took(0.0, 0)}, source.told, layout(base), source.searched, frozenset(source.found)
+                    {what.name: Took(0.0, 0)},
+                    source.told,
+                    layout(base),
+                    base._version,
+                    source.searched,
+                    frozenset(source.found),
                 )
                 first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
                 unlike = None if epsilon is None else find(base, self.origins(2 * epsilon + UNLIKE))

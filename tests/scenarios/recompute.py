@@ -277,5 +277,37 @@ def takes_what_has_another_shape_than_the_one_that_was_tried(device: torch.devic
     assert_same(program, device, moves=False, **LIGHT)
 
 
+class _Masked(nn.Module):
+    """From its tenth forward on it masks what an operation made that might have been in place, and was not."""
+
+    def __init__(self, operation: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 128)
+        self.operation, self.calls = operation, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = self.operation(h, self.norm(h))
+        self.calls += 1
+        if self.calls > 9:
+            with torch.no_grad():
+                h[:, ::4] = 0
+        return x + self.second(h)
+
+
+def what_is_masked_later_on_was_not_made_in_place(device: torch.device) -> None:
+    """Both have been changed once, an addition in place and one that was masked."""
+
+    def program(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[torch.device], list[Tensor]]:
+        def run(device: torch.device) -> list[Tensor]:
+            torch.manual_seed(0)
+            return train(nn.Sequential(*(_Masked(operation) for _ in range(3))).to(device), device, steps=14)
+
+        return run
+
+    for operation in (torch.add, torch.mul, lambda h, norm: F.silu(norm), lambda h, norm: F.leaky_relu(norm)):
+        assert_same(program(operation), device, **LIGHT)
+
+
 if __name__ == "__main__":
     main("recompute")

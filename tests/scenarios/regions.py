@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
 import migrator.recompute.regions
-from tests.scenarios import WHOLE, Block, assert_same, batch, blocks, main, moved, moving, recomputed, train
+from tests.scenarios import WHOLE, Block, Program, assert_same, batch, blocks, main, moved, moving, recomputed, train
 
 
 def gives_the_same_gradients_and_random_numbers(device: torch.device) -> None:
@@ -143,6 +143,82 @@ def leaves_modules_alone_that_change_their_own_state(device: torch.device) -> No
     with moving(**WHOLE) as session:
         train(blocks(device, Counter()), device)
         assert not recomputed(session)
+
+
+class _Meter:
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+
+_METER = _Meter()
+
+
+class _Shares(Block):
+    """Keeps what it makes where no attribute of its own leads to."""
+
+    shared: ClassVar[list[Tensor]] = []
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.hidden = [nn.BatchNorm1d(128)]
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = super().forward(x, scale)
+        if self.where == "global":
+            _METER.values.append(x.detach().square().mean().item())
+        elif self.where == "class":
+            self.shared.append(x.square().mean())
+        else:
+            x = self.hidden[0].to(x.device)(x)
+        return x
+
+
+def leaves_modules_alone_that_change_what_others_share(device: torch.device) -> None:
+    """A list within a global object, one of the class, a module in a plain list: meters, auxiliary losses, buffers."""
+
+    def program(where: str) -> Program:
+        def run(device: torch.device) -> list[Tensor]:
+            _METER.values.clear()
+            torch.manual_seed(0)
+            model = nn.Sequential(*(_Shares(where) for _ in range(3))).to(device)
+
+            def loss(model: nn.Module, x: Tensor) -> Tensor:
+                result = model(x).square().mean() + sum(_Shares.shared)
+                _Shares.shared.clear()
+                return result
+
+            results = train(model, device, steps=6, loss_of=loss)
+            counted = [block.hidden[0].num_batches_tracked for block in model]  # type: ignore[index,union-attr]
+            return [*results, torch.tensor(_METER.values), *counted]
+
+        return run
+
+    for where in ("global", "class", "hidden"):
+        assert_same(program(where), device, moves=False, **WHOLE)
+
+
+class _Precise(Block):
+    """On a GPU its products differ with the precision; here what it makes of them does."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x, scale) * (1.0 if torch.get_float32_matmul_precision() == "high" else 2.0)
+
+
+def recomputes_at_the_precision_of_the_forward(device: torch.device) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        torch.set_float32_matmul_precision("high")
+        try:
+            return model(x).square().mean()
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_Precise() for _ in range(3))).to(device)
+        return train(model, device, steps=6, loss_of=loss)
+
+    assert_same(program, device, moves=False, **WHOLE)
 
 
 def calls_hooks_of_modules_within_once(device: torch.device) -> None:

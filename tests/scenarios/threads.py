@@ -53,6 +53,26 @@ def training_in_one_thread_after_the_other(device: torch.device) -> None:
         assert threads() <= before + 1  # one of ours may be about to end, or to begin
 
 
+def what_a_thread_left_in_dram_is_given_back(device: torch.device) -> None:
+    """Its engine heard of dead groups when it was called again, which nobody does; then DRAM was full."""
+    with moving(room=0, dram="64MiB") as session:
+        model = perceptron(device)
+
+        def step(i: int) -> list[Tensor]:
+            model(batch(device, i)).square().mean().backward()
+            model.zero_grad()
+            return []
+
+        for i in range(40):
+            thread = threading.Thread(target=step, args=(i,))
+            thread.start()
+            thread.join()
+        for i in range(6):
+            step(i)
+        print(f"  moved {moved(session)}")
+        assert moved(session)["d2h"] > 64 << 20
+
+
 def forward_in_one_thread_backward_in_another(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         model = perceptron(device)

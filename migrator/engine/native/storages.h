@@ -213,7 +213,8 @@ bool is_plain(const at::Tensor &tensor) {
   constexpr c10::DispatchKeySet other({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor,
                                        DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper,
                                        DispatchKey::Functionalize, DispatchKey::Python});
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.key_set().has_any(other);
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized() &&
+         !tensor.key_set().has_any(other);
 }
 
 // The storage of a tensor that may move: one of at least so many bytes; null if it may not.

@@ -15,7 +15,7 @@ go = Go(mover, PageGroup(("Net.fc:2",), 1, last_birth=0, first_use=1))
 
 
 def recompute(*found: str, searched: bool = False) -> Recompute:
-    verified = Verified({"exp": Took(0.0, 0)}, None, ((), ()), searched, frozenset(found))  # type: ignore[arg-type]
+    verified = Verified({"exp": Took(0.0, 0)}, None, ((), ()), 0, searched, frozenset(found))  # type: ignore[arg-type]
     return Recompute(mover, verified, Finder(verified))
 
 

@@ -260,7 +260,7 @@ def test_what_is_in_use_only_while_a_formula_runs_is_its_scratch(monkeypatch: py
 
     monkeypatch.setattr(HostMeter, "most", most)
     trials = Trials(HostMeter(HostCompute(Counters())), {})
-    verified = Verified({"op": Took(0.0, 0)}, None, layout(x), False, frozenset())
+    verified = Verified({"op": Took(0.0, 0)}, None, layout(x), x._version, False, frozenset())
     trial = Trial(1, Formula("op", (), run), verified, Inputs((), ()), tuple(x.size()), x.stride(), 0, x.nbytes)
     trials.attempt(trial, x, lambda packed: x)
     recipe, verified = trials.results()[1]
@@ -270,7 +270,7 @@ def test_what_is_in_use_only_while_a_formula_runs_is_its_scratch(monkeypatch: py
 def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
     x = torch.zeros(4)
     what = Formula("ReluBackward0(.)", (), lambda values: x)
-    before = Verified({what.name: Took(1e-3, 0)}, None, layout(x), True, frozenset({"Model.block:3"}))
+    before = Verified({what.name: Took(1e-3, 0)}, None, layout(x), x._version, True, frozenset({"Model.block:3"}))
     trials = Trials(mock.Mock(), {"Model.next:0": before})
     assert trials.knows(
         7, "Model.next:0", x, what, Inputs((1,), (1,)), {"Model.block:4"}

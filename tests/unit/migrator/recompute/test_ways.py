@@ -69,7 +69,12 @@ class Site:
         self.name = formula.name
         self.finder = Finder(
             Verified(
-                {formula.name: Took(0.0, 0)}, None, layout(base_of(made)), source.searched, frozenset(source.found)
+                {formula.name: Took(0.0, 0)},
+                None,
+                layout(base_of(made)),
+                base_of(made)._version,
+                source.searched,
+                frozenset(source.found),
             ),
             self.follow,
         )
@@ -275,7 +280,9 @@ def test_a_pattern_holds_no_tensor(searches: list[Any]) -> None:
         source = packer.source()
         formula = find(made, source)
         assert formula is not None
-        finder = Finder(Verified({formula.name: Took(0.0, 0)}, None, layout(made), True, frozenset()), Site.follow)
+        finder = Finder(
+            Verified({formula.name: Took(0.0, 0)}, None, layout(made), made._version, True, frozenset()), Site.follow
+        )
         assert finder.find(made, source) is not None
     assert not [thing for thing in _reachable(finder) if isinstance(thing, Tensor)]
 
