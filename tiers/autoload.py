@@ -60,7 +60,7 @@ def _tell_off(names: Iterable[str]) -> None:
     for name in strange:
         text = f"tiers is off: TIERS_ALLOCATOR is not set, and {name} is no variable of ours{nearest(name, known)}"
         print(text, file=sys.stderr)
-    wanted = sorted({"TIERS_HBM", "TIERS_POLICY"}.intersection(names))
+    wanted = sorted({"TIERS_HBM", "TIERS_POLICY", "TIERS_RUN"}.intersection(names))
     if wanted and not strange:
         import atexit
 

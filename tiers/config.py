@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from allocator.sizes import PAGE
 from tiers.config_keys import CONFIG_ENV, KNOWN_POLICIES, ConfigError
 from tiers.config_sources import from_arguments, from_environment, from_file, from_user, said
 
@@ -176,7 +177,7 @@ def load(
             origin[entry.key.name] = entry.origin
     config = _build(values)
     try:
-        warnings = _check_nvme(config.nvme, origin)
+        warnings = _check_nvme(config.nvme, config.dram.capacity, origin)
     except ConfigError as error:
         if trains:
             raise
@@ -199,12 +200,17 @@ def _build(values: Mapping[str, Any]) -> Config:
     )
 
 
-def _check_nvme(nvme: NvmeConfig, origin: Mapping[str, str]) -> tuple[str, ...]:
+def _check_nvme(nvme: NvmeConfig, dram: int | None, origin: Mapping[str, str]) -> tuple[str, ...]:
     """Check that the directories can be used; return what is allowed but worth saying."""
     if nvme.capacity is None:
         return ("nvme.paths is set but nvme.capacity is not: the nvme tier is off",) if nvme.paths else ()
     if nvme.capacity == 0:
         return ()
+    if dram is not None and dram < PAGE:
+        raise ConfigError(
+            f"nvme.capacity is set ({origin['nvme.capacity']}) and dram.capacity holds nothing "
+            f"({origin['dram.capacity']}): what goes to nvme lies in dram first; set TIERS_DRAM to some GiB"
+        )
     if not nvme.paths:
         raise ConfigError(
             f"nvme.capacity is set ({origin['nvme.capacity']}) but nvme.paths is not: "

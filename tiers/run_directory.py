@@ -13,6 +13,7 @@ from migrator.plan import Plan
 from migrator.telemetry.timeline import Timeline
 from migrator.trace import Trace
 from tiers.config import Config, ConfigError
+from tiers.launcher import is_started_beside_others, processes
 
 STATS = "stats.json"
 TIMELINE = "timeline.json.gz"
@@ -37,7 +38,7 @@ def find(config: Config) -> Path | None:
     """
     if config.run is None:
         return None
-    rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE") or 1) > 1 else None
+    rank = os.environ.get("RANK") if processes("WORLD_SIZE") > 1 else None
     directory = config.run / f"rank{rank}" if rank else config.run
     try:
         standing = next(parent for parent in (directory, *directory.parents) if parent.exists())
@@ -51,7 +52,8 @@ def find(config: Config) -> Path | None:
         raise ConfigError(
             f"TIERS_RUN: {directory} cannot be written: {standing} is not a directory that you may write to"
         )
-    if used and not config.run_force:
+    # A process that the program has started, or that its launcher starts again, goes beside what is there: see `write`.
+    if used and not config.run_force and not is_started_beside_others():
         raise ConfigError(
             f"TIERS_RUN: {directory} holds an earlier run: name another directory or set TIERS_RUN_FORCE=1"
         )

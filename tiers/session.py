@@ -262,6 +262,10 @@ class session(contextlib.AbstractContextManager[Session]):
         resolved = load(arguments)
         config, self._warnings = resolved.config, resolved.warnings
         self._speaks = resolved.origin["log"] != "default"  # else the level stays as the program has it
+        if config.allocator == "off" and resolved.origin["allocator"].startswith("argument"):
+            raise ConfigError(
+                f"allocator is off ({resolved.origin['allocator']}): without a session the program is plain"
+            )
         self._config = replace(config, allocator="torch") if config.allocator == "off" else config
         self._session: Session | None = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from allocator.ledger import Account, Ledger
 from allocator.room import Room
 from allocator.sizes import PAGE, GiB, MiB
 from tiers.config import Config, ConfigError
+from tiers.launcher import processes
 from tiers.places import LEDGERS, of_user
 from tiers.topology import default_dram_capacity, filesystem_of, memory_left, numa_node, read_memory
 
@@ -46,7 +46,7 @@ class Shares:
 
     def __init__(self, config: Config) -> None:
         self.ledger = _open_ledger(config)
-        self.ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        self.ranks = processes("LOCAL_WORLD_SIZE")
         parts = 1 if self.ledger else self.ranks
         self._hbm = config.hbm.capacity
         self.dram = (self._default_dram() if config.dram.capacity is None else config.dram.capacity) // parts

@@ -34,6 +34,7 @@ LATE = 0.004  # of the ideal step: stalls that were not predicted and are shorte
 LEAST_LATE = 500e-6  # nor those shorter than so many seconds: each wait has a few microseconds of its own
 SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
 TELLING = 2  # periods under new plans that tell what is left free: where lengths alternate, one may be short
+CUTS = 3  # of the budget for flushes, one after the other, after which these are not the plan's
 PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
 LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
 UNTOLD = 16  # periods under new plans, after which laps that did not come are not waited for
@@ -73,6 +74,7 @@ class Feedback:
         self._under = 0  # periods under the plans there are
         self._highest = 0  # of their peaks
         self._presses = 0  # of these, the last ones in a row in which the allocator flushed its cache
+        self._cuts = 0  # of the budget for that, without as many periods without as make sure
 
     @property
     def settled(self) -> bool:
@@ -106,7 +108,7 @@ class Feedback:
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
         self.pace = 1.0
-        self._looks = 0
+        self._looks = self._cuts = 0
 
     def period_over(
         self, made: Sequence[Made], base: int, peak: int, *, pressed: bool, overflow: int, lap: Lap | None
@@ -120,7 +122,7 @@ class Feedback:
         lap : Lap, optional
             See `lap`.
         """
-        if (overflow or peak > self._target) and _hold_least(made):
+        if (overflow or pressed or peak > self._target) and _hold_least(made):
             self._under += 1
             return False
         predictions = [each.predicted for each in made if each.predicted is not None]
@@ -162,7 +164,11 @@ class Feedback:
         self._presses = self._presses + 1 if pressed and self._under > SETTLING else 0
         if predicted is not None:
             # The peak tells already what lies in HBM; a flush tells of fragments alone, and of those that stay.
-            pressed = self._presses >= PRESSES
+            pressed = self._presses >= PRESSES and self._cuts < CUTS
+            if pressed:
+                self._cuts += 1
+            elif not self._presses and self._under >= SURE:
+                self._cuts = 0
         slack = -int(PRESSED * self._target) if pressed else self._target - peak
         if not overflow:
             self._overflow = None

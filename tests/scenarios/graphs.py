@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import assert_same, batch, gradients, main, perceptron, train
+from tests.scenarios import assert_same, batch, gradients, main, moving, perceptron, train
 
 
 def branches_that_backward_never_visits(device: torch.device) -> None:
@@ -160,6 +160,30 @@ def a_look_at_what_was_saved(device: torch.device) -> None:
         return results
 
     assert_same(program, device)
+
+
+def a_look_while_a_period_is_recorded_is_no_use(device: torch.device) -> None:
+    """It was taken for the begin of backward, and hardly anything was planned to move."""
+
+    def turn(look: bool) -> int:
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            for k, layer in enumerate(model.children()):
+                x = layer(x)
+                if look and k == 1:
+                    assert x.grad_fn is not None
+                    x.grad_fn._saved_result.sum().item()
+            return x.square().mean()
+
+        with moving() as session:
+            train(perceptron(device), device, steps=6, loss_of=loss)
+            saver = session.runtime.saver()
+            assert saver is not None
+            ((trace,),) = (mover.learner.traces for mover in saver.armed_movers)
+        return trace.turn
+
+    with_look, without = turn(look=True), turn(look=False)
+    print(f"  backward begins after position {with_look}, without the look {without}")
+    assert with_look == without
 
 
 def anomaly_detection(device: torch.device) -> None:

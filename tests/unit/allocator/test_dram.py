@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -423,3 +424,21 @@ def test_an_exiting_program_does_not_wait_for_a_long_reservation() -> None:
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     assert time.monotonic() - started < 30  # it would be 100 s
+
+
+def test_what_it_once_had_can_be_had_again_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lay idle and went back; one moment without memory then ended the tier for good."""
+    arena, now = DramArena(16 * PAGE, pinned=False, step=STEP), [time.monotonic()]
+    monkeypatch.setattr(mappings.time, "monotonic", lambda: now[0])
+    arena.free(take(arena, STEP))
+    with arena._mappings.growing, arena._mappings.lock:
+        arena._mappings.drop(list(arena._mappings))
+    assert arena.grown == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(mappings, "map_pages", mock.Mock(side_effect=OSError(12, "Cannot allocate memory")))
+        assert arena.allocate(PAGE) is None
+    assert arena.allocate(PAGE) is None, "it is not asked for with every group"
+    now[0] += mappings.AGAIN
+    take(arena, PAGE)
+    assert arena.capacity == STEP
+    arena.close()

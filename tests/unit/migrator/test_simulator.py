@@ -175,3 +175,19 @@ def test_a_hundred_plans_of_a_gpt_take_a_second() -> None:
     trace = gpt()
     made = make_plan("test", trace, {life.ident for life in trace.lifetimes}, GiB)
     assert quickest(lambda: simulate(trace, PCIE_GEN5, made), within=0.01) < 0.01
+
+
+def test_what_is_saved_again_after_its_first_use_comes_back_for_its_last() -> None:
+    """Storage 0 is saved at 0, asked for at 1, saved once more at 2, and asked for last at 7."""
+    sites = (
+        Site("a:0", 0, 100, 0, (1,)),
+        Site("b:0", 0, 100, 2, (7,)),
+        Site("c:0", 1, 300, 3, (6,)),
+        Site("d:0", 2, 300, 4, (5,)),
+    )
+    trace = Trace(sites, 8, tuple(map(float, range(1, 9))), 9.0, (0,) * 9)
+    links = Links(d2h=1000.0, h2d=1000.0, both=2000.0, latency=0.0, costs=Costs(0, 0, 0))
+    result = simulate(trace, links, make_plan("test", trace, {0}, 650))
+    assert result.busy["h2d"] == pytest.approx(0.1)
+    assert result.hbm[8] == 100
+    assert min(result.hbm) >= 0

@@ -106,6 +106,13 @@ def test_stronger_sources_win_and_say_so(resolve, tmp_path):
         assert resolved.origin["hbm.capacity"] == origins[source]
 
 
+@pytest.mark.parametrize("dram", ["0", "1MiB"])
+def test_nvme_without_dram_is_refused_before_training(resolve, tmp_path, dram):
+    """What goes there lies in dram first: such a run ended in its second step."""
+    with pytest.raises(ConfigError, match=r"nvme.capacity is set .* and dram.capacity holds nothing .*TIERS_DRAM"):
+        resolve(environ={"TIERS_NVME": "1GiB", "TIERS_NVME_PATH": str(tmp_path), "TIERS_DRAM": dram})
+
+
 def test_every_key_can_stand_in_the_file(resolve, tmp_path):
     config = resolve(
         project=f"""
@@ -119,7 +126,7 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         [hbm]
         capacity = "24GiB"
         [dram]
-        capacity = 4096
+        capacity = 4194304
         [nvme]
         paths = ["{tmp_path}"]
         capacity = "1GiB"
@@ -136,7 +143,7 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         disk_read = 2.8e9
         """
     ).config
-    assert config.dram.capacity == 4096
+    assert config.dram.capacity == 4194304
     assert config.nvme.paths == (tmp_path,)
     assert config.links.h2d == 55.1e9
     assert [key for key, value in flatten(config).items() if value == flatten(Config())[key]] == []

@@ -13,7 +13,7 @@ import pytest
 
 from migrator.telemetry.timeline import Timeline
 from tiers import run_directory
-from tiers.config import Config
+from tiers.config import Config, ConfigError
 
 PROCESSES = 6
 ROUNDS = 20
@@ -64,6 +64,28 @@ def test_ranks_have_a_directory_each_and_an_empty_variable_counts_as_not_set(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", size)
     assert run_directory.find(Config(run=tmp_path)) == tmp_path / name
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["abc", "0", "-1"])
+def test_what_is_no_number_of_processes_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"{variable}='{value}'"):
+        run_directory.find(Config(run=tmp_path))
+
+
+def test_an_earlier_run_is_in_the_way_of_who_begins_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of a DataLoader's worker, nor of a trainer that a launcher starts again: they ended with code 2."""
+    (tmp_path / run_directory.STATS).write_text("{}")
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        run_directory.find(Config(run=tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run_directory.find(Config(run=tmp_path)) == tmp_path
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the program")
+    assert run_directory.find(Config(run=tmp_path)) == tmp_path
 
 
 def test_with_force_an_earlier_run_is_written_over(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from allocator.room import Room
 from allocator.sizes import PAGE, KiB, MiB
 from migrator.engine import backing as backing_module
 from migrator.engine.backing import Backing
+from migrator.engine.disk import Disk
 from migrator.engine.guards import GUARDS
 from migrator.engine.parcel import Parcel
 from migrator.lanes import Event
@@ -615,3 +616,49 @@ def test_what_lies_on_a_closed_disk_is_an_error_and_no_hang(arena: DramArena, tm
     with pytest.raises(Exception, match="session is over"):
         contents(backing, parcels[0])
     assert contents(backing, parcels[11]) == {11}
+
+
+def test_requests_find_their_threads_and_ask_for_none(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    """Refused for want of one, a request ran later, into a block that by then was another's."""
+    disk = Disk(HandStore(8 * PAGE), Counters())  # type: ignore[arg-type]
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert disk._readers.submit(lambda: 1).result(timeout=10) == disk._writers.submit(lambda: 1).result(timeout=10) == 1
+    with pytest.raises(RuntimeError, match="new thread"):
+        Disk(HandStore(8 * PAGE), Counters())  # type: ignore[arg-type]
+    monkeypatch.undo()
+    disk.close()
+
+
+def test_what_another_engine_is_writing_out_is_not_written_out_again(make: Make) -> None:
+    store = HandStore(8 * PAGE)
+    backing = make(store)
+    parcel = backing.new(NBYTES, 1, "nvme")
+    parcel.filled = passed()
+    with backing._lock:
+        assert backing._demote() is parcel  # of another device, for which DRAM ran short
+    backing.filled(parcel)
+    backing.drop(parcel)
+    store.finish()
+    backing.close()
+    assert store.used == 0
+
+
+def test_memory_that_a_copy_still_reads_is_held(arena: DramArena, make: Make) -> None:
+    backing, lent = make(), HostEvent()
+    parcel = backing.new(PAGE, 1)
+    parcel.filled = passed()
+    backing.lend(parcel, lambda block: lent)
+    assert parcel.block is not None
+    held = parcel.block.tensor.data_ptr()
+    backing.drop(parcel)
+    assert [guard[3].data_ptr() for guard in backing._guards._kept] == [held]
+    lent.set()
+    other = backing.new(PAGE, 2)
+    other.filled = passed()
+    backing.lend(other, lambda block: HostEvent())
+    backing.drop(other)
+    assert [guard[2].query() for guard in backing._guards._kept] == [False]

@@ -6,9 +6,11 @@ import os
 import subprocess
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+import migrator
 from migrator.learning.background import at_once, in_background
 from migrator.learning.made import make_all
 from migrator.links import PCIE_GEN5
@@ -19,6 +21,19 @@ from tests.unit.modelled import gpt
 
 def test_a_job_is_done_in_another_process() -> None:
     assert in_background(os.getpid).result(timeout=60) != os.getpid()
+
+
+def test_that_process_has_the_package_from_where_this_one_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not from another installation, nor with our modules in the place of the standard library's."""
+    paths = []
+
+    def run(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[bytes]:
+        paths.append(env["PYTHONPATH"].split(os.pathsep)[0])
+        return subprocess.CompletedProcess([], 0, stdout=b"")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    in_background(os.getpid).result(timeout=60)
+    assert paths == [str(Path(migrator.__file__).parents[1])]
 
 
 def test_a_plan_is_the_same_wherever_it_is_made() -> None:

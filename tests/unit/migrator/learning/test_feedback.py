@@ -10,6 +10,7 @@ import pytest
 
 from allocator.sizes import GiB, MiB
 from migrator.learning.feedback import (
+    CUTS,
     FASTEST,
     GROWTHS,
     LAPS,
@@ -294,3 +295,14 @@ def test_the_budget_does_not_grow_by_what_a_short_period_leaves_free() -> None:
     feedback = Feedback(TARGET, PCIE_GEN5)
     peaks = [TARGET * 70 // 100, TARGET * 99 // 100] * 10
     assert not any(feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True) for peak in peaks)
+
+
+def test_a_flush_that_no_smaller_budget_ends_is_not_the_plan_s() -> None:
+    """Another job on the same GPU, or fragments that stay: 34 cuts took all of the budget."""
+    feedback, plans = Feedback(TARGET, PCIE_GEN5), 0
+    for _ in range(300):
+        if feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True):
+            feedback.adopted()
+            plans += 1
+    assert plans == CUTS
+    assert feedback.correction == -CUTS * int(PRESSED * TARGET)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from allocator.sizes import MiB
 from migrator.planner.effects import Unobtainable, Work, effect, obtainable
 from migrator.planner.intervals import occupancy
 from migrator.planner.schedule import occupied
@@ -165,3 +166,16 @@ def test_a_module_that_is_called_twice_is_recomputed_twice() -> None:
 def test_an_unknown_region_is_refused() -> None:
     with pytest.raises(KeyError):
         effect(chain([1]), (), ["nowhere"])
+
+
+def test_a_chain_of_recipes_may_be_as_long_as_a_program_makes_it() -> None:
+    """Beyond a thousand it was a RecursionError in the training loop."""
+    count = 3000
+    last = 2 * count - 1
+    sites = tuple(Site(f":{k}", k, MiB, k, (last - k,)) for k in range(count))
+    recipes = {k: Recipe("SinBackward0", (k - 1,), 1e-5) for k in range(1, count)}
+    times = tuple(1e-4 * (k + 1) for k in range(2 * count))
+    trace = Trace(sites, 2 * count, times, 1.0, (0,) * (2 * count + 1), recipes)
+    made = effect(trace, range(1, count), ())
+    assert set(made.work) == {count}
+    assert made.work[count].seconds == pytest.approx(1e-5 * (count - 1))

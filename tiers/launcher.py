@@ -1,0 +1,28 @@
+"""What torchrun and other launchers tell a process by its environment."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+from tiers.config_keys import ConfigError
+
+
+def processes(variable: str) -> int:
+    """How many processes a launcher says there are; one where it says nothing.
+
+    Raises
+    ------
+    ConfigError
+        If that is no number of processes.
+    """
+    told = os.environ.get(variable) or "1"
+    if not told.isdecimal() or int(told) < 1:
+        raise ConfigError(f"{variable}={told!r}, which launchers set, is no number of processes")
+    return int(told)
+
+
+def is_started_beside_others() -> bool:
+    """Whether another process of the same program was there before: it started this one, or a launcher did so again."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return multiprocessing.parent_process() is not None or again not in ("", "0")
