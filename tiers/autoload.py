@@ -81,6 +81,17 @@ def catch_up() -> None:
         gate()
 
 
+def _hand_on_paths() -> None:
+    """Have the processes that this one starts, in whatever directory by then, find the same files."""
+    from tiers.config_keys import BY_ENV, CONFIG_ENV, PATH, PATHS
+
+    parsers = {CONFIG_ENV: PATH} | {name: key.parser for name, key in BY_ENV.items() if key.parser in (PATH, PATHS)}
+    for name, parser in parsers.items():
+        if os.environ.get(name):
+            found = parser.parse(os.environ[name])
+            os.environ[name] = os.pathsep.join(map(str, found if isinstance(found, tuple) else (found,)))
+
+
 def _install() -> None:
     import logging
     import multiprocessing
@@ -96,6 +107,7 @@ def _install() -> None:
             raise ConfigError(
                 f"the configuration cannot be read: {error}; correct it or unset TIERS_ALLOCATOR"
             ) from None
+        _hand_on_paths()
         set_up(resolved.config.log)
         # A child of multiprocessing inherited the variable from a process that has said all this already.
         if multiprocessing.parent_process() is None:

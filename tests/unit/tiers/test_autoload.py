@@ -129,6 +129,17 @@ worker.join()
     assert done.stderr.count("is on tmpfs") == 1
 
 
+def test_processes_that_start_in_another_directory_find_the_same_files(tmp_path):
+    """A DataLoader's worker, after Hydra had changed the directory, ended with code 2."""
+    (tmp_path / "my.toml").write_text("")
+    (tmp_path / "nv").mkdir()
+    code = f"import os; os.chdir({str(tmp_path)!r})\n{FAKE}{GATE}\nprint(*(os.environ[n] for n in ('TIERS_CONFIG',"
+    code += " 'TIERS_RUN', 'TIERS_NVME_PATH')))"
+    environ = {"TIERS_CONFIG": "my.toml", "TIERS_RUN": "out", "TIERS_NVME": "1GiB", "TIERS_NVME_PATH": "nv"}
+    done = python(code, TIERS_ALLOCATOR="torch", PYTHONPATH=str(ROOT), **environ)
+    assert done.stdout.split()[-3:] == [str(tmp_path / name) for name in ("my.toml", "out", "nv")]
+
+
 def test_our_lines_go_through_the_logging_of_a_program_that_has_some():
     code = f"import logging; logging.basicConfig(format='own %(message)s')\n{FAKE}{GATE}\n"
     code += "logging.getLogger('tiers').warning('hello')"
