@@ -86,7 +86,9 @@ def groups_come_back_by_their_first_use_to_a_tier_that_exists(plan: Plan, links:
 def nothing_is_used_while_it_is_away(trace: Trace, plan: Plan, result: Simulated) -> None:
     for group, (_, out, begins, home) in zip(plan.groups, result.moves, strict=True):
         if home:
-            uses = [use for key in group.sites if key in trace.by_key for use in trace.by_key[key].uses]
+            members = [trace.by_key[key] for key in group.sites if key in trace.by_key]
+            # What is used while its group fills, of which some is saved later, has not left.
+            uses = [use for site in members for use in site.uses if use > group.last_birth]
             assert out <= begins
             assert all(result.clock[use] >= home - 1e-12 for use in uses)
 
