@@ -135,7 +135,10 @@ class Mappings:
         with self.lock:
             idle = self._idle()
             room = self.capacity - self.grown + _bytes_of(idle)
-            return least <= room and self.drop(idle) > 0
+            if least > room or not self.drop(idle):
+                return False
+            self._not_before = -math.inf  # whatever was refused before: this much there is now
+            return True
 
     def surplus(self, left: int, *, idle_after: float, keep: int) -> list[Mapping]:
         """Those that lie idle for too long, and idle ones that others need more; under `lock`.

@@ -442,3 +442,16 @@ def test_what_it_once_had_can_be_had_again_after_a_refusal(monkeypatch: pytest.M
     take(arena, PAGE)
     assert arena.capacity == STEP
     arena.close()
+
+
+def test_what_lay_scattered_is_had_in_one_piece_right_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given up for that: not to ask for it again would lose it."""
+    arena = DramArena(4 * STEP, pinned=False, step=STEP)
+    blocks = [take(arena, STEP) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(mappings, "map_pages", mock.Mock(side_effect=OSError(12, "Cannot allocate memory")))
+        assert arena.allocate(STEP) is None
+    for block in blocks:
+        arena.free(block)
+    take(arena, 2 * STEP)
+    arena.close()
