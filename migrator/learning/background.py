@@ -73,9 +73,8 @@ def _elsewhere(job: Callable[[], T]) -> T:
             check=True,
         )
         result, error = pickle.loads(done.stdout)
-    except (
-        Exception
-    ) as error:  # no process may be started, or what comes from it is no answer: what a job raises is one
+    except Exception as error:
+        # No process may be started, or what comes from it is no answer: what a job raises is one.
         log.info("plans are made in this process, which may hold training up: %s", error)
         return job()
     if error is not None:
