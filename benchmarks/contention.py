@@ -61,6 +61,8 @@ class Switch:
             self.monitor.close()
         self.monitor, self.times = None, []
         if on:
+            for sensor in self._choice.sensors:
+                sensor.read()  # what they have counted since their last look was under another load
             copies, judge = own.Copies(self._calibration), Judge(self._calibration)
             self.monitor = Monitor(Watch(lambda: self._choice, copies, judge))
 

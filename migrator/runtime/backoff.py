@@ -23,7 +23,7 @@ from typing import Literal
 from migrator.links import WORSE
 
 State = Literal["free", "saturated", "recovering"]
-Cause = Literal["nobody", "us", "others", "unknown"]
+Cause = Literal["nobody", "us", "others", "workers", "unknown"]
 
 FLOOR = 1 / 4  # of the share, at which plans are made anew: a load that is over in a few steps is not worth it
 RISE = 1 / 16  # a step
@@ -44,7 +44,8 @@ class Verdict:
     state
         ``recovering``: there is room again, but not for long enough to be called free.
     cause
-        Who saturates the bus; ``unknown`` where no sensor tells whose its traffic is.
+        Who saturates the bus; ``unknown`` where no sensor tells whose its traffic is. ``workers``: the program's own
+        keep the cores busy, and so wait for memory, whatever is left of the lanes.
     left
         Of every lane that is known of, the part of its bandwidth that is left: 1 is all.
     bus
@@ -121,7 +122,7 @@ class Backoff:
             return {}
         now = {**verdict.left, "bus": verdict.bus}
         worse = any(self.left.get(lane, 1.0) - part > WORSE for lane, part in now.items())
-        return now if worse else self.left
+        return now if worse or not self.left else self.left
 
     def _more(self) -> Backoff:
         calm, unproven = self.calm + 1, self.unproven

@@ -14,7 +14,7 @@ from rich.table import Table
 from tiers.cli.verb import print_json, print_tables, writing
 from tiers.config import load
 from tiers.monitor.board import read_all
-from tiers.monitor.verdict import whose
+from tiers.monitor.verdict import said
 from tiers.places import LEDGERS, of_user
 
 _EVERY = 1.0  # seconds
@@ -61,9 +61,9 @@ def render(programs: list[dict[str, Any]]) -> Iterator[RenderableType]:
         yield _NOBODY
     for state in programs:
         verdict, values = state["verdict"], state["values"]
-        bus = verdict["state"] + whose(verdict["state"], verdict["cause"])
         yield f"{state['pid']}: {state['program']}"
-        yield f"memory bus {bus}, {verdict['bus']:.0%} left; {_deed(state['response'])}"
+        bus = f"{verdict['bus']:.0%} of the bus left"
+        yield f"{said(verdict['state'], verdict['cause'])}, {bus}; {_deed(state['response'])}"
         lanes = Table("lane", "now", "bandwidth left")
         for lane in (name.removesuffix(".moved") for name in values if name.endswith(".moved")):
             left = verdict["left"].get(lane)

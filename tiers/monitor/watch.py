@@ -15,7 +15,7 @@ from migrator.telemetry.timeline import Timeline
 from migrator.telemetry.transfers import Transfer
 from tiers.monitor.sensors import Choice, Sensor
 from tiers.monitor.sensors.copies import Copies
-from tiers.monitor.verdict import Judge, whose
+from tiers.monitor.verdict import Judge, said
 
 log = logging.getLogger("tiers")
 
@@ -194,7 +194,7 @@ def _describe(verdict: Verdict, values: Mapping[str, float]) -> str:
         facts.append(f"{values['traffic'] / 1e9:.0f} GB/s on the bus, {values.get('ours', 0) / 1e9:.0f} of it ours")
     if "others" in values and "tree" in values:
         facts.append(f"cores busy: {values['tree']:.1f} with our workers, {values['others']:.1f} with others")
-    return f"memory bus {verdict.state}{whose(verdict.state, verdict.cause)} ({'; '.join(facts)})"
+    return f"{said(verdict.state, verdict.cause)} ({'; '.join(facts)})"
 
 
 def _deed(backoff: Backoff) -> str:

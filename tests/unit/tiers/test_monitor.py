@@ -98,6 +98,16 @@ def test_steps_that_were_backed_off_are_counted() -> None:
     assert "saturated, by whom is unknown (" in watched.changes[0]
 
 
+def test_workers_that_keep_the_cores_busy_are_named() -> None:
+    clock = Clock()
+    watched = watch(Spoken(lambda: Reading(0.0, {"tree": 14.2, "others": 0.3, "spare": 0.1})), clock=clock)
+    for _ in range(10):
+        period(watched, clock)
+    assert watched.changes[-1].startswith(
+        "cores busy with our workers (bandwidth left: h2d 100%; cores busy: 14.2 with"
+    )
+
+
 def test_a_change_of_mind_is_told_to_the_timeline() -> None:
     clock, timeline = Clock(), Timeline()
     watched = watch(clock=clock, timeline=timeline)
@@ -352,7 +362,7 @@ def test_top_shows_lanes_traffic_verdict_and_what_was_done(shown: Board, capsys:
     assert main(["top", "--once"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "4711: train.py --fast" in out
-    assert "bus saturated, by whom is unknown, 50% left" in out
+    assert "memory bus saturated, by whom is unknown, 50% of the bus left" in out
     assert "backed off to 25%: 8 groups ahead, plans count on what is left" in out
     assert "2.5 GB/s" in out
     assert "7.5 workers" in out

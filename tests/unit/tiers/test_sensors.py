@@ -21,6 +21,7 @@ from tiers.monitor.sensors.pcie import Pcie
 from tiers.monitor.sensors.pressure import Pressure
 from tiers.monitor.sensors.resctrl import Resctrl
 from tiers.monitor.sensors.uncore import Counter, Uncore, find_counters, parse_config
+from tiers.topology.memory import cores_available
 
 MiB = 1 << 20
 
@@ -264,7 +265,8 @@ def test_cores_tell_own_work_from_that_of_children() -> None:
         time.sleep(0.5)
         found = values(sensor.read())
         child.kill()
-    assert set(found) == {"own", "tree", "others"}
+    assert set(found) == {"own", "tree", "others", "spare"}
+    assert found["spare"] == pytest.approx(max(1 - found["tree"] / cores_available(), 0))
     assert found["tree"] > 0.1
     assert found["own"] < found["tree"]
 

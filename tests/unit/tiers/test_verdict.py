@@ -141,6 +141,51 @@ def test_where_the_traffic_is_known_and_mostly_ours_it_is_us() -> None:
     assert judged(readings([slow | {"traffic": 180e9}] * 20)).cause == "others"
 
 
+# ---------------------------------------------------------------------------------------------- our workers
+
+
+def crowd(spares: Iterable[float], **values: float) -> list[Reading]:
+    """Our workers leave so much of the cores, while the lanes give all they have."""
+    return readings({"d2h": 1.0, "h2d": 1.0, "spare": spare, **values} for spare in spares)
+
+
+def test_workers_that_keep_the_cores_busy_are_made_room_for_whatever_the_lanes_give() -> None:
+    """Fourteen processes that decode JPEGs on sixteen cores lost 5% to copies that were as fast as ever."""
+    verdict = judged(crowd([0.1] * 10))
+    assert (verdict.state, verdict.cause, verdict.left) == ("saturated", "workers", {"d2h": 1.0, "h2d": 1.0})
+    assert shares(crowd([0.1] * 10))[-1] == FLOOR
+
+
+def test_with_no_core_left_it_is_the_same() -> None:
+    assert judged(crowd([0.0] * 10)).cause == "workers"
+
+
+def test_workers_that_leave_cores_idle_are_no_reason() -> None:
+    assert judged(crowd([0.4] * 50)).state == "free"
+
+
+def test_once_they_are_they_stay_it_until_many_cores_are_idle() -> None:
+    assert judged(crowd([0.1] * 10 + [0.4] * 50)).cause == "workers"
+    assert judged(crowd([0.1] * 10 + [0.6] * (CALM + 5))).state == "free"
+
+
+def test_lanes_that_are_slow_beside_them_are_what_counts() -> None:
+    assert judged(readings([{"d2h": 0.6, "h2d": 0.6, "spare": 0.1}] * 10)).cause == "unknown"
+
+
+def test_a_program_of_which_nothing_moves_takes_nothing_from_its_workers() -> None:
+    assert judged(readings([{"spare": 0.1}] * 50)).state == "free"
+
+
+def test_while_nothing_moves_for_their_sake_they_stay_the_reason() -> None:
+    assert judged(crowd([0.1] * 10) + readings([{"spare": 0.1}] * 2 * BLIND, start=200.0)).cause == "workers"
+
+
+def test_workers_that_nobody_counts_any_more_are_none() -> None:
+    without = readings([{"d2h": 1.0, "h2d": 1.0}] * (STALE + CALM + 1), start=200.0)
+    assert judged(crowd([0.1] * 10) + without).state == "free"
+
+
 # --------------------------------------------------------------------------------- what is missing or wrong
 
 

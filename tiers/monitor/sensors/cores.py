@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import psutil
 
 from tiers.monitor.sensors import Clock, Rate, Reading, rates
+from tiers.topology.memory import cores_available
 
 _LIST_EVERY = 10.0  # seconds between two looks at who the children are, which takes milliseconds
 
@@ -38,7 +39,8 @@ class Cores:
         own, tree, everybody = (rate(at, total) for rate, total in zip(self._rates, self._busy(), strict=True))
         if own is None or tree is None or everybody is None:
             return None
-        return rates(at, [("own", own), ("tree", tree), ("others", max(everybody - own - tree, 0.0))])
+        others, spare = max(everybody - own - tree, 0.0), max(1 - tree / cores_available(), 0.0)
+        return rates(at, [("own", own), ("tree", tree), ("others", others), ("spare", spare)])
 
     def _busy(self) -> Iterator[float]:
         """Seconds of CPU time so far: own, of the tree, of everybody."""

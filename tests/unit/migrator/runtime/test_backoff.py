@@ -57,6 +57,11 @@ def test_groups_come_back_just_in_time_before_plans_change() -> None:
     assert states[4].response == Response(GROUPS // 4, {"d2h": 0.8, "h2d": 0.7, "bus": 0.7})
 
 
+def test_plans_change_for_workers_that_leave_the_lanes_as_they_are() -> None:
+    workers = Verdict("saturated", "workers", {"d2h": 1.0, "h2d": 1.0}, 1.0)
+    assert after([workers] * 7)[-1].response.left == {"d2h": 1.0, "h2d": 1.0, "bus": 1.0}
+
+
 def test_plans_are_made_once_unless_much_less_is_left() -> None:
     """A number that trembles must not have everything planned anew."""
     backoff = after([BUSY] * 7)[-1]
