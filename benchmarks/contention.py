@@ -28,9 +28,9 @@ import torch
 import tiers
 from allocator.sizes import format_size
 from benchmarks import workloads
-from benchmarks.activation_path import link_speed
 from benchmarks.alternate import sm_clock
 from benchmarks.contention_report import NONE, Cell, table
+from benchmarks.counts import per_step
 from benchmarks.loads import Copies, Jpegs, Load, Span
 from benchmarks.plain import Plain
 from migrator.runtime.backoff import Response
@@ -118,7 +118,7 @@ class Bench:
             load.switch(True)
         self._train(self._settle)  # the monitor has to see the load, answer, and have planned
         note = time.monotonic if load is None else load.note
-        before, busy = _moved(session), 0.0
+        before, busy = session.stats(), 0.0
         ours: list[Span] = []
         plain: list[Span] = []
         turns = self._turns if load else -(-self._turns // 2)  # nothing but training has to be told apart
@@ -130,6 +130,7 @@ class Bench:
             end, busy = note(), busy + time.process_time() - spent
             plain.append((begin, between))
             ours.append((between, end))
+        counts = per_step(before, session.stats(), turns * self._window)
         cell = Cell(
             number,
             load.name if load else NONE,
@@ -138,7 +139,9 @@ class Bench:
             preprocessing=load.rate(ours) if load else 0.0,
             plain_training=self._samples(plain),
             plain_preprocessing=load.rate(plain) if load else 0.0,
-            moved=(_moved(session) - before) / (turns * self._window),
+            moved=sum(counts["moved"].values()),
+            stalls=counts["stalls"],
+            pages=counts.get("pages", {}),
             cores=busy / sum(end - begin for begin, end in ours),
             sm_clock=sm_clock(),
         )
@@ -173,40 +176,35 @@ class Bench:
             print(f"    {change}", flush=True)
 
 
-def _moved(session: Session) -> float:
-    return float(sum(session.stats()["moved"].values()))
-
-
 def run(options: argparse.Namespace, loads: Sequence[Load]) -> list[Cell]:
     """All cells."""
-    cuda, start = torch.cuda.is_available(), time.perf_counter()
-    workload = getattr(workloads, options.workload)("cuda" if cuda else "cpu", tiny=options.tiny)
+    start = time.perf_counter()
     plain = Plain(options.workload, options.tiny)
     try:
-        return _run(options, loads, workload, plain, start)
+        return _run(options, loads, plain, start)
     finally:
         plain.close()
 
 
-def _run(
-    options: argparse.Namespace, loads: Sequence[Load], workload: workloads.Workload, plain: Plain, start: float
-) -> list[Cell]:
-    keep = partial(write, options, start)
-    lengths = options.settle, options.window, options.turns
-    bench = Bench(workload.step, plain, BATCHES[options.workload], *lengths, keep)
-    for load in loads:
-        bench.alone(load, options.seconds)
+def _run(options: argparse.Namespace, loads: Sequence[Load], plain: Plain, start: float) -> list[Cell]:
     measured: dict[str, float] = {}
     if torch.cuda.is_available():
-        measured = dict(zip(("d2h", "h2d"), link_speed(), strict=True))
-        torch.cuda.empty_cache()
+        measured = dict(zip(("d2h", "h2d"), plain.links(), strict=True))
         print(f"links: {measured}")
     plain.train(WARM)
     arguments: dict[str, Any] = {f"links_{lane}": rate for lane, rate in measured.items()}
     if options.hbm:
         arguments["hbm"] = options.hbm
+    arguments |= {"policy": options.policy, "dram": options.dram, "allocator": options.allocator}
     beside: list[Load | None] = [None, *loads]
-    with tiers.session(policy=options.policy, dram=options.dram, monitor_enabled=False, **arguments) as session:
+    with tiers.session(monitor_enabled=False, **arguments) as session:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        workload = getattr(workloads, options.workload)(device, tiny=options.tiny)
+        keep = partial(write, options, start)
+        lengths = options.settle, options.window, options.turns
+        bench = Bench(workload.step, plain, BATCHES[options.workload], *lengths, keep)
+        for alone in loads:
+            bench.alone(alone, options.seconds)
         switch = Switch(Calibration(measured))
         session.runtime.advise(switch)
         switch.set(True)  # learns what lanes give, as in a program that begins before the load
@@ -231,6 +229,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="the small variant, on a CPU")
     parser.add_argument("--hbm", default=None, help="budget (default: 32GiB; with --tiny whatever there is)")
     parser.add_argument("--dram", default=None, help="(default: 64GiB; with --tiny 64MiB)")
+    parser.add_argument("--allocator", default="pages", choices=["torch", "pages"], help="under ours")
     parser.add_argument("--policy", default=None, help="(default: auto; with --tiny move)")
     parser.add_argument("--copies", default=None, help="GB/s, comma-separated (default: 40,80,120; with --tiny 1)")
     parser.add_argument(

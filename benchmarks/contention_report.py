@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 from allocator.sizes import GiB
@@ -29,6 +29,8 @@ class Cell:
         The same in the turns of plain training.
     moved : float
         Bytes a step, both directions.
+    stalls, pages : mapping of str to float
+        A step, as in `counts.per_step`.
     cores : float
         Processor seconds a second that the training process took, all of its threads.
     share : float
@@ -45,6 +47,8 @@ class Cell:
     plain_training: float = 0.0
     plain_preprocessing: float = 0.0
     moved: float = 0.0
+    stalls: Mapping[str, float] = field(default_factory=dict)
+    pages: Mapping[str, float] = field(default_factory=dict)
     cores: float = 0.0
     share: float = 1.0
     host_us: float = 0.0

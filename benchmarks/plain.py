@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import multiprocessing
 from multiprocessing.connection import Connection
+from typing import Any
 
 ANSWERS = 300.0  # seconds in which a turn has to be over
+LINKS = -1  # asks for the links in place of steps
 
 
 class Plain:
@@ -37,11 +39,22 @@ class Plain:
         RuntimeError
             If the process has ended, or takes minutes.
         """
+        self._ask(steps, f"to the end of {steps} steps")
+
+    def links(self) -> tuple[float, float]:
+        """Bytes per second of the lanes, out and back, as long as nothing else uses them.
+
+        Measured there: where this process has our pages, they have to be under PyTorch before it uses the GPU.
+        """
+        found: tuple[float, float] = self._ask(LINKS, "to measure the links")
+        return found
+
+    def _ask(self, what: int, task: str) -> Any:
         try:
-            self._pipe.send(steps)
+            self._pipe.send(what)
             if not self._pipe.poll(ANSWERS):
-                raise RuntimeError(f"plain training did not finish {steps} steps in {ANSWERS:.0f} s")
-            self._pipe.recv()
+                raise RuntimeError(f"plain training did not come {task} in {ANSWERS:.0f} s")
+            return self._pipe.recv()
         except (EOFError, OSError):
             raise RuntimeError("the process of plain training has ended; what it said is above") from None
 
@@ -58,6 +71,7 @@ def _serve(pipe: Connection, name: str, tiny: bool) -> None:
     import torch
 
     from benchmarks import workloads
+    from benchmarks.activation_path import link_speed
 
     step = getattr(workloads, name)("cuda" if torch.cuda.is_available() else "cpu", tiny=tiny).step
     while True:
@@ -65,6 +79,10 @@ def _serve(pipe: Connection, name: str, tiny: bool) -> None:
             steps = pipe.recv()
         except EOFError:
             return  # whoever asked is gone
+        if steps == LINKS:
+            pipe.send(link_speed())
+            torch.cuda.empty_cache()
+            continue
         for _ in range(steps):
             loss = step()
         loss.item()  # waits for the device

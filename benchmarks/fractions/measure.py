@@ -16,6 +16,7 @@ import torch
 
 import tiers
 from benchmarks.alternate import host_us, sm_clock
+from benchmarks.counts import per_step
 from benchmarks.fractions.cells import Method
 from benchmarks.fractions.methods import Step, blocks_of, prepare
 from benchmarks.workloads import Workload
@@ -165,12 +166,7 @@ class Bench:
             **peaks(),
         }
         if session is not None and before is not None:
-            after = session.stats()
-            moved = {lane: (after["moved"][lane] - before["moved"][lane]) / len(steps) for lane in after["moved"]}
-            measured |= {"moved": moved, "stalls": _stalls(before, after, len(steps))}
-            if after["pages"] is not None:
-                each = {name: (after["pages"][name] - before["pages"][name]) / len(steps) for name in after["pages"]}
-                measured["pages"] = each | {"dram": after["pages"]["dram"]}  # what lies there now
+            measured |= per_step(before, session.stats(), len(steps))
         return measured
 
     def _time(
@@ -302,12 +298,6 @@ def _unused(directory: Path) -> Path:
     while unused.exists():
         unused, number = directory.with_name(f"{directory.name}-{number}"), number + 1
     return unused
-
-
-def _stalls(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, float]:
-    """Seconds per step, by cause."""
-    earlier = {cause: stall["seconds"] for cause, stall in before["stalls"].items()}
-    return {cause: (stall["seconds"] - earlier.get(cause, 0.0)) / steps for cause, stall in after["stalls"].items()}
 
 
 def peaks() -> dict[str, int]:
