@@ -38,21 +38,30 @@ class DramClaims:
         self._most: dict[int, int] = {}  # by GPU: what it had mapped since `_periods` was 0
         self._periods: dict[int, int] = {}
         self._lock = threading.Lock()
+        self.lender: Callable[[int], int] | None = None
+        """Gives back so many bytes that this process holds elsewhere, and does not use, or what it has of them."""
 
     def more(self, device: int, core: Core, nbytes: int, least: int = PAGE) -> bool:
         """Let a core map more: `nbytes`, or what there is of them, if that is at least `least`; whether it may."""
         with self._lock:
-            granted = sum(self._granted.values())
-            wanted = min(max(STEP, round_up(nbytes, PAGE)), self._capacity - granted)
+            wanted = min(max(STEP, round_up(nbytes, PAGE)), self._capacity - sum(self._granted.values()))
             if wanted < least:
                 return False
-            left = self._room.left()
-            wanted = min(wanted, left - left % PAGE)
-            if wanted < least:
-                self._room.say_once("dram", granted, self._capacity)
-                return False
-            claimed = wanted if self._account is None else self._account.claim(wanted, least=least)
-            return bool(claimed) and self._grant(device, core, claimed)
+            if self._claim(device, core, wanted, least):
+                return True
+            # The arena keeps what recorded periods needed, in which all moves: plans move less.
+            lent = 0 if self.lender is None else self.lender(wanted)
+            self._room.taken(-lent)
+            return lent > 0 and self._claim(device, core, wanted, least)
+
+    def _claim(self, device: int, core: Core, wanted: int, least: int) -> bool:
+        left = self._room.left()
+        wanted = min(wanted, left - left % PAGE)
+        if wanted < least:
+            self._room.say_once("dram", sum(self._granted.values()), self._capacity)
+            return False
+        claimed = wanted if self._account is None else self._account.claim(wanted, least=least)
+        return bool(claimed) and self._grant(device, core, claimed)
 
     def _grant(self, device: int, core: Core, claimed: int) -> bool:
         granted = self._granted.get(device, 0) + claimed

@@ -29,6 +29,7 @@ from allocator.sizes import PAGE, GiB, round_up
 
 LOOK_EVERY = 0.5  # seconds between two looks of the keeper
 LOOK_CLOSELY = 0.05  # the same while little is left
+PATIENCE = 1.0  # seconds for another thread that has it grow, when it is to give something back
 LITTLE = 2 * GiB  # others might take so much within `LOOK_EVERY`
 
 
@@ -189,6 +190,27 @@ class DramArena:
         if not self._mappings.closed:
             self._goal, self._resting = nbytes, False
             self._keeper.wake()
+
+    def give_back(self, nbytes: int) -> int:
+        """Return what lies idle to the system, `nbytes` if there is so much, for somebody who needs it more.
+
+        It is gone when this returns. The arena then grows on demand until it is asked for more than it has.
+
+        Returns
+        -------
+        int
+            Bytes given back; 0 also while another thread has the arena grow for long.
+        """
+        if not self._mappings.growing.acquire(timeout=PATIENCE):
+            return 0
+        try:
+            with self._mappings.lock:
+                idle = self._mappings.surplus(-nbytes, idle_after=math.inf, keep=2 * self._largest)
+                given = self._mappings.drop(idle)
+                self._resting |= given > 0
+        finally:
+            self._mappings.growing.release()
+        return given
 
     def close(self) -> None:
         """Return everything to the system; blocks that live on keep their memory. Idempotent.

@@ -128,7 +128,7 @@ class Account:
         elif not granted:
             sizes = (format_size(size) for size in (held, others, self._capacity))
             variable = f"TIERS_{self._tier.upper()}"
-            text = "%s stays at %s for now: other processes hold %s of the node's %s; raise %s if the node has more"
+            text = "%s stays at %s for now: %s of the node's %s are held elsewhere; raise %s if the node has more"
             self._say_once(text, self._tier, *sizes, variable)
         return granted
 

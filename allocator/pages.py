@@ -70,6 +70,13 @@ class PageAllocator:
         """
         adapter.install(self._library, self._hbm, self._full)
 
+    def borrow(self, lender: Callable[[int], int] | None) -> None:
+        """Where no DRAM is left, have `lender` give back so many bytes that lie idle elsewhere; it says how many did.
+
+        Called from any thread that asks for memory.
+        """
+        self._claims.lender = lender
+
     def cores(self) -> Iterator[tuple[int, Core]]:
         """The GPUs from which memory was asked for, and their cores."""
         for device in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):

@@ -127,6 +127,8 @@ class Session:
             room=room,
             idle_after=IDLE_SECONDS,
         )
+        if (pages := paging.installed()) is not None:
+            pages.borrow(self._dram.give_back)
         if shares.nvme:
             self._nvme = NvmeStore(
                 nvme.paths,
@@ -171,6 +173,8 @@ class Session:
         if self._nvme is not None:
             self._nvme.close()
         if self._dram is not None:
+            if (pages := paging.installed()) is not None:
+                pages.borrow(None)
             self._dram.close()
         self._write_run(stats)
 

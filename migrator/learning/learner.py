@@ -20,7 +20,7 @@ from migrator.learning.contest import Contest, may_be
 from migrator.learning.feedback import SETTLED, Feedback
 from migrator.learning.made import Made
 from migrator.learning.orders import Orders, Submit
-from migrator.learning.standby import LOADED, Ahead, SetAside
+from migrator.learning.standby import CROWDED, LOADED, Ahead, SetAside, nearest
 from migrator.links import PCIE_GEN5, Costs, Links
 from migrator.plan import Plan
 from migrator.policies import Policy
@@ -88,7 +88,7 @@ class Learner:
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._set_aside: SetAside | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: tuple[Ahead, ...] = ()
         self._is_told = False  # by somebody who watches the links, and may yet say that others need them
 
     @property
@@ -223,14 +223,14 @@ class Learner:
             short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
             if self._compete(None if short else lap, drifted=drifted, pressed=short):
                 return True
-        if self._is_told and self._ahead is None and self.settled:
+        if self._is_told and not self._ahead and self.settled:
             self._plan_ahead()
         return False
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         if not self._recordings.add(trace, self._periods):
             return False
-        self._set_aside = self._ahead = None
+        self._set_aside, self._ahead = None, ()
         self._afresh = True
         self._feedback.news()
         self._contest.renew()
@@ -289,7 +289,7 @@ class Learner:
 
     def _take_ahead(self) -> bool:
         """Carry out what was made ahead, if it is there and good for the links that there are; whether it is."""
-        made = None if self._ahead is None else self._ahead.take(self._feedback.given)
+        made = nearest(self._ahead, self._feedback.given)
         if made is None:
             return False
         # What is foreseen is compared with what is measured, and that is under these links.
@@ -312,7 +312,7 @@ class Learner:
         """
         self.break_off()
         given = self._feedback.given
-        self._set_aside = self._ahead = None  # they move more than that, for all that is known
+        self._set_aside, self._ahead = None, ()  # they move more than that, for all that is known
         self._feedback = self._feedback.under(replace(given, below=below, dram=min(below, given.dram)))
         self._plan()
         self._orders.wait()
@@ -341,7 +341,7 @@ class Learner:
         """Forget the traces; the plans that there are hold until there are others."""
         self._recordings.begin_anew()
         self._orders.drop()
-        self._set_aside = self._ahead = self._room = None
+        self._set_aside, self._ahead, self._room = None, (), None
         self._feedback = Feedback(self._target, self._feedback.given)
         self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)
 
@@ -370,10 +370,11 @@ class Learner:
         given = self._feedback.given
         if given.contended or not any(plan.moved_bytes for plan in self.plans):
             return
-        loaded = self._feedback.under(given.reduced(LOADED, direct_disk=False))
         traces, budgets = self._to_plan()
-        made = self._orders.ask_ahead(traces, budgets, loaded.correction, loaded.links)
-        self._ahead = Ahead(made, given, loaded.given)
+        for left in (LOADED, CROWDED):
+            under = self._feedback.under(given.reduced(left, direct_disk=False))
+            made = self._orders.ask_ahead(traces, budgets, under.correction, under.links)
+            self._ahead += (Ahead(made, given, under.given),)
 
     def break_off(self) -> bool:
         """Have the holder back if a rival is carried out; whether one was."""
@@ -394,7 +395,7 @@ class Learner:
         afresh, self._afresh = self._afresh, False
         if not afresh and [each.plan for each in made] == [each.plan for each in before]:
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
-            self._made, self._ahead = made, None
+            self._made, self._ahead = made, ()
             self._feedback.stayed()
             log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, made)))
             return False
@@ -403,7 +404,7 @@ class Learner:
 
     def _carry_out(self, plans: tuple[Made, ...]) -> None:
         """From now on these hold, and are to be borne out."""
-        self._made, self._ahead = plans, None  # what was made ahead goes with the plans before
+        self._made, self._ahead = plans, ()  # what was made ahead goes with the plans before
         self._under = 0
         self._feedback.adopted()
         for made in plans:

@@ -6,6 +6,7 @@ by then its input pipeline has starved. So what is to be carried out then is mad
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from migrator.trace import Trace
 LOADED = {"d2h": 0.9, "h2d": 0.8, "bus": 0.8}
 """What is left of each lane where others need the bus; on an H100 beside 100 GB/s of copies 0.94 to 1 and 0.76 to 0.85.
 """
+
+CROWDED = {"d2h": 1.0, "h2d": 1.0, "bus": 1.0}
+"""The same where they need the cores above all: beside processes that decoded JPEGs 0.98 to 1 and 0.92 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +41,28 @@ class Ahead:
     given: Links
     links: Links
 
-    def take(self, links: Links) -> tuple[Made, ...] | None:
-        """The plans, if they are there and good for `links`: others need the bus, and leave not much less of it."""
+    def is_good_for(self, links: Links) -> bool:
+        """Whether the plans are there, and others need the bus, and leave not much less of it than they count on."""
         if not links.contended or not self.made.done() or self.made.exception() is not None:
-            return None
+            return False
         if (links.below, links.dram) != (self.links.below, self.links.dram):
-            return None
+            return False
+        return max(self._less(links)) <= WORSE
+
+    def distance(self, links: Links) -> float:
+        """How far `links` are from what the plans count on, as a part of what there usually is of a lane."""
+        return max(map(abs, self._less(links)))
+
+    def _less(self, links: Links) -> list[float]:
+        """By how much less there is of each lane, as that part."""
         lanes = [lane for lane in ("d2h", "h2d", "disk_write", "disk_read") if getattr(self.given, lane)]
-        less = (getattr(self.links, lane) - getattr(links, lane) for lane in lanes)
-        usual = (getattr(self.given, lane) for lane in lanes)
-        far = any(missing > WORSE * of for missing, of in zip(less, usual, strict=True))
-        return None if far else self.made.result()
+        return [(getattr(self.links, lane) - getattr(links, lane)) / getattr(self.given, lane) for lane in lanes]
+
+
+def nearest(ahead: Iterable[Ahead], links: Links) -> tuple[Made, ...] | None:
+    """Of what was made ahead and is good for `links`, what counts on most nearly these; None if nothing is."""
+    good = [each for each in ahead if each.is_good_for(links)]
+    return min(good, key=lambda each: each.distance(links)).made.result() if good else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +72,4 @@ class SetAside:
     made: tuple[Made, ...]
     planned: tuple[Trace, ...]
     feedback: Feedback
-    ahead: Ahead | None
+    ahead: tuple[Ahead, ...]

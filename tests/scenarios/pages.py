@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from allocator.sizes import GiB, MiB
 from tests.programs import deterministic_kernels
-from tests.scenarios import batch, main, perceptron
+from tests.scenarios import batch, main, moving, perceptron, train
 
 
 def allocated_and_reserved_are_counted(device: torch.device) -> None:
@@ -54,6 +54,23 @@ def hbm_ends_and_dram_goes_on(device: torch.device) -> None:
     print(f"  {torch.cuda.memory_reserved() / GiB:.2f} GiB reserved; {(total - free) / GiB:.2f} GiB of HBM in use")
     del parts
     torch.cuda.empty_cache()
+
+
+def dram_that_the_arena_has_idle_is_there_when_hbm_ends(device: torch.device) -> None:
+    with moving(dram="4GiB") as session:
+        train(perceptron(device), device, steps=2)
+        arena = session._dram
+        assert arena is not None
+        blocks = [block for _ in range(16) if (block := arena.allocate(240 * MiB)) is not None]
+        while blocks:
+            arena.free(blocks.pop())
+        idle = arena.grown
+        parts = [torch.full((64 * MiB,), i, dtype=torch.uint8, device=device) for i in range(32)]
+        assert all(bool((part == i).all()) for i, part in enumerate(parts))
+        print(f"  of {idle / GiB:.2f} GiB in the arena {arena.grown / GiB:.2f} GiB are left")
+        assert arena.grown < idle
+        del parts
+        torch.cuda.empty_cache()
 
 
 def out_of_memory_means_that_every_tier_is_full(device: torch.device) -> None:

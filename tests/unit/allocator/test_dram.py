@@ -267,6 +267,26 @@ def test_what_is_idle_goes_back_when_others_need_it(shared: tuple[DramArena, Sys
     assert arena.capacity == 2 * PAGE
 
 
+def test_on_demand_it_gives_back_what_lies_idle_and_no_more_than_that(arena: DramArena) -> None:
+    blocks = [take(arena, STEP) for _ in range(4)]
+    for block in blocks[1:]:
+        arena.free(block)
+    assert arena.give_back(PAGE) == STEP
+    assert arena.give_back(16 * PAGE) == STEP
+    assert arena.grown == 2 * STEP, "what is in use, and two of the largest requests"
+    assert arena.give_back(PAGE) == 0
+    take(arena, 3 * STEP)
+
+
+def test_it_gives_nothing_back_while_another_thread_has_it_grow_for_long(
+    arena: DramArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dram, "PATIENCE", 0.01)
+    arena.free(take(arena, PAGE))
+    with arena._mappings.growing:
+        assert arena.give_back(PAGE) == 0
+
+
 def test_a_little_stays_for_what_is_on_disk(shared: tuple[DramArena, System]) -> None:
     arena, system = shared
     for block in [take(arena, 2 * PAGE) for _ in range(6)]:

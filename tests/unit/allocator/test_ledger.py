@@ -135,7 +135,7 @@ def test_a_refusal_is_said_once(account: Account, other: Account, caplog: pytest
     account.claim(CAPACITY)
     other.claim(PAGE), other.claim(PAGE)
     assert [record.getMessage() for record in caplog.records] == [
-        "dram stays at 0 B for now: other processes hold 32.0 MiB of the node's 32.0 MiB; raise TIERS_DRAM if the node "
+        "dram stays at 0 B for now: 32.0 MiB of the node's 32.0 MiB are held elsewhere; raise TIERS_DRAM if the node "
         "has more"
     ]
 

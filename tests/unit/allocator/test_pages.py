@@ -11,6 +11,7 @@ import torch
 
 from allocator import adapter
 from allocator.claims import UNUSED
+from allocator.dram import DramArena
 from allocator.kinds import REMEMBERED
 from allocator.ledger import Ledger
 from allocator.native import DRAM, HBM, Core, CoreBusy, CoreError, CoreFull, aside
@@ -242,6 +243,25 @@ def test_what_cannot_be_served_takes_nothing_of_the_node_s_dram(
     assert Ledger(tmp_path / "ledger").used("dram") == 0
     assert pages._full(0, 48 * MiB)
     assert Ledger(tmp_path / "ledger").used("dram") == 48 * MiB
+
+
+def test_where_no_dram_is_left_what_the_arena_has_idle_makes_room(
+    pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arena had all of it since a period was recorded, in which all moves: the program ran out of memory."""
+    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    ledger = Ledger(tmp_path / "ledger")
+    arena = DramArena(64 * MiB, pinned=False, step=4 * MiB, account=ledger.open_account("dram", 64 * MiB))
+    blocks = [arena.allocate(4 * MiB) for _ in range(16)]
+    for block in blocks[4:]:
+        assert block is not None
+        arena.free(block)
+    assert not pages._full(0, 8 * MiB)
+    pages.borrow(arena.give_back)
+    assert pages._full(0, 8 * MiB)
+    assert (core.counts().dram_limit, arena.grown) == (8 * MiB, 56 * MiB)
+    assert not pages._full(0, 60 * MiB), "the rest is in use"
+    arena.close()
 
 
 def test_dram_that_is_not_used_any_more_goes_back_to_the_node(

@@ -36,13 +36,13 @@ def settled(policy: str = "auto") -> tuple[Learner, Later]:
     return learner, later
 
 
-def test_once_plans_have_settled_others_are_made_for_a_loaded_bus() -> None:
+def test_once_plans_have_settled_others_are_made_for_a_loaded_bus_and_for_busy_cores() -> None:
     learner, later = settled()
-    assert len(later.jobs) == 2
+    assert len(later.jobs) == 3
     assert not learner.planning, "these change nothing"
     for _ in range(UNTOLD):
         quiet(learner, peak(learner))
-    assert len(later.jobs) == 2, "once"
+    assert len(later.jobs) == 3, "once"
 
 
 def test_when_others_need_the_bus_they_are_carried_out_at_once_and_again_the_next_time() -> None:
@@ -56,7 +56,28 @@ def test_when_others_need_the_bus_they_are_carried_out_at_once_and_again_the_nex
             quiet(learner, peak(learner))
         assert learner.relink(PCIE_GEN5)
         assert learner.plans == alone
-    assert len(later.jobs) == 2
+    assert len(later.jobs) == 3
+
+
+@pytest.mark.parametrize(("left", "job"), [((1.0, 0.93), 2), ((0.98, 0.96), 2), ((0.94, 0.86), 1), ((0.97, 0.78), 1)])
+def test_of_these_they_are_carried_out_that_count_on_most_nearly_what_is_left(
+    left: tuple[float, float], job: int
+) -> None:
+    """Lanes as beside JPEGs, two each, and beside copies, on H100s."""
+    learner, later = settled()
+    later.work()
+    links = PCIE_GEN5.reduced(dict(zip(("d2h", "h2d"), left, strict=True)), direct_disk=False)
+    assert learner.relink(links)
+    assert learner.plans == tuple(made.plan for made in later.jobs[job][1].result())
+    assert later.jobs[1][1].result() != later.jobs[2][1].result()
+
+
+def test_where_one_of_them_is_not_there_the_other_will_do() -> None:
+    learner, later = settled()
+    job, loaded = later.jobs[1]
+    loaded.set_result(job())
+    assert learner.relink(PCIE_GEN5.reduced({"bus": 1.0}, direct_disk=False))
+    assert learner.plans == tuple(made.plan for made in loaded.result())
 
 
 def test_as_long_as_they_are_not_there_plans_are_made_for_what_is_left() -> None:
@@ -159,6 +180,7 @@ def test_plans_that_move_nothing_need_none_to_stand_by() -> None:
 def test_what_could_not_be_made_ahead_is_made_when_it_is_needed() -> None:
     """The planner's failure is not the program's."""
     learner, later = settled()
-    later.jobs[-1][1].set_exception(MemoryError("the planner was killed"))
+    for _, ahead in later.jobs[1:]:
+        ahead.set_exception(MemoryError("the planner was killed"))
     assert not learner.relink(BUSY)
     assert learner.planning

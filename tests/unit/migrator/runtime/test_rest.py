@@ -27,6 +27,10 @@ class Pages:
 
     overflowed = 0
     news = 0
+    lender: Callable[[int], int] | None = None
+
+    def borrow(self, lender: Callable[[int], int] | None) -> None:
+        self.lender = lender
 
     def begin(self) -> None:
         pass
@@ -73,6 +77,14 @@ def program() -> Callable[[int], None]:
 
 def is_on() -> bool:
     return _top(True) is not None
+
+
+def test_what_the_arena_has_idle_is_there_for_pages_as_long_as_the_session_lasts(pages: Pages) -> None:
+    train = program()
+    with tiers.session(dram="64MiB", hbm="1GiB"):
+        train(1)
+        assert pages.lender is not None and pages.lender(1) == 0
+    assert pages.lender is None
 
 
 def test_a_program_that_fits_is_left_alone_once_that_was_seen(pages: Pages) -> None:
