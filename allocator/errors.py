@@ -64,8 +64,8 @@ class TierTooSmall(TierFull):
     def __str__(self) -> str:
         return (
             f"the plan has {format_size(self.requested)} in {self._where} at once, which holds "
-            f"{format_size(self.capacity)}: raise {self._variables}, or choose TIERS_POLICY=auto, which plans for what "
-            "there is"
+            f"{format_size(self.capacity)}: raise {self._variables}, or TIERS_HBM, so that less has to move "
+            "(TIERS_POLICY=auto moves no more than it must)"
         )
 
 

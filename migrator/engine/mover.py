@@ -267,7 +267,7 @@ class Mover:
             if self.learner.records_next:
                 self.recorder = self._new_recorder(HEAD_START if self.learner.head_start else 0.0)
             if changed:
-                self._adopt(self.learner.plans)
+                self._adopt()
             if self.recorder is not None:
                 self._allocated_before = self.engine.compute.allocated()
             self.filling.on_trial = self.learner.racing
@@ -311,7 +311,7 @@ class Mover:
         changed = self.learner.relink(less)
         if changed:
             with self.engine.lock:
-                self._adopt(self.learner.plans)
+                self._adopt()
         return changed
 
     def collect(self) -> None:
@@ -354,18 +354,14 @@ class Mover:
         plans = self.learner.plans
         return self.engine.compute.counts and bool(plans) and not any(plan.groups or plan.regions for plan in plans)
 
-    def _adopt(self, plans: tuple[Plan, ...]) -> None:
-        needed = max(plan.parcel_bytes for plan in plans)
-        try:
-            self.engine.backing.check(needed)
-        except TierFull:
+    def _adopt(self) -> None:
+        while (refusal := self._refusal(self.learner.plans)) is not None:
             # The plan before a rival has fitted so far. And others take their share of a node's memory, disks fill up.
-            if self.learner.break_off() or self._plans_for_less():
-                self._adopt(self.learner.plans)
-                return
-            self.learner.forget()  # whoever catches this may go on with something smaller
-            raise
-        self.engine.backing.reserve(self, needed)
+            if not (self.learner.break_off() or self._plans_for_less()):
+                self.learner.forget()  # whoever catches this may go on with something smaller
+                raise refusal
+        plans = self.learner.plans
+        self.engine.backing.reserve(self, max(plan.parcel_bytes for plan in plans))
         self.filling.patient = False
         self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
@@ -373,6 +369,14 @@ class Mover:
         if not self.engine.compute.capturing():
             self.engine.compute.renew()
         self._news |= not (self._stayed and all(plan.keeps_everything for plan in plans))
+
+    def _refusal(self, plans: tuple[Plan, ...]) -> TierFull | None:
+        """Why the tiers below HBM cannot hold what plans move at once; None if they can."""
+        try:
+            self.engine.backing.check(max(plan.parcel_bytes for plan in plans))
+        except TierFull as refusal:
+            return refusal
+        return None
 
     def _plans_for_less(self) -> bool:
         """Plan for what the tiers below HBM hold by now; False if that is what the plans were made for already."""

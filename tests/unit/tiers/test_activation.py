@@ -321,6 +321,7 @@ def test_tiers_that_are_full_end_the_program_with_their_names_and_sizes(tmp_path
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert "TierTooSmall: the plan has" in last
+    assert "During handling" not in done.stderr
     assert f"in dram and nvme at {nvme} at once, which holds 6.0 MiB: raise TIERS_DRAM or TIERS_NVME" in last
     assert stats_of(run)["steps"] >= 1
     assert list(nvme.iterdir()) == []

@@ -175,9 +175,10 @@ def test_a_rival_for_which_there_is_no_room_below_gives_way_to_the_plan_before_i
         SimpleNamespace(parcel_bytes=nbytes, room=nbytes, regions=(), keeps_everything=False)
         for nbytes in (MiB, 100 * MiB)
     )
-    monkeypatch.setattr(Learner, "plans", (holder,))
-    monkeypatch.setattr(Learner, "break_off", lambda learner: True)
-    rig.mover._adopt((rival,))  # type: ignore[arg-type]
+    carried_out = [rival]
+    monkeypatch.setattr(Learner, "plans", property(lambda learner: tuple(carried_out)))
+    monkeypatch.setattr(Learner, "break_off", lambda learner: carried_out.pop() and not carried_out.append(holder))
+    rig.mover._adopt()
     assert rig.mover.filling.room == MiB
     rig.close()
 
@@ -192,7 +193,8 @@ def test_what_the_allocator_caches_goes_with_the_plans_that_it_fits(
     monkeypatch.setattr(rig.engine.compute, "capturing", lambda: capturing)
     rig.planned(group("a:0", first_use=2))
     assert not renewed
-    rig.mover._adopt((Plan("auto", GiB, {}, ()),))
+    monkeypatch.setattr(Learner, "plans", (Plan("auto", GiB, {}, ()),))
+    rig.mover._adopt()
     assert renewed == ([] if capturing else [True])
 
 
@@ -549,12 +551,12 @@ def test_what_the_tiers_below_hold_less_than_planned_is_planned_for_anew(rig: Ri
             return False
 
     rig.mover.recorder, rig.mover.learner = None, Planner()
-    rig.mover._adopt((large,))
+    rig.mover._adopt()
     assert asked == [usable(64 * MiB)]
     rig.mover.heed(None, PCIE_GEN5)  # what the monitor says of the lanes does not make the tiers larger
     assert asked[1:] == asked[:1]
     rig.mover.learner.plan_for_less = lambda below: asked.clear()
     rig.mover.learner.plans, rig.mover.learner.forget = (large,), lambda: None
     with pytest.raises(TierTooSmall):
-        rig.mover._adopt((large,))
+        rig.mover._adopt()
     assert asked  # nothing else was to be expected of a plan for the same
