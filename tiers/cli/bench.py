@@ -86,6 +86,8 @@ def render(outcomes: Sequence[Outcome]) -> Iterator[RenderableType]:
             row += [f"{step * 1e3:.1f} ms" + (", failed" if outcome.failed else "")]
             row += ["unknown" if fraction is None else f"{fraction:.3f}"]
             row += [format_size(nbytes) for nbytes in (stats["peak"]["hbm"], stats["peak"]["dram"], moved)]
+            if outcome.variant.hbm is not None and stats["peak"]["hbm"] > stats["budget"]["hbm"]:
+                row[-3] += ", over"  # without a GPU, where budgets are counted
         table.add_row(*row)
     yield table
     for outcome in outcomes:

@@ -112,9 +112,6 @@ def _account(directory: Path, stats: dict[str, Any]) -> why.Why | list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    several = [] if path.exists() else sorted(str(other.parent) for other in path.parent.glob("*/stats.json"))
-    if several:
-        raise CliError(f"{path.parent} holds a directory for each process; name one of {', '.join(several)}")
     stats: Any = read_json(path, json.loads)
     if not isinstance(stats, dict):
         raise CliError(f"{path} is not as this version writes it: no object")

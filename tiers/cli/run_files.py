@@ -27,6 +27,10 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
     try:
         return parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        several = [str(other.parent) for other in file.parent.glob(f"*/{file.name}")]
+        if several:
+            names = ", ".join(sorted(several, key=lambda name: (len(name), name)))  # rank2 before rank10
+            raise CliError(f"{file.parent} holds a directory for each process; name one of {names}") from None
         raise CliError(
             f"{file} does not exist; run with TIERS_RUN={file.parent} to have it written, at the end of a program that "
             "trains: without a training step, or after SIGKILL, there is none"

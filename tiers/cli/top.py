@@ -18,6 +18,7 @@ from tiers.monitor.verdict import said
 from tiers.places import LEDGERS, of_user
 
 _EVERY = 1.0  # seconds
+_FEW = 2  # programs that a terminal of 24 lines has room for in full; of more, such as a node's ranks, one line each
 _NOBODY = "no program of this user is running with tiers and its monitor"
 
 
@@ -39,12 +40,14 @@ class TopVerb:
         console = Console(markup=False, highlight=False, emoji=False)
         if args.json:
             print_json({"programs": _programs()})
-        elif args.once or not console.is_terminal:  # a file would hold every picture, one below the other
-            print_tables(render(_programs()))
+        elif args.once or not console.is_terminal or console.is_dumb_terminal:
+            print_tables(render(_programs()))  # a file would hold every picture, one below the other
         else:
             with writing(), Live(console=console, auto_refresh=False, screen=True) as live:
                 while True:
-                    live.update(Group(*render(_programs())), refresh=True)
+                    programs = _programs()
+                    shown = render(programs) if len(programs) <= _FEW else [brief(programs)]
+                    live.update(Group(*shown), refresh=True)
                     time.sleep(_EVERY)
         return 0
 
@@ -72,6 +75,17 @@ def render(programs: list[dict[str, Any]]) -> Iterator[RenderableType]:
         yield f"host: {_host(values)} (from {', '.join(state['sensors'])})"
         if state["changes"]:
             yield f"last change: {state['changes'][-1]}"
+
+
+def brief(programs: list[dict[str, Any]]) -> RenderableType:
+    """One line a program, of what `read_all` returns."""
+    table = Table("pid", "program", "verdict", "d2h", "h2d", "reaction")
+    for state in programs:
+        verdict, values = state["verdict"], state["values"]
+        lanes = [_rate(values.get(f"{lane}.moved", 0.0)) for lane in ("d2h", "h2d")]
+        deed = _deed(state["response"])
+        table.add_row(f"{state['pid']}", state["program"], said(verdict["state"], verdict["cause"]), *lanes, deed)
+    return table
 
 
 def _deed(response: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from allocator.sizes import GiB
 from tests.unit.by_hand import eventually
 from tests.unit.tiers.test_cli import STATS
 from tiers.bench import ended_in_order
@@ -81,6 +82,15 @@ def test_the_table_has_a_row_for_each(program: list[str], capsys: pytest.Capture
     assert main(["bench", "--hbm", "20GiB", *program]) == 0
     printed = capsys.readouterr().out
     assert "250.0 ms" in printed and "0.800" in printed
+
+
+def test_a_run_that_took_more_than_its_budget_is_marked(program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """As where there is no GPU: such a step is no result."""
+    assert main(["bench", "--hbm", "20GiB", *program]) == 0
+    assert "over" not in capsys.readouterr().out
+    Path(program[-1]).write_text(PROGRAM.replace(str(15 * GiB), str(21 * GiB)))
+    assert main(["bench", "--hbm", "20GiB", *program]) == 0
+    assert "21.0 GiB, over" in capsys.readouterr().out
 
 
 def test_one_that_fails_says_why_and_the_others_run_all_the_same(

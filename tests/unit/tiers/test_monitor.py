@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from migrator.runtime.backoff import Response
 from migrator.telemetry.timeline import Timeline
@@ -391,6 +392,25 @@ def test_top_looks_where_the_ledger_is_named(
 def test_top_looks_once_where_nobody_would_see_it_refreshed(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top"]) == 0
     assert capsys.readouterr().out.count("4711: train.py --fast") == 1
+    shown.close()
+
+
+def test_top_looks_once_at_a_terminal_that_only_prints(
+    shown: Board, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # passes for a terminal
+    monkeypatch.setenv("TERM", "dumb")
+    assert main(["top"]) == 0
+    assert capsys.readouterr().out.count("4711: train.py --fast") == 1
+    shown.close()
+
+
+def test_of_many_programs_top_shows_a_line_each(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = top_verb._programs()
+    Console(width=200).print(top_verb.brief([program] * 8))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "4711" in line]
+    assert len(lines) == 8
+    assert all(word in lines[0] for word in ("train.py --fast", "by whom is unknown", "2.5 GB/s", "backed off to 25%"))
     shown.close()
 
 

@@ -193,6 +193,14 @@ def test_what_is_no_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_of_several_processes_one_is_to_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("rank10", "rank2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trace.json").write_text(MODEL.to_json())
+    assert main(["plan", str(tmp_path), "--budget", "40GiB"]) == 2
+    assert f"name one of {tmp_path}/rank2, {tmp_path}/rank10" in capsys.readouterr().err
+
+
 def test_a_trace_without_times_tells_of_memory_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace.json").write_text(chain([40 * MiB] * 20).to_json())
     text = output(capsys, tmp_path, "--budget", "800MiB", "--policy", "keep,flashneuron", "--explain", "layer3:0")
