@@ -142,6 +142,7 @@ class Bench:
             moved=sum(counts["moved"].values()),
             stalls=counts["stalls"],
             pages=counts.get("pages", {}),
+            flushes=counts.get("flushes", 0.0),
             cores=busy / sum(end - begin for begin, end in ours),
             sm_clock=sm_clock(),
         )

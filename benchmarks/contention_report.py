@@ -29,7 +29,7 @@ class Cell:
         The same in the turns of plain training.
     moved : float
         Bytes a step, both directions.
-    stalls, pages : mapping of str to float
+    stalls, pages, flushes
         A step, as in `counts.per_step`.
     cores : float
         Processor seconds a second that the training process took, all of its threads.
@@ -49,6 +49,7 @@ class Cell:
     moved: float = 0.0
     stalls: Mapping[str, float] = field(default_factory=dict)
     pages: Mapping[str, float] = field(default_factory=dict)
+    flushes: float = 0.0
     cores: float = 0.0
     share: float = 1.0
     host_us: float = 0.0

@@ -135,6 +135,7 @@ class CudaCompute:
 
     def pressed(self) -> bool:
         before, self._retries = self._retries, peaks.retries(self.device)
+        self._counters.flushes += self._retries - before
         if self._retries > before and self._counters.timeline is not None:
             self._counters.timeline.happened("hbm was full", device=str(self.device))
         return self._retries > before

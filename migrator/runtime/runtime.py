@@ -339,6 +339,7 @@ class Runtime:
             "steps": self._steps.count,
             "moved": dict(counters.moved),
             "groups": counters.groups,
+            "flushes": counters.flushes,
             "stalls": {cause: {"count": s.count, "seconds": s.seconds} for cause, s in counters.stalls.items()},
             "unmanaged_bytes": self._unmanaged,
             "step_s": self._steps.summary(),

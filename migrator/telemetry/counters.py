@@ -28,6 +28,7 @@ class Counters:
     stalls: dict[str, Stall] = field(default_factory=dict)
     groups: int = 0
     periods: int = 0
+    flushes: int = 0  # of the cache of PyTorch's allocator, as HBM was full
     timeline: Timeline | None = None
 
     def stalled(self, cause: str, seconds: float, times: int = 1) -> None:

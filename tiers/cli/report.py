@@ -85,7 +85,12 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         each = stall["seconds"] / max(stats["periods"], 1)
         stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(each))
     yield stalls if stalls.rows else "no stalls"
-    if pages := stats.get("pages"):  # not there in those of earlier versions
+    if flushes := stats.get("flushes"):  # not there in those of earlier versions
+        yield (
+            f"hbm was full {flushes} times: PyTorch's allocator gave back what it had cached, for which it waits for "
+            "the device; set TIERS_ALLOCATOR=pages, or raise TIERS_HBM"
+        )
+    if pages := stats.get("pages"):  # nor was this
         requests = max(1, pages["planned"] + pages["departed"] + pages["misplaced"])
         yield (
             f"pages: {pages['planned'] / requests:.0%} of {requests} requests lay where they were foreseen; "

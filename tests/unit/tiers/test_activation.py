@@ -128,6 +128,7 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "peak": {"hbm": "int", "dram": "int", "nvme": "int"},
         "moved": {"d2h": "int", "h2d": "int", "disk_write": "int", "disk_read": "int"},
         "groups": "int",
+        "flushes": "int",
         "stalls": {"h2d": stall},
         "unmanaged_bytes": "int",
         "step_s": {"median": "float", "min": "float", "max": "float", "settled": {"median": "float", "steps": "int"}},

@@ -238,6 +238,13 @@ def test_report_tells_what_our_allocator_did(tmp_path, capsys):
     assert f"pages: {said}; 2.0 GiB in dram at the end" in out
 
 
+def test_report_tells_how_often_pytorch_s_allocator_flushed_its_cache(tmp_path, capsys):
+    for flushes, said in ((0, False), (12, True)):
+        (tmp_path / "stats.json").write_text(json.dumps(STATS | {"flushes": flushes}))
+        assert main(["report", str(tmp_path)]) == 0
+        assert ("hbm was full 12 times" in capsys.readouterr().out) == said
+
+
 @pytest.mark.parametrize(
     ("settled", "text"),
     [

@@ -119,6 +119,15 @@ def slices(compute: CudaCompute, kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] == "X" and event["cat"] == kind]
 
 
+def test_flushes_of_the_allocator_s_cache_are_counted(compute: CudaCompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for flushes in (0, 2, 2, 3):
+        monkeypatch.setattr(cuda.peaks, "retries", lambda device, so_far=flushes: so_far)
+        told.append(compute.pressed())
+    assert told == [False, True, False, True]
+    assert compute._counters.flushes == 3
+
+
 def test_periods_of_a_device_follow_one_another(compute: CudaCompute) -> None:
     start = time.perf_counter()
     for _ in range(4):
