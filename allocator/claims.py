@@ -41,26 +41,37 @@ class DramClaims:
         self.lender: Callable[[int], int] | None = None
         """Gives back so many bytes that this process holds elsewhere, and does not use, or what it has of them."""
 
-    def more(self, device: int, core: Core, nbytes: int, least: int = PAGE) -> bool:
-        """Let a core map more: `nbytes`, or what there is of them, if that is at least `least`; whether it may."""
-        with self._lock:
-            wanted = min(max(STEP, round_up(nbytes, PAGE)), self._capacity - sum(self._granted.values()))
-            if wanted < least:
-                return False
-            if self._claim(device, core, wanted, least):
-                return True
-            # The arena keeps what recorded periods needed, in which all moves: plans move less.
-            lent = 0 if self.lender is None else self.lender(wanted)
-            self._room.taken(-lent)
-            return lent > 0 and self._claim(device, core, wanted, least)
+    def more(self, device: int, core: Core, nbytes: int, least: int = PAGE, *, in_need: bool = False) -> bool:
+        """Let a core map more: `nbytes`, or what there is of them, if that is at least `least`; whether it may.
 
-    def _claim(self, device: int, core: Core, wanted: int, least: int) -> bool:
+        In need the program is out of memory without: then what lies idle elsewhere is asked for, too.
+        """
+        lender = self.lender if in_need else None  # once: another thread may be ending the session
+        with self._lock:
+            if self._claim(device, core, nbytes, least, last=lender is None):
+                return True
+            if lender is None or self._left() < least:
+                return False
+            # The arena keeps what recorded periods needed, in which all moves: plans move less.
+            lent = lender(max(round_up(nbytes, PAGE), least) + self._room.missing)
+            self._room.taken(-lent)
+            return self._claim(device, core, nbytes, least, last=True)
+
+    def _left(self) -> int:
+        return self._capacity - sum(self._granted.values())
+
+    def _claim(self, device: int, core: Core, nbytes: int, least: int, *, last: bool) -> bool:
+        """Claim so much, and say why it cannot be had if that was the `last` try."""
+        wanted = min(max(STEP, round_up(nbytes, PAGE)), self._left())
+        if wanted < least:
+            return False
         left = self._room.left()
         wanted = min(wanted, left - left % PAGE)
         if wanted < least:
-            self._room.say_once("dram", sum(self._granted.values()), self._capacity)
+            if last:
+                self._room.say_once("dram", self._capacity - self._left(), self._capacity)
             return False
-        claimed = wanted if self._account is None else self._account.claim(wanted, least=least)
+        claimed = wanted if self._account is None else self._account.claim(wanted, least=least, say=last)
         return bool(claimed) and self._grant(device, core, claimed)
 
     def _grant(self, device: int, core: Core, claimed: int) -> bool:

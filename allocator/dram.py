@@ -194,7 +194,8 @@ class DramArena:
     def give_back(self, nbytes: int) -> int:
         """Return what lies idle to the system, `nbytes` if there is so much, for somebody who needs it more.
 
-        It is gone when this returns. The arena then grows on demand until it is asked for more than it has.
+        What was last reserved stays: plans need it again. What goes does so at once, or with the last copy that still
+        reads it. The arena then grows on demand until it is asked for more than it has.
 
         Returns
         -------
@@ -205,7 +206,8 @@ class DramArena:
             return 0
         try:
             with self._mappings.lock:
-                idle = self._mappings.surplus(-nbytes, idle_after=math.inf, keep=2 * self._largest)
+                keep = max(self._goal, 2 * self._largest)
+                idle = self._mappings.surplus(-nbytes, idle_after=math.inf, keep=keep)
                 given = self._mappings.drop(idle)
                 self._resting |= given > 0
         finally:
@@ -244,7 +246,9 @@ class DramArena:
             with self._mappings.growing:
                 # No smaller than what was asked for: a mapping that holds no group takes the room of one that does.
                 least = max(PAGE, round_up(self._largest, PAGE))
-                if self._mappings.grown >= min(self._goal, self._mappings.limit) or not self._mappings.grow(least):
+                enough = self._mappings.grown >= min(self._goal, self._mappings.limit)
+                # By now it may have given something back, which is not to be taken again.
+                if enough or self._resting or not self._mappings.grow(least):
                     break
         with self._mappings.growing:
             left = self._mappings.room.left()  # a look at the system takes longer than anybody may wait for the lock

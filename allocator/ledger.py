@@ -91,7 +91,7 @@ class Account:
         self._name = ""
         self._said: set[str] = set()
 
-    def claim(self, nbytes: int, least: int | None = None) -> int:
+    def claim(self, nbytes: int, least: int | None = None, *, say: bool = True) -> int:
         """Claim `nbytes`, or what is left of them, in whole pages, if that is at least `least`.
 
         Takes some ten microseconds, and some more for each account in the ledger.
@@ -100,6 +100,8 @@ class Account:
         ----------
         least
             `nbytes` if not given: all or nothing.
+        say
+            Whether a refusal is told, once.
 
         Returns
         -------
@@ -125,7 +127,7 @@ class Account:
             held = self._held
         if failure is not None:
             self._say_once("%s is taken without regard to other processes: %s", self._tier, failure)
-        elif not granted:
+        elif say and not granted:
             sizes = (format_size(size) for size in (held, others, self._capacity))
             variable = f"TIERS_{self._tier.upper()}"
             text = "%s stays at %s for now: %s of the node's %s are held elsewhere; raise %s if the node has more"

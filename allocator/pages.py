@@ -280,9 +280,14 @@ class PageAllocator:
             return False
         counts = core.counts()
         # A block lies in DRAM as a whole: to claim what cannot hold it would take that from others for nothing.
-        return self._more(device, nbytes, nbytes - (counts.dram_limit - counts.dram) - counts.idle)
+        return self._more(device, nbytes, nbytes - (counts.dram_limit - counts.dram) - counts.idle, in_need=True)
 
-    def _more(self, device: int, nbytes: int, least: int = PAGE) -> bool:
-        """Claim `nbytes` of DRAM, or what there is of them, if that is at least `least`; whether there was."""
+    def _more(self, device: int, nbytes: int, least: int = PAGE, *, in_need: bool = False) -> bool:
+        """Claim `nbytes` of DRAM, or what there is of them, if that is at least `least`; whether there was.
+
+        Layouts, and state that would move, can do without. They are made between two periods, when all lies idle that
+        the next one needs.
+        """
         core = adapter.core_of(self._library, device)
-        return core is not None and self._claims.more(device, core, nbytes, round_up(max(least, PAGE), PAGE))
+        least = round_up(max(least, PAGE), PAGE)
+        return core is not None and self._claims.more(device, core, nbytes, least, in_need=in_need)

@@ -60,6 +60,11 @@ class RoomWatch:
         return nbytes if nbytes >= 0 else min(nbytes + self._seen.slack, 0)
 
     @property
+    def missing(self) -> int:
+        """Bytes in use of what is kept for others, its slack included: so much has to go before anything is left."""
+        return max(0, -self._seen.nbytes)
+
+    @property
     def watches(self) -> bool:
         """Whether anything limits."""
         return self._look is not None

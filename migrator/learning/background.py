@@ -22,6 +22,14 @@ log = logging.getLogger("tiers")
 
 T = TypeVar("T")
 
+_planners: dict[int, subprocess.Popen[bytes]] = {}  # that are at work, by pid
+
+
+def planners() -> frozenset[int]:
+    """The processes that plan now: what they take is not the program's."""
+    return frozenset(_planners.copy())  # in one step, as threads come and go
+
+
 _SERVE = "from migrator.learning.background import serve; serve()"
 
 
@@ -65,14 +73,7 @@ def _elsewhere(job: Callable[[], T]) -> T:
     quiet = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
     path = os.pathsep.join(filter(None, (here, quiet.get("PYTHONPATH"))))
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _SERVE],
-            input=sent,
-            capture_output=True,
-            env={**quiet, "PYTHONPATH": path},
-            check=True,
-        )
-        result, error = pickle.loads(done.stdout)
+        result, error = pickle.loads(_answer_to(sent, {**quiet, "PYTHONPATH": path}))
     except Exception as error:
         # No process may be started, or what comes from it is no answer: what a job raises is one.
         log.info("plans are made in this process, which may hold training up: %s", error)
@@ -80,6 +81,22 @@ def _elsewhere(job: Callable[[], T]) -> T:
     if error is not None:
         raise error
     answer: T = result
+    return answer
+
+
+def _answer_to(sent: bytes, environ: dict[str, str]) -> bytes:
+    command, pipe = [sys.executable, "-c", _SERVE], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ) as planner:
+        _planners[planner.pid] = planner
+        try:
+            answer, said = planner.communicate(sent)
+        except BaseException:
+            planner.kill()
+            raise
+        finally:
+            del _planners[planner.pid]
+    if planner.returncode:
+        raise subprocess.CalledProcessError(planner.returncode, command, answer, said)
     return answer
 
 

@@ -223,7 +223,7 @@ class Learner:
             short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
             if self._compete(None if short else lap, drifted=drifted, pressed=short):
                 return True
-        if self._is_told and not self._ahead and self.settled:
+        if self._is_told and self.settled and all(ahead.made.done() for ahead in self._ahead):
             self._plan_ahead()
         return False
 
@@ -289,7 +289,11 @@ class Learner:
 
     def _take_ahead(self) -> bool:
         """Carry out what was made ahead, if it is there and good for the links that there are; whether it is."""
-        made = nearest(self._ahead, self._feedback.given)
+        ahead, aside = self._ahead, self._set_aside
+        # Others need the bus already, and now in another way: what was made ahead for that is there, if it fits yet.
+        if not ahead and aside is not None and self._feedback.correction >= aside.feedback.correction:
+            ahead = aside.ahead
+        made = nearest(ahead, self._feedback.given)
         if made is None:
             return False
         # What is foreseen is compared with what is measured, and that is under these links.
@@ -366,15 +370,14 @@ class Learner:
         return traces, tuple(self._before_correction(trace) for trace in traces)
 
     def _plan_ahead(self) -> None:
-        """Have plans made for when others need the memory bus, where the present ones would need it, too."""
-        given = self._feedback.given
-        if given.contended or not any(plan.moved_bytes for plan in self.plans):
+        """Have plans made, one by one, for when others need the bus that the present ones need."""
+        given, kinds = self._feedback.given, (LOADED, CROWDED)
+        if given.contended or len(self._ahead) == len(kinds) or not any(plan.moved_bytes for plan in self.plans):
             return
+        under = self._feedback.under(given.reduced(kinds[len(self._ahead)], direct_disk=False))
         traces, budgets = self._to_plan()
-        for left in (LOADED, CROWDED):
-            under = self._feedback.under(given.reduced(left, direct_disk=False))
-            made = self._orders.ask_ahead(traces, budgets, under.correction, under.links)
-            self._ahead += (Ahead(made, given, under.given),)
+        made = self._orders.ask_ahead(traces, budgets, under.correction, under.links)
+        self._ahead += (Ahead(made, given, under.given),)
 
     def break_off(self) -> bool:
         """Have the holder back if a rival is carried out; whether one was."""

@@ -88,6 +88,7 @@ class Judge:
         self._middling = 0
         self._blind = 0
         self._crowded = False  # our workers keep the cores busy
+        self._only_crowded = False  # nothing but that has made the verdict what it is
         self._load_before: float | None = None  # when the bus became saturated
         self.verdict = Verdict()
 
@@ -95,7 +96,6 @@ class Judge:
         self._fair = {lane: Level() for lane in LANES}
         self._alone = {lane: Level() for lane in LANES}
         self._copy = Level()
-        self._spare = Level()
 
     def judge(self, reading: Reading) -> Verdict:
         """The verdict with `reading` taken in; one that is older than the last counts for nothing."""
@@ -112,9 +112,7 @@ class Judge:
             self._fair[lane].add(values.get(lane))
             self._alone[lane].add(values.get(f"{lane}.alone"))
         self._copy.add(values.get("copy"))
-        self._spare.add(values.get("spare"))
-        spare = self._spare.value
-        self._crowded = spare is not None and spare < (IDLE if self._crowded else BUSY)
+        self._crowded = values.get("spare", 1.0) < (IDLE if self._crowded else BUSY)
         load = _load(values)
         left = {lane: level.value for lane, level in self._fair.items() if level.value is not None}
         if any(lane in values for lane in LANES):
@@ -129,9 +127,10 @@ class Judge:
     def _seen(self, left: float, load: float | None) -> None:
         if left < ENTER or self._crowded:
             if self._state == "free":
-                self._load_before = load
+                self._load_before, self._only_crowded = load, True
+            self._only_crowded &= left >= ENTER
             self._state, self._calm, self._middling = "saturated", 0, 0
-        elif left > LEAVE or self._middling >= MIDDLING:
+        elif left > LEAVE or self._only_crowded or self._middling >= MIDDLING:
             self._recover()
         else:
             self._calm = 0
@@ -147,7 +146,7 @@ class Judge:
             (part := self._calibration.left_at(lane, others)) is not None and part > LEAVE for lane in LANES
         )
         copies = self._copy.value is not None and self._copy.value > LEAVE
-        if lighter or free or copies or self._blind >= BLIND:
+        if self._only_crowded or lighter or free or copies or self._blind >= BLIND:
             self._recover()
 
     def _recover(self) -> None:

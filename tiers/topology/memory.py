@@ -121,13 +121,36 @@ def cores_available() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def cores_usable(root: Path = Path("/")) -> float:
+    """Cores' worth of time that this process and its children may take: a container's share may be less than all."""
+    shares = [share for mount, path in hierarchies(root, "cpu") for share in _cpu_shares(mount, path)]
+    return min(shares, default=float(cores_available()))
+
+
+def _cpu_shares(mount: Path, path: str) -> Iterator[float]:
+    """What each level allows, from the process's own up to the mount point, and all there is."""
+    yield float(cores_available())
+    here = mount / path.strip("/")
+    for folder in (here, *here.parents):
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max":
+                yield int(quota) / int(period)
+        elif (folder / "cpu.cfs_quota_us").exists() and (
+            quota := (folder / "cpu.cfs_quota_us").read_text().strip()
+        ) != "-1":
+            yield int(quota) / int((folder / "cpu.cfs_period_us").read_text())
+        if folder == mount:
+            return
+
+
 def _meminfo(path: Path) -> dict[str, int]:
     pairs = (line.split(":", 1) for line in path.read_text().splitlines())
     return {name: int(rest.split()[0]) * 1024 for name, rest in pairs if rest.split()[-1] == "kB"}
 
 
-def hierarchies(root: Path) -> Iterator[tuple[Path, str]]:
-    """Mount point and path within it of each hierarchy that accounts for memory."""
+def hierarchies(root: Path, controller: str = "memory") -> Iterator[tuple[Path, str]]:
+    """Mount point and path within it of each hierarchy that accounts for memory, or for something else."""
     listing = root / "proc/self/cgroup"
     if not listing.exists():
         return
@@ -137,8 +160,8 @@ def hierarchies(root: Path) -> Iterator[tuple[Path, str]]:
             # Beside version 1 hierarchies, version 2 is mounted a level down.
             unified = root / "sys/fs/cgroup/unified"
             yield (unified if unified.is_dir() else root / "sys/fs/cgroup"), path
-        elif "memory" in controllers.split(","):
-            yield root / "sys/fs/cgroup/memory", path
+        elif controller in controllers.split(","):
+            yield root / "sys/fs/cgroup" / controller, path
 
 
 def _levels(mount: Path, path: str) -> Iterator[CgroupMemory]:

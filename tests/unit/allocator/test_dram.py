@@ -282,9 +282,21 @@ def test_it_gives_nothing_back_while_another_thread_has_it_grow_for_long(
     arena: DramArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dram, "PATIENCE", 0.01)
-    arena.free(take(arena, PAGE))
+    for block in [take(arena, STEP) for _ in range(3)]:
+        arena.free(block)
     with arena._mappings.growing:
         assert arena.give_back(PAGE) == 0
+    assert arena.give_back(PAGE) == STEP
+
+
+def test_what_plans_have_reserved_is_not_given_back_though_it_lies_idle(arena: DramArena) -> None:
+    """Between two periods all of it does; and the next one died for want of it."""
+    arena.reserve(2 * STEP)
+    for block in [take(arena, PAGE) for _ in range(16)]:
+        arena.free(block)
+    assert arena.grown == 4 * STEP
+    assert arena.give_back(16 * PAGE) == 2 * STEP
+    assert arena.give_back(16 * PAGE) == 0
 
 
 def test_a_little_stays_for_what_is_on_disk(shared: tuple[DramArena, System]) -> None:

@@ -246,7 +246,7 @@ def test_what_cannot_be_served_takes_nothing_of_the_node_s_dram(
 
 
 def test_where_no_dram_is_left_what_the_arena_has_idle_makes_room(
-    pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The arena had all of it since a period was recorded, in which all moves: the program ran out of memory."""
     monkeypatch.setattr("allocator.claims.STEP", PAGE)
@@ -256,12 +256,39 @@ def test_where_no_dram_is_left_what_the_arena_has_idle_makes_room(
     for block in blocks[4:]:
         assert block is not None
         arena.free(block)
-    assert not pages._full(0, 8 * MiB)
     pages.borrow(arena.give_back)
     assert pages._full(0, 8 * MiB)
     assert (core.counts().dram_limit, arena.grown) == (8 * MiB, 56 * MiB)
+    assert not caplog.records, "of what was had in the end"
+    assert not pages._more(0, 8 * MiB), "which a layout can do without"
     assert not pages._full(0, 60 * MiB), "the rest is in use"
     arena.close()
+
+
+def test_where_the_system_leaves_nothing_the_arena_gives_back_what_others_need_besides(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A little more than is kept for others was in use, for which the arena's own keeper gives nothing back."""
+    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    idle = [64 * MiB]
+
+    def lend(nbytes: int) -> int:
+        idle[0] -= nbytes
+        return nbytes
+
+    without_ledger = OnOneCore(core, 64 * MiB, None, lambda: Room(44 * MiB - idle[0], "others", slack=32 * MiB))
+    without_ledger.borrow(lend)
+    assert without_ledger._full(0, 8 * MiB)
+    assert idle == [64 * MiB - 28 * MiB]
+
+
+def test_where_the_driver_gives_no_host_memory_nobody_is_asked_for_any(pages: OnOneCore, core: Core) -> None:
+    def refused(tier: int, nbytes: int) -> None:
+        raise CoreError("cuMemCreate of host memory: CUDA_ERROR_NOT_PERMITTED")
+
+    core.limit = refused  # type: ignore[method-assign]
+    pages.borrow(lambda nbytes: pytest.fail("the arena is asked"))
+    assert not pages._full(0, 8 * MiB)
 
 
 def test_dram_that_is_not_used_any_more_goes_back_to_the_node(

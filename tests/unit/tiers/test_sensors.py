@@ -13,7 +13,7 @@ import pytest
 from migrator.telemetry.transfers import Transfer
 from tiers.monitor.build import available_sensors
 from tiers.monitor.calibration import Calibration
-from tiers.monitor.sensors import Rate, Reading, choose
+from tiers.monitor.sensors import Rate, Reading, choose, cores
 from tiers.monitor.sensors.copies import Copies, sound
 from tiers.monitor.sensors.copy import TimedCopy
 from tiers.monitor.sensors.cores import Cores
@@ -21,7 +21,6 @@ from tiers.monitor.sensors.pcie import Pcie
 from tiers.monitor.sensors.pressure import Pressure
 from tiers.monitor.sensors.resctrl import Resctrl
 from tiers.monitor.sensors.uncore import Counter, Uncore, find_counters, parse_config
-from tiers.topology.memory import cores_available
 
 MiB = 1 << 20
 
@@ -265,10 +264,55 @@ def test_cores_tell_own_work_from_that_of_children() -> None:
         time.sleep(0.5)
         found = values(sensor.read())
         child.kill()
-    assert set(found) == {"own", "tree", "others", "spare"}
-    assert found["spare"] == pytest.approx(max(1 - found["tree"] / cores_available(), 0))
+    assert set(found) == {"own", "tree", "others"}
     assert found["tree"] > 0.1
     assert found["own"] < found["tree"]
+
+
+def looks(sensor: Cores, busy: Iterable[float], monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """What children are said to leave, once a second, while so many cores were busy with them."""
+    spent, found = 0.0, list[float | None]()
+    for taken in (0.0, *busy):
+        spent += taken
+        monkeypatch.setattr(sensor, "_busy", lambda now=spent: iter((0.0, now, now)))
+        reading = sensor.read()
+        found.append(None if reading is None else reading.values.get("spare"))
+    return found[1:]
+
+
+def test_what_children_leave_of_the_cores_is_the_middle_of_three_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is there for several steps: one look that is off must not pass for many."""
+    monkeypatch.setattr(cores, "cores_usable", lambda: 16.0)
+    assert looks(Cores(Ticks()), [0, 0, 4, 14, 4, 14, 14], monkeypatch) == [None, None, 1, 0.75, 0.75, 0.125, 0.125]
+
+
+def test_of_several_ranks_each_has_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "cores_usable", lambda: 16.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert looks(Cores(Ticks()), [6, 6, 6, 9, 9], monkeypatch)[-3:] == [0.25, 0.25, 0]
+
+
+def test_what_a_child_took_before_it_was_seen_is_not_of_now() -> None:
+    """Children are looked for every ten seconds: those of an epoch passed for a load."""
+    clock = Ticks()
+    sensor = Cores(clock)
+    sensor.read()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        time.sleep(0.5)
+        clock.now += 2 * cores._LIST_EVERY
+        spent = [spent for _, spent, _ in [tuple(sensor._busy()) for _ in range(2)]]
+        assert child.pid in sensor._children
+        child.kill()
+    assert spent[0] < 0.1 and spent[1] - spent[0] < 0.1
+
+
+def test_who_plans_for_us_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as planner:
+        monkeypatch.setattr(cores, "planners", lambda: frozenset([planner.pid]))
+        sensor = Cores()
+        sensor.read()
+        assert planner.pid not in sensor._children
+        planner.kill()
 
 
 def test_children_that_ended_do_not_make_the_count_go_back() -> None:

@@ -9,7 +9,16 @@ import pytest
 
 from tiers.topology import Topology, default_dram_capacity, discover, gds_obstacle, memory_left
 from tiers.topology.gpu import Gpu, find_gpus, numa_node, nvidia_fs_loaded
-from tiers.topology.memory import CgroupMemory, Memory, cgroup_memory, numa_nodes, parse_cores, read_memory
+from tiers.topology.memory import (
+    CgroupMemory,
+    Memory,
+    cgroup_memory,
+    cores_available,
+    cores_usable,
+    numa_nodes,
+    parse_cores,
+    read_memory,
+)
 from tiers.topology.storage import filesystem_of
 
 GiB = 1024**3
@@ -26,6 +35,35 @@ def test_the_real_machine_can_be_read():
     found = discover()
     assert 0 < found.memory.available <= found.memory.total
     assert 1 <= found.cores <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("files", "part"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, None),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "50000 100000"}, 0.5),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b",
+                "sys/fs/cgroup/a/b/cpu.max": "50000 100000",
+                "sys/fs/cgroup/a/cpu.max": "20000 100000",
+            },
+            0.2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/a\n5:memory:/a",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "70000",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
+            },
+            0.7,
+        ),
+        ({"proc/self/cgroup": "4:cpu,cpuacct:/a", "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "-1"}, None),
+    ],
+)
+def test_a_container_may_have_less_time_than_it_sees_cores(tmp_path, files, part):
+    assert cores_usable(tree(tmp_path, files)) == (cores_available() if part is None else part)
 
 
 def test_meminfo_is_in_bytes(tmp_path):

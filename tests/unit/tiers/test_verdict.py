@@ -182,8 +182,22 @@ def test_while_nothing_moves_for_their_sake_they_stay_the_reason() -> None:
 
 
 def test_workers_that_nobody_counts_any_more_are_none() -> None:
-    without = readings([{"d2h": 1.0, "h2d": 1.0}] * (STALE + CALM + 1), start=200.0)
+    without = readings([{"d2h": 1.0, "h2d": 1.0}] * CALM, start=200.0)
     assert judged(crowd([0.1] * 10) + without).state == "free"
+
+
+@pytest.mark.parametrize("after", [{"d2h": 1.0, "h2d": 0.9, "spare": 0.9}, {"spare": 0.9}])
+def test_after_workers_that_alone_were_the_reason_the_bus_is_free_as_it_was_before(after: dict[str, float]) -> None:
+    """Whatever the lanes give, if it was no reason before; and also while nothing of ours moves."""
+    lane = {"d2h": 1.0, "h2d": 0.9}
+    given = [{**lane, "spare": 0.9}] * 10 + [{**lane, "spare": 0.1}] * 10 + [after] * CALM
+    assert [verdict.state for verdict in verdicts(readings(given))][9::10] == ["free", "saturated", "free"]
+
+
+def test_after_workers_beside_which_lanes_were_slow_it_is_the_lanes_that_tell() -> None:
+    slow = {"d2h": 1.0, "h2d": 0.7}
+    given = [{**slow, "spare": 0.1}] * 10 + [{"d2h": 1.0, "h2d": 0.9, "spare": 0.9}] * 30
+    assert judged(readings(given)).state == "saturated"
 
 
 # --------------------------------------------------------------------------------- what is missing or wrong

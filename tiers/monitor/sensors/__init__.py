@@ -11,7 +11,7 @@ A reading maps names to numbers:
 | ``traffic`` | bytes per second on the memory bus, everybody's |
 | ``rx``, ``tx`` | bytes per second over PCIe, into the GPUs and out of them |
 | ``own``, ``tree``, ``others`` | cores busy with this process, its children, all other processes |
-| ``spare`` | part of the cores that this process may run on that its children leave |
+| ``spare`` | part of the cores' time that is there for this process which its children leave, lately |
 | ``cpu``, ``memory`` | part of the time that somebody waited for one |
 | ``copy`` | achieved by the timed copy on one core, as a part of its best |
 """

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 import migrator
-from migrator.learning.background import at_once, in_background
+from migrator.learning import background
+from migrator.learning.background import at_once, in_background, planners
 from migrator.learning.made import make_all
 from migrator.links import PCIE_GEN5
 from migrator.plan import NoPlanFits
 from migrator.policies import POLICIES
+from tests.unit.by_hand import eventually
 from tests.unit.modelled import gpt
 
 
@@ -27,11 +29,11 @@ def test_that_process_has_the_package_from_where_this_one_has_it(monkeypatch: py
     """And not from another installation, nor with our modules in the place of the standard library's."""
     paths = []
 
-    def run(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[bytes]:
-        paths.append(env["PYTHONPATH"].split(os.pathsep)[0])
-        return subprocess.CompletedProcess([], 0, stdout=b"")
+    def answer(sent: bytes, environ: dict[str, str]) -> bytes:
+        paths.append(environ["PYTHONPATH"].split(os.pathsep)[0])
+        return b""
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(background, "_answer_to", answer)
     in_background(os.getpid).result(timeout=60)
     assert paths == [str(Path(migrator.__file__).parents[1])]
 
@@ -55,13 +57,28 @@ def test_what_a_job_raises_comes_back() -> None:
 def test_where_no_process_can_be_had_the_job_is_done_here(
     monkeypatch: pytest.MonkeyPatch, error: OSError | None
 ) -> None:
-    def run(*_: object, **__: object) -> subprocess.CompletedProcess[bytes]:
+    def answer(*_: object) -> bytes:
         if error is not None:
             raise error
-        return subprocess.CompletedProcess([], 0, stdout=b"what a sitecustomize prints")
+        return b"what a sitecustomize prints"
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(background, "_answer_to", answer)
     assert in_background(os.getpid).result(timeout=60) == os.getpid()
+
+
+def test_who_plans_is_known_while_it_does() -> None:
+    """What it takes is not what the program's workers take."""
+    assert not planners()
+    plan = in_background(partial(time.sleep, 2.0))
+    assert eventually(lambda: len(planners()) == 1)
+    plan.result(timeout=60)
+    assert not planners()
+
+
+def test_a_process_that_dies_leaves_its_job_to_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_SERVE", "import os; os._exit(3)")
+    assert in_background(os.getpid).result(timeout=60) == os.getpid()
+    assert not planners()
 
 
 def test_what_cannot_be_sent_is_done_in_a_thread() -> None:

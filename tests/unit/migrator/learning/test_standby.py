@@ -36,18 +36,30 @@ def settled(policy: str = "auto") -> tuple[Learner, Later]:
     return learner, later
 
 
+def standing_by(policy: str = "auto") -> tuple[Learner, Later]:
+    """The same, and these are there: for a loaded bus, and for busy cores."""
+    learner, later = settled(policy)
+    for _ in range(2):
+        later.work()
+        quiet(learner, peak(learner))
+    return learner, later
+
+
 def test_once_plans_have_settled_others_are_made_for_a_loaded_bus_and_for_busy_cores() -> None:
     learner, later = settled()
-    assert len(later.jobs) == 3
+    quiet(learner, peak(learner))
+    assert len(later.jobs) == 2, "one after the other"
     assert not learner.planning, "these change nothing"
+    later.work()
+    quiet(learner, peak(learner))
+    later.work()
     for _ in range(UNTOLD):
         quiet(learner, peak(learner))
     assert len(later.jobs) == 3, "once"
 
 
 def test_when_others_need_the_bus_they_are_carried_out_at_once_and_again_the_next_time() -> None:
-    learner, later = settled()
-    later.work()
+    learner, later = standing_by()
     alone = learner.plans
     for _ in range(2):
         assert learner.relink(BUSY)
@@ -64,12 +76,23 @@ def test_of_these_they_are_carried_out_that_count_on_most_nearly_what_is_left(
     left: tuple[float, float], job: int
 ) -> None:
     """Lanes as beside JPEGs, two each, and beside copies, on H100s."""
-    learner, later = settled()
-    later.work()
+    learner, later = standing_by()
     links = PCIE_GEN5.reduced(dict(zip(("d2h", "h2d"), left, strict=True)), direct_disk=False)
     assert learner.relink(links)
     assert learner.plans == tuple(made.plan for made in later.jobs[job][1].result())
     assert later.jobs[1][1].result() != later.jobs[2][1].result()
+
+
+def test_where_others_need_the_bus_in_another_way_than_before_the_other_one_is_carried_out() -> None:
+    """First their workers keep the cores busy, and then lanes are slow."""
+    learner, later = standing_by()
+    alone, jobs = learner.plans, len(later.jobs)
+    for left, job in (({"bus": 1.0}, 2), (MEASURED, 1)):
+        assert learner.relink(PCIE_GEN5.reduced(left, direct_disk=False))
+        assert learner.plans == tuple(made.plan for made in later.jobs[job][1].result())
+    assert learner.relink(PCIE_GEN5)
+    assert learner.plans == alone
+    assert len(later.jobs) == jobs
 
 
 def test_where_one_of_them_is_not_there_the_other_will_do() -> None:
