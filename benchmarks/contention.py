@@ -52,7 +52,6 @@ class Switch:
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration  # kept: what a lane can give does not change
-        self._choice = available_sensors(probe=False)
         self.monitor: Monitor | None = None
         self.times: list[float] = []
 
@@ -61,10 +60,9 @@ class Switch:
             self.monitor.close()
         self.monitor, self.times = None, []
         if on:
-            for sensor in self._choice.sensors:
-                sensor.read()  # what they have counted since their last look was under another load
+            choice = available_sensors(probe=False)  # afresh: what others have seen was another load
             copies, judge = own.Copies(self._calibration), Judge(self._calibration)
-            self.monitor = Monitor(Watch(lambda: self._choice, copies, judge))
+            self.monitor = Monitor(Watch(lambda: choice, copies, judge))
 
     def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
         if self.monitor is None:
