@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,14 @@ from allocator.sizes import PAGE, GiB, round_up
 log = logging.getLogger("tiers")
 
 PATIENCE = 8  # periods with something in DRAM before state sinks: a migrator makes do with less by then, if it can
+
+
+class _AtStep(NamedTuple):
+    """What there was when an optimizer had stepped: requests of the period, departures so far, bytes of DRAM."""
+
+    requests: int
+    departed: int
+    dram: int
 
 
 class PageAllocator:
@@ -58,6 +67,8 @@ class PageAllocator:
         self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
         self._refused: set[int] = set()  # GPUs without a layout, which was said
         self._news: dict[int, int] = {}  # GPUs whose layouts are of no use from the next period on, and its peak
+        self._at_step: dict[int, _AtStep] = {}  # when the last optimizer had stepped
+        self._last: dict[int, Log] = {}  # the last period, where it was cut
         self._bare: set[int] = set()  # GPUs without a layout in this period, the first after news
 
     def install(self) -> None:
@@ -144,6 +155,12 @@ class PageAllocator:
         """Bytes of DRAM that the last period left mapped, without the state that sank there."""
         return self._overflow.get(device.index, 0)
 
+    def step_over(self) -> None:
+        """An optimizer has stepped: if it was the last, what comes until the period is over may be an evaluation's."""
+        for device, core in self.cores():
+            now = core.glance()
+            self._at_step[device] = _AtStep(now.requests, now.departed, now.dram)
+
     def period_over(self, *, alone: bool = True) -> None:
         """A period ends: where its sequence of requests is new, plan the next one's layout after it.
 
@@ -156,10 +173,16 @@ class PageAllocator:
         for device, core in self.cores():
             core.mark()
             now = core.glance()
-            since, self._departed[device] = now.departed - self._departed.get(device, 0), now.departed
             watch, kinds = self._watches.setdefault(device, Watch()), self._kinds.setdefault(device, Kinds())
-            self._claims.period_over(device, core, now.dram)
-            sank = self._sink(device, core, now.dram, alone)
+            departed, dram = now.departed, now.dram
+            before, at_step = self._last.pop(device, None), self._at_step.pop(device, None)
+            if alone and at_step is not None and self._is_past_all_layouts(core, at_step, dram):
+                self._last[device] = Log(*core.log(0)).until(at_step.requests)
+                self._lay_out_again(device, core, kinds.layouts())
+                departed, dram = at_step.departed, core.glance().dram
+            since, self._departed[device] = departed - self._departed.get(device, 0), now.departed
+            self._claims.period_over(device, core, dram)
+            sank = self._sink(device, core, dram, alone)
             if device in self._news:
                 core.forget_plan(peak := self._news.pop(device))
                 self._bare.add(device)
@@ -173,7 +196,7 @@ class PageAllocator:
                 if kinds.came_as_laid_out(now.present):
                     self._plan(device, core, kinds.layouts())
                 continue
-            last, before = Log(*core.log(0)), Log(*core.log(1))
+            last, before = self._last.get(device) or Log(*core.log(0)), before or Log(*core.log(1))
             look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
             forgot = kinds.period_over(last)
             if sank or look:
@@ -183,6 +206,23 @@ class PageAllocator:
                     self._plan(device, core, kinds.layouts())
             elif forgot:
                 self._plan(device, core, kinds.layouts())
+
+    def _is_past_all_layouts(self, core: Core, at_step: _AtStep, dram: int) -> bool:
+        """Whether an evaluation went on in DRAM that HBM does not hold, wherever it lay: no layout is to hold it."""
+        if dram <= at_step.dram:
+            return False
+        whole, counts = foresee(Log(*core.log(0))), core.counts()
+        return whole is None or whole.total > counts.hbm_limit - counts.allocated
+
+    def _lay_out_again(self, device: int, core: Core, layouts: list[Foreseen]) -> None:
+        """Give back what an evaluation left, and follow the layout from its begin.
+
+        Idle, that would pass for what periods have no room for, and state would make room for it.
+        """
+        if layouts:
+            self._plan(device, core, layouts)
+        else:
+            self._let_go(device, core, core.trim)
 
     def _let_go(self, device: int, core: Core, trim: Callable[[], None]) -> None:
         try:

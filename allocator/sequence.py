@@ -68,6 +68,23 @@ class Log:
     requests: npt.NDArray[Any]
     events: int
 
+    def until(self, count: int) -> Log:
+        """The same as if nothing had come after the first `count` requests that was over before the period was.
+
+        What is alive at its end is the next one's, such as a batch.
+        """
+        births, deaths = (self.requests[field].astype(np.int64) for field in ("birth", "death"))
+        over = (np.arange(len(births)) >= count) & (deaths >= 0) & (deaths < self.events)
+        gone = np.zeros(self.events + 1, np.int64)  # by event, how many of those before it had not been
+        np.add.at(gone, births[over] + 1, 1)
+        np.add.at(gone, deaths[over] + 1, 1)
+        gone = np.cumsum(gone)
+        requests = self.requests[~over].copy()
+        requests["birth"] = births[~over] - gone[births[~over]]
+        died = deaths[~over]
+        requests["death"] = np.where(died < 0, died, died - gone[np.minimum(died, self.events)])
+        return Log(requests, self.events - int(gone[-1]))
+
 
 def foresee(last: Log, before: Log | None = None) -> Foreseen | None:
     """Expect the last period to come again, on the stream that asks for the most.

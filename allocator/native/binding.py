@@ -101,13 +101,18 @@ class Glance(ctypes.Structure):
         Which of the sequences that are laid out came last.
     came : int
         How many of its requests had come when the last period ended.
+    requests : int
+        Of the period under way, so far.
     """
 
     departed: int
     dram: int
     present: int
     came: int
-    _fields_: ClassVar[list[Any]] = [(name, ctypes.c_int64) for name in ("departed", "dram", "present", "came")]
+    requests: int
+    _fields_: ClassVar[list[Any]] = [
+        (name, ctypes.c_int64) for name in ("departed", "dram", "present", "came", "requests")
+    ]
 
 
 @cache

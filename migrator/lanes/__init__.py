@@ -252,6 +252,12 @@ class Compute(Protocol):
     def peak(self, resident: int) -> int:
         """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""
 
+    def pass_by(self, *, counts: bool) -> None:
+        """What was in use since the last period ended, or since the last call, is of the next one only if it `counts`.
+
+        An evaluation between two periods does not: it finds the room that saved tensors take later.
+        """
+
     def pressed(self) -> bool:
         """Whether the allocator had to give up cached memory to stay within the budget since this was last called."""
 

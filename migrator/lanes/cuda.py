@@ -54,6 +54,7 @@ class CudaCompute:
         self._counters = counters
         self._laps = Laps(str(device), counters)
         self._retries = peaks.retries(device)
+        self._before = 0  # the most in use since the last period ended, as far as it counts
         self.waited: list[Gap] | None = None  # what a meter leaves out
         peaks.restart(device)
 
@@ -129,9 +130,15 @@ class CudaCompute:
         return CudaMeter(self, head_start)
 
     def peak(self, resident: int) -> int:
-        peak = peaks.since_restart(self.device)
+        peak = max(self._before, peaks.since_restart(self.device))
+        self._before = 0
         peaks.restart(self.device)
         return peak
+
+    def pass_by(self, *, counts: bool) -> None:
+        if counts:
+            self._before = max(self._before, peaks.since_restart(self.device))
+        peaks.restart(self.device)
 
     def pressed(self) -> bool:
         before, self._retries = self._retries, peaks.retries(self.device)

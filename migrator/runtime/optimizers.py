@@ -9,6 +9,7 @@ import torch
 from migrator.hooks import weights
 
 LEADERLESS = 2048  # steps of others, after which one of them leads: there may be one for each parameter
+FEW = 8  # of these the last ends what a period trains; of more the first few tell enough
 _HOST = torch.device("cpu")
 
 
@@ -31,6 +32,11 @@ class Optimizers:
 
     def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
         return optimizer in self._state
+
+    @property
+    def ending(self) -> bool:
+        """Whether the one that has stepped may have been the period's last."""
+        return self.period_due and self._followed <= FEW
 
     @property
     def nbytes(self) -> int:

@@ -180,6 +180,9 @@ class Runtime:
             # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
             # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
             self._optimizers.period_due = False
+            if len(self._savers) == 1:  # else others are in the middle of theirs
+                for mover in saver.armed_movers:
+                    mover.engine.compute.pass_by(counts=False)
             if (pages := self.options.pages()) is not None:
                 if self._steps.count:
                     with saver.aside():  # the device has nothing to do meanwhile
@@ -303,6 +306,8 @@ class Runtime:
         if self._steps.count <= FIRST_STEPS or optimizer not in self._optimizers:  # there may be one for each parameter
             self._optimizers.count(optimizer)
             self._recount_static()
+        if self._optimizers.ending and (pages := self.options.pages()) is not None:
+            pages.step_over()
         saver = self._thread.saver
         if saver is not None and torch._C._current_graph_task_id() == -1:  # hooks of backward may step, too
             if saver.resting:
@@ -313,6 +318,9 @@ class Runtime:
                 return
             saver.leave_all()
             saver.end_period(stepped=leads)
+            if self._optimizers.period_due and not leads and len(self._savers) == 1:
+                for mover in saver.armed_movers:
+                    mover.engine.compute.pass_by(counts=True)
             saver.stepped(leads=leads)
             if len(self._savers) == 1:  # of several threads one alone would see that HBM is full
                 saver.rest_if_idle()

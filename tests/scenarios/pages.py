@@ -73,6 +73,23 @@ def dram_that_the_arena_has_idle_is_there_when_hbm_ends(device: torch.device) ->
         torch.cuda.empty_cache()
 
 
+def an_evaluation_that_hbm_has_no_room_for_leaves_nothing_in_dram(device: torch.device) -> None:
+    with moving(dram="4GiB") as session:
+        model = perceptron(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(12):
+            model(batch(device, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (6, 9):
+                with torch.no_grad():
+                    parts = [torch.full((64 * MiB,), i, dtype=torch.uint8, device=device) for i in range(32)]
+                    assert session.stats()["pages"]["dram"] > 0
+                    assert all(bool((part == i).all()) for i, part in enumerate(parts))
+                    del parts
+        assert session.stats()["pages"]["dram"] == 0
+
+
 def out_of_memory_means_that_every_tier_is_full(device: torch.device) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"every tier is full.*hbm: .* dram: .*TIERS_DRAM"):
         torch.empty(64 * GiB, dtype=torch.uint8, device=device)

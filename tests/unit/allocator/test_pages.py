@@ -61,6 +61,43 @@ def test_the_first_period_is_laid_out_and_the_next_follows_it(pages: OnOneCore, 
     assert (after.maps, after.unmaps, after.waits) == (before.maps, before.unmaps, before.waits)
 
 
+def test_an_evaluation_that_hbm_has_no_room_for_leaves_no_trace(pages: OnOneCore, core: Core) -> None:
+    """What lay idle in DRAM after it passed for what periods have no room for: state sank there, for good."""
+    pages.begin()
+    pages.state(True)
+    state = core.allocate(16 * MiB)
+    pages.state(False)
+    for period in range(3 * PATIENCE):
+        step(core, 10 * MiB, 12 * MiB, 14 * MiB)
+        planned = core.counts().planned
+        assert planned == 3 * period, "all that trains lies as laid out"
+        pages.step_over()
+        if period in (3, 9):
+            pages._more(0, 32 * MiB)  # as the adapter would ask
+            step(core, *[4 * MiB] * 20)
+            assert core.counts().dram > 0
+        pages.period_over()
+        assert (core.counts().dram, pages.overflow(torch.device("cuda", 0))) == (0, 0)
+        assert core.on(state, HBM) == 16 * MiB
+
+
+def test_an_evaluation_that_hbm_has_room_for_is_laid_out_with_the_rest(pages: OnOneCore, core: Core) -> None:
+    """In the memory that training has: beside it there was no room the first time."""
+    pages.begin()
+    for period in range(12):
+        step(core, 20 * MiB, 20 * MiB)
+        pages.step_over()
+        if period % 4 == 3:
+            pages._more(0, 32 * MiB)
+            step(core, 30 * MiB, 6 * MiB)
+        pages.period_over()
+    assert core.counts().dram == 0
+    before = core.counts().departed
+    step(core, 20 * MiB, 20 * MiB)
+    step(core, 30 * MiB, 6 * MiB)
+    assert core.counts().departed == before
+
+
 def test_a_period_with_trials_is_followed_by_one_as_any_other(pages: OnOneCore, core: Core) -> None:
     """Reserved / live was 1.2 in such a period and in the next, whose layout was made of it (ResNet: 1.99)."""
     gpu = torch.device("cuda", 0)

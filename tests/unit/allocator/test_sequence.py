@@ -56,6 +56,26 @@ def test_a_period_in_which_nothing_died_foretells_nothing() -> None:
     assert foresee(log(0)) is None
 
 
+def test_a_period_is_as_it_would_have_been_without_the_evaluation_at_its_end() -> None:
+    """The batch of the next period is asked for after it, and stays."""
+    plain = log(7, (1024, 0, 0, 2), (2048, 0, 1, 3), (512, 0, 4, -1), (256, 0, 5, 9))  # event 6: another period's died
+    evaluated = log(
+        13,
+        (1024, 0, 0, 2),
+        (2048, 0, 1, 3),
+        (4096, 0, 4, 6),
+        (4096, 0, 5, 9),
+        (512, 0, 7, -1),
+        (64, 0, 8, 10),
+        (256, 0, 11, 15),
+    )
+    cut = evaluated.until(2)
+    assert cut.requests.tolist() == plain.requests.tolist()
+    assert (cut.events, repeats(cut, plain)) == (7, True)
+    assert evaluated.until(7).requests.tolist() == evaluated.requests.tolist()
+    assert log(0).until(0).events == 0
+
+
 def test_periods_repeat_if_their_requests_came_at_the_same_events() -> None:
     first = log(4, (1024, 0, 0, 2), (512, 0, 1, 3))
     assert repeats(first, log(4, (1024, 0, 0, 3), (512, 0, 1, 2)))

@@ -128,6 +128,31 @@ def test_flushes_of_the_allocator_s_cache_are_counted(compute: CudaCompute, monk
     assert compute._counters.flushes == 3
 
 
+def test_what_an_evaluation_between_two_periods_takes_is_no_peak_of_theirs(
+    compute: CudaCompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a second optimizer takes is."""
+    highest = [0]
+
+    def use(nbytes: int) -> None:
+        highest[0] = max(highest[0], nbytes)
+
+    monkeypatch.setattr(cuda.peaks, "since_restart", lambda device: highest[0])
+    monkeypatch.setattr(cuda.peaks, "restart", lambda device: highest.__setitem__(0, 0))
+    use(100)
+    assert compute.peak(0) == 100
+    use(130)
+    compute.pass_by(counts=True)
+    use(500)
+    compute.pass_by(counts=False)
+    use(90)
+    assert compute.peak(0) == 130
+    use(90)
+    compute.pass_by(counts=False)
+    use(80)
+    assert compute.peak(0) == 80
+
+
 def test_periods_of_a_device_follow_one_another(compute: CudaCompute) -> None:
     start = time.perf_counter()
     for _ in range(4):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import tiers
+from migrator.lanes.host import HostCompute
 from migrator.runtime import optimizers
 from migrator.runtime.optimizers import Optimizers
 
@@ -57,3 +59,37 @@ def test_gradients_and_state_of_those_that_live_are_counted() -> None:
     known.count(one)
     assert one in known
     assert known.nbytes == 2 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_of_many_optimizers_only_the_first_few_are_taken_to_end_a_period() -> None:
+    """There may be one for each parameter, and each look at the allocator takes microseconds."""
+    known, all_of_them = Optimizers(), [optimizer() for _ in range(100)]
+    ending = []
+    for one in all_of_them:
+        known.stepped(one)
+        ending.append(known.ending)
+    assert ending == [True] * (optimizers.FEW + 1) + [False] * (99 - optimizers.FEW)
+    known.period_due = False
+    known.stepped(all_of_them[1])
+    assert not known.ending, "another period has begun"
+
+
+def test_what_a_second_optimizer_takes_is_the_periods_and_what_an_evaluation_takes_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[bool | str] = []
+    monkeypatch.setattr(HostCompute, "pass_by", lambda compute, *, counts: told.append(counts))
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    first, second = (torch.optim.SGD(model[k].parameters(), lr=0.1) for k in (0, 2))
+    with tiers.session(dram="64MiB", hbm="1GiB"):
+        for _ in range(3):
+            told.append("forward")
+            model(torch.randn(256, 64)).square().mean().backward()
+            told.append("first")
+            first.step()
+            second.step()
+            with torch.no_grad():
+                told.append("evaluation")
+                model(torch.randn(1024, 64))
+    period = ["first", True, "evaluation"]
+    assert told == ["forward", *period, *(["forward", False, *period] * 2)]

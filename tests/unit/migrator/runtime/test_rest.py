@@ -35,6 +35,9 @@ class Pages:
     def begin(self) -> None:
         pass
 
+    def step_over(self) -> None:
+        pass
+
     def period_over(self, *, alone: bool = True) -> None:
         pass
 
