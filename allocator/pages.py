@@ -176,10 +176,13 @@ class PageAllocator:
             watch, kinds = self._watches.setdefault(device, Watch()), self._kinds.setdefault(device, Kinds())
             departed, dram = now.departed, now.dram
             before, at_step = self._last.pop(device, None), self._at_step.pop(device, None)
-            if alone and at_step is not None and self._is_past_all_layouts(core, at_step, dram):
-                self._last[device] = Log(*core.log(0)).until(at_step.requests)
-                self._lay_out_again(device, core, kinds.layouts())
-                departed, dram = at_step.departed, core.glance().dram
+            # Two periods in a row that end so are like that: what comes after their steps is theirs.
+            if alone and at_step is not None and before is None and device not in self._news:
+                cut = self._cut(core, at_step, dram)
+                if cut is not None:
+                    self._last[device] = cut
+                    self._lay_out_again(device, core, kinds.layouts())
+                    departed, dram = at_step.departed, core.glance().dram
             since, self._departed[device] = departed - self._departed.get(device, 0), now.departed
             self._claims.period_over(device, core, dram)
             sank = self._sink(device, core, dram, alone)
@@ -207,12 +210,21 @@ class PageAllocator:
             elif forgot:
                 self._plan(device, core, kinds.layouts())
 
-    def _is_past_all_layouts(self, core: Core, at_step: _AtStep, dram: int) -> bool:
-        """Whether an evaluation went on in DRAM that HBM does not hold, wherever it lay: no layout is to hold it."""
+    def _cut(self, core: Core, at_step: _AtStep, dram: int) -> Log | None:
+        """The period without what came after its steps, where that went on in DRAM, and no layout would help.
+
+        Such as an evaluation that HBM does not hold, wherever it lies.
+        """
         if dram <= at_step.dram:
-            return False
-        whole, counts = foresee(Log(*core.log(0))), core.counts()
-        return whole is None or whole.total > counts.hbm_limit - counts.allocated
+            return None
+        log, counts = Log(*core.log(0)), core.counts()
+        cut, lie = log.until(at_step.requests), core.blocks()
+        lie = lie[lie["kind"] == USED]
+        in_dram = sum(core.on(int(address), DRAM) for address in lie["address"])
+        room = counts.hbm_limit - (counts.allocated - in_dram)
+        if not len(log.requests) or log.most_alive() > max(room, cut.most_alive()):  # it has none if it is too long
+            return cut
+        return None
 
     def _lay_out_again(self, device: int, core: Core, layouts: list[Foreseen]) -> None:
         """Give back what an evaluation left, and follow the layout from its begin.
@@ -221,6 +233,7 @@ class PageAllocator:
         """
         if layouts:
             self._plan(device, core, layouts)
+            self._claims.trimmed(device, core)
         else:
             self._let_go(device, core, core.trim)
 
@@ -254,7 +267,7 @@ class PageAllocator:
 
     def _do_without(self, device: int, error: CoreError) -> None:
         """There is no layout, for now: what is in the way, such as an evaluation's memory, may be gone later."""
-        self._watches[device].refused()
+        self._watches.setdefault(device, Watch()).refused()  # there is none if a graph was being captured just now
         if device not in self._refused:
             self._refused.add(device)
             log.warning("no layout for now (%s): blocks go where they fit best", error)

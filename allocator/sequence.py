@@ -68,6 +68,15 @@ class Log:
     requests: npt.NDArray[Any]
     events: int
 
+    def most_alive(self) -> int:
+        """The most bytes of what was asked for that were in use at once, which no layout can be smaller than."""
+        births, deaths, sizes = (self.requests[field].astype(np.int64) for field in ("birth", "death", "bytes"))
+        change = np.zeros(self.events + 1, np.int64)
+        np.add.at(change, births, sizes)
+        died = (deaths >= 0) & (deaths < self.events)
+        np.add.at(change, deaths[died], -sizes[died])
+        return int(np.cumsum(change).max())
+
     def until(self, count: int) -> Log:
         """The same as if nothing had come after the first `count` requests that was over before the period was.
 

@@ -167,6 +167,12 @@ class Mover:
 
     # ------------------------------------------------------------------------------------- back
 
+    def pass_by(self) -> None:
+        """A training forward begins: what was in use since the last optimizer's step is no part of its period."""
+        self.engine.compute.pass_by(counts=False)
+        if self.recorder is not None:
+            self.recorder.resume()
+
     def begin_backward(self) -> None:
         """The first tensor of the period is asked for."""
         if self.recorder is not None:

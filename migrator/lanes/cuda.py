@@ -138,6 +138,8 @@ class CudaCompute:
     def pass_by(self, *, counts: bool) -> None:
         if counts:
             self._before = max(self._before, peaks.since_restart(self.device))
+        else:
+            self.pressed()  # what flushed the cache was no period either
         peaks.restart(self.device)
 
     def pressed(self) -> bool:

@@ -281,19 +281,18 @@ class Learner:
         if before is None and self._has_all and not self._feedback.given.contended:
             self._set_aside = SetAside(self._made, self._planned, self._feedback, self._ahead)
         self._feedback = self._feedback.under(links)
-        if self._has_all and self._take_ahead():
+        # Where others need the bus already, and now in another way, what was made ahead for that may fit yet.
+        aside = self._set_aside
+        fits = aside is not None and self._feedback.correction >= aside.feedback.correction
+        if self._has_all and self._take_ahead(aside.ahead if aside is not None and fits else ()):
             self._owed = False
             return True
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
 
-    def _take_ahead(self) -> bool:
+    def _take_ahead(self, besides: tuple[Ahead, ...] = ()) -> bool:
         """Carry out what was made ahead, if it is there and good for the links that there are; whether it is."""
-        ahead, aside = self._ahead, self._set_aside
-        # Others need the bus already, and now in another way: what was made ahead for that is there, if it fits yet.
-        if not ahead and aside is not None and self._feedback.correction >= aside.feedback.correction:
-            ahead = aside.ahead
-        made = nearest(ahead, self._feedback.given)
+        made = nearest(self._ahead or besides, self._feedback.given)
         if made is None:
             return False
         # What is foreseen is compared with what is measured, and that is under these links.

@@ -180,9 +180,10 @@ class Runtime:
             # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
             # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
             self._optimizers.period_due = False
-            if len(self._savers) == 1:  # else others are in the middle of theirs
+            # Else others are in the middle of their periods; or this one's is not over: it stepped in backward.
+            if len(self._savers) == 1 and not saver.place.in_backward:
                 for mover in saver.armed_movers:
-                    mover.engine.compute.pass_by(counts=False)
+                    mover.pass_by()
             if (pages := self.options.pages()) is not None:
                 if self._steps.count:
                     with saver.aside():  # the device has nothing to do meanwhile
@@ -306,26 +307,31 @@ class Runtime:
         if self._steps.count <= FIRST_STEPS or optimizer not in self._optimizers:  # there may be one for each parameter
             self._optimizers.count(optimizer)
             self._recount_static()
+        if torch._C._current_graph_task_id() != -1:  # a hook of backward's: there is more to come
+            return
+        saver = self._thread.saver
+        if saver is not None and saver.resting:
+            saver.place.in_backward = False
+            if leads:
+                self._counters.periods += 1
+                self._advice.period_passed()
+        elif saver is not None:
+            self._stepped(saver, leads=leads)
         if self._optimizers.ending and (pages := self.options.pages()) is not None:
             pages.step_over()
-        saver = self._thread.saver
-        if saver is not None and torch._C._current_graph_task_id() == -1:  # hooks of backward may step, too
+
+    def _stepped(self, saver: Saver, *, leads: bool) -> None:
+        """An optimizer has made a step, whose thread's hooks are on."""
+        saver.leave_all()
+        saver.end_period(stepped=leads)
+        if self._optimizers.period_due and len(self._savers) == 1:
+            for mover in saver.armed_movers:
+                mover.engine.compute.pass_by(counts=True)
+        saver.stepped(leads=leads)
+        if len(self._savers) == 1:  # of several threads one alone would see that HBM is full
+            saver.rest_if_idle()
             if saver.resting:
-                saver.place.in_backward = False
-                if leads:
-                    self._counters.periods += 1
-                    self._advice.period_passed()
-                return
-            saver.leave_all()
-            saver.end_period(stepped=leads)
-            if self._optimizers.period_due and not leads and len(self._savers) == 1:
-                for mover in saver.armed_movers:
-                    mover.engine.compute.pass_by(counts=True)
-            saver.stepped(leads=leads)
-            if len(self._savers) == 1:  # of several threads one alone would see that HBM is full
-                saver.rest_if_idle()
-                if saver.resting:
-                    self._happened("hooks rest")
+                self._happened("hooks rest")
 
     # ----------------------------------------------------------------------------------- numbers
 

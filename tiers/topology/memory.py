@@ -121,15 +121,17 @@ def cores_available() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def cores_usable(root: Path = Path("/")) -> float:
-    """Cores' worth of time that this process and its children may take: a container's share may be less than all."""
+def cores_of_rank(ranks: int, root: Path = Path("/")) -> float:
+    """Cores' worth of time that each of so many ranks may take: its part of the machine or container, or what it sees.
+
+    A container's share may be less than the cores that it shows.
+    """
     shares = [share for mount, path in hierarchies(root, "cpu") for share in _cpu_shares(mount, path)]
-    return min(shares, default=float(cores_available()))
+    return min(cores_available(), min([*shares, os.cpu_count() or 1]) / ranks)
 
 
 def _cpu_shares(mount: Path, path: str) -> Iterator[float]:
-    """What each level allows, from the process's own up to the mount point, and all there is."""
-    yield float(cores_available())
+    """What each level allows, from the process's own up to the mount point."""
     here = mount / path.strip("/")
     for folder in (here, *here.parents):
         if (folder / "cpu.max").exists():

@@ -81,6 +81,52 @@ def test_an_evaluation_that_hbm_has_no_room_for_leaves_no_trace(pages: OnOneCore
         assert core.on(state, HBM) == 16 * MiB
 
 
+def test_the_dram_that_an_evaluation_had_is_somebody_else_s_after_it(
+    pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    pages.begin()
+    for period in range(4):
+        step(core, 10 * MiB, 20 * MiB)
+        pages.step_over()
+        if period == 3:
+            assert pages._full(0, 48 * MiB)
+            step(core, *[8 * MiB] * 12)
+        pages.period_over()
+    assert Ledger(tmp_path / "ledger").used("dram") == 0
+
+
+def test_what_comes_after_every_step_is_the_periods_own_though_hbm_has_no_room_for_it(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher, for one: to lay out the rest anew after each would take longer than it does."""
+    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    laid_out, plan = [0], core.plan
+    monkeypatch.setattr(core, "plan", lambda *layouts: (plan(*layouts), laid_out.append(laid_out.pop() + 1)))
+    pages.begin()
+    for period in range(16):
+        step(core, 10 * MiB, 20 * MiB)
+        pages.step_over()
+        pages._full(0, 48 * MiB)
+        step(core, *[8 * MiB] * 12)
+        pages.period_over()
+        if period == 8:
+            settled = laid_out[0]
+    assert laid_out[0] == settled
+
+
+def test_training_that_needs_dram_is_not_taken_for_an_evaluation(pages: OnOneCore, core: Core) -> None:
+    """Whatever comes after its step: that is no larger."""
+    pages._more(0, 64 * MiB)
+    pages.begin()
+    for _ in range(6):
+        step(core, 30 * MiB, 50 * MiB)
+        pages.step_over()
+        step(core, 20 * MiB)
+        pages.period_over()
+    assert pages.overflow(torch.device("cuda", 0)) > 0
+
+
 def test_an_evaluation_that_hbm_has_room_for_is_laid_out_with_the_rest(pages: OnOneCore, core: Core) -> None:
     """In the memory that training has: beside it there was no room the first time."""
     pages.begin()

@@ -76,6 +76,11 @@ def test_a_period_is_as_it_would_have_been_without_the_evaluation_at_its_end() -
     assert log(0).until(0).events == 0
 
 
+def test_the_most_that_is_alive_at_once_is_the_least_that_a_layout_takes() -> None:
+    assert log(6, (1024, 0, 0, 2), (2048, 0, 1, 4), (512, 0, 3, -1), (256, 0, 5, 9)).most_alive() == 3072
+    assert log(0).most_alive() == 0
+
+
 def test_periods_repeat_if_their_requests_came_at_the_same_events() -> None:
     first = log(4, (1024, 0, 0, 2), (512, 0, 1, 3))
     assert repeats(first, log(4, (1024, 0, 0, 3), (512, 0, 1, 2)))

@@ -282,12 +282,12 @@ def looks(sensor: Cores, busy: Iterable[float], monkeypatch: pytest.MonkeyPatch)
 
 def test_what_children_leave_of_the_cores_is_the_middle_of_three_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read is there for several steps: one look that is off must not pass for many."""
-    monkeypatch.setattr(cores, "cores_usable", lambda: 16.0)
+    monkeypatch.setattr(cores, "cores_of_rank", lambda ranks: 16.0)
     assert looks(Cores(Ticks()), [0, 0, 4, 14, 4, 14, 14], monkeypatch) == [None, None, 1, 0.75, 0.75, 0.125, 0.125]
 
 
 def test_of_several_ranks_each_has_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "cores_usable", lambda: 16.0)
+    monkeypatch.setattr(cores, "cores_of_rank", lambda ranks: 16.0 / ranks)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert looks(Cores(Ticks()), [6, 6, 6, 9, 9], monkeypatch)[-3:] == [0.25, 0.25, 0]
 

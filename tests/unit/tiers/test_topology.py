@@ -14,7 +14,7 @@ from tiers.topology.memory import (
     Memory,
     cgroup_memory,
     cores_available,
-    cores_usable,
+    cores_of_rank,
     numa_nodes,
     parse_cores,
     read_memory,
@@ -63,7 +63,17 @@ def test_the_real_machine_can_be_read():
     ],
 )
 def test_a_container_may_have_less_time_than_it_sees_cores(tmp_path, files, part):
-    assert cores_usable(tree(tmp_path, files)) == (cores_available() if part is None else part)
+    assert cores_of_rank(1, tree(tmp_path, files)) == (cores_available() if part is None else part)
+
+
+def test_each_rank_has_its_part_of_the_machine_or_the_cores_that_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    for visible, part in ((128, 16), (16, 16), (4, 4)):  # all, those of its own NUMA node, fewer
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, visible=visible: set(range(visible)))
+        assert cores_of_rank(8, tmp_path) == part
+    quota = tree(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "3200000 100000"})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(128)))
+    assert cores_of_rank(8, quota) == 4
 
 
 def test_meminfo_is_in_bytes(tmp_path):

@@ -12,7 +12,7 @@ import psutil
 from migrator.learning.background import planners
 from tiers.launcher import processes
 from tiers.monitor.sensors import Clock, Rate, Reading, rates
-from tiers.topology.memory import cores_usable
+from tiers.topology.memory import cores_of_rank
 
 _LIST_EVERY = 10.0  # seconds between two looks at who the children are, which takes milliseconds
 _LOOKS = 3  # of which the one in the middle says what children leave: a step shows after two
@@ -50,7 +50,7 @@ class Cores:
         if own is None or tree is None or everybody is None:
             return None
         # What they leave of this process's part: each of a node's ranks has workers of its own.
-        self._spare.append(max(1 - tree * processes("LOCAL_WORLD_SIZE") / cores_usable(), 0.0))
+        self._spare.append(max(1 - tree / cores_of_rank(processes("LOCAL_WORLD_SIZE")), 0.0))
         spare = median(self._spare) if len(self._spare) == _LOOKS else None
         return rates(at, [("own", own), ("tree", tree), ("others", max(everybody - own - tree, 0.0)), ("spare", spare)])
 

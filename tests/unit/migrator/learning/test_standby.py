@@ -95,6 +95,24 @@ def test_where_others_need_the_bus_in_another_way_than_before_the_other_one_is_c
     assert len(later.jobs) == jobs
 
 
+def test_what_is_corrected_under_a_load_is_planned_with() -> None:
+    """What was made ahead knows nothing of that: carried out again, it was found too slow again, without end."""
+    learner, later = standing_by()
+    assert learner.relink(BUSY)
+    (plan,) = learner.plans
+    truly = simulate(MODEL, BUSY, plan)
+    lap, jobs = Lap(0.8 * truly.seconds, {}), len(later.jobs)
+    for _ in range(2 * UNTOLD):
+        learner.relink(BUSY)
+        learner.period_over(None, truly.peak["hbm"], whole=True, pressed=False, drifted=False, lap=lap)
+        if len(later.jobs) > jobs:
+            assert learner.plans == (plan,), "until those are there that were asked for"
+    assert len(later.jobs) == jobs + 1
+    later.work()
+    quiet(learner, truly.peak["hbm"])
+    assert learner.plans == tuple(made.plan for made in later.jobs[-1][1].result())
+
+
 def test_where_one_of_them_is_not_there_the_other_will_do() -> None:
     learner, later = settled()
     job, loaded = later.jobs[1]

@@ -12,6 +12,8 @@ import tiers
 from migrator.lanes.host import HostCompute
 from migrator.runtime import optimizers
 from migrator.runtime.optimizers import Optimizers
+from tests.unit.migrator.runtime.test_rest import Pages
+from tiers import paging
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -91,5 +93,41 @@ def test_what_a_second_optimizer_takes_is_the_periods_and_what_an_evaluation_tak
             with torch.no_grad():
                 told.append("evaluation")
                 model(torch.randn(1024, 64))
-    period = ["first", True, "evaluation"]
+    period = ["first", True, True, "evaluation"]
     assert told == ["forward", *period, *(["forward", False, *period] * 2)]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the runtime does with peaks, and the allocator is told."""
+    told: list[str] = []
+    peak = HostCompute.peak
+    monkeypatch.setattr(HostCompute, "pass_by", lambda compute, *, counts: told.append("kept" if counts else "dropped"))
+    monkeypatch.setattr(HostCompute, "peak", lambda compute, resident: told.append("read") or peak(compute, resident))
+    monkeypatch.setattr(Pages, "step_over", lambda pages: told.append("step over"), raising=False)
+    monkeypatch.setattr(paging, "_installed", Pages())
+    return told
+
+
+def test_where_optimizers_step_in_backward_no_peak_of_theirs_is_dropped(told: list[str]) -> None:
+    """The period is over when the next forward begins: what was in use is read after that, and was all of it."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    each = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter in each:
+        parameter.register_post_accumulate_grad_hook(lambda parameter: each[parameter].step())
+    with tiers.session(dram="64MiB", hbm="1GiB"):
+        for _ in range(4):
+            model(torch.randn(256, 64)).square().mean().backward()
+    assert "read" in told
+    assert not {"dropped", "step over"} & set(told)
+
+
+def test_the_leader_s_own_step_counts_where_it_comes_last(told: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    first, second = (torch.optim.SGD(model[k].parameters(), lr=0.1) for k in (0, 2))
+    with tiers.session(dram="64MiB", hbm="1GiB"):
+        for order in ((first, second), (second, first), (second, first)):
+            model(torch.randn(256, 64)).square().mean().backward()
+            for one in order:
+                one.step()
+    assert told[-4:] == ["dropped", "read", "kept", "step over"]
