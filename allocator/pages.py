@@ -10,31 +10,23 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from allocator import adapter
 from allocator.claims import DramClaims
+from allocator.evaluations import Evaluations
 from allocator.kinds import Kinds
 from allocator.ledger import Account
 from allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, is_aside
 from allocator.room import Room
-from allocator.sequence import Foreseen, Log, Watch, foresee, repeats
+from allocator.sequence import Foreseen, Watch, foresee, repeats
 from allocator.sinking import State, sink_or_rise
 from allocator.sizes import PAGE, GiB, round_up
 
 log = logging.getLogger("tiers")
 
 PATIENCE = 8  # periods with something in DRAM before state sinks: a migrator makes do with less by then, if it can
-
-
-class _AtStep(NamedTuple):
-    """What there was when an optimizer had stepped: requests of the period, departures so far, bytes of DRAM."""
-
-    requests: int
-    departed: int
-    dram: int
 
 
 class PageAllocator:
@@ -67,8 +59,7 @@ class PageAllocator:
         self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
         self._refused: set[int] = set()  # GPUs without a layout, which was said
         self._news: dict[int, int] = {}  # GPUs whose layouts are of no use from the next period on, and its peak
-        self._at_step: dict[int, _AtStep] = {}  # when the last optimizer had stepped
-        self._last: dict[int, Log] = {}  # the last period, where it was cut
+        self._evaluations = Evaluations()
         self._bare: set[int] = set()  # GPUs without a layout in this period, the first after news
 
     def install(self) -> None:
@@ -158,8 +149,7 @@ class PageAllocator:
     def step_over(self) -> None:
         """An optimizer has stepped: if it was the last, what comes until the period is over may be an evaluation's."""
         for device, core in self.cores():
-            now = core.glance()
-            self._at_step[device] = _AtStep(now.requests, now.departed, now.dram)
+            self._evaluations.step_over(device, core)
 
     def period_over(self, *, alone: bool = True) -> None:
         """A period ends: where its sequence of requests is new, plan the next one's layout after it.
@@ -175,14 +165,11 @@ class PageAllocator:
             now = core.glance()
             watch, kinds = self._watches.setdefault(device, Watch()), self._kinds.setdefault(device, Kinds())
             departed, dram = now.departed, now.dram
-            before, at_step = self._last.pop(device, None), self._at_step.pop(device, None)
-            # Two periods in a row that end so are like that: what comes after their steps is theirs.
-            if alone and at_step is not None and before is None and device not in self._news:
-                cut = self._cut(core, at_step, dram)
-                if cut is not None:
-                    self._last[device] = cut
-                    self._lay_out_again(device, core, kinds.layouts())
-                    departed, dram = at_step.departed, core.glance().dram
+            may_be = alone and device not in self._news
+            until_steps = self._evaluations.period_over(device, core, dram, may_be=may_be)
+            if until_steps is not None:
+                self._lay_out_again(device, core, kinds.layouts())
+                departed, dram = until_steps, core.glance().dram
             since, self._departed[device] = departed - self._departed.get(device, 0), now.departed
             self._claims.period_over(device, core, dram)
             sank = self._sink(device, core, dram, alone)
@@ -199,7 +186,7 @@ class PageAllocator:
                 if kinds.came_as_laid_out(now.present):
                     self._plan(device, core, kinds.layouts())
                 continue
-            last, before = self._last.get(device) or Log(*core.log(0)), before or Log(*core.log(1))
+            last, before = self._evaluations.logs(device, core)
             look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
             forgot = kinds.period_over(last)
             if sank or look:
@@ -209,22 +196,6 @@ class PageAllocator:
                     self._plan(device, core, kinds.layouts())
             elif forgot:
                 self._plan(device, core, kinds.layouts())
-
-    def _cut(self, core: Core, at_step: _AtStep, dram: int) -> Log | None:
-        """The period without what came after its steps, where that went on in DRAM, and no layout would help.
-
-        Such as an evaluation that HBM does not hold, wherever it lies.
-        """
-        if dram <= at_step.dram:
-            return None
-        log, counts = Log(*core.log(0)), core.counts()
-        cut, lie = log.until(at_step.requests), core.blocks()
-        lie = lie[lie["kind"] == USED]
-        in_dram = sum(core.on(int(address), DRAM) for address in lie["address"])
-        room = counts.hbm_limit - (counts.allocated - in_dram)
-        if not len(log.requests) or log.most_alive() > max(room, cut.most_alive()):  # it has none if it is too long
-            return cut
-        return None
 
     def _lay_out_again(self, device: int, core: Core, layouts: list[Foreseen]) -> None:
         """Give back what an evaluation left, and follow the layout from its begin.

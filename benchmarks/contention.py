@@ -235,7 +235,9 @@ def main(words: Sequence[str] | None = None) -> None:
         "--workers", type=int, default=None, help="of the DataLoader; 0: no such load (default: all but 2)"
     )
     parser.add_argument("--rounds", type=int, default=None, help="(default: 3; with --tiny 1)")
-    parser.add_argument("--settle", type=int, default=30, help="steps before the timed ones")
+    parser.add_argument(
+        "--settle", type=int, default=34, help="steps before the timed ones: cores are looked at three times first"
+    )
     parser.add_argument("--window", type=int, default=8, help="steps of a turn")
     parser.add_argument("--turns", type=int, default=4, help="of either in a cell")
     parser.add_argument("--learning", type=int, default=64, help="steps until the plans have settled")
