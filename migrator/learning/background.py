@@ -22,12 +22,12 @@ log = logging.getLogger("tiers")
 
 T = TypeVar("T")
 
-_planners: dict[int, subprocess.Popen[bytes]] = {}  # that are at work, by pid
+_planners: set[int] = set()  # processes that are at work
 
 
 def planners() -> frozenset[int]:
     """The processes that plan now: what they take is not the program's."""
-    return frozenset(_planners.copy())  # in one step, as threads come and go
+    return frozenset(_planners)  # in one step of the interpreter's, as threads come and go
 
 
 _SERVE = "from migrator.learning.background import serve; serve()"
@@ -87,14 +87,14 @@ def _elsewhere(job: Callable[[], T]) -> T:
 def _answer_to(sent: bytes, environ: dict[str, str]) -> bytes:
     command, pipe = [sys.executable, "-c", _SERVE], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ) as planner:
-        _planners[planner.pid] = planner
+        _planners.add(planner.pid)
         try:
             answer, said = planner.communicate(sent)
         except BaseException:
             planner.kill()
             raise
         finally:
-            del _planners[planner.pid]
+            _planners.discard(planner.pid)
     if planner.returncode:
         raise subprocess.CalledProcessError(planner.returncode, command, answer, said)
     return answer
