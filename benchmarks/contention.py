@@ -4,8 +4,8 @@
 ``python -m benchmarks.contention --tiny`` runs the same code on a CPU in less than one and tells nothing.
 
 A *cell* is one variant beside one load: ``off`` and ``on`` are tiers at a budget that forces moves, without and with
-the monitor; they alternate within one session, their order turning from round to round. In a cell training runs for
-some steps until both have settled; then it takes turns of some steps with plain PyTorch (no tiers, a process of its
+the monitor; they alternate within one session, their order turning from round to round. In a cell training runs until
+nothing has changed for some steps; then it takes turns of some steps with plain PyTorch (no tiers, a process of its
 own), and what the load does in the turns of each is counted. So what is compared is seconds apart: hosts that others
 use change within minutes by more than what is looked for. Loads are those of `loads`.
 """
@@ -45,6 +45,7 @@ from tiers.session import Session
 
 BATCHES = {"reference_gpt": 8, "resnet152": 256}
 WARM = 4  # steps of plain training before the first that counts
+LONGEST = 4  # times the steps without a change, after which what changes all the time is measured as it is
 
 
 class Switch:
@@ -79,8 +80,8 @@ class Bench:
     Parameters
     ----------
     settle, window, turns
-        Steps before the timed ones; those of a turn; and how many turns ours and plain training have each, half as many
-        where there is no load.
+        Steps without a change that come before the timed ones; steps of a turn; and how many turns ours and plain
+        training have each, half as many where there is no load.
     keep
         Given all cells after each: a run on a lent machine may be ended at any time.
     """
@@ -96,7 +97,7 @@ class Bench:
         keep: Callable[[Sequence[Cell]], object] = len,
     ) -> None:
         self._step, self._plain, self._batch, self._keep = step, plain, batch, keep
-        self._settle, self._window, self._turns = settle, window, turns
+        self._quiet, self._window, self._turns = settle, window, turns
         self.cells: list[Cell] = []
 
     def alone(self, load: Load, seconds: float) -> None:
@@ -114,7 +115,7 @@ class Bench:
         switch.set(variant == "on")
         if load is not None:
             load.switch(True)
-        self._train(self._settle)  # the monitor has to see the load, answer, and have planned
+        self.settle(session, switch)
         note = time.monotonic if load is None else load.note
         before, busy = session.stats(), 0.0
         ours: list[Span] = []
@@ -151,6 +152,24 @@ class Bench:
             host = 1e6 * median(switch.times) if switch.times else 0.0
             cell = replace(cell, share=watch.backoff.share, host_us=host, changes=tuple(watch.changes))
         self._add(cell)
+
+    def settle(self, session: Session, switch: Switch) -> None:
+        """Train until no page was mapped and the monitor has not changed its mind for so many steps.
+
+        It has to see the load, answer, and have planned: to begin with another plan takes three steps, of a second.
+        """
+        last: tuple[int, int] | None = None
+        quiet = 0
+        for _ in range(LONGEST * self._quiet):
+            self._step()
+            pages = session.stats()["pages"]
+            minds = len(switch.monitor.watch.changes) if switch.monitor is not None else 0
+            now = (pages["maps"] if pages else 0, minds)
+            quiet = quiet + 1 if now == last else 0
+            last = now
+            if quiet == self._quiet:
+                return
+        print(f"still changing after {LONGEST * self._quiet} steps", flush=True)
 
     def _train(self, steps: int) -> None:
         for _ in range(steps):
@@ -195,7 +214,7 @@ def _run(options: argparse.Namespace, loads: Sequence[Load], plain: Plain, start
     if options.hbm:
         arguments["hbm"] = options.hbm
     arguments |= {"policy": options.policy, "dram": options.dram, "allocator": options.allocator}
-    beside: list[Load | None] = [None, *loads]
+    beside: list[Load | None] = [*([None] if options.none else []), *loads]
     with tiers.session(monitor_enabled=False, **arguments) as session:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         workload = getattr(workloads, options.workload)(device, tiny=options.tiny)
@@ -236,8 +255,9 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=int, default=None, help="(default: 3; with --tiny 1)")
     parser.add_argument(
-        "--settle", type=int, default=34, help="steps before the timed ones: cores are looked at three times first"
+        "--settle", type=int, default=24, help="steps without a change before the timed ones; three looks take 3 s"
     )
+    parser.add_argument("--no-none", dest="none", action="store_false", help="leave out the cells without a load")
     parser.add_argument("--window", type=int, default=8, help="steps of a turn")
     parser.add_argument("--turns", type=int, default=4, help="of either in a cell")
     parser.add_argument("--learning", type=int, default=64, help="steps until the plans have settled")

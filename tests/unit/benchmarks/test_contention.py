@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from allocator.sizes import GiB
-from benchmarks.contention import main
+from benchmarks.contention import LONGEST, Bench, main
 from benchmarks.contention_report import NONE, Cell, middle, of_plain, promises, table
 from benchmarks.loads import Copies, images_per_second, photographs
 from benchmarks.plain import Plain
@@ -138,6 +140,43 @@ def test_photographs_are_what_the_example_decodes() -> None:
     (encoded,) = photographs((48, 64), count=1)
     assert decode(encoded).shape == (48, 64, 3)
     assert np.array_equal(decode(encoded), decode(io.BytesIO(encoded).getvalue()))
+
+
+@pytest.mark.parametrize(
+    ("maps", "minds", "steps"),
+    [
+        pytest.param([0] * 9, [0] * 9, 1 + 5, id="nothing changes"),
+        pytest.param([0, 0, 0, 0, 70, 90, 90], [0] * 7, 1 + 3 + 2 + 5, id="a layout is made while others are timed"),
+        pytest.param([0] * 9, [0, 0, 1, 1, 1, 2], 1 + 5 + 5, id="the monitor changes its mind twice"),
+        pytest.param(list(range(99)), [0] * 99, LONGEST * 5, id="there is no end to it"),
+    ],
+)
+def test_steps_are_timed_when_nothing_has_changed_for_some(maps: list[int], minds: list[int], steps: int) -> None:
+    """A third round was 12% slower than the two before: its plan came after the steps that were to wait for it."""
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+
+    def so_far(counts: list[int]) -> int:
+        return counts[min(done, len(counts)) - 1]
+
+    session = SimpleNamespace(stats=lambda: {"pages": {"maps": so_far(maps)}})
+    switch = SimpleNamespace(monitor=Monitoring(lambda: so_far(minds)))
+    Bench(step, None, 8, settle=5, window=8, turns=3).settle(session, switch)  # type: ignore[arg-type]
+    assert done == steps
+
+
+class Monitoring:
+    """A monitor that has changed its mind so often."""
+
+    def __init__(self, often: Callable[[], int]) -> None:
+        self._often = often
+
+    @property
+    def watch(self) -> SimpleNamespace:
+        return SimpleNamespace(changes=[""] * self._often())
 
 
 def test_a_tiny_run_goes_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
