@@ -11,7 +11,7 @@
 - What a period takes without its waits says by how much recorded times are too long, or a little too short. Too long is
   believed as soon as two periods agree, as nothing makes a period shorter than it is, or half of several are shorter;
   too short only if none of several was as short as predicted, as hosts that others use change their speed by two within
-  seconds.
+  seconds. What was borne out is not corrected for the sake of others who need the memory bus, or the cores.
 
 It settles: each of these is corrected a few times only.
 """
@@ -23,6 +23,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 
+from allocator.sizes import format_size
 from migrator.learning.made import Made
 from migrator.links import Links
 from migrator.simulator import Simulated
@@ -63,6 +64,7 @@ class Feedback:
         self.given = given
         self.correction = 0  # of the budget, in bytes
         self.pace = 1.0  # what the program's own times are multiplied by
+        self._paced = False  # whether that was borne out before others needed the memory bus
         self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
         self._target = target
         self._ceiling: int | None = None  # the largest correction that no period so far has found too large
@@ -75,6 +77,12 @@ class Feedback:
         self._highest = 0  # of their peaks
         self._presses = 0  # of these, the last ones in a row in which the allocator flushed its cache
         self._cuts = 0  # of the budget for that, without as many periods without as make sure
+
+    def __str__(self) -> str:
+        """What is corrected by how much, for a log."""
+        lanes = "".join(f", {lane} gives {part:.0%} of what was told" for lane, part in self._parts.items())
+        sign = "-" if self.correction < 0 else "+"
+        return f"budget {sign}{format_size(abs(self.correction))}, recorded times x {self.pace:.2f}{lanes}"
 
     @property
     def settled(self) -> bool:
@@ -93,6 +101,7 @@ class Feedback:
         """The same corrections, to other links; what is found of those is not held against these."""
         other = copy(self)
         other.given = given
+        other._paced = given.contended and (self._paced or len(self._laps) == SURE)
         other._laps, other._parts = list(self._laps), dict(self._parts)
         return other
 
@@ -107,7 +116,7 @@ class Feedback:
 
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
-        self.pace = 1.0
+        self.pace, self._paced = 1.0, False
         self._looks = self._cuts = 0
 
     def period_over(
@@ -206,6 +215,9 @@ class Feedback:
         power limit it is up to a tenth slower when it does not. Then every period takes longer. The host, too, may make
         some of them longer: so that is believed only if of eight not one was shorter. What takes longer still has
         another cause.
+
+        Beside others who need the memory bus, or the cores, laps tell of these others. A pace that was borne out before
+        them stays: plans would be made anew whenever they come, which takes seconds on cores that are busy.
         """
         if self._under < SETTLING:
             return False
@@ -215,6 +227,9 @@ class Feedback:
         last = self._looks == LOOKS
         if self._looks > LOOKS or len(self._laps) < (SURE if last else LAPS):
             return False
+        if self._paced:
+            agreed = _agreed(self._laps[-LAPS:])
+            return agreed is not None and not last and self.stalls(agreed.stalls, predicted)
         self._looks += last  # whatever it finds: two short periods at the end of an epoch are no news of the pace
         agreed = _agreed(self._laps if last else self._laps[-LAPS:])
         best = agreed or _median(self._laps)

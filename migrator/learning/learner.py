@@ -218,6 +218,7 @@ class Learner:
         if not self._contest.racing:  # a rival is not corrected: it is faster as it is, or goes
             base = max(self._before_correction(trace) for trace in self._planned)
             if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap):
+                log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
                 return self._plan(present=self._made)
         if self._may_compete:
             short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)

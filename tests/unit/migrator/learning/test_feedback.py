@@ -33,6 +33,7 @@ from tests.unit.modelled import gpt
 
 TARGET = 1000 * MiB
 MODEL = gpt(blocks=8)
+BUSY = PCIE_GEN5.reduced({"d2h": 1.0, "h2d": 0.94, "bus": 0.9}, direct_disk=False)
 PREDICTED = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
 
 
@@ -70,6 +71,15 @@ def test_a_lane_that_was_found_slower_is_slower_with_other_links_too() -> None:
     assert feedback.links == replace(PCIE_GEN5, d2h=30e9, h2d=10e9)
     feedback = feedback.under(PCIE_GEN5)
     assert feedback.links == replace(PCIE_GEN5, h2d=PCIE_GEN5.h2d / 2)
+
+
+def test_what_is_corrected_is_told_with_its_numbers() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
+    predicted = simulate(MODEL, PCIE_GEN5, replace(plan, room=GiB))
+    feedback.stalls({"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]}, predicted)
+    feedback.peak(TARGET + 64 * MiB, TARGET, TARGET, pressed=False, may_grow=True)
+    assert str(feedback) == "budget -64.0 MiB, recorded times x 1.00, h2d gives 50% of what was told"
 
 
 # ------------------------------------------------------------------------------------------- the pace
@@ -208,6 +218,43 @@ def test_the_last_look_is_over_once_it_has_looked() -> None:
     """It stayed open, and two short periods at the end of an epoch halved the pace for good."""
     feedback = looked_twice(0.9, 0.9)
     assert not any(told(feedback, [1.0] * 3 * SURE + [0.5] * LAPS))
+
+
+def under_a_load(laps: Sequence[float], periods: int = SETTLING) -> Feedback:
+    """Feedback after these laps, and then so many periods beside others."""
+    feedback = gone_by()
+    told(feedback, laps)
+    feedback = feedback.under(BUSY)
+    feedback.adopted()
+    pass_by(feedback, periods)
+    return feedback
+
+
+@pytest.mark.parametrize("part", [0.9, 1.1])
+def test_a_pace_that_was_borne_out_stays_as_it_is_beside_others(part: float) -> None:
+    """Beside processes that decoded JPEGs a plan was made anew twice within half a minute, each begun in a second."""
+    feedback = under_a_load([1.0] * SURE)
+    assert not any(told(feedback, [part] * 2 * SURE))
+    once_more = feedback.under(BUSY.reduced({"h2d": 0.7}, direct_disk=False))
+    pass_by(once_more, SETTLING)
+    assert not any(told(once_more, [part] * 2 * SURE)), "they need more"
+    after = once_more.under(PCIE_GEN5)
+    pass_by(after, SETTLING)
+    assert any(told(after, [part] * 2 * SURE)), "they are gone"
+
+
+def test_a_pace_that_was_not_borne_out_before_others_came_is_corrected_beside_them() -> None:
+    """Such as that of a program whose input pipeline keeps the cores busy from its first step."""
+    assert any(told(under_a_load([1.0] * (SURE - 1)), [0.9] * LAPS))
+
+
+def test_lanes_that_are_late_beside_others_are_slower_whatever_the_pace() -> None:
+    feedback = under_a_load([1.0] * SURE)
+    plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
+    predicted = simulate(MODEL, BUSY, replace(plan, room=GiB))
+    late = Lap(2 * predicted.seconds, {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]})
+    assert [feedback.lap(late, predicted) for _ in range(LAPS)] == [False] * (LAPS - 1) + [True]
+    assert feedback.links.h2d == pytest.approx(BUSY.h2d / 2)
 
 
 def test_plans_are_settled_once_as_many_laps_as_may_correct_them_did_not() -> None:
