@@ -119,10 +119,10 @@ class PageAllocator:
     def expect_news(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
         """From the next period on other tensors stay and move on a GPU.
 
-        That one goes by best fit, and what the one before leaves idle is unmapped first; what is more than that period
-        is to need goes back. One that departs here and there from a layout that was another's finds places taken, and
-        takes pages beside it, in DRAM where HBM is full. Nor are pages made then while others lie idle: between a
-        budget and what is alive best fit would fill all there is.
+        That one goes by best fit, in what the one before leaves idle; what is more than that period is to need goes
+        back. One that departs here and there from a layout that was another's finds places taken, and takes pages
+        beside it, in DRAM where HBM is full. Nor are pages made then while others lie idle: between a budget and what
+        is alive best fit would fill all there is.
 
         Parameters
         ----------

@@ -15,6 +15,7 @@ constexpr uint64_t kRange = uint64_t{1} << 40, kSmallRange = uint64_t{1} << 36;
 constexpr size_t kHalve = 8, kHalvings = 2;
 constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the driver has no more
 constexpr uint64_t kSpare = 256;                        // one page in so many, for those that are in use only in part
+constexpr uint64_t kLoose = 64;  // pages that are mapped nowhere where others stay mapped though they lie idle
 constexpr char kFull[] = "every tier is full";
 constexpr char kCapturing[] = "a stream is being captured into a graph";
 
@@ -188,7 +189,7 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
 // Unmap up to `count` idle pages of a heap that lie in `tier`; none of a private pool, or while they may be in use.
 Status tn_core::surrender(Heap &heap, Tier tier, uint64_t count) {
   bool is_private = heap.pool() != 0;
-  if ((is_private && !is_retired(heap.pool())) || !heap.idle_pages(tier)) return Status::Ok;
+  if (!count || (is_private && !is_retired(heap.pool())) || !heap.idle_pages(tier)) return Status::Ok;
   // A graph may still be replaying, on any stream: that for which it was captured has nothing to do with it.
   Status status = is_private ? wait_for_all() : wait(heap.stream());
   if (status == Status::Busy) return Status::Ok;
@@ -354,4 +355,18 @@ Status tn_core::surrender_all(const Heap *but) {
     if (status != Status::Ok) return status;
   }
   return Status::Ok;
+}
+
+// The same of all heaps, but not of as many pages of HBM as `keep` leaves room for in the heap that has most of them:
+// to unmap a page and to map it anew takes the driver 80 us, and thousands would be when plans change. A few are
+// unmapped all the same: small blocks take theirs one by one, and each would wait for that heap's stream.
+Status tn_core::surrender_beyond(uint64_t keep) {
+  Heap *most = nullptr;
+  for (auto &[base, heap] : heaps)
+    if (heap->pool() == 0 && (!most || heap->idle_pages(kHbm) > most->idle_pages(kHbm))) most = heap.get();
+  Status status = surrender_all(most);
+  if (status != Status::Ok || !most) return status;
+  uint64_t made = pages[kHbm].made(), goal = made - std::min(made, keep) + kLoose;
+  status = surrender(*most, kHbm, goal - std::min(goal, pages[kHbm].idle()));
+  return status == Status::Ok ? surrender(*most, kDram, UINT64_MAX) : status;
 }

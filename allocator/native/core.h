@@ -65,7 +65,8 @@ TN_API int tn_is_aside(void);
 /* The most of a tier to make from now on. What is there already stays until it goes back to the system. */
 TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
 /* Return idle memory of all pools that are not private to the system, and the addresses of retired ones with nothing in
- * use; waits for their streams. Of HBM `keep` bytes stay, mapped or not. */
+ * use; waits for their streams. Of HBM `keep` bytes stay: most of what lies idle of these is left mapped where it is.
+ */
 TN_API int tn_trim(tn_core *core, uint64_t keep);
 /* The same of what lies in the layout's heap outside of its region, and of pages that nobody has mapped; waits for its
  * stream, and does nothing while a graph may be captured, or where there is no layout. */

@@ -169,7 +169,7 @@ int tn_share(tn_core *core, int device) {
 int tn_trim(tn_core *core, uint64_t keep) {
   return enter(core, [&] {
     core->settle();
-    Status status = core->surrender_all(nullptr);
+    Status status = core->surrender_beyond(keep / kPage);
     for (Status trimmed : {core->pages[kHbm].trim(keep / kPage), core->pages[kDram].trim()})
       status = status == Status::Ok ? trimmed : status;
     return status;

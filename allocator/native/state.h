@@ -129,5 +129,6 @@ struct tn_core {
   Status wait(Stream stream);
   Status wait_for_all();
   Status surrender_all(const Heap *but);
+  Status surrender_beyond(uint64_t keep);
   Status set_plan(Stream stream, std::vector<tiers::Sequence> sequences, uint64_t size, const uint32_t *order);
 };

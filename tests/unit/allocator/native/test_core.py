@@ -23,14 +23,20 @@ HBM, DRAM = 0, 1
 FREE, USED = 1, 2
 
 
-@pytest.fixture
-def core() -> Iterator[Core]:
-    made = Core("memfd", hbm=64 * MiB, dram=64 * MiB)
+@contextlib.contextmanager
+def opened(hbm: int, dram: int) -> Iterator[Core]:
+    made = Core("memfd", hbm, dram)
     yield made
     for block in made.blocks():
         if block["kind"] == USED:
             made.free(int(block["address"]))
     made.close()
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    with opened(64 * MiB, 64 * MiB) as made:
+        yield made
 
 
 def fill(address: int, nbytes: int, value: int) -> None:
@@ -204,6 +210,28 @@ def test_of_what_is_idle_as_much_stays_as_is_needed_next_mapped_nowhere(core: Co
     core.free(kept)
     core.trim()
     assert core.counts().hbm == 20 * MiB
+
+
+def test_most_of_what_stays_of_it_stays_mapped_where_it_is() -> None:
+    """To unmap all of it, and to map it anew, made each change of plans of a GPT take a second."""
+    with opened(GiB, 0) as core:
+        core.allocate(4 * MiB)
+        core.free(core.allocate(796 * MiB))
+        for _ in range(20):
+            core.free(core.allocate(MiB))
+        core.mark()
+        core.forget_plan(600 * MiB)
+        core.trim(keep=600 * MiB)
+        counts = core.counts()
+        assert counts.hbm == 600 * MiB
+        assert 400 * MiB < counts.idle < 500 * MiB
+        core.free(core.allocate(counts.idle))
+        assert core.counts().maps == counts.maps
+        for _ in range(20):
+            core.allocate(MiB)  # blocks that have pages of their own
+        assert core.counts().waits == counts.waits, "for those some pages were taken out"
+        core.allocate(500 * MiB, stream=1)
+        assert core.counts().hbm <= 600 * MiB + PAGE, "and what comes from elsewhere gets the rest"
 
 
 def test_what_is_idle_goes_back_to_the_system_when_asked(core: Core) -> None:
