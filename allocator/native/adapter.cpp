@@ -120,8 +120,9 @@ void Adapter::refuse(int status, size_t bytes, c10::DeviceIndex device) {
   TORCH_CHECK_WITH(OutOfMemoryError, false,
                    "CUDA out of memory. Tried to allocate " + size(bytes) + " on GPU " + std::to_string(device) + ": " +
                        why + ". hbm: " + size(stats.hbm_bytes) + " of " + size(limit) +
-                       "; dram: " + size(stats.dram_bytes) + " of " + size(stats.dram_limit) + "; in use " +
-                       size(stats.allocated[0].current) + ", idle in fragments " + size(stats.idle_bytes) +
+                       "; dram: " + size(stats.dram_bytes) + " of " + size(stats.dram_limit) +
+                       " that could be had beside what was moved there; in use " + size(stats.allocated[0].current) +
+                       ", idle in fragments " + size(stats.idle_bytes) +
                        ". Raise TIERS_DRAM (or TIERS_HBM), or let less live at once.");
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import torch
 
 from allocator.native import Core, Counts
 from allocator.packing import pack
-from allocator.pages import PageAllocator
 from allocator.sequence import Log, foresee
 from allocator.sharing import shared_share
 from allocator.sizes import PAGE, GiB, MiB, round_up
+from tests.unit.one_core import OnOneCore
 
 SEQUENCES = Path(__file__).parents[3] / "data" / "sequences"
 PYTORCH = {"gpt-1.3b": 1.049, "gpt-1.3b-checkpointed": 1.177, "resnet152-b256": 1.063, "unet-b16-512": 1.090}
@@ -75,17 +74,6 @@ def test_tensors_that_leave_early_and_groups_that_come_back_leave_few_holes() ->
     _, *later = periods("gpt-moving", 3)
     for counts in later:
         assert counts.hbm_peak / counts.allocated_peak < 1.005
-
-
-class OnOneCore(PageAllocator):
-    """Plans from period to period as it does under PyTorch."""
-
-    def __init__(self, core: Core) -> None:
-        super().__init__(Path(), 0, 0, None)
-        self.core = core
-
-    def cores(self) -> Iterator[tuple[int, Core]]:
-        yield 0, self.core
 
 
 def of_length(data: dict[str, Any], length: int) -> list[list[int | str]]:

@@ -1,0 +1,25 @@
+"""A core of anonymous files, and the page allocator on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allocator import adapter
+from allocator.ledger import Ledger
+from allocator.native import Core
+from allocator.sizes import MiB
+from tests.unit.one_core import OnOneCore
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    made = Core("memfd", hbm=64 * MiB, dram=0)
+    monkeypatch.setattr(adapter, "core_of", lambda library, device: made)
+    return made
+
+
+@pytest.fixture
+def pages(core: Core, tmp_path: Path) -> OnOneCore:
+    return OnOneCore(core, 64 * MiB, Ledger(tmp_path / "ledger"))

@@ -1,0 +1,29 @@
+"""The page allocator on a core without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from allocator.ledger import Ledger
+from allocator.native import Core
+from allocator.pages import PageAllocator
+from allocator.room import Room
+
+
+class OnOneCore(PageAllocator):
+    """On a core of anonymous files in place of PyTorch's GPUs."""
+
+    def __init__(
+        self, core: Core, dram: int = 0, ledger: Ledger | None = None, room: Callable[[], Room] | None = None
+    ) -> None:
+        super().__init__(Path(), core.counts().hbm_limit, dram, ledger and ledger.open_account("dram", dram), room)
+        self.core = core
+
+    def cores(self) -> Iterator[tuple[int, Core]]:
+        yield 0, self.core
+
+
+def step(core: Core, *sizes: int) -> None:
+    for address in [core.allocate(size) for size in sizes]:
+        core.free(address)
