@@ -64,7 +64,7 @@ class Feedback:
         self.given = given
         self.correction = 0  # of the budget, in bytes
         self.pace = 1.0  # what the program's own times are multiplied by
-        self._paced = False  # whether that was borne out before others needed the memory bus
+        self._borne_out = False  # whether laps have said so of that while nobody else needed the memory bus
         self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
         self._target = target
         self._ceiling: int | None = None  # the largest correction that no period so far has found too large
@@ -101,7 +101,6 @@ class Feedback:
         """The same corrections, to other links; what is found of those is not held against these."""
         other = copy(self)
         other.given = given
-        other._paced = given.contended and (self._paced or len(self._laps) == SURE)
         other._laps, other._parts = list(self._laps), dict(self._parts)
         return other
 
@@ -116,7 +115,8 @@ class Feedback:
 
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
-        self.pace, self._paced = 1.0, False
+        self.pace, self._borne_out = 1.0, False
+        self._laps.clear()
         self._looks = self._cuts = 0
 
     def period_over(
@@ -222,12 +222,19 @@ class Feedback:
         if self._under < SETTLING:
             return False
         self._laps = [*self._laps[1 - SURE :], lap]
+        changed = self._look(predicted)
+        if not changed and not self.given.contended and len(self._laps) == SURE:
+            self._borne_out = True
+        return changed
+
+    def _look(self, predicted: Simulated) -> bool:
+        """Have the laps so far correct the pace, or the links; whether they did."""
         # Once more the pace alone, by more periods: better plans do not wait, and so the looks before were at the first
         # periods under theirs. On a slow host those are long, and what two of them agree on is still too long.
         last = self._looks == LOOKS
         if self._looks > LOOKS or len(self._laps) < (SURE if last else LAPS):
             return False
-        if self._paced:
+        if self.given.contended and self._borne_out:
             agreed = _agreed(self._laps[-LAPS:])
             return agreed is not None and not last and self.stalls(agreed.stalls, predicted)
         self._looks += last  # whatever it finds: two short periods at the end of an epoch are no news of the pace
@@ -245,7 +252,7 @@ class Feedback:
         if not believed:
             return agreed is not None and not last and self.stalls(agreed.stalls, predicted)
         self._looks += 1
-        self.pace = max(FASTEST, self.pace * computed / foreseen)
+        self.pace, self._borne_out = max(FASTEST, self.pace * computed / foreseen), False
         return True
 
     def stalls(self, measured: Mapping[str, float], predicted: Simulated) -> bool:

@@ -25,7 +25,7 @@ from migrator.learning.feedback import (
     UNTOLD,
     Feedback,
 )
-from migrator.links import PCIE_GEN5
+from migrator.links import PCIE_GEN5, Links
 from migrator.planner.build import make_plan
 from migrator.simulator import Simulated, simulate
 from migrator.timing import Lap, at_pace
@@ -34,6 +34,7 @@ from tests.unit.modelled import gpt
 TARGET = 1000 * MiB
 MODEL = gpt(blocks=8)
 BUSY = PCIE_GEN5.reduced({"d2h": 1.0, "h2d": 0.94, "bus": 0.9}, direct_disk=False)
+BUSIER = BUSY.reduced({"h2d": 0.7}, direct_disk=False)
 PREDICTED = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
 
 
@@ -220,36 +221,54 @@ def test_the_last_look_is_over_once_it_has_looked() -> None:
     assert not any(told(feedback, [1.0] * 3 * SURE + [0.5] * LAPS))
 
 
-def under_a_load(laps: Sequence[float], periods: int = SETTLING) -> Feedback:
-    """Feedback after these laps, and then so many periods beside others."""
-    feedback = gone_by()
-    told(feedback, laps)
-    feedback = feedback.under(BUSY)
+def relinked(feedback: Feedback, links: Links) -> Feedback:
+    """The same under other links, once the plans for them have settled."""
+    feedback = feedback.under(links)
     feedback.adopted()
-    pass_by(feedback, periods)
+    pass_by(feedback, SETTLING)
     return feedback
 
 
 @pytest.mark.parametrize("part", [0.9, 1.1])
 def test_a_pace_that_was_borne_out_stays_as_it_is_beside_others(part: float) -> None:
     """Beside processes that decoded JPEGs a plan was made anew twice within half a minute, each begun in a second."""
-    feedback = under_a_load([1.0] * SURE)
+    feedback = gone_by()
+    told(feedback, [1.0] * SURE)
+    feedback = relinked(feedback, BUSY)
     assert not any(told(feedback, [part] * 2 * SURE))
-    once_more = feedback.under(BUSY.reduced({"h2d": 0.7}, direct_disk=False))
-    pass_by(once_more, SETTLING)
-    assert not any(told(once_more, [part] * 2 * SURE)), "they need more"
-    after = once_more.under(PCIE_GEN5)
-    pass_by(after, SETTLING)
-    assert any(told(after, [part] * 2 * SURE)), "they are gone"
+    feedback = relinked(feedback, BUSIER)
+    assert not any(told(feedback, [part] * 2 * SURE)), "they need more"
+    feedback = relinked(relinked(feedback, PCIE_GEN5), BUSY)
+    assert not any(told(feedback, [part] * 2 * SURE)), "they were gone for a few periods, and came back"
+    assert any(told(relinked(feedback, PCIE_GEN5), [part] * SURE)), "they are gone"
 
 
 def test_a_pace_that_was_not_borne_out_before_others_came_is_corrected_beside_them() -> None:
     """Such as that of a program whose input pipeline keeps the cores busy from its first step."""
-    assert any(told(under_a_load([1.0] * (SURE - 1)), [0.9] * LAPS))
+    feedback = gone_by()
+    told(feedback, [1.0] * (SURE - 1))
+    feedback = relinked(feedback, BUSY)
+    assert not any(told(feedback, [1.0] * SURE)), "which bears it out beside these alone"
+    assert any(told(relinked(feedback, BUSIER), [0.9] * LAPS))
+
+
+def test_laps_that_have_corrected_the_pace_have_not_borne_it_out() -> None:
+    feedback = gone_by()
+    assert told(feedback, [1 + 2 * LATE_PACE] * SURE)[-1]
+    assert any(told(relinked(feedback, BUSY), [0.9] * LAPS))
+
+
+def test_nothing_is_borne_out_of_what_was_recorded_since() -> None:
+    feedback = gone_by()
+    told(feedback, [1.0] * SURE)
+    feedback.news()
+    assert any(told(relinked(feedback, BUSY), [0.7] * LAPS))
 
 
 def test_lanes_that_are_late_beside_others_are_slower_whatever_the_pace() -> None:
-    feedback = under_a_load([1.0] * SURE)
+    feedback = gone_by()
+    told(feedback, [1.0] * SURE)
+    feedback = relinked(feedback, BUSY)
     plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
     predicted = simulate(MODEL, BUSY, replace(plan, room=GiB))
     late = Lap(2 * predicted.seconds, {"h2d": predicted.stalls["h2d"] + predicted.busy["h2d"]})
