@@ -121,8 +121,8 @@ class PageAllocator:
 
         That one goes by best fit, in what the one before leaves idle; what is more than that period is to need goes
         back. One that departs here and there from a layout that was another's finds places taken, and takes pages
-        beside it, in DRAM where HBM is full. Nor are pages made then while others lie idle: between a budget and what
-        is alive best fit would fill all there is.
+        beside it, in DRAM where HBM is full. Nor are more pages made then than it is to need while others lie idle:
+        between a budget and what is alive best fit would fill all there is.
 
         Parameters
         ----------

@@ -33,6 +33,7 @@ from benchmarks.contention_report import NONE, Cell, table
 from benchmarks.counts import per_step
 from benchmarks.loads import Copies, Jpegs, Load, Span
 from benchmarks.plain import Plain
+from benchmarks.settling import plans
 from migrator.runtime.backoff import Response
 from migrator.telemetry.transfers import Transfer
 from tiers.monitor.build import available_sensors
@@ -64,6 +65,11 @@ class Switch:
             choice = available_sensors(probe=False)  # afresh: what others have seen was another load
             copies, judge = own.Copies(self._calibration), Judge(self._calibration)
             self.monitor = Monitor(Watch(lambda: choice, copies, judge))
+
+    @property
+    def share(self) -> float:
+        """Of the usual demand, what the monitor leaves."""
+        return self.monitor.watch.backoff.share if self.monitor is not None else 1.0
 
     def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
         if self.monitor is None:
@@ -115,7 +121,7 @@ class Bench:
         switch.set(variant == "on")
         if load is not None:
             load.switch(True)
-        self.settle(session, switch)
+        settled = self.settle(session, switch)
         note = time.monotonic if load is None else load.note
         before, busy = session.stats(), 0.0
         ours: list[Span] = []
@@ -143,6 +149,7 @@ class Bench:
             pages=counts.get("pages", {}),
             flushes=counts.get("flushes", 0.0),
             cores=busy / sum(end - begin for begin, end in ours),
+            settled=settled,
             sm_clock=sm_clock(),
         )
         if load is not None:
@@ -153,23 +160,24 @@ class Bench:
             cell = replace(cell, share=watch.backoff.share, host_us=host, changes=tuple(watch.changes))
         self._add(cell)
 
-    def settle(self, session: Session, switch: Switch) -> None:
-        """Train until no page was mapped and the monitor has not changed its mind for so many steps.
+    def settle(self, session: Session, switch: Switch) -> bool:
+        """Train until nothing has changed for so many steps; whether that came about.
 
-        It has to see the load, answer, and have planned: to begin with another plan takes three steps, of a second.
+        The monitor has to see the load, answer, and have planned; then another plan is begun with, in three steps, for
+        which pages are mapped.
         """
-        last: tuple[int, int] | None = None
+        last: tuple[object, ...] = ()
         quiet = 0
         for _ in range(LONGEST * self._quiet):
             self._step()
-            pages = session.stats()["pages"]
-            minds = len(switch.monitor.watch.changes) if switch.monitor is not None else 0
-            now = (pages["maps"] if pages else 0, minds)
-            quiet = quiet + 1 if now == last else 0
+            pages, told = session.stats()["pages"], plans(session)
+            now = told.now, pages and pages["maps"], switch.share
+            quiet = quiet + 1 if now == last and told.stay and not told.coming else 0
             last = now
             if quiet == self._quiet:
-                return
+                return True
         print(f"still changing after {LONGEST * self._quiet} steps", flush=True)
+        return False
 
     def _train(self, steps: int) -> None:
         for _ in range(steps):

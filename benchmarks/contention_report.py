@@ -37,6 +37,8 @@ class Cell:
         Of the usual demand that the monitor left at the end; 1 without it.
     host_us : float
         Median host time that handing a period to the monitor took on the training thread, in microseconds.
+    settled : bool
+        Whether nothing had changed for some steps when it was timed.
     """
 
     round: int
@@ -53,6 +55,7 @@ class Cell:
     cores: float = 0.0
     share: float = 1.0
     host_us: float = 0.0
+    settled: bool = True
     changes: tuple[str, ...] = ()
     sm_clock: int | None = None
 

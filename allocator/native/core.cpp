@@ -179,7 +179,8 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
     if (itself && is_kept) break;
     for (auto &[base, heap] : heaps) {
       if ((heap.get() == but) != itself || !missing()) continue;
-      Status status = surrender(*heap, tier, missing());
+      // While much lies idle in one heap, who asks for small blocks elsewhere would wait for its stream page by page.
+      Status status = surrender(*heap, tier, thrifty && !itself ? std::max(missing(), kLoose) : missing());
       if (status != Status::Ok) return status;
     }
   }
@@ -363,7 +364,9 @@ Status tn_core::surrender_all(const Heap *but) {
 Status tn_core::surrender_beyond(uint64_t keep) {
   Heap *most = nullptr;
   for (auto &[base, heap] : heaps)
-    if (heap->pool() == 0 && (!most || heap->idle_pages(kHbm) > most->idle_pages(kHbm))) most = heap.get();
+    if (heap->pool() == 0 && heap->tier() == kHbm && !heap->state() &&
+        (!most || heap->idle_pages(kHbm) > most->idle_pages(kHbm)))
+      most = heap.get();
   Status status = surrender_all(most);
   if (status != Status::Ok || !most) return status;
   uint64_t made = pages[kHbm].made(), goal = made - std::min(made, keep) + kLoose;

@@ -120,8 +120,8 @@ class Core:
         Parameters
         ----------
         keep : int
-            Bytes of HBM that stay, most of what lies idle of them mapped where it is: to give pages back and make others
-            takes the driver 20 to 60 us each, and to map them anew 80.
+            Bytes of HBM that stay, and most of what lies idle of these mapped where it is: to give pages back and make
+            others takes the driver 20 to 60 us each, and to map them anew 80.
         """
         checked(self._library.tn_trim(self._core, keep))
 

@@ -19,8 +19,8 @@ from benchmarks.alternate import host_us, sm_clock
 from benchmarks.counts import per_step
 from benchmarks.fractions.cells import Method
 from benchmarks.fractions.methods import Step, blocks_of, prepare
+from benchmarks.settling import plans
 from benchmarks.workloads import Workload
-from migrator.plan import Plan
 from migrator.simulator import simulate
 from tiers.session import Session
 
@@ -176,11 +176,11 @@ class Bench:
         for left in reversed(range(AGAIN + 1)):
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
-            before, plans = (None, None) if session is None else (session.stats(), _plans(session)[0])
+            before, held = (None, None) if session is None else (session.stats(), plans(session).now)
             steps: list[float] = []
             while len(steps) < count and (len(steps) < FEWEST or sum(steps) < self.lengths.seconds):
                 steps.append(timed())
-                if left and session is not None and _plans(session)[0] != plans:
+                if left and session is not None and plans(session).now != held:
                     break
             else:
                 break
@@ -237,29 +237,18 @@ def _timed(step: Step, losses: list[float]) -> float:
 
 def _learn(session: Session, timed: Callable[[], float], least: int, most: int) -> tuple[int, bool]:
     """Train until the plans stay as they are; how many steps that took, and whether they do."""
-    plans: tuple[Plan, ...] = ()
+    held = plans(session).now
     steady, patience = 0, time.perf_counter() + PLANNING
     for count in range(1, most + 1):
         timed()
-        now, busy, stay = _plans(session)
-        while busy() and count >= least and time.perf_counter() < patience:
+        told = plans(session)
+        while plans(session).coming and count >= least and time.perf_counter() < patience:
             time.sleep(0.02)  # steps without the plan that is being made would teach nothing
-        steady = steady + 1 if now == plans and not busy() else 0
-        plans = now
-        if count >= least and steady >= STEADY and stay:
+        steady = steady + 1 if told.now == held and not plans(session).coming else 0
+        held = told.now
+        if count >= least and steady >= STEADY and told.stay:
             return count, True
     return most, False
-
-
-def _plans(session: Session) -> tuple[tuple[Plan, ...], Callable[[], bool], bool]:
-    """The plans of this thread, who tells whether others are on their way, and whether these are to stay."""
-    saver = session.runtime.saver()
-    movers = saver.armed_movers if saver is not None else []
-    return (
-        tuple(plan for mover in movers for plan in mover.learner.plans),
-        lambda: any(mover.learner.planning for mover in movers),
-        all(mover.idle or mover.learner.settled for mover in movers),
-    )
 
 
 def _predicted(session: Session) -> dict[str, Any]:

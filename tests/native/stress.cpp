@@ -122,7 +122,7 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
       expect(tn_pool_retire(core, pool) == TN_OK, "a pool can be retired");
       pool += kThreads;
       if (dice == 990) tn_forget_plan(core, dice * 4096);
-      int status = dice % 2 ? tn_trim(core, dice % 3 << 21) : tn_trim_outside(core);
+      int status = dice % 2 ? tn_trim(core, dice % 3 * 128 * kMiB) : tn_trim_outside(core);
       expect(status == TN_OK, "idle memory goes back");
     } else if (dice < 998) {
       ask(core, random, blocks, pool);

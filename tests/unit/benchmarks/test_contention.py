@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,17 @@ import numpy as np
 import pytest
 
 from allocator.sizes import GiB
-from benchmarks.contention import LONGEST, Bench, main
+from benchmarks.contention import LONGEST, Bench, Switch, main
 from benchmarks.contention_report import NONE, Cell, middle, of_plain, promises, table
 from benchmarks.loads import Copies, images_per_second, photographs
 from benchmarks.plain import Plain
+from benchmarks.settling import Plans
 from examples.train_resnet import decode
+from tiers.monitor.calibration import Calibration
 
 COPIES = "copies at 120 GB/s"
+
+Step = tuple[int, tuple[int, float, Plans]]  # from this step on: pages mapped, the monitor's share, plans
 
 
 def cells(*, on: float = 12.0, polite: float = 0.97, share: float = 0.125) -> list[Cell]:
@@ -142,16 +145,33 @@ def test_photographs_are_what_the_example_decodes() -> None:
     assert np.array_equal(decode(encoded), decode(io.BytesIO(encoded).getvalue()))
 
 
+QUIET = 5
+
+
+def at(
+    step: int, *, maps: int = 0, share: float = 1.0, plan: str = "", coming: bool = False, stay: bool = True
+) -> Step:
+    return step, (maps, share, Plans((plan,), coming, stay))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("maps", "minds", "steps"),
+    ("told", "steps"),
     [
-        pytest.param([0] * 9, [0] * 9, 1 + 5, id="nothing changes"),
-        pytest.param([0, 0, 0, 0, 70, 90, 90], [0] * 7, 1 + 3 + 2 + 5, id="a layout is made while others are timed"),
-        pytest.param([0] * 9, [0, 0, 1, 1, 1, 2], 1 + 5 + 5, id="the monitor changes its mind twice"),
-        pytest.param(list(range(99)), [0] * 99, LONGEST * 5, id="there is no end to it"),
+        pytest.param([at(1)], 1 + QUIET, id="nothing changes"),
+        pytest.param([at(1), at(5, maps=70), at(7, maps=90)], 7 + QUIET, id="a layout is made"),
+        pytest.param([at(1), at(4, share=0.5), at(9, share=0.25)], 9 + QUIET, id="the monitor changes its mind twice"),
+        pytest.param(
+            [at(1), at(4, coming=True), at(40, plan="b")], None, id="a plan is made, and there is no end to it"
+        ),
+        pytest.param([at(1), at(4, coming=True), at(14, plan="b")], 14 + QUIET, id="a plan is made, and begun with"),
+        pytest.param([at(1, stay=False), at(9)], 9 - 1 + QUIET, id="the plan was on trial"),
+        pytest.param([at(k, maps=k) for k in range(99)], None, id="pages are mapped all the time"),
+        pytest.param([at(k, share=1 / (1 + k % 2)) for k in range(99)], None, id="so does the monitor"),
     ],
 )
-def test_steps_are_timed_when_nothing_has_changed_for_some(maps: list[int], minds: list[int], steps: int) -> None:
+def test_steps_are_timed_when_nothing_has_changed_for_some(
+    told: list[Step], steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A third round was 12% slower than the two before: its plan came after the steps that were to wait for it."""
     done = 0
 
@@ -159,24 +179,17 @@ def test_steps_are_timed_when_nothing_has_changed_for_some(maps: list[int], mind
         nonlocal done
         done += 1
 
-    def so_far(counts: list[int]) -> int:
-        return counts[min(done, len(counts)) - 1]
+    def now() -> tuple[int, float, Plans]:
+        return max((entry for entry in told if entry[0] <= done), key=lambda entry: entry[0])[1]
 
-    session = SimpleNamespace(stats=lambda: {"pages": {"maps": so_far(maps)}})
-    switch = SimpleNamespace(monitor=Monitoring(lambda: so_far(minds)))
-    Bench(step, None, 8, settle=5, window=8, turns=3).settle(session, switch)  # type: ignore[arg-type]
-    assert done == steps
+    class Monitored(Switch):
+        share = property(lambda self: now()[1])  # type: ignore[assignment]
 
-
-class Monitoring:
-    """A monitor that has changed its mind so often."""
-
-    def __init__(self, often: Callable[[], int]) -> None:
-        self._often = often
-
-    @property
-    def watch(self) -> SimpleNamespace:
-        return SimpleNamespace(changes=[""] * self._often())
+    monkeypatch.setattr("benchmarks.contention.plans", lambda session: now()[2])
+    session = SimpleNamespace(stats=lambda: {"pages": {"maps": now()[0]}})
+    bench = Bench(step, None, 8, settle=QUIET, window=8, turns=3)  # type: ignore[arg-type]
+    settled = bench.settle(session, Monitored(Calibration({})))  # type: ignore[arg-type]
+    assert (settled, done) == ((True, steps) if steps else (False, LONGEST * QUIET))
 
 
 def test_a_tiny_run_goes_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

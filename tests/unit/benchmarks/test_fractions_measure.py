@@ -93,7 +93,10 @@ def test_steps_in_which_plans_change_are_not_timed_but_where_they_never_stay(mon
         return float(count)
 
     def changing(every: int, until: int) -> None:
-        monkeypatch.setattr(measure, "_plans", lambda session: ((min(count, until) // every,), lambda: False, True))
+        def plans(session: Any) -> Any:
+            return SimpleNamespace(now=(min(count, until) // every,), coming=False, stay=True)
+
+        monkeypatch.setattr(measure, "plans", plans)
 
     changing(5, until=5)
     timed(), timed(), timed()

@@ -212,6 +212,13 @@ def test_of_what_is_idle_as_much_stays_as_is_needed_next_mapped_nowhere(core: Co
     assert core.counts().hbm == 20 * MiB
 
 
+def thrifty(core: Core, kept: int) -> None:
+    """Plans change, and so much of HBM stays."""
+    core.mark()
+    core.forget_plan(kept)
+    core.trim(kept)
+
+
 def test_most_of_what_stays_of_it_stays_mapped_where_it_is() -> None:
     """To unmap all of it, and to map it anew, made each change of plans of a GPT take a second."""
     with opened(GiB, 0) as core:
@@ -219,9 +226,7 @@ def test_most_of_what_stays_of_it_stays_mapped_where_it_is() -> None:
         core.free(core.allocate(796 * MiB))
         for _ in range(20):
             core.free(core.allocate(MiB))
-        core.mark()
-        core.forget_plan(600 * MiB)
-        core.trim(keep=600 * MiB)
+        thrifty(core, 600 * MiB)
         counts = core.counts()
         assert counts.hbm == 600 * MiB
         assert 400 * MiB < counts.idle < 500 * MiB
@@ -232,6 +237,42 @@ def test_most_of_what_stays_of_it_stays_mapped_where_it_is() -> None:
         assert core.counts().waits == counts.waits, "for those some pages were taken out"
         core.allocate(500 * MiB, stream=1)
         assert core.counts().hbm <= 600 * MiB + PAGE, "and what comes from elsewhere gets the rest"
+
+
+def test_many_small_blocks_do_not_wait_for_a_page_each_where_the_rest_lies_mapped() -> None:
+    with opened(GiB, 0) as core:
+        core.free(core.allocate(800 * MiB))
+        for _ in range(400):
+            core.free(core.allocate(MiB))
+        thrifty(core, 800 * MiB)
+        waits = core.counts().waits
+        for _ in range(400):
+            core.allocate(MiB)
+        counts = core.counts()
+        assert counts.waits - waits < 6, "of two hundred pages more than a hundred are taken from elsewhere"
+        assert counts.hbm <= 804 * MiB
+
+
+def test_what_state_leaves_idle_is_not_what_stays_mapped() -> None:
+    """Nobody else may have it where it is."""
+    with opened(GiB, 0) as core:
+        core.state(True)
+        state = core.allocate(600 * MiB)
+        core.state(False)
+        core.free(core.allocate(300 * MiB))
+        core.free(state)
+        thrifty(core, 900 * MiB)
+        counts = core.counts()
+        assert 100 * MiB < counts.idle <= 300 * MiB
+        core.allocate(700 * MiB)
+        assert (core.counts().waits, core.counts().hbm) == (counts.waits, 900 * MiB)
+
+
+def test_no_dram_stays_for_the_next_plan(core: Core) -> None:
+    plan(core, [80 * MiB], [0])
+    assert core.counts().dram == 16 * MiB
+    thrifty(core, 64 * MiB)
+    assert (core.counts().hbm, core.counts().dram) == (64 * MiB, 0)
 
 
 def test_what_is_idle_goes_back_to_the_system_when_asked(core: Core) -> None:
@@ -668,7 +709,10 @@ def with_a_hole(core: Core) -> None:
         (lambda core: core.forget_plan(), 10),
         (lambda core: core.forget_plan(14 * MiB), 16),  # that much will be alive, so the hole will be of use
         (lambda core: (core.forget_plan(), core.mark()), 16),
-        (lambda core: (core.forget_plan(), [core.free(core.allocate(MiB)) for _ in range(4)]), 18),  # of two requests
+        (
+            lambda core: (core.forget_plan(), [core.free(core.allocate(2 * MiB)) for _ in range(4)]),
+            16,
+        ),  # of two requests
         (lambda core: None, 16),
     ],
 )
