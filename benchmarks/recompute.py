@@ -21,6 +21,7 @@ import tiers
 from allocator.sizes import GiB
 from benchmarks import workloads
 from benchmarks.activation_path import Sitting, run_variant, table
+from benchmarks.settling import plans
 from migrator.hooks import saver as hooks
 from migrator.links import Links
 from migrator.plan import Plan
@@ -60,8 +61,11 @@ def found_by_operation(step: Callable[[], torch.Tensor], arguments: dict[str, st
 
     hooks_note = hooks.note
     with mock.patch.object(hooks, "note", note), tiers.session(**{**arguments, "policy": "auto"}) as session:
-        for _ in range(8):  # some are recorded, and the plan is made beside the program
+        for _ in range(8):  # some are recorded
             step()
+        while plans(session).coming:  # which are made beside the program
+            step()
+        step()
         saver = session.runtime.saver()
         assert saver is not None
         (trace,) = (mover.learner.traces[-1] for mover in saver.armed_movers if mover.learner.traces)
