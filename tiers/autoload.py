@@ -39,9 +39,19 @@ def gate() -> None:
     try:
         _install()
     except Exception as error:
+        half_made = _half_made()
         logging.getLogger("tiers").error(
-            "tiers is not active, the program runs without it: %s: %s", type(error).__name__, error
+            "tiers is not active, the program runs without it: %s: %s%s",
+            type(error).__name__,
+            error,
+            f"; import torch before {half_made}" if half_made else "",
         )
+
+
+def _half_made() -> str | None:
+    """Which module of ours it is that imports torch, if one does: what needs it cannot be imported meanwhile."""
+    ours = [name for name in sys.modules if name.startswith(("allocator.", "migrator.", "tiers."))]
+    return next((name for name in ours if getattr(sys.modules[name].__spec__, "_initializing", False)), None)
 
 
 def _tell_off(names: Iterable[str]) -> None:

@@ -163,3 +163,14 @@ def test_the_gate_is_not_missed_where_our_session_is_what_imports_torch() -> Non
     code = "import tiers; tiers.session; from migrator.runtime import entry; print(entry._active is not None)"
     done = python(code, TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB")
     assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+@pytest.mark.skipif(
+    not any(point.value == "tiers.autoload:gate" for point in entry_points(group="torch.backends")),
+    reason="the package is not installed, so PyTorch does not know of it",
+)
+def test_a_part_of_ours_that_imports_torch_first_is_named() -> None:
+    """What the session needs is half-made then; who compares policies in code may do so."""
+    done = python("import migrator.lanes", TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB")
+    assert done.stderr.endswith("; import torch before migrator.lanes\n")
+    assert python("import torch, migrator.lanes", TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB").stderr == ""
