@@ -50,8 +50,11 @@ def gate() -> None:
 
 def _half_made() -> str | None:
     """Which module of ours it is that imports torch, if one does: what needs it cannot be imported meanwhile."""
-    ours = [name for name in sys.modules if name.startswith(("allocator.", "migrator.", "tiers."))]
-    return next((name for name in ours if getattr(sys.modules[name].__spec__, "_initializing", False)), None)
+    for name, module in list(sys.modules.items()):  # the outermost comes first
+        begun = getattr(getattr(module, "__spec__", None), "_initializing", False)
+        if begun and name.startswith(("allocator.", "migrator.", "tiers.")):
+            return name
+    return None
 
 
 def _tell_off(names: Iterable[str]) -> None:
