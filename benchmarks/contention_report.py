@@ -95,6 +95,7 @@ def table(cells: Sequence[Cell]) -> str:
     host = [cell.host_us for cell in cells if cell.variant == "on"]
     if host:
         lines.append(f"host time to hand a period to the monitor: {median(host):.0f} us")
+    lines += [f"still changing when timed: {c.load}, {c.variant}, round {c.round}" for c in cells if not c.settled]
     lines += [f"{'holds' if holds else 'DOES NOT HOLD'}: {what}" for what, holds in promises(cells)]
     return "\n".join(lines)
 

@@ -39,7 +39,7 @@ def gate() -> None:
     try:
         _install()
     except Exception as error:
-        half_made = _half_made()
+        half_made = _half_made() if "partially initialized" in str(error) else None
         logging.getLogger("tiers").error(
             "tiers is not active, the program runs without it: %s: %s%s",
             type(error).__name__,

@@ -127,8 +127,6 @@ int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint64_t req
 
 void tn_capture(tn_core *core, int begins) {
   std::lock_guard<std::mutex> guard(core->mutex);
-  // Then nobody may wait to unmap what lies idle, and where plans have just changed much of that is mapped.
-  if (begins && !core->captures && core->thrifty) core->surrender_all(nullptr);
   core->captures += begins ? 1 : -1;
 }
 

@@ -64,7 +64,7 @@ class Feedback:
         self.given = given
         self.correction = 0  # of the budget, in bytes
         self.pace = 1.0  # what the program's own times are multiplied by
-        self._borne_out = False  # whether laps have said so of that while nobody else needed the memory bus
+        self._borne_out = False  # whether as many laps as correct that came while nobody else needed the memory bus
         self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
         self._target = target
         self._ceiling: int | None = None  # the largest correction that no period so far has found too large
@@ -101,7 +101,9 @@ class Feedback:
         """The same corrections, to other links; what is found of those is not held against these."""
         other = copy(self)
         other.given = given
-        other._laps, other._parts = list(self._laps), dict(self._parts)
+        # Of what laps told beside others nothing is borne out without them, nor the other way round.
+        other._laps = list(self._laps) if given.contended == self.given.contended else []
+        other._parts = dict(self._parts)
         return other
 
     def adopted(self) -> None:

@@ -62,6 +62,12 @@ def test_the_table_gives_these_parts() -> None:
     assert words == ["40.00", "0.500", "0.600", "120.0", "220.0", "0.800", "0.970", "1.200", "0.12", "4.0", "2.0"]
 
 
+def test_what_was_still_changing_is_told() -> None:
+    found = [replace(cell, settled=(cell.round, cell.variant, cell.load) != (1, "on", COPIES)) for cell in cells()]
+    (line,) = (line for line in table(found).splitlines() if "still changing" in line)
+    assert line.endswith(f"{COPIES}, on, round 1")
+
+
 def test_what_is_promised_is_decided() -> None:
     assert all(holds for _, holds in promises(cells()))
     assert [holds for _, holds in promises(cells(on=10.5))].count(False) == 1

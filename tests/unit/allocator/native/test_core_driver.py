@@ -214,24 +214,6 @@ fake.fake_capture(7, False)
     holds(built, program)
 
 
-def test_a_graph_that_is_captured_right_after_plans_changed_has_what_lies_idle(built: Path) -> None:
-    """Nobody may wait then, to have it unmapped where the plan before had it."""
-    program = """
-core = Core("cuda", hbm=800 * MiB, dram=0)
-core.free(core.allocate(800 * MiB, stream=7))
-core.mark()
-core.forget_plan(800 * MiB)
-core.trim(800 * MiB)
-assert core.counts().idle > 500 * MiB
-core.capture(True); fake.fake_capture(7, True)
-blocks = [core.allocate(20 * MiB, stream=7, pool=1) for _ in range(40)]
-fake.fake_capture(7, False); core.capture(False)
-assert core.counts().hbm == 800 * MiB
-for block in blocks: core.free(block)
-"""
-    holds(built, program)
-
-
 def test_idle_memory_is_taken_from_where_it_lies_when_the_device_gives_less_than_the_limit(built: Path) -> None:
     """Other processes use it, too."""
     program = """

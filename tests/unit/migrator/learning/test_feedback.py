@@ -252,6 +252,16 @@ def test_a_pace_that_was_not_borne_out_before_others_came_is_corrected_beside_th
     assert any(told(relinked(feedback, BUSIER), [0.9] * LAPS))
 
 
+def test_laps_beside_others_bear_nothing_out_where_the_plans_stay_without_them() -> None:
+    feedback = relinked(gone_by(), BUSY)
+    told(feedback, [1.0] * SURE)
+    feedback = feedback.under(PCIE_GEN5)
+    feedback.stayed()
+    pass_by(feedback, SETTLING)
+    assert not any(told(feedback, [1.0]))
+    assert any(told(relinked(feedback, BUSY), [0.8] * LAPS))
+
+
 def test_laps_that_have_corrected_the_pace_have_not_borne_it_out() -> None:
     feedback = gone_by()
     assert told(feedback, [1 + 2 * LATE_PACE] * SURE)[-1]
