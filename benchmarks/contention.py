@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -23,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 import tiers
@@ -39,13 +41,14 @@ from migrator.telemetry.transfers import Transfer
 from tiers.monitor.build import available_sensors
 from tiers.monitor.calibration import Calibration
 from tiers.monitor.sensors import copies as own
-from tiers.monitor.thread import Monitor
-from tiers.monitor.verdict import Judge
+from tiers.monitor.thread import NAME, Monitor
+from tiers.monitor.verdict import ENTER, LANES, Judge
 from tiers.monitor.watch import Watch
 from tiers.session import Session
 
 BATCHES = {"reference_gpt": 8, "resnet152": 256}
 WARM = 4  # steps of plain training before the first that counts
+RECOVERY = 60  # steps at most in which the monitor may find that a load is over
 LONGEST = 4  # times the steps without a change, after which what changes all the time is measured as it is
 
 
@@ -70,6 +73,19 @@ class Switch:
     def share(self) -> float:
         """Of the usual demand, what the monitor leaves."""
         return self.monitor.watch.backoff.share if self.monitor is not None else 1.0
+
+    @property
+    def slow(self) -> bool:
+        """Whether a lane gave little, by the last reading alone."""
+        values = self.monitor.watch.state()["values"] if self.monitor is not None else {}
+        return min((values[lane] for lane in LANES if lane in values), default=1.0) < ENTER
+
+    @property
+    def cpu(self) -> float:
+        """Processor seconds that the monitor's thread has taken."""
+        threads = {thread.native_id for thread in threading.enumerate() if thread.name == NAME}
+        times = psutil.Process().threads() if threads else []
+        return float(sum(taken.user_time + taken.system_time for taken in times if taken.id in threads))
 
     def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
         if self.monitor is None:
@@ -121,9 +137,9 @@ class Bench:
         switch.set(variant == "on")
         if load is not None:
             load.switch(True)
-        settled = self.settle(session, switch)
+        settled, saturation, reaction = self.settle(session, switch)
         note = time.monotonic if load is None else load.note
-        before, busy = session.stats(), 0.0
+        before, busy, watching = session.stats(), 0.0, switch.cpu
         ours: list[Span] = []
         plain: list[Span] = []
         turns = self._turns if load else -(-self._turns // 2)  # nothing but training has to be told apart
@@ -136,6 +152,7 @@ class Bench:
             plain.append((begin, between))
             ours.append((between, end))
         counts = per_step(before, session.stats(), turns * self._window)
+        took = sum(end - begin for begin, end in ours)
         cell = Cell(
             number,
             load.name if load else NONE,
@@ -148,7 +165,10 @@ class Bench:
             stalls=counts["stalls"],
             pages=counts.get("pages", {}),
             flushes=counts.get("flushes", 0.0),
-            cores=busy / sum(end - begin for begin, end in ours),
+            cores=busy / took,
+            monitor_cores=(switch.cpu - watching) / took,
+            saturation=saturation,
+            reaction=reaction,
             settled=settled,
             sm_clock=sm_clock(),
         )
@@ -158,26 +178,45 @@ class Bench:
             watch = switch.monitor.watch
             host = 1e6 * median(switch.times) if switch.times else 0.0
             cell = replace(cell, share=watch.backoff.share, host_us=host, changes=tuple(watch.changes))
+            if number == 0 and cell.share < 1:  # once a load: it takes as long as a turn
+                cell = replace(cell, recovery=self.recover(switch))
         self._add(cell)
 
-    def settle(self, session: Session, switch: Switch) -> bool:
-        """Train until nothing has changed for so many steps; whether that came about.
+    def settle(self, session: Session, switch: Switch) -> tuple[bool, int | None, int | None]:
+        """Train until nothing has changed for so many steps.
+
+        Returns
+        -------
+        whether that came about; the step whose copies were slow first, and that in which the monitor began to make
+        room: None if there was none
 
         The monitor has to see the load, answer, and have planned; then another plan is begun with, in three steps, for
         which pages are mapped.
         """
         last: tuple[object, ...] = ()
-        quiet = 0
-        for _ in range(LONGEST * self._quiet):
+        quiet, saturation, reaction = 0, None, None
+        for number in range(1, LONGEST * self._quiet + 1):
             self._step()
+            if saturation is None and switch.slow:
+                saturation = number - 1  # whose copies are known of when the next one ends
+            if reaction is None and switch.share < 1:
+                reaction = number
             pages, told = session.stats()["pages"], plans(session)
             now = told.now, pages and pages["maps"], switch.share
             quiet = quiet + 1 if now == last and told.stay and not told.coming else 0
             last = now
             if quiet == self._quiet:
-                return True
+                return True, saturation, reaction
         print(f"still changing after {LONGEST * self._quiet} steps", flush=True)
-        return False
+        return False, saturation, reaction
+
+    def recover(self, switch: Switch) -> int:
+        """Train until the monitor leaves all there is; how many steps that took, or those after which nobody waited."""
+        for number in range(1, RECOVERY):
+            self._step()
+            if switch.share == 1:
+                return number
+        return RECOVERY
 
     def _train(self, steps: int) -> None:
         for _ in range(steps):

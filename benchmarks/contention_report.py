@@ -13,6 +13,8 @@ WHAT = ("training", "preprocessing")
 FASTER = 1.10  # that training is to be with the monitor where the bus is saturated
 NO_SLOWER = 0.98  # that it is to be everywhere
 POLITE = 0.95  # of what preprocessing reaches beside plain training
+REACTION, RECOVERY = 5, 50  # steps
+WATCHING = 0.01  # of a core, for the monitor's thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,13 @@ class Cell:
         Of the usual demand that the monitor left at the end; 1 without it.
     host_us : float
         Median host time that handing a period to the monitor took on the training thread, in microseconds.
+    monitor_cores : float
+        Processor seconds a second of training that the monitor's thread took.
+    saturation, reaction : int, optional
+        The step beside the load whose copies were slow first, and that in which the monitor began to make room; None
+        where there was none.
+    recovery : int, optional
+        The step after the end of the load in which it left all there is again; None where that was not measured.
     settled : bool
         Whether nothing had changed for some steps when it was timed.
     """
@@ -55,6 +64,10 @@ class Cell:
     cores: float = 0.0
     share: float = 1.0
     host_us: float = 0.0
+    monitor_cores: float = 0.0
+    saturation: int | None = None
+    reaction: int | None = None
+    recovery: int | None = None
     settled: bool = True
     changes: tuple[str, ...] = ()
     sm_clock: int | None = None
@@ -111,8 +124,23 @@ def promises(cells: Sequence[Cell]) -> list[tuple[str, bool]]:
             continue
         if middle(cells, load, ("on",), "share") < 1:
             found.append((f"training beside {load}, saturated: at least {FASTER:.2f}", on >= FASTER * off))
+            reactions = [
+                cell.reaction - cell.saturation
+                for cell in cells
+                if cell.load == load and cell.reaction is not None and cell.saturation is not None
+            ]
+            if reactions:
+                text = f"beside {load} it makes room {', '.join(map(str, reactions))} steps after the first slow copies"
+                found.append((text, max(reactions) <= REACTION))
+            found += [
+                (f"after {load} it leaves all there is in step {cell.recovery}", cell.recovery <= RECOVERY)
+                for cell in cells
+                if cell.load == load and cell.recovery is not None
+            ]
         polite = of_plain(cells, load, "on", "preprocessing")
         found.append((f"{load} keeps {polite:.3f} of what it reaches beside plain training", polite >= POLITE))
+    taken = max((cell.monitor_cores for cell in cells), default=0.0)
+    found.append((f"the monitor's thread takes {100 * taken:.1f}% of a core", taken <= WATCHING))
     return found
 
 

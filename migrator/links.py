@@ -51,8 +51,8 @@ class Links:
         DRAM to NVMe and back; 0 where there is no NVMe tier.
     latency : float
         Seconds from asking for a transfer to its first byte.
-    contended : bool
-        Whether others need the memory bus: of plans that are about as fast, the one that moves least is to be taken.
+    usual : Links or None
+        What they give while nobody else needs the memory bus; None while nobody does.
     below : int
         Bytes that may move at once to the tiers at their other end.
     dram : int
@@ -67,10 +67,27 @@ class Links:
     disk_write: float = 0.0
     disk_read: float = 0.0
     latency: float = 20e-6
-    contended: bool = False
+    usual: Links | None = None
     below: int = BOUNDLESS
     dram: int = BOUNDLESS
     costs: Costs = MEASURED
+
+    @property
+    def contended(self) -> bool:
+        """Whether others need the memory bus: of plans about as fast, the one that moves least is to be taken."""
+        return self.usual is not None
+
+    @property
+    def alone(self) -> Links:
+        """What the lanes give while nobody else needs the memory bus; all else is as it is now."""
+        if self.usual is None:
+            return self
+        return replace(self.usual, below=self.below, dram=self.dram, costs=self.costs)
+
+    def scaled(self, parts: Mapping[str, float]) -> Links:
+        """Lanes that give a part of what was told, whoever else needs the memory bus."""
+        slower = replace(self, **{lane: getattr(self, lane) * part for lane, part in parts.items()})
+        return slower if self.usual is None else replace(slower, usual=self.usual.scaled(parts))
 
     def reduced(self, left: Mapping[str, float], *, direct_disk: bool) -> Links:
         """What is left of the links while the memory bus is busy.
@@ -94,7 +111,7 @@ class Links:
             both=self.both * (d2h + h2d) / 2,
             disk_write=self.disk_write * disk,
             disk_read=self.disk_read * disk,
-            contended=True,
+            usual=self.alone,
         )
 
 

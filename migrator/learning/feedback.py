@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from itertools import pairwise
 
 from allocator.sizes import format_size
@@ -95,7 +94,7 @@ class Feedback:
     @property
     def links(self) -> Links:
         """What the lanes are taken to give, corrected."""
-        return replace(self.given, **{lane: getattr(self.given, lane) * part for lane, part in self._parts.items()})
+        return self.given.scaled(self._parts)
 
     def under(self, given: Links) -> Feedback:
         """The same corrections, to other links; what is found of those is not held against these."""

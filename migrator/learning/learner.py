@@ -31,6 +31,7 @@ from migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 
+SLOWER = 0.01  # of a step: what others may make it longer by, of plans that were made for them
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
 
 
@@ -278,6 +279,8 @@ class Learner:
                 self._take_up(before)
                 return True
             self._set_aside = before = None  # less fits by now than did
+        if self._stays(links):
+            return False
         self._owed |= self.break_off()
         if before is None and self._has_all and not self._feedback.given.contended:
             self._set_aside = SetAside(self._made, self._planned, self._feedback, self._ahead)
@@ -291,19 +294,39 @@ class Learner:
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
 
+    def _stays(self, links: Links) -> bool:
+        """Leave the plans as they are where others leave less by now, and these are hardly slower for all of that load.
+
+        They move as little as may be already. To make others takes seconds, and to begin with them steps.
+        """
+        given = self._feedback.given
+        if not (self._has_all and given.contended and links.contended):
+            return False
+        if (links.below, links.dram) != (given.below, given.dram):
+            return False
+        feedback = self._feedback.under(links)
+        made, alone = (self._foreseen(self._made, each) for each in (feedback.links, feedback.links.alone))
+        for now, without in zip(made, alone, strict=True):
+            if now.predicted is None or without.predicted is None:
+                return False
+            if now.predicted.seconds > without.predicted.seconds * (1 + SLOWER):
+                return False
+        self._made, self._feedback = made, feedback
+        return True
+
+    def _foreseen(self, made: tuple[Made, ...], links: Links) -> tuple[Made, ...]:
+        """Plans, and what they come to under `links`, as far as their traces tell: measured is what they take there."""
+        return tuple(
+            each if each.predicted is None else replace(each, predicted=simulate(trace, links, each.plan))
+            for each, trace in zip(made, self._planned, strict=True)
+        )
+
     def _take_ahead(self, besides: tuple[Ahead, ...] = ()) -> bool:
         """Carry out what was made ahead, if it is there and good for the links that there are; whether it is."""
         made = nearest(self._ahead or besides, self._feedback.given)
         if made is None:
             return False
-        # What is foreseen is compared with what is measured, and that is under these links.
-        links = self._feedback.links
-        self._carry_out(
-            tuple(
-                each if each.predicted is None else replace(each, predicted=simulate(trace, links, each.plan))
-                for each, trace in zip(made, self._planned, strict=True)
-            )
-        )
+        self._carry_out(self._foreseen(made, self._feedback.links))
         return True
 
     def plan_for_less(self, below: int) -> None:

@@ -19,6 +19,7 @@ log = logging.getLogger("tiers")
 
 IDLE = 1.0  # seconds from one tick to the next while nothing happens: what `tiers top` shows is as old as that
 PAUSE = 100  # times what a tick takes is how long the next one waits at least: 1% of one core
+NAME = "tiers-monitor"  # of the thread
 LOST = 10.0  # seconds without a tick after which nothing the thread said counts any more
 
 
@@ -57,7 +58,7 @@ class Monitor:
         return self._response
 
     def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, name="tiers-monitor", daemon=True)
+        thread = threading.Thread(target=self._run, name=NAME, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # no thread can be had; one that was not started counts as dead

@@ -29,13 +29,13 @@ ENTER = 0.85  # below this part of a lane the bus is saturated ...
 LEAVE = 0.93  # ... until there is more than this
 MIDDLING = 100  # readings in between after which that is taken for what the lane gives now
 CALM = 10  # readings in a row above `LEAVE` until the bus is called free
-SMOOTH = 0.5  # weight of the newest in the average
+SMOOTH = 0.7  # weight of the newest in the average: what falls to 0.83 at once is below `ENTER` at the third reading
 STALE = 20  # readings without a copy after which a lane's estimate says nothing any more
 BLIND = 100  # readings without any lane after which a load is taken to have ended
 GAP = 60.0  # seconds without a reading, as after a suspend, after which a lane is judged afresh, at least ...
 GAPS = 3  # ... and usual times between two readings: a program's periods may be as long
 USUAL = 5  # of those times make the usual one, their median
-LIGHTER = 0.5  # of the load at the begin of the saturation: below it the load is taken to have ended
+LIGHTER = 0.5  # of the heaviest load since the bus became saturated: below it the load is taken to have ended
 BUSY = 0.25  # of the cores are left by our workers: less, and these are what training waits for ...
 IDLE = 0.45  # ... until there is more than this
 OURS = 0.7  # of the traffic on the bus: if so much of it is ours, nobody else is to blame
@@ -89,7 +89,7 @@ class Judge:
         self._blind = 0
         self._crowded = False  # our workers keep the cores busy
         self._only_crowded = False  # nothing but that has made the verdict what it is
-        self._load_before: float | None = None  # when the bus became saturated
+        self._heaviest = 0.0  # load since the bus became saturated: cores are read later than lanes become slow
         self.verdict = Verdict()
 
     def _begin_afresh(self) -> None:
@@ -117,17 +117,18 @@ class Judge:
         left = {lane: level.value for lane, level in self._fair.items() if level.value is not None}
         if any(lane in values for lane in LANES):
             self._blind = 0
-            self._seen(min(left.values(), default=1.0), load)
+            self._seen(min(left.values(), default=1.0))
         else:
             self._blind += 1
             self._unseen(load, _others(values))
+        self._heaviest = 0.0 if self._state == "free" else max(self._heaviest, load or 0.0)
         self.verdict = Verdict(*self._whose(left, values), left, self._bus(left, values))
         return self.verdict
 
-    def _seen(self, left: float, load: float | None) -> None:
+    def _seen(self, left: float) -> None:
         if left < ENTER or self._crowded:
             if self._state == "free":
-                self._load_before, self._only_crowded = load, True
+                self._only_crowded = True
             self._only_crowded &= left >= ENTER
             self._state, self._calm, self._middling = "saturated", 0, 0
         elif left > LEAVE or self._only_crowded or self._middling >= MIDDLING:
@@ -140,8 +141,7 @@ class Judge:
         """Nothing of ours was copied: keep the verdict until something tells that the load has ended."""
         if self._crowded:
             return
-        before = self._load_before
-        lighter = load is not None and before is not None and load < LIGHTER * before
+        lighter = load is not None and load < LIGHTER * self._heaviest
         free = others is not None and all(
             (part := self._calibration.left_at(lane, others)) is not None and part > LEAVE for lane in LANES
         )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from allocator.sizes import GiB
-from benchmarks.contention import LONGEST, Bench, Switch, main
+from benchmarks.contention import LONGEST, RECOVERY, Bench, Switch, main
 from benchmarks.contention_report import NONE, Cell, middle, of_plain, promises, table
 from benchmarks.loads import Copies, images_per_second, photographs
 from benchmarks.plain import Plain
@@ -74,6 +74,16 @@ def test_what_is_promised_is_decided() -> None:
     assert [holds for _, holds in promises(cells(polite=0.9))].count(False) == 1
     assert all(holds for _, holds in promises(cells(on=10.0, share=1.0)))
     assert [holds for _, holds in promises(cells(on=9.5, share=1.0))].count(False) == 1
+    slow = [
+        replace(cell, saturation=2, reaction=9, recovery=57, monitor_cores=0.02)
+        for cell in cells()
+        if cell.variant == "on"
+    ]
+    assert {what.partition(",")[0] for what, holds in promises([*cells(), *slow]) if not holds} == {
+        "beside copies at 120 GB/s it makes room 7",
+        "after copies at 120 GB/s it leaves all there is in step 57",
+        "the monitor's thread takes 2.0% of a core",
+    }
     unmeasured = [replace(cell, preprocessing=0.0) for cell in cells()]
     assert [holds for _, holds in promises(unmeasured)].count(False) == 1, "what was not measured does not hold"
 
@@ -194,8 +204,30 @@ def test_steps_are_timed_when_nothing_has_changed_for_some(
     monkeypatch.setattr("benchmarks.contention.plans", lambda session: now()[2])
     session = SimpleNamespace(stats=lambda: {"pages": {"maps": now()[0]}})
     bench = Bench(step, None, 8, settle=QUIET, window=8, turns=3)  # type: ignore[arg-type]
-    settled = bench.settle(session, Monitored(Calibration({})))  # type: ignore[arg-type]
+    settled, *_ = bench.settle(session, Monitored(Calibration({})))  # type: ignore[arg-type]
     assert (settled, done) == ((True, steps) if steps else (False, LONGEST * QUIET))
+
+
+def test_it_is_counted_when_the_monitor_makes_room_and_when_it_no_longer_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+
+    class Monitored(Switch):
+        share = property(lambda self: 0.5 if 4 <= done < 30 else 1.0)  # type: ignore[assignment]
+        slow = property(lambda self: done >= 2)  # type: ignore[assignment]
+
+    monkeypatch.setattr("benchmarks.contention.plans", lambda session: Plans((), False, True))
+    session = SimpleNamespace(stats=lambda: {"pages": {"maps": 0}})
+    bench = Bench(step, None, 8, settle=QUIET, window=8, turns=3)  # type: ignore[arg-type]
+    switch = Monitored(Calibration({}))
+    assert bench.settle(session, switch) == (True, 1, 4)  # type: ignore[arg-type]
+    before = done
+    assert bench.recover(switch) == 30 - before
+    monkeypatch.setattr(Monitored, "share", 0.5)
+    assert bench.recover(switch) == RECOVERY
 
 
 def test_a_tiny_run_goes_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def test_a_quiet_bus_is_free() -> None:
     assert judged(lanes([1.0] * 20)) == Verdict("free", "nobody", {"d2h": 1.0, "h2d": 1.0}, 1.0)
 
 
-@pytest.mark.parametrize("left", [0.71, 0.5, 0.1, 0.0])
+@pytest.mark.parametrize("left", [0.83, 0.71, 0.5, 0.1, 0.0])
 def test_a_step_is_seen_after_three_readings(left: float) -> None:
     """0.71 is what 14 copying processes left of H2D on an H100."""
     found = states([1.0] * 10 + [left] * 10)
@@ -227,6 +227,16 @@ def test_without_copies_the_load_is_over_when_the_cores_are_idle() -> None:
     blind = [{"tree": 8.0, "others": 1.0}] * 30
     assert judged(readings([loaded] * 10 + blind)).state == "saturated"
     assert judged(readings([loaded] * 10 + blind + [{"tree": 0.5, "others": 1.0}] * CALM)).state == "free"
+
+
+@pytest.mark.parametrize("known", [{}, {"tree": 0.0, "others": 0.3}])
+def test_the_load_that_has_to_be_over_is_the_heaviest_since_lanes_became_slow(known: dict[str, float]) -> None:
+    """Cores are read once a second: what was known of them as lanes became slow was of before, or nothing."""
+    slow, busy = {"d2h": 0.6, "h2d": 0.6}, {"tree": 8.0, "others": 1.0}
+    given = [slow | known] * 6 + [busy] * 20 + [{"tree": 0.2, "others": 0.3}] * CALM
+    states = [verdict.state for verdict in verdicts(readings(given))]
+    assert set(states[3:26]) == {"saturated"}
+    assert states[-1] == "free"
 
 
 def test_without_copies_the_load_is_over_when_the_timed_copy_is_fast() -> None:

@@ -122,7 +122,7 @@ def test_a_rival_that_moves_more_than_the_tiers_below_hold_is_none() -> None:
 
 def test_where_laps_cannot_tell_or_nothing_can_be_better_there_is_no_contest() -> None:
     assert may_be([HOLDER], PCIE_GEN5)
-    assert not may_be([HOLDER], replace(PCIE_GEN5, contended=True))
+    assert not may_be([HOLDER], replace(PCIE_GEN5, usual=PCIE_GEN5))
     assert not may_be([HOLDER, HOLDER], PCIE_GEN5)
     assert not may_be([], PCIE_GEN5)
     assert not may_be([replace(HOLDER, predicted=None)], PCIE_GEN5)

@@ -197,14 +197,14 @@ def test_after_the_rival_won_plans_are_made_with_its_costs() -> None:
 def test_what_a_rival_won_with_on_a_free_bus_is_not_planned_with_where_others_need_it() -> None:
     program = Program(learner(), takes(1.0, 0.99))
     program.run()
-    assert program.learner.relink(replace(PCIE_GEN5, contended=True))
+    assert program.learner.relink(replace(PCIE_GEN5, usual=PCIE_GEN5))
     assert not program.moves
     assert program.learner.relink(PCIE_GEN5)
     assert program.moves
 
 
 def test_while_others_need_the_memory_bus_there_is_no_contest() -> None:
-    contended = replace(PCIE_GEN5, contended=True)
+    contended = replace(PCIE_GEN5, usual=PCIE_GEN5)
     program = Program(learner(), takes(1.0, 0.99))
     program.learner.relink(contended)
     assert program.run() == ["recomputes"]
@@ -221,12 +221,12 @@ def test_the_holder_is_back_before_it_is_planned_anew(monkeypatch: pytest.Monkey
     program = Program(learner(submit=lambda job: Future()), takes(1.0, 0.99))
     program.until_rival()
     monkeypatch.setattr("migrator.learning.orders.AT_ONCE", 0)
-    assert program.learner.relink(replace(PCIE_GEN5, contended=True))
+    assert program.learner.relink(replace(PCIE_GEN5, usual=PCIE_GEN5))
     assert program.learner.planning and not program.moves
 
 
 def test_a_race_that_was_broken_off_is_run_again_a_few_times() -> None:
-    contended = replace(PCIE_GEN5, contended=True)
+    contended = replace(PCIE_GEN5, usual=PCIE_GEN5)
     program = Program(learner(), takes(1.0, 0.99))
     for _ in range(TRIES):
         program.until_rival()

@@ -65,7 +65,7 @@ def test_of_two_plans_that_exceed_what_was_asked_the_present_one_stays_if_it_is_
 
 
 def test_where_others_need_the_memory_bus_a_plan_that_moves_less_takes_the_place_of_one_that_is_as_fast() -> None:
-    contended, ample = replace(PCIE_GEN5, contended=True), 2 * ROOM
+    contended, ample = replace(PCIE_GEN5, usual=PCIE_GEN5), 2 * ROOM
     fewer = replace(FAST, groups=FAST.groups[1:])
     assert abs(seconds(MODEL, fewer) / seconds(MODEL, FAST) - 1) < GAIN
     for links, stays in ((PCIE_GEN5, True), (contended, False)):

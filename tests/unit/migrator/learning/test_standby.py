@@ -83,8 +83,28 @@ def test_of_these_they_are_carried_out_that_count_on_most_nearly_what_is_left(
     assert later.jobs[1][1].result() != later.jobs[2][1].result()
 
 
-def test_where_others_need_the_bus_in_another_way_than_before_the_other_one_is_carried_out() -> None:
+def test_where_others_leave_less_than_before_plans_stay_that_are_hardly_slower_for_it() -> None:
+    """A GPT began with another plan 18 steps after the first that made room, to move 0 bytes in place of 512 MiB."""
+    learner, later = standing_by()
+    assert learner.relink(PCIE_GEN5.reduced({"bus": 1.0}, direct_disk=False))
+    before, jobs = learner.plans, len(later.jobs)
+    assert not learner.relink(BUSY)
+    assert learner.plans == before
+    (now,) = learner.predictions
+    assert now is not None
+    assert now.seconds == simulate(MODEL, BUSY, before[0]).seconds, "which is what laps are compared with"
+    assert len(later.jobs) == jobs
+    nothing = PCIE_GEN5.reduced({"bus": 0.02}, direct_disk=False)
+    assert simulate(MODEL, nothing, before[0]).seconds > 1.05 * simulate(MODEL, PCIE_GEN5, before[0]).seconds
+    learner.relink(nothing)
+    assert len(later.jobs) == jobs + 1
+
+
+def test_where_others_need_the_bus_in_another_way_than_before_the_other_one_is_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """First their workers keep the cores busy, and then lanes are slow."""
+    monkeypatch.setattr("migrator.learning.learner.SLOWER", -1.0)  # as if no plan could stay
     learner, later = standing_by()
     alone, jobs = learner.plans, len(later.jobs)
     for left, job in (({"bus": 1.0}, 2), (MEASURED, 1)):

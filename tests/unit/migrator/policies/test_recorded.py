@@ -62,8 +62,8 @@ def test_where_moves_alone_help_and_exceed_the_tiers_below_the_fewest_are_planne
     """Those tiers may hold them to the last byte. If not, they say how much they would have to hold."""
     trace = replace(recorded(name), recipes={}, regions=())
     needed = POLICIES["auto"](trace, int(budget * GiB), PCIE_GEN5).parcel_bytes
-    for contended in (False, True):
-        links = replace(PCIE_GEN5, below=needed * 9 // 10, contended=contended)
+    for usual in (None, PCIE_GEN5):
+        links = replace(PCIE_GEN5, below=needed * 9 // 10, usual=usual)
         plan = POLICIES["auto"](trace, int(budget * GiB), links)
         assert needed * 9 // 10 < plan.parcel_bytes <= 1.05 * needed
         assert simulate(trace, PCIE_GEN5, plan).peak["hbm"] <= budget * GiB
@@ -72,9 +72,8 @@ def test_where_moves_alone_help_and_exceed_the_tiers_below_the_fewest_are_planne
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_where_others_need_the_memory_bus_auto_moves_less_and_is_hardly_slower(cell: tuple[str, float]) -> None:
     trace, budget = recorded(cell[0]), int(cell[1] * GiB)
-    alone, beside = (
-        POLICIES["auto"](trace, budget, replace(PCIE_GEN5, contended=contended)) for contended in (False, True)
-    )
+    beside_others = replace(PCIE_GEN5, usual=PCIE_GEN5)
+    alone, beside = (POLICIES["auto"](trace, budget, links) for links in (PCIE_GEN5, beside_others))
     fastest, slower = (simulate(trace, PCIE_GEN5, plan) for plan in (alone, beside))
     assert slower.peak["hbm"] <= budget
     assert slower.seconds <= 1.02 * fastest.seconds

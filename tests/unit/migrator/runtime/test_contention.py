@@ -221,7 +221,7 @@ def test_what_changed_is_said_once_with_the_numbers(caplog: pytest.LogCaptureFix
     assert lines == list("monitor: " + line for line in program.watch.changes)
     assert len(lines) == 4  # less, plans, rising with plans as before, full
     assert "saturated, by whom is unknown" in lines[0]
-    assert "h2d 85%" in lines[0]
+    assert "h2d 79%" in lines[0]
     assert lines[-1].endswith("no longer backed off")
 
 
