@@ -42,7 +42,7 @@ from tiers.monitor.build import available_sensors
 from tiers.monitor.calibration import Calibration
 from tiers.monitor.sensors import copies as own
 from tiers.monitor.thread import NAME, Monitor
-from tiers.monitor.verdict import ENTER, LANES, Judge
+from tiers.monitor.verdict import LANES, Judge
 from tiers.monitor.watch import Watch
 from tiers.session import Session
 
@@ -75,10 +75,10 @@ class Switch:
         return self.monitor.watch.backoff.share if self.monitor is not None else 1.0
 
     @property
-    def slow(self) -> bool:
-        """Whether a lane gave little, by the last reading alone."""
+    def lanes(self) -> float:
+        """The least that a lane gave, by the last reading alone."""
         values = self.monitor.watch.state()["values"] if self.monitor is not None else {}
-        return min((values[lane] for lane in LANES if lane in values), default=1.0) < ENTER
+        return min((values[lane] for lane in LANES if lane in values), default=1.0)
 
     @property
     def cpu(self) -> float:
@@ -137,7 +137,7 @@ class Bench:
         switch.set(variant == "on")
         if load is not None:
             load.switch(True)
-        settled, saturation, reaction = self.settle(session, switch)
+        settled, lanes, reaction = self.settle(session, switch)
         note = time.monotonic if load is None else load.note
         before, busy, watching = session.stats(), 0.0, switch.cpu
         ours: list[Span] = []
@@ -167,7 +167,7 @@ class Bench:
             flushes=counts.get("flushes", 0.0),
             cores=busy / took,
             monitor_cores=(switch.cpu - watching) / took,
-            saturation=saturation,
+            lanes=tuple(lanes),
             reaction=reaction,
             settled=settled,
             sm_clock=sm_clock(),
@@ -182,33 +182,33 @@ class Bench:
                 cell = replace(cell, recovery=self.recover(switch))
         self._add(cell)
 
-    def settle(self, session: Session, switch: Switch) -> tuple[bool, int | None, int | None]:
+    def settle(self, session: Session, switch: Switch) -> tuple[bool, list[float], int | None]:
         """Train until nothing has changed for so many steps.
 
         Returns
         -------
-        whether that came about; the step whose copies were slow first, and that in which the monitor began to make
-        room: None if there was none
+        whether that came about; the least that a lane gave in each step until the monitor made room; and the step in
+        which it did, None if it did not
 
         The monitor has to see the load, answer, and have planned; then another plan is begun with, in three steps, for
         which pages are mapped.
         """
         last: tuple[object, ...] = ()
-        quiet, saturation, reaction = 0, None, None
+        quiet, reaction = 0, None
+        lanes: list[float] = []
         for number in range(1, LONGEST * self._quiet + 1):
             self._step()
-            if saturation is None and switch.slow:
-                saturation = number - 1  # whose copies are known of when the next one ends
-            if reaction is None and switch.share < 1:
-                reaction = number
+            if reaction is None:
+                lanes.append(switch.lanes)
+                reaction = number if switch.share < 1 else None
             pages, told = session.stats()["pages"], plans(session)
             now = told.now, pages and pages["maps"], switch.share
             quiet = quiet + 1 if now == last and told.stay and not told.coming else 0
             last = now
             if quiet == self._quiet:
-                return True, saturation, reaction
+                return True, lanes, reaction
         print(f"still changing after {LONGEST * self._quiet} steps", flush=True)
-        return False, saturation, reaction
+        return False, lanes, reaction
 
     def recover(self, switch: Switch) -> int:
         """Train until the monitor leaves all there is; how many steps that took, or those after which nobody waited."""

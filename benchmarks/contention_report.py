@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from allocator.sizes import GiB
+from tiers.monitor.verdict import ENTER
 
 NONE = "none"
 WHAT = ("training", "preprocessing")
@@ -41,9 +42,11 @@ class Cell:
         Median host time that handing a period to the monitor took on the training thread, in microseconds.
     monitor_cores : float
         Processor seconds a second of training that the monitor's thread took.
-    saturation, reaction : int, optional
-        The step beside the load whose copies were slow first, and that in which the monitor began to make room; None
-        where there was none.
+    lanes
+        Of what the lane that gave least should give, the part that it gave, as known after each step beside the load
+        until the monitor made room.
+    reaction : int, optional
+        The step beside the load in which it did; None where it did not.
     recovery : int, optional
         The step after the end of the load in which it left all there is again; None where that was not measured.
     settled : bool
@@ -65,12 +68,18 @@ class Cell:
     share: float = 1.0
     host_us: float = 0.0
     monitor_cores: float = 0.0
-    saturation: int | None = None
+    lanes: tuple[float, ...] = ()
     reaction: int | None = None
     recovery: int | None = None
     settled: bool = True
     changes: tuple[str, ...] = ()
     sm_clock: int | None = None
+
+    @property
+    def late(self) -> int | None:
+        """Steps from the first whose copies were slow until the monitor made room; None without either."""
+        slow = next((step for step, part in enumerate(self.lanes) if part < ENTER), None)  # known of a step later
+        return None if slow is None or self.reaction is None else self.reaction - slow
 
 
 def of_plain(cells: Iterable[Cell], load: str, variant: str, what: str) -> float:
@@ -124,14 +133,10 @@ def promises(cells: Sequence[Cell]) -> list[tuple[str, bool]]:
             continue
         if middle(cells, load, ("on",), "share") < 1:
             found.append((f"training beside {load}, saturated: at least {FASTER:.2f}", on >= FASTER * off))
-            reactions = [
-                cell.reaction - cell.saturation
-                for cell in cells
-                if cell.load == load and cell.reaction is not None and cell.saturation is not None
-            ]
-            if reactions:
-                text = f"beside {load} it makes room {', '.join(map(str, reactions))} steps after the first slow copies"
-                found.append((text, max(reactions) <= REACTION))
+            late = [cell.late for cell in cells if cell.load == load and cell.late is not None]
+            if late:
+                text = f"beside {load} it makes room {', '.join(map(str, late))} steps after the first slow copies"
+                found.append((text, max(late) <= REACTION))
             found += [
                 (f"after {load} it leaves all there is in step {cell.recovery}", cell.recovery <= RECOVERY)
                 for cell in cells

@@ -41,7 +41,7 @@ TRIMS = 100  # levers that are looked at again, the dearest first
 RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan, capuchin.plan, superneurons.plan)
 """Whose plans are candidates as they are: quick ones, of different kinds."""
 
-POLITE = 0.0145
+POLITE = 0.0175
 """Of the fastest plan's step: what it may take to move less where others need the memory bus.
 
 Also of the step that is the fastest where nobody does. Moves that hide behind compute mostly do so on slow lanes, too:

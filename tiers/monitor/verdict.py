@@ -8,9 +8,9 @@ A lane gives less than it should in two cases that call for different answers: w
 (`alone` low, the fair part high) nobody is to be made room for; if it is slow beyond that, the bus is loaded. By whom
 its traffic tells, where a sensor counts that.
 
-There is a third case, in which every lane gives all it has: the program's own workers keep the cores busy. Then the
-input pipeline is what gives out, and each byte of ours on the bus takes some of its time: beside 26 GB/s of copies
-fourteen processes that decode JPEGs lost 5%, and no lane was slower.
+There is a third case, in which every lane gives all it has: the program's own workers keep the cores busy, or do not
+rest. Then the input pipeline is what gives out, and each byte of ours on the bus takes some of its time: beside 26 GB/s
+of copies fourteen processes that decode JPEGs lost 5%, and nine that copy 11%, and no lane was slower.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ USUAL = 5  # of those times make the usual one, their median
 LIGHTER = 0.5  # of the heaviest load since the bus became saturated: below it the load is taken to have ended
 BUSY = 0.25  # of the cores are left by our workers: less, and these are what training waits for ...
 IDLE = 0.45  # ... until there is more than this
+MANY = 1 / 8  # of the cores are kept busy by those of our workers that do not rest: so many, and training may wait ...
+FEW = 1 / 16  # ... until there are fewer
 OURS = 0.7  # of the traffic on the bus: if so much of it is ours, nobody else is to blame
 
 
@@ -112,36 +114,37 @@ class Judge:
             self._fair[lane].add(values.get(lane))
             self._alone[lane].add(values.get(f"{lane}.alone"))
         self._copy.add(values.get("copy"))
-        self._crowded = values.get("spare", 1.0) < (IDLE if self._crowded else BUSY)
+        spare, tireless = values.get("spare", 1.0), values.get("tireless", 0.0)
+        self._crowded = spare < (IDLE if self._crowded else BUSY) or tireless >= (FEW if self._crowded else MANY)
         load = _load(values)
+        lighter = load is not None and load < LIGHTER * self._heaviest
         left = {lane: level.value for lane, level in self._fair.items() if level.value is not None}
         if any(lane in values for lane in LANES):
             self._blind = 0
-            self._seen(min(left.values(), default=1.0))
+            self._seen(min(left.values(), default=1.0), lighter=lighter)
         else:
             self._blind += 1
-            self._unseen(load, _others(values))
+            self._unseen(_others(values), lighter=lighter)
         self._heaviest = 0.0 if self._state == "free" else max(self._heaviest, load or 0.0)
         self.verdict = Verdict(*self._whose(left, values), left, self._bus(left, values))
         return self.verdict
 
-    def _seen(self, left: float) -> None:
+    def _seen(self, left: float, *, lighter: bool) -> None:
         if left < ENTER or self._crowded:
             if self._state == "free":
                 self._only_crowded = True
             self._only_crowded &= left >= ENTER
             self._state, self._calm, self._middling = "saturated", 0, 0
-        elif left > LEAVE or self._only_crowded or self._middling >= MIDDLING:
+        elif left > LEAVE or self._only_crowded or lighter or self._middling >= MIDDLING:
             self._recover()
         else:
             self._calm = 0
             self._middling += 1
 
-    def _unseen(self, load: float | None, others: float | None) -> None:
+    def _unseen(self, others: float | None, *, lighter: bool) -> None:
         """Nothing of ours was copied: keep the verdict until something tells that the load has ended."""
         if self._crowded:
             return
-        lighter = load is not None and load < LIGHTER * self._heaviest
         free = others is not None and all(
             (part := self._calibration.left_at(lane, others)) is not None and part > LEAVE for lane in LANES
         )

@@ -75,7 +75,7 @@ def test_what_is_promised_is_decided() -> None:
     assert all(holds for _, holds in promises(cells(on=10.0, share=1.0)))
     assert [holds for _, holds in promises(cells(on=9.5, share=1.0))].count(False) == 1
     slow = [
-        replace(cell, saturation=2, reaction=9, recovery=57, monitor_cores=0.02)
+        replace(cell, lanes=(1.0, 1.0, 0.8, 0.9, 0.8), reaction=9, recovery=57, monitor_cores=0.02)
         for cell in cells()
         if cell.variant == "on"
     ]
@@ -217,13 +217,13 @@ def test_it_is_counted_when_the_monitor_makes_room_and_when_it_no_longer_does(mo
 
     class Monitored(Switch):
         share = property(lambda self: 0.5 if 4 <= done < 30 else 1.0)  # type: ignore[assignment]
-        slow = property(lambda self: done >= 2)  # type: ignore[assignment]
+        lanes = property(lambda self: 1 / done)  # type: ignore[assignment]
 
     monkeypatch.setattr("benchmarks.contention.plans", lambda session: Plans((), False, True))
     session = SimpleNamespace(stats=lambda: {"pages": {"maps": 0}})
     bench = Bench(step, None, 8, settle=QUIET, window=8, turns=3)  # type: ignore[arg-type]
     switch = Monitored(Calibration({}))
-    assert bench.settle(session, switch) == (True, 1, 4)  # type: ignore[arg-type]
+    assert bench.settle(session, switch) == (True, [1, 1 / 2, 1 / 3, 1 / 4], 4)  # type: ignore[arg-type]
     before = done
     assert bench.recover(switch) == 30 - before
     monkeypatch.setattr(Monitored, "share", 0.5)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +290,49 @@ def test_of_several_ranks_each_has_its_part_of_the_cores(monkeypatch: pytest.Mon
     monkeypatch.setattr(cores, "cores_of_rank", lambda ranks: 16.0 / ranks)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert looks(Cores(Ticks()), [6, 6, 6, 9, 9], monkeypatch)[-3:] == [0.25, 0.25, 0]
+
+
+class Worker:
+    """A child that was busy for so much of each second."""
+
+    def __init__(self, busy: Iterable[float]) -> None:
+        self._busy, self._spent = iter(busy), 100.0
+
+    def cpu_times(self) -> SimpleNamespace:
+        self._spent += next(self._busy)
+        return SimpleNamespace(user=self._spent, system=0.0)
+
+
+def tireless(*workers: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """The part of eight cores that goes to workers which do not rest, once a second."""
+    monkeypatch.setattr(cores, "cores_of_rank", lambda ranks: 8.0)
+    clock = SimpleNamespace(now=0.0)
+    sensor = Cores(lambda: clock.now)
+    monkeypatch.setattr(sensor, "_listed", float("inf"))  # or it would look for real ones
+    monkeypatch.setattr(sensor, "_children", {pid: Worker([0.0, *busy]) for pid, busy in enumerate(workers)})
+    found = []
+    for clock.now in range(1 + len(workers[0])):
+        reading = sensor.read()
+        found.append(None if reading is None else reading.values.get("tireless"))
+    return found[1:]
+
+
+def test_workers_that_hardly_rest_are_told_from_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine of sixteen cores busy with copies were no reason to make room, and lost a tenth of what they copied."""
+    found = tireless([1.0] * 5, [0.9] * 5, [0.7] * 5, [0.1] * 5, monkeypatch=monkeypatch)
+    assert found == [None, None, *[pytest.approx(1.9 / 8)] * 3]
+
+
+def test_of_workers_that_rest_a_little_it_depends_on_what_they_did_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room that is made for them lets them rest: that must not take it away again."""
+    found = tireless([0.7] * 3 + [0.9] * 3 + [0.7] * 3 + [0.5] * 3, monkeypatch=monkeypatch)
+    assert found[2:] == [pytest.approx(part / 8) for part in (0, 0, 0.9, 0.9, 0.9, 0.7, 0.7, 0.7, 0, 0)]
+
+
+def test_workers_of_several_threads_count_for_all_the_cores_that_they_keep_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert tireless([4.0] * 3, monkeypatch=monkeypatch)[-1] == 0.5
 
 
 def test_what_a_child_took_before_it_was_seen_is_not_of_now() -> None:

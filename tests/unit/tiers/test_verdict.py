@@ -164,6 +164,16 @@ def test_workers_that_leave_cores_idle_are_no_reason() -> None:
     assert judged(crowd([0.4] * 50)).state == "free"
 
 
+def test_workers_that_do_not_rest_are_made_room_for_also_where_they_leave_cores() -> None:
+    """Nine processes that copied on sixteen cores lost a tenth to copies that were as fast as ever."""
+    busy = {"d2h": 1.0, "h2d": 0.92, "spare": 0.5}
+    assert judged(readings([busy | {"tireless": 0.56}] * 10)).cause == "workers"
+    assert judged(readings([busy | {"tireless": 0.06}] * 10)).state == "free"
+    resting = [busy | {"tireless": part} for part in [0.56] * 10 + [0.07] * 50]
+    assert judged(readings(resting)).cause == "workers"
+    assert judged(readings([*resting, *[busy | {"tireless": 0.05}] * CALM])).state == "free"
+
+
 def test_once_they_are_they_stay_it_until_many_cores_are_idle() -> None:
     assert judged(crowd([0.1] * 10 + [0.4] * 50)).cause == "workers"
     assert judged(crowd([0.1] * 10 + [0.6] * (CALM + 5))).state == "free"
@@ -237,6 +247,15 @@ def test_the_load_that_has_to_be_over_is_the_heaviest_since_lanes_became_slow(kn
     states = [verdict.state for verdict in verdicts(readings(given))]
     assert set(states[3:26]) == {"saturated"}
     assert states[-1] == "free"
+
+
+def test_between_the_thresholds_the_load_is_over_when_the_cores_are_idle() -> None:
+    """Plans for a load have other copies, which gave 0.9 of what they should after it, too: it lasted 60 steps more."""
+    loaded, middling = {"d2h": 0.7, "h2d": 0.7, "tree": 13.0, "others": 1.0}, {"d2h": 0.9, "h2d": 0.9}
+    beside = [loaded] * 10 + [middling | {"tree": 12.0, "others": 1.0}] * 30
+    after = [middling | {"tree": 0.2, "others": 1.0}] * (CALM + 2)
+    assert judged(readings(beside)).state == "saturated"
+    assert judged(readings(beside + after)).state == "free"
 
 
 def test_without_copies_the_load_is_over_when_the_timed_copy_is_fast() -> None:

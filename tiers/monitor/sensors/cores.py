@@ -15,7 +15,9 @@ from tiers.monitor.sensors import Clock, Rate, Reading, rates
 from tiers.topology.memory import cores_of_rank
 
 _LIST_EVERY = 10.0  # seconds between two looks at who the children are, which takes milliseconds
-_LOOKS = 3  # of which the one in the middle says what children leave: a step shows after two
+_LOOKS = 3  # of which the one in the middle says what children leave and which rest: a step shows after two
+_TIRELESS = 0.8  # of the time a child is busy that does not wait for anybody to take what it makes ...
+_RESTS = 0.6  # ... until it is busy for less than this
 
 
 class Cores:
@@ -32,7 +34,9 @@ class Cores:
         self._children: dict[int, psutil.Process] = {}
         self._spent: dict[int, float] = {}  # seconds, since it was first seen
         self._before: dict[int, float] = {}  # and until then
-        self._spare: deque[float] = deque(maxlen=_LOOKS)
+        self._recently: tuple[deque[float], ...] = deque(maxlen=_LOOKS), deque(maxlen=_LOOKS)  # spare, and tireless
+        self._looked = float("-inf")
+        self._tireless: dict[int, float] = {}  # cores that a child keeps busy which does not rest
         self._ended = 0.0  # seconds that children spent who are gone
         self._listed = float("-inf")
         self._rates = (Rate(), Rate(), Rate())
@@ -49,17 +53,23 @@ class Cores:
         own, tree, everybody = (rate(at, total) for rate, total in zip(self._rates, self._busy(), strict=True))
         if own is None or tree is None or everybody is None:
             return None
-        # What they leave of this process's part: each of a node's ranks has workers of its own.
-        self._spare.append(max(1 - tree / cores_of_rank(processes("LOCAL_WORLD_SIZE")), 0.0))
-        spare = median(self._spare) if len(self._spare) == _LOOKS else None
-        return rates(at, [("own", own), ("tree", tree), ("others", max(everybody - own - tree, 0.0)), ("spare", spare)])
+        # Parts of what is there for this process: each of a node's ranks has workers of its own.
+        cores = cores_of_rank(processes("LOCAL_WORLD_SIZE"))
+        parts = max(1 - tree / cores, 0.0), sum(self._tireless.values()) / cores
+        for looks, part in zip(self._recently, parts, strict=True):
+            looks.append(part)
+        spare, tireless = (median(looks) if len(looks) == _LOOKS else None for looks in self._recently)
+        others = max(everybody - own - tree, 0.0)
+        return rates(at, [("own", own), ("tree", tree), ("others", others), ("spare", spare), ("tireless", tireless)])
 
     def _busy(self) -> Iterator[float]:
         """Seconds of CPU time so far: own, of the tree, of everybody."""
         own = self._process.cpu_times()
         yield own.user + own.system
-        if self._clock() - self._listed > _LIST_EVERY:
-            self._listed = self._clock()
+        now = self._clock()
+        since, self._looked = now - self._looked, now
+        if now - self._listed > _LIST_EVERY:
+            self._listed = now
             ours = planners()
             for child in self._process.children(recursive=True):
                 if child.pid not in ours:
@@ -67,13 +77,22 @@ class Cores:
         for pid, child in list(self._children.items()):
             try:
                 times = child.cpu_times()
-                spent = times.user + times.system
                 # What it spent before it was seen was not spent since the last look.
-                self._spent[pid] = spent - self._before.setdefault(pid, spent)
+                spent = times.user + times.system - self._before.setdefault(pid, times.user + times.system)
+                self._rests(pid, (spent - self._spent.get(pid, 0.0)) / since if since > 0 else 0.0)
+                self._spent[pid] = spent
             except psutil.Error:
                 del self._children[pid]
                 self._before.pop(pid, None)
+                self._tireless.pop(pid, None)
                 self._ended += self._spent.pop(pid, 0.0)
         yield self._ended + sum(self._spent.values())
         total = psutil.cpu_times()
         yield total.user + total.system + total.nice + getattr(total, "irq", 0.0) + getattr(total, "softirq", 0.0)
+
+    def _rests(self, pid: int, busy: float) -> None:
+        """Take in how many cores a child has kept busy since the last look."""
+        if busy >= (_RESTS if pid in self._tireless else _TIRELESS):
+            self._tireless[pid] = busy
+        else:
+            self._tireless.pop(pid, None)
