@@ -79,10 +79,8 @@ class Links:
 
     @property
     def alone(self) -> Links:
-        """What the lanes give while nobody else needs the memory bus; all else is as it is now."""
-        if self.usual is None:
-            return self
-        return replace(self.usual, below=self.below, dram=self.dram, costs=self.costs)
+        """These links while nobody else needs the memory bus."""
+        return self if self.usual is None else replace(self.usual, below=self.below, dram=self.dram)
 
     def scaled(self, parts: Mapping[str, float]) -> Links:
         """Lanes that give a part of what was told, whoever else needs the memory bus."""

@@ -305,7 +305,8 @@ class Learner:
         if (links.below, links.dram) != (given.below, given.dram):
             return False
         feedback = self._feedback.under(links)
-        made, alone = (self._foreseen(self._made, each) for each in (feedback.links, feedback.links.alone))
+        others_gone = replace(feedback.links.alone, costs=feedback.links.costs)
+        made, alone = (self._foreseen(self._made, each) for each in (feedback.links, others_gone))
         for now, without in zip(made, alone, strict=True):
             if now.predicted is None or without.predicted is None:
                 return False
@@ -379,13 +380,17 @@ class Learner:
         """
         self._owed |= self.break_off()  # until somebody is told
         traces, budgets = self._to_plan()
-        links = self._feedback.links
-        if not links.contended:  # that moves hardly cost anything was found where nobody else needed the bus
-            links = replace(links, costs=self._contest.costs)
-        self._orders.ask(traces, budgets, self._feedback.correction, links, present)
+        self._orders.ask(traces, budgets, self._feedback.correction, self._links(self._feedback), present)
         changed = self._adopt() or self._owed
         self._owed = False
         return changed
+
+    def _links(self, feedback: Feedback) -> Links:
+        """What to plan with; that moves hardly cost anything was found, and holds, where nobody else needs the bus."""
+        links = feedback.links
+        if links.usual is None:
+            return replace(links, costs=self._contest.costs)
+        return replace(links, usual=replace(links.usual, costs=self._contest.costs))
 
     def _to_plan(self) -> tuple[tuple[Trace, ...], tuple[int, ...]]:
         """What plans are made for, and the budget of each before correction."""
@@ -399,7 +404,7 @@ class Learner:
             return
         under = self._feedback.under(given.reduced(kinds[len(self._ahead)], direct_disk=False))
         traces, budgets = self._to_plan()
-        made = self._orders.ask_ahead(traces, budgets, under.correction, under.links)
+        made = self._orders.ask_ahead(traces, budgets, under.correction, self._links(under))
         self._ahead += (Ahead(made, given, under.given),)
 
     def break_off(self) -> bool:

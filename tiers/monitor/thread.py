@@ -12,13 +12,15 @@ from contextlib import suppress
 
 from migrator.runtime.backoff import Response
 from migrator.telemetry.transfers import Transfer
+from tiers.monitor.allowance import Allowance
 from tiers.monitor.board import Board
 from tiers.monitor.watch import Watch
 
 log = logging.getLogger("tiers")
 
 IDLE = 1.0  # seconds from one tick to the next while nothing happens: what `tiers top` shows is as old as that
-PAUSE = 100  # times what a tick takes is how long the next one waits at least: 1% of one core
+PART = 0.01  # of one core that the thread may take, on average ...
+ATONCE = 0.05  # ... and processor seconds of that at once
 NAME = "tiers-monitor"  # of the thread
 LOST = 10.0  # seconds without a tick after which nothing the thread said counts any more
 
@@ -77,6 +79,7 @@ class Monitor:
                 self._board.hide()
 
     def _run(self) -> None:
+        allowance = Allowance(PART, ATONCE)
         try:
             while not self._closing.is_set():
                 start = time.thread_time()
@@ -84,7 +87,7 @@ class Monitor:
                 self._response = self.watch.tick()
                 self._show()
                 self._beat = time.monotonic()
-                self._closing.wait(min(PAUSE * (time.thread_time() - start), LOST / 2))
+                self._closing.wait(min(allowance.take(time.thread_time() - start, self._beat), LOST / 2))
                 self._wake.wait(IDLE)
         except Exception as error:
             log.warning("the monitor has ended, training goes on without it: %s: %s", type(error).__name__, error)

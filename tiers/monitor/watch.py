@@ -13,6 +13,7 @@ from typing import Any
 from migrator.runtime.backoff import Backoff, Response, Verdict
 from migrator.telemetry.timeline import Timeline
 from migrator.telemetry.transfers import Transfer
+from tiers.monitor.allowance import Allowance
 from tiers.monitor.sensors import Choice, Sensor
 from tiers.monitor.sensors.copies import Copies
 from tiers.monitor.verdict import Judge, said
@@ -20,7 +21,8 @@ from tiers.monitor.verdict import Judge, said
 log = logging.getLogger("tiers")
 
 EVERY = 1.0  # seconds between two reads of a sensor other than our own copies, at least
-COST = 500  # times what a read takes is how long the next one waits: a fifth of a percent of one core
+PART = 0.002  # of one core that reading a sensor may take, on average ...
+ATONCE = 0.05  # ... and processor seconds of that at once
 SLOW = 2.0  # seconds: a sensor that takes longer has stalled
 KEPT = 3.0  # intervals for which a reading counts, if none follows
 LARGEST = 1e15  # no number of bytes per second, cores or parts is larger
@@ -34,6 +36,7 @@ class _Slot:
     """A sensor in use, and what it said last."""
 
     sensor: Sensor
+    allowance: Allowance = field(default_factory=lambda: Allowance(PART, ATONCE))
     due: float = float("-inf")
     until: float = float("-inf")
     values: Mapping[str, float] = field(default_factory=dict)
@@ -139,7 +142,7 @@ class Watch:
         if self._clock() - start > SLOW:
             self._drop(slot, f"a read took {self._clock() - start:.1f} s")
             return
-        every = max(EVERY, COST * (time.thread_time() - spent))
+        every = max(EVERY, slot.allowance.take(time.thread_time() - spent, now))
         slot.due = now + every
         if reading is None:
             return

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -226,6 +227,27 @@ def test_the_thread_answers() -> None:
     assert eventually(backed_off)
     monitor.close()
     assert monitor.period_over([], {}) == Response()
+
+
+def test_a_look_that_is_dear_does_not_blind_the_thread() -> None:
+    """Its first took 25 ms, and none came for 2.5 s after it: nine steps of a load that began then were one."""
+
+    def dear() -> None:
+        begin = time.thread_time()
+        while time.thread_time() - begin < 0.025:
+            pass
+
+    watched = watch(Spoken(dear))
+    monitor = Monitor(watched)
+    begin = time.monotonic()
+
+    def stepped() -> bool:
+        monitor.period_over([Transfer("h2d", 64 * MiB, 0.0, 1.0)], {})
+        return watched.steps >= 5
+
+    assert eventually(stepped)
+    assert time.monotonic() - begin < 2
+    monitor.close()
 
 
 def test_a_thread_that_dies_hurts_nobody(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

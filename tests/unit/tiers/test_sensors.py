@@ -308,7 +308,7 @@ def tireless(*workers: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> list
     monkeypatch.setattr(cores, "cores_of_rank", lambda ranks: 8.0)
     clock = SimpleNamespace(now=0.0)
     sensor = Cores(lambda: clock.now)
-    monkeypatch.setattr(sensor, "_listed", float("inf"))  # or it would look for real ones
+    monkeypatch.setattr(sensor, "_list_due", float("inf"))  # or it would look for real ones
     monkeypatch.setattr(sensor, "_children", {pid: Worker([0.0, *busy]) for pid, busy in enumerate(workers)})
     found = []
     for clock.now in range(1 + len(workers[0])):

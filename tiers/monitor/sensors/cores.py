@@ -14,7 +14,8 @@ from tiers.launcher import processes
 from tiers.monitor.sensors import Clock, Rate, Reading, rates
 from tiers.topology.memory import cores_of_rank
 
-_LIST_EVERY = 10.0  # seconds between two looks at who the children are, which takes milliseconds
+_LIST_EVERY = 10.0  # seconds between two looks at who the children are, which takes milliseconds, at least ...
+_LIST_COST = 1000  # ... and times what such a look takes
 _LOOKS = 3  # of which the one in the middle says what children leave and which rest: a step shows after two
 _TIRELESS = 0.8  # of the time a child is busy that does not wait for anybody to take what it makes ...
 _RESTS = 0.6  # ... until it is busy for less than this
@@ -38,7 +39,7 @@ class Cores:
         self._looked = float("-inf")
         self._tireless: dict[int, float] = {}  # cores that a child keeps busy which does not rest
         self._ended = 0.0  # seconds that children spent who are gone
-        self._listed = float("-inf")
+        self._list_due = float("-inf")
         self._rates = (Rate(), Rate(), Rate())
 
     def why_not(self) -> str | None:  # noqa: D102
@@ -68,12 +69,8 @@ class Cores:
         yield own.user + own.system
         now = self._clock()
         since, self._looked = now - self._looked, now
-        if now - self._listed > _LIST_EVERY:
-            self._listed = now
-            ours = planners()
-            for child in self._process.children(recursive=True):
-                if child.pid not in ours:
-                    self._children.setdefault(child.pid, child)
+        if now > self._list_due:
+            self._list(now)
         for pid, child in list(self._children.items()):
             try:
                 times = child.cpu_times()
@@ -89,6 +86,14 @@ class Cores:
         yield self._ended + sum(self._spent.values())
         total = psutil.cpu_times()
         yield total.user + total.system + total.nice + getattr(total, "irq", 0.0) + getattr(total, "softirq", 0.0)
+
+    def _list(self, now: float) -> None:
+        """Look who the children are."""
+        begin, ours = time.thread_time(), planners()
+        for child in self._process.children(recursive=True):
+            if child.pid not in ours:
+                self._children.setdefault(child.pid, child)
+        self._list_due = now + max(_LIST_EVERY, _LIST_COST * (time.thread_time() - begin))
 
     def _rests(self, pid: int, busy: float) -> None:
         """Take in how many cores a child has kept busy since the last look."""

@@ -203,6 +203,20 @@ def test_what_a_rival_won_with_on_a_free_bus_is_not_planned_with_where_others_ne
     assert program.moves
 
 
+def test_what_a_rival_won_with_tells_what_the_fastest_plan_takes_without_these_others() -> None:
+    """A plan for a loaded bus was to be 1.7% slower than that, and was 2.9%: its moves had been taken to be dear."""
+    seen: list[Links] = []
+
+    def watching(trace: Trace, budget: int, links: Links) -> Plan:
+        seen.append(links)
+        return policy(trace, budget, links)
+
+    program = Program(Learner(watching, BUDGET, weighs_costs=True), takes(1.0, 0.99))
+    program.run()
+    program.learner.relink(PCIE_GEN5.reduced({"bus": 0.9}, direct_disk=False))
+    assert (seen[-1].costs, seen[-1].alone.costs) == (MEASURED, HARDLY)
+
+
 def test_while_others_need_the_memory_bus_there_is_no_contest() -> None:
     contended = replace(PCIE_GEN5, usual=PCIE_GEN5)
     program = Program(learner(), takes(1.0, 0.99))
