@@ -198,16 +198,17 @@ class _Planner:
         """The fastest; where others need the memory bus, of those that are hardly slower the one that moves least."""
         if not self.links.contended:
             return self.best
-        alone = self.links.alone
-        seconds = [simulate(self.trace, alone, tried.plan).seconds for tried in self.fitting]
-        enough, enough_alone = ((1 + POLITE) * best for best in (self.best.result.seconds, min(seconds)))
-        hardly_slower = (
-            tried
-            for tried, taken in zip(self.fitting, seconds, strict=True)
-            if tried.result.seconds <= enough and taken <= enough_alone
-        )
-        fewest = min(hardly_slower, key=lambda tried: (tried.plan.moved_bytes, tried.result.seconds), default=None)
-        return fewest or self.best
+        # Ways of searching often end in the same plan.
+        different = {(tried.plan.moved_bytes, tried.result.seconds): tried for tried in self.fitting}
+        alone = {key: self._alone(tried.plan) for key, tried in different.items()}
+        enough, enough_alone = ((1 + POLITE) * best for best in (self.best.result.seconds, min(alone.values())))
+        hardly_slower = (key for key in different if key[1] <= enough and alone[key] <= enough_alone)
+        fewest = min(hardly_slower, default=None)
+        return self.best if fewest is None else different[fewest]
+
+    def _alone(self, plan: Plan) -> float:
+        """Seconds that a plan takes while nobody else needs the memory bus."""
+        return simulate(self.trace, self.links.alone, plan).seconds
 
     def _consider(self, tried: _Tried) -> None:
         if tried.result.peak["hbm"] > self.budget:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allocator.sizes import GiB, MiB
-from migrator.links import PCIE_GEN5
+from migrator.links import PCIE_GEN5, Links
 from migrator.plan import NoPlanFits, Plan
 from migrator.planner.intervals import occupancy
 from migrator.planner.levers import DROP, MOVE, Choice, extremes
@@ -200,12 +200,14 @@ def test_extremes_recompute_the_largest_regions_and_the_smallest() -> None:
     assert chosen == {frozenset(), frozenset({"model"}), frozenset({"model.block.mlp", "model.head"})}
 
 
-def test_a_gpt_is_planned_in_two_seconds() -> None:
-    trace = model("gpt")
-    assert quickest(lambda: auto(trace, int(0.45 * peak_of(trace)), PCIE_GEN5), within=2) < 2
+@pytest.mark.parametrize("usual", [None, PCIE_GEN5], ids=["alone", "beside others"])
+def test_a_gpt_is_planned_in_two_seconds(usual: Links | None) -> None:
+    trace, links = model("gpt"), replace(PCIE_GEN5, usual=usual)
+    assert quickest(lambda: auto(trace, int(0.45 * peak_of(trace)), links), within=2) < 2
 
 
 @pytest.mark.stress
-def test_ten_thousand_sites_are_planned_in_thirty_seconds() -> None:
-    trace = gpt(blocks=714, width=512)
-    assert quickest(lambda: auto(trace, int(0.4 * peak_of(trace)), PCIE_GEN5), within=30) < 30
+@pytest.mark.parametrize("usual", [None, PCIE_GEN5], ids=["alone", "beside others"])
+def test_ten_thousand_sites_are_planned_in_thirty_seconds(usual: Links | None) -> None:
+    trace, links = gpt(blocks=714, width=512), replace(PCIE_GEN5, usual=usual)
+    assert quickest(lambda: auto(trace, int(0.4 * peak_of(trace)), links), within=30) < 30
