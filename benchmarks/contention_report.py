@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 from allocator.sizes import GiB
@@ -77,9 +78,13 @@ class Cell:
 
     @property
     def late(self) -> int | None:
-        """Steps from the first whose copies were slow until the monitor made room; None without either."""
-        slow = next((step for step, part in enumerate(self.lanes) if part < ENTER), None)  # known of a step later
-        return None if slow is None or self.reaction is None else self.reaction - slow
+        """Steps from the first whose copies were slow, as those of the next were, until the monitor made room.
+
+        Or until nobody waited for that any more; None where there are no such copies.
+        """
+        pairs = enumerate(pairwise(self.lanes))  # a step's copies are known of when the next is over
+        slow = next((step for step, readings in pairs if max(readings) < ENTER), None)
+        return None if slow is None else (self.reaction or len(self.lanes)) - slow
 
 
 def of_plain(cells: Iterable[Cell], load: str, variant: str, what: str) -> float:
@@ -131,12 +136,12 @@ def promises(cells: Sequence[Cell]) -> list[tuple[str, bool]]:
         found.append((text, off > 0 and on >= NO_SLOWER * off))
         if load == NONE:
             continue
+        late = [cell.late for cell in cells if cell.load == load and cell.late is not None]
+        if late:
+            text = f"beside {load} it makes room {', '.join(map(str, late))} steps after the first slow copies"
+            found.append((text, max(late) <= REACTION))
         if middle(cells, load, ("on",), "share") < 1:
             found.append((f"training beside {load}, saturated: at least {FASTER:.2f}", on >= FASTER * off))
-            late = [cell.late for cell in cells if cell.load == load and cell.late is not None]
-            if late:
-                text = f"beside {load} it makes room {', '.join(map(str, late))} steps after the first slow copies"
-                found.append((text, max(late) <= REACTION))
             found += [
                 (f"after {load} it leaves all there is in step {cell.recovery}", cell.recovery <= RECOVERY)
                 for cell in cells

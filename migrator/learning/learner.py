@@ -302,7 +302,7 @@ class Learner:
         given = self._feedback.given
         if not (self._has_all and given.contended and links.contended):
             return False
-        if (links.below, links.dram) != (given.below, given.dram):
+        if (links.below, links.dram) != (given.below, given.dram) or links.gives_more_than(given):
             return False
         feedback = self._feedback.under(links)
         others_gone = replace(feedback.links.alone, costs=feedback.links.costs)

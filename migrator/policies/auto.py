@@ -37,6 +37,7 @@ PRICES = (1.0, 0.8, 1.25, 0.6, 1.6)
 
 SIMULATED_SITES = 60_000  # sites times simulations of one planning: what keeps it within its time
 LEAST = 40  # simulations, however large the trace
+GLANCE = 8  # of these, beside others who need the memory bus, for what would be the fastest without them
 TRIMS = 100  # levers that are looked at again, the dearest first
 RIVALS: tuple[Callable[[Trace, int, Links], Plan], ...] = (flashneuron.plan, capuchin.plan, superneurons.plan)
 """Whose plans are candidates as they are: quick ones, of different kinds."""
@@ -87,6 +88,8 @@ class _Planner:
     def __init__(self, trace: Trace, budget: int, links: Links) -> None:
         self.trace, self.budget, self.links = trace, budget, links
         self.left = max(LEAST, SIMULATED_SITES // max(1, len(trace.sites)))
+        if links.contended:
+            self.left -= GLANCE
         self.fitting: list[_Tried] = []  # all that fit, where the fastest may not be the one to take
         self.spilling: _Tried | None = None  # of what fits HBM, but not the tiers below, what takes least of them
         self.best = self._try(Choice())
@@ -201,14 +204,23 @@ class _Planner:
         # Ways of searching often end in the same plan.
         different = {(tried.plan.moved_bytes, tried.result.seconds): tried for tried in self.fitting}
         alone = {key: self._alone(tried.plan) for key, tried in different.items()}
-        enough, enough_alone = ((1 + POLITE) * best for best in (self.best.result.seconds, min(alone.values())))
-        hardly_slower = (key for key in different if key[1] <= enough and alone[key] <= enough_alone)
-        fewest = min(hardly_slower, default=None)
-        return self.best if fewest is None else different[fewest]
+        enough = (1 + POLITE) * self.best.result.seconds
+        enough_alone = (1 + POLITE) * min(self._fastest_alone(), *alone.values())
+        hardly_slower = [key for key in different if key[1] <= enough]
+        # On lanes that are very slow none is hardly slower than what they would allow if they were not.
+        fewest = min([key for key in hardly_slower if alone[key] <= enough_alone] or hardly_slower)
+        return different[fewest]
 
     def _alone(self, plan: Plan) -> float:
         """Seconds that a plan takes while nobody else needs the memory bus."""
         return simulate(self.trace, self.links.alone, plan).seconds
+
+    def _fastest_alone(self) -> float:
+        """Seconds of the fastest plan for that time, as far as a short search tells; endless if nothing fits."""
+        planner = _Planner(self.trace, self.budget, self.links.alone)
+        planner.left = GLANCE
+        planner.search()
+        return planner.best.result.seconds if planner.fits else float("inf")
 
     def _consider(self, tried: _Tried) -> None:
         if tried.result.peak["hbm"] > self.budget:

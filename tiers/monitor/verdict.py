@@ -35,7 +35,8 @@ BLIND = 100  # readings without any lane after which a load is taken to have end
 GAP = 60.0  # seconds without a reading, as after a suspend, after which a lane is judged afresh, at least ...
 GAPS = 3  # ... and usual times between two readings: a program's periods may be as long
 USUAL = 5  # of those times make the usual one, their median
-LIGHTER = 0.5  # of the heaviest load since the bus became saturated: below it the load is taken to have ended
+LIGHTER = 0.5  # of the load that there is while the bus is saturated: below it the load is taken to have ended
+AVERAGED = 0.03  # weight of a reading in that load: known late, as cores are read once a second, and with few spikes
 BUSY = 0.25  # of the cores are left by our workers: less, and these are what training waits for ...
 IDLE = 0.45  # ... until there is more than this
 MANY = 1 / 8  # of the cores are kept busy by those of our workers that do not rest: so many, and training may wait ...
@@ -91,7 +92,7 @@ class Judge:
         self._blind = 0
         self._crowded = False  # our workers keep the cores busy
         self._only_crowded = False  # nothing but that has made the verdict what it is
-        self._heaviest = 0.0  # load since the bus became saturated: cores are read later than lanes become slow
+        self._load: float | None = None  # while the bus is saturated
         self.verdict = Verdict()
 
     def _begin_afresh(self) -> None:
@@ -116,8 +117,8 @@ class Judge:
         self._copy.add(values.get("copy"))
         spare, tireless = values.get("spare", 1.0), values.get("tireless", 0.0)
         self._crowded = spare < (IDLE if self._crowded else BUSY) or tireless >= (FEW if self._crowded else MANY)
-        load = _load(values)
-        lighter = load is not None and load < LIGHTER * self._heaviest
+        load = values.get("load")
+        lighter = load is not None and self._load is not None and load < LIGHTER * self._load
         left = {lane: level.value for lane, level in self._fair.items() if level.value is not None}
         if any(lane in values for lane in LANES):
             self._blind = 0
@@ -125,7 +126,10 @@ class Judge:
         else:
             self._blind += 1
             self._unseen(_others(values), lighter=lighter)
-        self._heaviest = 0.0 if self._state == "free" else max(self._heaviest, load or 0.0)
+        if self._state == "free":
+            self._load = None
+        elif load is not None and not lighter:
+            self._load = load if self._load is None else self._load + AVERAGED * (load - self._load)
         self.verdict = Verdict(*self._whose(left, values), left, self._bus(left, values))
         return self.verdict
 
@@ -191,13 +195,6 @@ def _cause(values: Mapping[str, float]) -> Cause:
     if not traffic or ours is None:
         return "unknown"
     return "us" if ours > OURS * traffic else "others"
-
-
-def _load(values: Mapping[str, float]) -> float | None:
-    """Cores busy with anything but this process; what is beside it may be its own preprocessing."""
-    if "tree" in values and "others" in values:
-        return values["tree"] + values["others"]
-    return None
 
 
 def _others(values: Mapping[str, float]) -> float | None:

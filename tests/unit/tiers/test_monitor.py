@@ -229,15 +229,45 @@ def test_the_thread_answers() -> None:
     assert monitor.period_over([], {}) == Response()
 
 
-def test_a_look_that_is_dear_does_not_blind_the_thread() -> None:
-    """Its first took 25 ms, and none came for 2.5 s after it: nine steps of a load that began then were one."""
+def dear(seconds: float) -> Spoken:
+    """A sensor whose every look takes so much of a core."""
 
-    def dear() -> None:
+    def look() -> None:
         begin = time.thread_time()
-        while time.thread_time() - begin < 0.025:
+        while time.thread_time() - begin < seconds:
             pass
 
-    watched = watch(Spoken(dear))
+    return Spoken(look)
+
+
+def test_a_sensor_whose_look_is_dear_is_looked_at_less_often() -> None:
+    """60 ms, of which 50 may be taken at once, and 2 a second."""
+    clock, sensor = Clock(), dear(0.06)
+    watched = watch(sensor, clock=clock)
+    for _ in range(5):
+        period(watched, clock)
+    assert sensor.reads == 1
+    for _ in range(30):
+        period(watched, clock)
+    assert sensor.reads == 2
+
+
+def test_the_thread_takes_little_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.monitor.watch.PART", 1.0)  # or the sensor would be looked at once
+    monkeypatch.setattr("tiers.monitor.watch.EVERY", 0.0)
+    sensor = dear(0.02)
+    monitor = Monitor(watch(sensor, clock=time.monotonic))
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        monitor.period_over([Transfer("h2d", 64 * MiB, 0.0, 1.0)], {})
+        time.sleep(0.005)
+    assert 1 <= sensor.reads <= 5, "50 ms at once, and 10 in a second"
+    monitor.close()
+
+
+def test_a_look_that_is_dear_does_not_blind_the_thread() -> None:
+    """Its first took 25 ms, and none came for 2.5 s after it: nine steps of a load that began then were one."""
+    watched = watch(dear(0.025))
     monitor = Monitor(watched)
     begin = time.monotonic()
 

@@ -11,8 +11,9 @@ A reading maps names to numbers:
 | ``traffic`` | bytes per second on the memory bus, everybody's |
 | ``rx``, ``tx`` | bytes per second over PCIe, into the GPUs and out of them |
 | ``own``, ``tree``, ``others`` | cores busy with this process, its children, all other processes |
+| ``load`` | the last two together, lately, without who plans for us |
 | ``spare`` | part of the cores' time that is there for this process which its children leave, lately |
-| ``tireless`` | part of the cores' time that children take which hardly wait for anybody, lately |
+| ``tireless`` | part of the cores' time that children take which hardly ever wait for anybody |
 | ``cpu``, ``memory`` | part of the time that somebody waited for one |
 | ``copy`` | achieved by the timed copy on one core, as a part of its best |
 """

@@ -83,6 +83,16 @@ def test_links_that_change_while_plans_are_made_take_the_place_of_what_was_asked
     assert of_new != of_old
 
 
+def test_of_plans_that_are_being_made_for_less_than_there_is_by_now_none_stay() -> None:
+    learner, later = large()
+    later.work()
+    assert quiet(learner, 0)
+    jobs = len(later.jobs)
+    for links in (SLOW, replace(SLOW, h2d=4e9)):
+        assert not learner.relink(links)
+    assert len(later.jobs) == jobs + 2
+
+
 def test_what_held_before_others_needed_the_memory_bus_holds_again_after_them() -> None:
     learner, later = large()
     later.work()

@@ -100,11 +100,38 @@ def test_where_others_leave_less_than_before_plans_stay_that_are_hardly_slower_f
     assert len(later.jobs) == jobs + 1
 
 
+@pytest.mark.parametrize("other", ["more bandwidth", "less room"])
+def test_for_a_load_that_is_less_or_with_less_room_for_moves_others_are_looked_for(other: str) -> None:
+    """What moves little is hardly slower for any load, and may be slower than it need be for this one."""
+    learner, later = standing_by()
+    little = PCIE_GEN5.reduced({"bus": 0.05}, direct_disk=False)
+    assert not learner.relink(little)
+    later.work()
+    assert quiet(learner, peak(learner))
+    (before,), jobs = learner.plans, len(later.jobs)
+    assert simulate(MODEL, BUSY, before).seconds < 1.01 * simulate(MODEL, PCIE_GEN5, before).seconds
+    assert not learner.relink(PCIE_GEN5.reduced({"bus": 0.06}, direct_disk=False))
+    assert learner.plans == (before,) and len(later.jobs) == jobs, "for hardly more nobody is asked"
+    learner.relink(BUSY if other == "more bandwidth" else replace(little, below=1 << 40, dram=1 << 40))
+    assert learner.plans != (before,) or len(later.jobs) == jobs + 1
+
+
+def test_plans_stay_only_where_others_needed_the_bus_before_and_do_now() -> None:
+    """From none to some, what stands by is to be carried out, hardly slower as it may be."""
+    learner, _ = standing_by()
+    alone = learner.plans
+    hardly = PCIE_GEN5.reduced({"bus": 0.999}, direct_disk=False)
+    assert learner.relink(hardly)
+    assert learner.plans != alone
+    assert learner.relink(PCIE_GEN5)
+    assert learner.plans == alone
+
+
 def test_where_others_need_the_bus_in_another_way_than_before_the_other_one_is_carried_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """First their workers keep the cores busy, and then lanes are slow."""
-    monkeypatch.setattr("migrator.learning.learner.SLOWER", -1.0)  # as if no plan could stay
+    """First their workers keep the cores busy, and then lanes are slow, and the plan for the one is slower for it."""
+    monkeypatch.setattr("migrator.learning.learner.SLOWER", -1.0)  # which of this small program no plan is
     learner, later = standing_by()
     alone, jobs = learner.plans, len(later.jobs)
     for left, job in (({"bus": 1.0}, 2), (MEASURED, 1)):
