@@ -15,16 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 
 import tiers
@@ -36,64 +34,14 @@ from benchmarks.counts import per_step
 from benchmarks.loads import Copies, Jpegs, Load, Span
 from benchmarks.plain import Plain
 from benchmarks.settling import plans
-from migrator.runtime.backoff import Response
-from migrator.telemetry.transfers import Transfer
-from tiers.monitor.build import available_sensors
+from benchmarks.switch import Switch
 from tiers.monitor.calibration import Calibration
-from tiers.monitor.sensors import copies as own
-from tiers.monitor.thread import NAME, Monitor
-from tiers.monitor.verdict import LANES, Judge
-from tiers.monitor.watch import Watch
 from tiers.session import Session
 
 BATCHES = {"reference_gpt": 8, "resnet152": 256}
 WARM = 4  # steps of plain training before the first that counts
 RECOVERY = 60  # steps at most in which the monitor may find that a load is over
 LONGEST = 4  # times the steps without a change, after which what changes all the time is measured as it is
-
-
-class Switch:
-    """The advisor of the session: a fresh monitor while it is on, nobody while it is off."""
-
-    def __init__(self, calibration: Calibration) -> None:
-        self._calibration = calibration  # kept: what a lane can give does not change
-        self.monitor: Monitor | None = None
-        self.times: list[float] = []
-
-    def set(self, on: bool) -> None:
-        if self.monitor is not None:
-            self.monitor.close()
-        self.monitor, self.times = None, []
-        if on:
-            choice = available_sensors(probe=False)  # afresh: what others have seen was another load
-            copies, judge = own.Copies(self._calibration), Judge(self._calibration)
-            self.monitor = Monitor(Watch(lambda: choice, copies, judge))
-
-    @property
-    def share(self) -> float:
-        """Of the usual demand, what the monitor leaves."""
-        return self.monitor.watch.backoff.share if self.monitor is not None else 1.0
-
-    @property
-    def lanes(self) -> float:
-        """The least that a lane gave, by the last reading alone."""
-        values = self.monitor.watch.state()["values"] if self.monitor is not None else {}
-        return min((values[lane] for lane in LANES if lane in values), default=1.0)
-
-    @property
-    def cpu(self) -> float:
-        """Processor seconds that the monitor's thread has taken."""
-        threads = {thread.native_id for thread in threading.enumerate() if thread.name == NAME}
-        times = psutil.Process().threads() if threads else []
-        return float(sum(taken.user_time + taken.system_time for taken in times if taken.id in threads))
-
-    def period_over(self, transfers: Sequence[Transfer], moved: Mapping[str, int]) -> Response:
-        if self.monitor is None:
-            return Response()
-        start = time.perf_counter()
-        response = self.monitor.period_over(transfers, moved)
-        self.times.append(time.perf_counter() - start)
-        return response
 
 
 class Bench:

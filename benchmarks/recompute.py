@@ -9,6 +9,7 @@ stays. Prints step times and peaks, and which operations had recipes and which h
 from __future__ import annotations
 
 import argparse
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from migrator.recompute.finder import base_of
 from migrator.runtime import devices
 from migrator.timing import product_in
 from migrator.trace import Trace
+
+PLANNING = 60.0  # seconds that are waited for a plan; what was recorded tells without
 
 
 def light(trace: Trace, budget: int, links: Links) -> Plan:
@@ -63,7 +66,8 @@ def found_by_operation(step: Callable[[], torch.Tensor], arguments: dict[str, st
     with mock.patch.object(hooks, "note", note), tiers.session(**{**arguments, "policy": "auto"}) as session:
         for _ in range(8):  # some are recorded
             step()
-        while plans(session).coming:  # which are made beside the program
+        patience = time.monotonic() + PLANNING
+        while plans(session).coming and time.monotonic() < patience:  # they are made beside the program
             step()
         step()
         saver = session.runtime.saver()

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from allocator.sizes import GiB
-from benchmarks.contention import LONGEST, RECOVERY, Bench, Switch, main
+from benchmarks.contention import LONGEST, RECOVERY, Bench, main
 from benchmarks.contention_report import NONE, Cell, middle, of_plain, promises, table
 from benchmarks.loads import Copies, images_per_second, photographs
 from benchmarks.plain import Plain
 from benchmarks.settling import Plans
+from benchmarks.switch import Switch
 from examples.train_resnet import decode
 from tiers.monitor.calibration import Calibration
 
