@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import median
 
 from allocator.sizes import GiB
@@ -78,12 +77,12 @@ class Cell:
 
     @property
     def late(self) -> int | None:
-        """Steps from the first whose copies were slow, as those of the next were, until the monitor made room.
+        """Steps from the first whose copies were slow, as those of the next two were, until the monitor made room.
 
         Or until nobody waited for that any more; None where there are no such copies.
         """
-        pairs = enumerate(pairwise(self.lanes))  # a step's copies are known of when the next is over
-        slow = next((step for step, readings in pairs if max(readings) < ENTER), None)
+        three = enumerate(zip(self.lanes, self.lanes[1:], self.lanes[2:], strict=False))
+        slow = next((step for step, readings in three if max(readings) < ENTER), None)  # known of a step later
         return None if slow is None else (self.reaction or len(self.lanes)) - slow
 
 

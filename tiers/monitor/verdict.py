@@ -39,8 +39,8 @@ LIGHTER = 0.5  # of the load that there is while the bus is saturated: below it 
 AVERAGED = 0.03  # weight of a reading in that load: known late, as cores are read once a second, and with few spikes
 BUSY = 0.25  # of the cores are left by our workers: less, and these are what training waits for ...
 IDLE = 0.45  # ... until there is more than this
-MANY = 1 / 8  # of the cores are kept busy by those of our workers that do not rest: so many, and training may wait ...
-FEW = 1 / 16  # ... until there are fewer
+MANY = 0.1  # of the cores are kept busy by those of our workers that do not rest: so many, and training may wait ...
+FEW = 0.05  # ... until there are fewer
 OURS = 0.7  # of the traffic on the bus: if so much of it is ours, nobody else is to blame
 
 

@@ -76,7 +76,7 @@ def test_what_is_promised_is_decided() -> None:
     assert all(holds for _, holds in promises(cells(on=10.0, share=1.0)))
     assert [holds for _, holds in promises(cells(on=9.5, share=1.0))].count(False) == 1
     slow = [
-        replace(cell, lanes=(1.0, 1.0, 0.8, 0.8, 0.9), reaction=9, recovery=57, monitor_cores=0.02)
+        replace(cell, lanes=(1.0, 1.0, 0.8, 0.8, 0.8, 0.9), reaction=9, recovery=57, monitor_cores=0.02)
         for cell in cells()
         if cell.variant == "on"
     ]
@@ -90,10 +90,10 @@ def test_what_is_promised_is_decided() -> None:
 
 
 def test_a_monitor_that_does_not_make_room_beside_slow_lanes_does_not_pass() -> None:
-    lanes = (1.0, 0.84, 1.0, *[0.8] * 20)
+    lanes = (1.0, 0.84, 0.84, 1.0, *[0.8] * 20)
     assert Cell(0, COPIES, "on", 1.0, 1.0, lanes=lanes).late == 20
-    assert Cell(0, COPIES, "on", 1.0, 1.0, lanes=lanes, reaction=7).late == 4
-    assert Cell(0, COPIES, "on", 1.0, 1.0, lanes=(1.0, 0.84, 1.0)).late is None, "one reading that is off"
+    assert Cell(0, COPIES, "on", 1.0, 1.0, lanes=lanes, reaction=8).late == 4
+    assert Cell(0, COPIES, "on", 1.0, 1.0, lanes=(1.0, 0.84, 0.84, 1.0)).late is None, "two readings that are off"
     never = [replace(cell, lanes=lanes, share=1.0) for cell in cells() if cell.variant == "on"]
     assert any("20 steps after" in what and not holds for what, holds in promises(never))
 

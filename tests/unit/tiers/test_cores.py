@@ -36,7 +36,7 @@ def looks(sensor: Cores, busy: Iterable[float], monkeypatch: pytest.MonkeyPatch)
     spent, found = 0.0, list[float | None]()
     for taken in (0.0, *busy):
         spent += taken
-        monkeypatch.setattr(sensor, "_busy", lambda now=spent: iter((0.0, now, now)))
+        monkeypatch.setattr(sensor, "_busy", lambda now=spent: iter((0.0, now, 0.0, now)))
         reading = sensor.read()
         found.append(None if reading is None else reading.values.get("spare"))
     return found[1:]
@@ -139,6 +139,24 @@ def test_an_epochs_workers_follow_those_of_the_last_without_a_gap(monkeypatch: p
     found += family.looks(40)
     assert all(part > 0 for part in found[4:])
     assert family.listed <= 6, "once for those that were gone, and every ten seconds"
+    assert max(found) < 1.05 / 8, "they do not count twice"
+
+
+def test_children_that_are_gone_in_no_time_are_not_looked_for_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever calls programs had all processes of the machine looked at every other second."""
+    family = begun(Family(monkeypatch))
+    for pid in range(40):
+        family.children = [Worker(pid, [1.0])]
+        family.looks(1)
+    assert family.listed <= 5
+
+
+def test_two_looks_in_no_time_tell_nothing_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tick of the clock by which it is timed was many cores, for eight seconds."""
+    family = Family(monkeypatch, Worker(1, [40.0, *[0.1] * 20]), every=0.001)
+    begun(family).looks(2)
+    family.every = 1.0
+    assert max(family.looks(10)) == 0
 
 
 def test_a_worker_that_has_gone_and_that_none_follows_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +182,7 @@ def test_what_a_child_took_before_it_was_seen_is_not_of_now() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
         time.sleep(0.5)
         clock.now += 2 * cores._LIST_EVERY
-        spent = [spent for _, spent, _ in [tuple(sensor._busy()) for _ in range(2)]]
+        spent = [spent for _, spent, *_ in [tuple(sensor._busy()) for _ in range(2)]]
         assert child.pid in sensor._children
         child.kill()
     assert spent[0] < 0.1 and spent[1] - spent[0] < 0.1
@@ -177,11 +195,18 @@ def test_who_plans_for_us_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         sensor.read()
         assert planner.pid not in sensor._children
         time.sleep(0.3)
-        monkeypatch.setattr(psutil, "cpu_times", lambda: SimpleNamespace(user=1000.0, system=0.0, nice=0.0))
-        _, tree, everybody = sensor._busy()
+        _, tree, planned, _ = sensor._busy()
         planner.kill()
     assert tree == 0
-    assert everybody < 999.95, "that it is over says nothing of others"
+    assert planned > 0.05
+
+
+def test_what_plans_for_us_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came as plans were made for a load, and as it went that had halved."""
+    sensor, totals = Cores(Ticks()), iter((0.0, 0.0, 2.0 * k, 10.0 * k) for k in range(9))
+    monkeypatch.setattr(sensor, "_busy", lambda: iter(next(totals)))
+    found = [values(reading) for reading in (sensor.read() for _ in range(9)) if reading]
+    assert (found[-1]["others"], found[-1]["load"]) == (8.0, 8.0)
 
 
 def test_children_that_ended_do_not_make_the_count_go_back() -> None:

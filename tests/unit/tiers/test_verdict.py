@@ -168,11 +168,11 @@ def test_workers_that_do_not_rest_are_made_room_for_also_where_they_leave_cores(
     """Nine processes that copied on sixteen cores lost a tenth to copies that were as fast as ever."""
     busy = {"d2h": 1.0, "h2d": 0.92, "spare": 0.5}
     assert judged(readings([busy | {"tireless": 0.56}] * 10)).cause == "workers"
-    assert judged(readings([busy | {"tireless": 0.126}] * 10)).cause == "workers"
-    assert judged(readings([busy | {"tireless": 0.124}] * 10)).state == "free"
+    assert judged(readings([busy | {"tireless": 0.101}] * 10)).cause == "workers"
+    assert judged(readings([busy | {"tireless": 0.099}] * 10)).state == "free"
     resting = [busy | {"tireless": part} for part in [0.56] * 10 + [0.07] * 50]
     assert judged(readings(resting)).cause == "workers"
-    assert judged(readings([*resting, *[busy | {"tireless": 0.05}] * CALM])).state == "free"
+    assert judged(readings([*resting, *[busy | {"tireless": 0.04}] * CALM])).state == "free"
 
 
 def test_once_they_are_they_stay_it_until_many_cores_are_idle() -> None:
