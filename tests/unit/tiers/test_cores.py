@@ -64,6 +64,9 @@ class Worker:
         for busy in self._busy:
             self._spent += busy * self._every
             return SimpleNamespace(user=self._spent, system=0.0)
+        return self._gone()
+
+    def _gone(self) -> SimpleNamespace:
         raise psutil.NoSuchProcess(self.pid)
 
 
@@ -165,6 +168,17 @@ def test_a_worker_that_has_gone_and_that_none_follows_is_forgotten(monkeypatch: 
     family.children = []
     assert family.looks(12)[-3:] == [0, 0, 0]
     assert not family.sensor._children
+
+
+def test_a_worker_of_which_nothing_could_be_told_once_is_still_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(1, [1.0] * 60)
+    family = begun(Family(monkeypatch, worker))
+    family.looks(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "cpu_times", worker._gone)
+        family.looks(1)
+    assert family.looks(1)[-1] > 0
+    assert not family.sensor._children[1].gone
 
 
 def test_a_stranger_with_the_number_of_a_worker_is_not_that_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,7 @@ class Cores:
         for pid, child in list(self._children.items()):
             try:
                 self._spent += child.look(since)
+                child.gone = 0
             except psutil.Error:
                 child.gone += 1
                 if child.gone > _FOLLOWED or not child.tireless:
