@@ -22,7 +22,7 @@ import tiers
 from allocator.sizes import GiB
 from benchmarks import workloads
 from benchmarks.activation_path import Sitting, run_variant, table
-from benchmarks.settling import plans
+from benchmarks.settling import PLANNING, plans
 from migrator.hooks import saver as hooks
 from migrator.links import Links
 from migrator.plan import Plan
@@ -33,8 +33,6 @@ from migrator.recompute.finder import base_of
 from migrator.runtime import devices
 from migrator.timing import product_in
 from migrator.trace import Trace
-
-PLANNING = 60.0  # seconds that are waited for a plan; what was recorded tells without
 
 
 def light(trace: Trace, budget: int, links: Links) -> Plan:
@@ -66,7 +64,7 @@ def found_by_operation(step: Callable[[], torch.Tensor], arguments: dict[str, st
     with mock.patch.object(hooks, "note", note), tiers.session(**{**arguments, "policy": "auto"}) as session:
         for _ in range(8):  # some are recorded
             step()
-        patience = time.monotonic() + PLANNING
+        patience = time.monotonic() + PLANNING  # what was recorded tells without a plan, too
         while plans(session).coming and time.monotonic() < patience:  # they are made beside the program
             step()
         step()

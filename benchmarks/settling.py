@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from migrator.plan import Plan
 from tiers.session import Session
 
+PLANNING = 60.0  # seconds that a policy may take to plan in the background
+
 
 @dataclass(frozen=True, slots=True)
 class Plans:

@@ -19,7 +19,7 @@ from benchmarks.alternate import host_us, sm_clock
 from benchmarks.counts import per_step
 from benchmarks.fractions.cells import Method
 from benchmarks.fractions.methods import Step, blocks_of, prepare
-from benchmarks.settling import plans
+from benchmarks.settling import PLANNING, plans
 from benchmarks.workloads import Workload
 from migrator.simulator import simulate
 from tiers.session import Session
@@ -27,7 +27,6 @@ from tiers.session import Session
 COMPARED = 8  # losses, of the first steps
 STEADY = 4  # steps after which plans that stayed as they are count as settled
 AGAIN = 3  # times that timing begins anew, as plans changed meanwhile: to begin with others costs steps of seconds
-PLANNING = 60.0  # seconds that a policy may take to plan in the background
 FEWEST = 3  # steps that are timed, however slow
 AMPLE = "1TiB"  # of HBM, where none is enforced
 

@@ -102,10 +102,9 @@ class Cores:
 
     def _tireless(self) -> float:
         """Cores that children keep busy without rest; those that have gone, or who has come in their place."""
-        there, gone = (
-            sum(child.tireless for child in self._children.values() if bool(child.gone) == departed)
-            for departed in (False, True)
-        )
+        children = self._children.values()
+        there = sum(child.tireless for child in children if not child.gone)
+        gone = sum(child.tireless for child in children if child.gone)
         return max(there, gone)
 
     def _busy(self) -> Iterator[float]:
