@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -88,6 +89,7 @@ class Bench:
         settled, lanes, reaction = self.settle(session, switch)
         note = time.monotonic if load is None else load.note
         before, busy, watching = session.stats(), 0.0, switch.cpu
+        steps: list[float] = []
         ours: list[Span] = []
         plain: list[Span] = []
         turns = self._turns if load else -(-self._turns // 2)  # nothing but training has to be told apart
@@ -95,12 +97,12 @@ class Bench:
             begin = note()
             self._plain.train(self._window)
             between, spent = note(), time.process_time()
-            self._train(self._window)
+            steps += self._train(self._window)
             end, busy = note(), busy + time.process_time() - spent
             plain.append((begin, between))
             ours.append((between, end))
         counts = per_step(before, session.stats(), turns * self._window)
-        took = sum(end - begin for begin, end in ours)
+        took, watched = (sum(end - begin for begin, end in spans) for spans in (ours, [*ours, *plain]))
         cell = Cell(
             number,
             load.name if load else NONE,
@@ -114,7 +116,8 @@ class Bench:
             pages=counts.get("pages", {}),
             flushes=counts.get("flushes", 0.0),
             cores=busy / took,
-            monitor_cores=(switch.cpu - watching) / took,
+            monitor_cores=(switch.cpu - watching) / watched,  # it goes on while plain has its turn
+            steps=tuple(steps),
             lanes=tuple(lanes),
             reaction=reaction,
             settled=settled,
@@ -166,10 +169,15 @@ class Bench:
                 return number
         return RECOVERY
 
-    def _train(self, steps: int) -> None:
-        for _ in range(steps):
+    def _train(self, steps: int) -> list[float]:
+        """Seconds of each step, by the host: which is ahead of the device but for the last."""
+        times = [time.perf_counter()]
+        for number in range(steps):
             loss = self._step()
-        loss.item()  # waits for the device
+            if number == steps - 1:
+                loss.item()  # waits for the device
+            times.append(time.perf_counter())
+        return [end - begin for begin, end in pairwise(times)]
 
     def _samples(self, spans: Sequence[Span]) -> float:
         return self._batch * self._window * len(spans) / sum(end - begin for begin, end in spans)

@@ -42,6 +42,8 @@ class Cell:
         Median host time that handing a period to the monitor took on the training thread, in microseconds.
     monitor_cores : float
         Processor seconds a second of training that the monitor's thread took.
+    steps
+        Seconds of each timed step, by the host, which runs ahead of the device: one that was held up stands out.
     lanes
         Of what the lane that gave least should give, the part that it gave, as known after each step beside the load
         until the monitor made room.
@@ -68,6 +70,7 @@ class Cell:
     share: float = 1.0
     host_us: float = 0.0
     monitor_cores: float = 0.0
+    steps: tuple[float, ...] = ()
     lanes: tuple[float, ...] = ()
     reaction: int | None = None
     recovery: int | None = None

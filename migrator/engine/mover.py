@@ -312,7 +312,9 @@ class Mover:
 
     def heed(self, ahead: int | None, links: Links) -> bool:
         """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
-        self.engine.ahead = EVERY if ahead is None else ahead
+        before, self.engine.ahead = self.engine.ahead, EVERY if ahead is None else ahead
+        if self.engine.ahead != before:
+            self.learner.rearranged()
         less = replace(links, below=min(links.below, self._below), dram=min(links.dram, self._below))
         changed = self.learner.relink(less)
         if changed:

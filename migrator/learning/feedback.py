@@ -114,6 +114,10 @@ class Feedback:
         """The plans are the same by what was corrected: what periods say of that is told by those to come."""
         self._under = self._highest = 0
 
+    def rearranged(self) -> None:
+        """Memory is asked for in another order: what the allocator caches will have to change, as under new plans."""
+        self._under = self._presses = self._highest = 0
+
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
         self.pace, self._borne_out = 1.0, False

@@ -294,6 +294,10 @@ class Learner:
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
 
+    def rearranged(self) -> None:
+        """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order."""
+        self._feedback.rearranged()
+
     def _stays(self, links: Links) -> bool:
         """Leave the plans as they are where others leave less by now, and these are hardly slower for all of that load.
 

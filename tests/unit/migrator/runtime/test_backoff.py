@@ -52,9 +52,9 @@ def test_a_part_is_always_left_so_that_copies_tell_when_the_bus_is_free() -> Non
 
 def test_groups_come_back_just_in_time_before_plans_change() -> None:
     states = after([BUSY] * 7)
-    assert states[1].response == Response(GROUPS // 2, {})
+    assert states[1].response == Response(GROUPS, {})
     assert states[4].share == FLOOR
-    assert states[4].response == Response(GROUPS // 4, {"d2h": 0.8, "h2d": 0.7, "bus": 0.7})
+    assert states[4].response == Response(LEAST_GROUPS, {"d2h": 0.8, "h2d": 0.7, "bus": 0.7})
 
 
 def test_plans_change_for_workers_that_leave_the_lanes_as_they_are() -> None:
@@ -77,6 +77,13 @@ def test_the_grades_are_undone_in_the_other_order() -> None:
     held = [state.response.ahead is not None for state in states]
     assert planned.index(False) < held.index(False)
     assert states[-1].response == Response()
+
+
+def test_a_recovery_changes_the_order_in_which_memory_is_asked_for_twice() -> None:
+    """Each time the allocator's layout fits no more: with a grade for every share five steps flushed, one by one."""
+    states = after([FREE] * 30, after([BUSY] * 20)[-1])
+    ahead = [state.response.ahead for state in states]
+    assert [of for of, _ in itertools.groupby(ahead)] == [LEAST_GROUPS, GROUPS, None]
 
 
 def test_the_share_grows_by_as_much_every_step() -> None:
