@@ -142,11 +142,6 @@ class PageAllocator:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
         return self._spilled.get(device.index, 0) > 0
 
-    def mapped(self, device: torch.device) -> int:
-        """Pages mapped on a GPU so far."""
-        core = adapter.core_of(self._library, device.index)
-        return core.glance().maps if core is not None else 0
-
     def overflow(self, device: torch.device) -> int:
         """Bytes of DRAM that the last period left mapped, without the state that sank there."""
         return self._overflow.get(device.index, 0)

@@ -103,8 +103,6 @@ class Glance(ctypes.Structure):
         How many of its requests had come when the last period ended.
     requests : int
         Of the period under way, so far.
-    maps : int
-        Pages mapped so far.
     """
 
     departed: int
@@ -112,9 +110,8 @@ class Glance(ctypes.Structure):
     present: int
     came: int
     requests: int
-    maps: int
     _fields_: ClassVar[list[Any]] = [
-        (name, ctypes.c_int64) for name in ("departed", "dram", "present", "came", "requests", "maps")
+        (name, ctypes.c_int64) for name in ("departed", "dram", "present", "came", "requests")
     ]
 
 

@@ -138,7 +138,6 @@ typedef struct {
   int64_t present;    /* which of the sequences that are laid out came last */
   int64_t came;       /* how many of its requests had come when the last period ended */
   int64_t requests;   /* of the period under way, so far */
-  int64_t maps;       /* pages mapped since the core was opened */
 } tn_glance;
 TN_API void tn_get_glance(tn_core *core, tn_glance *out);
 TN_API void tn_reset_peaks(tn_core *core);

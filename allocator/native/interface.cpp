@@ -306,10 +306,8 @@ void tn_get_stats(tn_core *core, tn_stats *out) {
 void tn_get_glance(tn_core *core, tn_glance *out) {
   std::lock_guard<std::mutex> guard(core->mutex);
   const int64_t departed = core->stats.departed + core->stats.misplaced;
-  int64_t maps = core->maps;
-  for (auto &[base, heap] : core->heaps) maps += heap->maps();
   *out = {departed, int64_t(core->pages[kDram].made() * kPage), int64_t(core->plan.present), int64_t(core->plan.came),
-          int64_t(core->log[0].requests.size()), maps};
+          int64_t(core->log[0].requests.size())};
 }
 
 void tn_reset_peaks(tn_core *core) {

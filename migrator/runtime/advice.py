@@ -16,8 +16,6 @@ from migrator.runtime.options import Advisor
 from migrator.telemetry.counters import Counters
 from migrator.telemetry.transfers import Transfer
 
-REMAPPED = 100  # pages mapped in a period, some 8 ms of the driver's time, after which its copies tell nothing of the bus
-
 
 class Advice:
     """Asks lanes what they copied, and the advisor what to do about it.
@@ -45,8 +43,8 @@ class Advice:
         self._pages = pages
         self._devices = devices
         self._counters = counters
-        # When the lanes were last asked, on the compute stream and by the host's clock, and the pages mapped until then.
-        self._asked: dict[torch.device, tuple[Event, float, int]] = {}
+        # When the lanes were last asked, on the compute stream and by the host's clock.
+        self._asked: dict[torch.device, tuple[Event, float]] = {}
 
     def forget(self) -> None:
         """What lanes have copied since they were last asked is nobody's question any more."""
@@ -71,17 +69,15 @@ class Advice:
             return []
         told: list[Transfer] = []
         pages, shared, before = self._pages(), self._devices.opened[compute.device], self._asked.get(compute.device)
-        mapped = 0 if pages is None else pages.mapped(compute.device)
         if before is not None:
-            asked, recorded, mapped_before = before
+            asked, recorded = before
             if not asked.query():  # the program runs more than a period ahead of the device
                 return []
             over = shared.out.over(asked) + shared.back.over(asked)
             if (timeline := self._counters.timeline) is not None:
                 timeline.copies(str(compute.device), over, since=compute.when(asked, recorded))
-            # Else kernels take a part of the link, or the driver is busy with pages, and copies are slow for that.
-            if pages is None or (not pages.spilled(compute.device) and mapped - mapped_before < REMAPPED):
+            if pages is None or not pages.spilled(compute.device):  # else kernels take a part of the link
                 told = over
         now = time.perf_counter()
-        self._asked[compute.device] = compute.mark(compute.stream()), now, mapped
+        self._asked[compute.device] = compute.mark(compute.stream()), now
         return told

@@ -50,9 +50,6 @@ class Pages:
     def overflow(self, device: torch.device) -> int:
         return self.overflowed
 
-    def mapped(self, device: torch.device) -> int:
-        return 0
-
     def spilled(self, device: torch.device) -> bool:
         return self.overflowed > 0
 
