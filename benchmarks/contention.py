@@ -41,6 +41,7 @@ from tiers.session import Session
 
 BATCHES = {"reference_gpt": 8, "resnet152": 256}
 WARM = 4  # steps of plain training before the first that counts
+FEW = 12  # steps without a change, after which none is to come where nobody watches, or has made room
 RECOVERY = 60  # steps at most in which the monitor may find that a load is over
 LONGEST = 4  # times the steps without a change, after which what changes all the time is measured as it is
 
@@ -89,7 +90,7 @@ class Bench:
         settled, lanes, reaction = self.settle(session, switch)
         note = time.monotonic if load is None else load.note
         before, busy, watching = session.stats(), 0.0, switch.cpu
-        steps: list[float] = []
+        steps: list[tuple[float, ...]] = []
         ours: list[Span] = []
         plain: list[Span] = []
         turns = self._turns if load else -(-self._turns // 2)  # nothing but training has to be told apart
@@ -97,7 +98,7 @@ class Bench:
             begin = note()
             self._plain.train(self._window)
             between, spent = note(), time.process_time()
-            steps += self._train(self._window)
+            steps.append(self._train(self._window))
             end, busy = note(), busy + time.process_time() - spent
             plain.append((begin, between))
             ours.append((between, end))
@@ -133,30 +134,31 @@ class Bench:
                 cell = replace(cell, recovery=self.recover(switch))
         self._add(cell)
 
-    def settle(self, session: Session, switch: Switch) -> tuple[bool, list[float], int | None]:
-        """Train until nothing has changed for so many steps.
+    def settle(self, session: Session, switch: Switch) -> tuple[bool, list[float | None], int | None]:
+        """Train until nothing has changed for so many steps, and will soon.
 
         Returns
         -------
-        whether that came about; the least that a lane gave in each step until the monitor made room; and the step in
-        which it did, None if it did not
+        whether that came about; the least that a lane gave in each step until the monitor made room, None where it had
+        not looked again; and the step in which it did, None if it did not
 
         The monitor has to see the load, answer, and have planned; then another plan is begun with, in three steps, for
         which pages are mapped.
         """
         last: tuple[object, ...] = ()
         quiet, reaction = 0, None
-        lanes: list[float] = []
+        lanes: list[float | None] = []
         for number in range(1, LONGEST * self._quiet + 1):
             self._step()
             if reaction is None:
-                lanes.append(switch.lanes)
+                lanes.append(switch.look())
                 reaction = number if switch.share < 1 else None
             pages, told = session.stats()["pages"], plans(session)
             now = told.now, pages and pages["maps"], switch.share
             quiet = quiet + 1 if now == last and told.stay and not told.coming else 0
             last = now
-            if quiet == self._quiet:
+            waits = switch.monitor is not None and switch.share == 1  # for what it has not seen so far
+            if quiet >= (self._quiet if waits else min(self._quiet, FEW)):
                 return True, lanes, reaction
         print(f"still changing after {LONGEST * self._quiet} steps", flush=True)
         return False, lanes, reaction
@@ -169,7 +171,7 @@ class Bench:
                 return number
         return RECOVERY
 
-    def _train(self, steps: int) -> list[float]:
+    def _train(self, steps: int) -> tuple[float, ...]:
         """Seconds of each step, by the host: which is ahead of the device but for the last."""
         times = [time.perf_counter()]
         for number in range(steps):
@@ -177,7 +179,7 @@ class Bench:
             if number == steps - 1:
                 loss.item()  # waits for the device
             times.append(time.perf_counter())
-        return [end - begin for begin, end in pairwise(times)]
+        return tuple(end - begin for begin, end in pairwise(times))
 
     def _samples(self, spans: Sequence[Span]) -> float:
         return self._batch * self._window * len(spans) / sum(end - begin for begin, end in spans)

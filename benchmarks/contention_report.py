@@ -15,6 +15,7 @@ FASTER = 1.10  # that training is to be with the monitor where the bus is satura
 NO_SLOWER = 0.98  # that it is to be everywhere
 POLITE = 0.95  # of what preprocessing reaches beside plain training
 REACTION, RECOVERY = 5, 50  # steps
+LONG = 1.4  # of the step in the middle
 WATCHING = 0.01  # of a core, for the monitor's thread
 
 
@@ -43,10 +44,10 @@ class Cell:
     monitor_cores : float
         Processor seconds a second of training that the monitor's thread took.
     steps
-        Seconds of each timed step, by the host, which runs ahead of the device: one that was held up stands out.
+        Seconds of each timed step, turn by turn, by the host. It runs ahead of the device, until the end of a turn.
     lanes
         Of what the lane that gave least should give, the part that it gave, as known after each step beside the load
-        until the monitor made room.
+        until the monitor made room; None where it had not looked again.
     reaction : int, optional
         The step beside the load in which it did; None where it did not.
     recovery : int, optional
@@ -70,8 +71,8 @@ class Cell:
     share: float = 1.0
     host_us: float = 0.0
     monitor_cores: float = 0.0
-    steps: tuple[float, ...] = ()
-    lanes: tuple[float, ...] = ()
+    steps: tuple[tuple[float, ...], ...] = ()
+    lanes: tuple[float | None, ...] = ()
     reaction: int | None = None
     recovery: int | None = None
     settled: bool = True
@@ -80,13 +81,20 @@ class Cell:
 
     @property
     def late(self) -> int | None:
-        """Steps from the first whose copies were slow, as those of the next two were, until the monitor made room.
+        """Steps from the first reading of slow copies, as the next two were, until the monitor made room.
 
         Or until nobody waited for that any more; None where there are no such copies.
         """
-        three = enumerate(zip(self.lanes, self.lanes[1:], self.lanes[2:], strict=False))
-        slow = next((step for step, readings in three if max(readings) < ENTER), None)  # known of a step later
+        known = [(step, left) for step, left in enumerate(self.lanes) if left is not None]
+        three = zip(known, known[1:], known[2:], strict=False)
+        slow = next((step for (step, a), (_, b), (_, c) in three if max(a, b, c) < ENTER), None)
         return None if slow is None else (self.reaction or len(self.lanes)) - slow
+
+    @property
+    def held_up(self) -> tuple[float, ...]:
+        """Seconds of the steps that took much longer than others did, but for the first and last of each turn."""
+        between = [seconds for turn in self.steps for seconds in turn[1:-1]]
+        return tuple(seconds for seconds in between if seconds > LONG * median(between))
 
 
 def of_plain(cells: Iterable[Cell], load: str, variant: str, what: str) -> float:
@@ -125,6 +133,11 @@ def table(cells: Sequence[Cell]) -> str:
     if host:
         lines.append(f"host time to hand a period to the monitor: {median(host):.0f} us")
     lines += [f"still changing when timed: {c.load}, {c.variant}, round {c.round}" for c in cells if not c.settled]
+    for cell in cells:
+        if cell.held_up:
+            what = ", ".join(f"{1e3 * seconds:.0f}" for seconds in cell.held_up)
+            mapped = f"; {cell.pages['maps']:.0f} pages mapped a step" if cell.pages.get("maps") else ""
+            lines.append(f"held up: {cell.load}, {cell.variant}, round {cell.round}: {what} ms{mapped}")
     lines += [f"{'holds' if holds else 'DOES NOT HOLD'}: {what}" for what, holds in promises(cells)]
     return "\n".join(lines)
 

@@ -25,11 +25,12 @@ class Switch:
         self._calibration = calibration  # kept: what a lane can give does not change
         self.monitor: Monitor | None = None
         self.times: list[float] = []
+        self._looked = 0
 
     def set(self, on: bool) -> None:
         if self.monitor is not None:
             self.monitor.close()
-        self.monitor, self.times = None, []
+        self.monitor, self.times, self._looked = None, [], 0
         if on:
             choice = available_sensors(probe=False)  # afresh: what others have seen was another load
             copies, judge = own.Copies(self._calibration), Judge(self._calibration)
@@ -40,11 +41,13 @@ class Switch:
         """Of the usual demand, what the monitor leaves."""
         return self.monitor.watch.backoff.share if self.monitor is not None else 1.0
 
-    @property
-    def lanes(self) -> float:
-        """The least that a lane gave, by the last reading alone."""
-        values = self.monitor.watch.state()["values"] if self.monitor is not None else {}
-        return min((values[lane] for lane in LANES if lane in values), default=1.0)
+    def look(self) -> float | None:
+        """The least that a lane gave, by the last reading alone; None if that was known before, or tells of no lane."""
+        before, self._looked = self._looked, 0 if self.monitor is None else self.monitor.watch.steps
+        if self.monitor is None or self._looked == before:
+            return None
+        values = self.monitor.watch.state()["values"]
+        return min((values[lane] for lane in LANES if lane in values), default=None)
 
     @property
     def cpu(self) -> float:

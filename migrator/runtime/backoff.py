@@ -1,7 +1,7 @@
 """What to do when others need the memory bus: less, in grades, and more again when they are done. Pure.
 
 One number, the *share*, says how much of the runtime's usual demand is left: it is halved while others
-saturate the bus, and grows by a sixteenth a step once the bus is free (additive increase, multiplicative
+saturate the bus, and grows by an eighth a step once the bus is free (additive increase, multiplicative
 decrease: Chiu and Jain, 1989). What is done follows from the share alone, so the grades come in one
 order and go in the other:
 
@@ -26,7 +26,7 @@ State = Literal["free", "saturated", "recovering"]
 Cause = Literal["nobody", "us", "others", "workers", "unknown"]
 
 FLOOR = 1 / 4  # of the share, at which plans are made anew: a load that is over in a few steps is not worth it
-RISE = 1 / 16  # a step
+RISE = 1 / 8  # a step
 COOLING = 3  # steps between two decreases, in which the first can show
 WARY = 20  # free steps that a recovery waits for after one that failed; after the next so many times as many
 WARIEST = 100
@@ -139,6 +139,6 @@ class Backoff:
         """What is to be done in this state."""
         if self.share == 1:
             return Response()
-        # Two grades, not one for every share: after each change memory is asked for in another order, and for some steps
-        # the allocator maps pages anew.
+        # Two grades, not one for every share: after each change memory is asked for in another order, and for some
+        # steps the allocator maps pages anew.
         return Response(GROUPS if self.share >= 1 / 2 else LEAST_GROUPS, self.left)

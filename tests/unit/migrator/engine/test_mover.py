@@ -15,7 +15,7 @@ from allocator.errors import TierFull, TierTooSmall
 from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, GiB, KiB, MiB
 from migrator.engine.backing import Backing
-from migrator.engine.engine import Engine
+from migrator.engine.engine import EVERY, Engine
 from migrator.engine.filling import log
 from migrator.engine.group import State
 from migrator.engine.mover import CLOSELY, HEAD_START, SAMPLED, Go, Mover, Stay
@@ -560,3 +560,13 @@ def test_what_the_tiers_below_hold_less_than_planned_is_planned_for_anew(rig: Ri
     with pytest.raises(TierTooSmall):
         rig.mover._adopt()
     assert asked  # nothing else was to be expected of a plan for the same
+
+
+def test_it_is_told_to_who_corrects_plans_that_groups_come_back_in_another_order(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    monkeypatch.setattr(rig.mover.learner, "rearranged", lambda: told.append(rig.engine.ahead))
+    for ahead in (None, 8, 8, 16, None, None):
+        rig.mover.heed(ahead, PCIE_GEN5)
+    assert told == [8, 16, EVERY]

@@ -19,6 +19,7 @@ from migrator.learning.feedback import (
     LEAST_LATE,
     OFF_PACE,
     PRESSED,
+    PRESSES,
     SETTLING,
     SURE,
     TELLING,
@@ -371,6 +372,20 @@ def test_the_budget_does_not_grow_by_what_a_short_period_leaves_free() -> None:
     feedback = Feedback(TARGET, PCIE_GEN5)
     peaks = [TARGET * 70 // 100, TARGET * 99 // 100] * 10
     assert not any(feedback.peak(peak, TARGET, TARGET, pressed=False, may_grow=True) for peak in peaks)
+
+
+def test_a_flush_while_groups_come_back_in_another_order_is_none_of_the_plan_s() -> None:
+    """After a load two more groups came ahead each step, and each step flushed: 3% of the budget went, for good."""
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    for _ in range(20):
+        assert not feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
+    for _ in range(3):
+        feedback.rearranged()
+        for flushes in (True, True, False, False):
+            assert not feedback.peak(TARGET, TARGET, TARGET, pressed=flushes, may_grow=True)
+    for _ in range(PRESSES - 1):
+        assert not feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True)
+    assert feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True), "but one that stays is"
 
 
 def test_a_flush_that_no_smaller_budget_ends_is_not_the_plan_s() -> None:

@@ -89,8 +89,8 @@ def test_a_recovery_changes_the_order_in_which_memory_is_asked_for_twice() -> No
 def test_the_share_grows_by_as_much_every_step() -> None:
     states = after([FREE] * 20, after([BUSY] * 20)[-1])
     growth = {round(now.share - before.share, 6) for before, now in itertools.pairwise(states)}
-    assert growth == {0.0625, 0.0}
-    assert states[14].share == 1
+    assert growth == {0.125, 0.0}
+    assert states[7].share == 1
 
 
 def test_recovering_is_waited_out() -> None:
