@@ -15,7 +15,7 @@ FASTER = 1.10  # that training is to be with the monitor where the bus is satura
 NO_SLOWER = 0.98  # that it is to be everywhere
 POLITE = 0.95  # of what preprocessing reaches beside plain training
 REACTION, RECOVERY = 5, 50  # steps
-LONG = 1.4  # of the step in the middle
+LONG = 1.4  # of a step
 WATCHING = 0.01  # of a core, for the monitor's thread
 
 
@@ -92,9 +92,13 @@ class Cell:
 
     @property
     def held_up(self) -> tuple[float, ...]:
-        """Seconds of the steps that took much longer than others did, but for the first and last of each turn."""
-        between = [seconds for turn in self.steps for seconds in turn[1:-1]]
-        return tuple(seconds for seconds in between if seconds > LONG * median(between))
+        """Seconds of the steps that took much longer than others did, but for the first and last of each turn.
+
+        And longer than those of the turn on average, which are the device's: while the host is ahead its own are short.
+        """
+        middle = median([seconds for turn in self.steps for seconds in turn[1:-1]] or [0.0])
+        usual = [(turn, LONG * max(middle, sum(turn) / len(turn))) for turn in self.steps if turn]
+        return tuple(seconds for turn, most in usual for seconds in turn[1:-1] if seconds > most)
 
 
 def of_plain(cells: Iterable[Cell], load: str, variant: str, what: str) -> float:

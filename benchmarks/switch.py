@@ -43,11 +43,12 @@ class Switch:
 
     def look(self) -> float | None:
         """The least that a lane gave, by the last reading alone; None if that was known before, or tells of no lane."""
-        before, self._looked = self._looked, 0 if self.monitor is None else self.monitor.watch.steps
-        if self.monitor is None or self._looked == before:
+        if self.monitor is None or (steps := self.monitor.watch.steps) == self._looked:
             return None
         values = self.monitor.watch.state()["values"]
-        return min((values[lane] for lane in LANES if lane in values), default=None)
+        lanes = [values[lane] for lane in LANES if lane in values]
+        self._looked = steps if lanes else self._looked  # else it has ticked since, and shows other sensors alone
+        return min(lanes, default=None)
 
     @property
     def cpu(self) -> float:

@@ -74,7 +74,7 @@ class Links:
 
     @property
     def contended(self) -> bool:
-        """Whether others need the memory bus: of plans about as fast, the one that moves least is to be taken."""
+        """Whether others need the memory bus: of plans about as fast, one that moves little is to be taken."""
         return self.usual is not None
 
     @property

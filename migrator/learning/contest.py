@@ -122,6 +122,10 @@ class Contest:
         """Whether a rival is being made."""
         return self._asked is not None and not self._asked.done()
 
+    def rearranged(self) -> None:
+        """Memory is asked for in another order from now on: the first periods tell nothing, as after another plan."""
+        self._round = Round()
+
     def renew(self) -> None:
         """The program is another one: there may be a contest again."""
         self._over, self._tries = False, 0

@@ -116,7 +116,7 @@ class Feedback:
 
     def rearranged(self) -> None:
         """Memory is asked for in another order: what the allocator caches will have to change, as under new plans."""
-        self._under = self._presses = self._highest = 0
+        self._under = self._presses = 0
 
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""

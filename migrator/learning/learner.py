@@ -23,6 +23,7 @@ from migrator.learning.orders import Orders, Submit
 from migrator.learning.standby import CROWDED, LOADED, Ahead, SetAside, nearest
 from migrator.links import PCIE_GEN5, Costs, Links
 from migrator.plan import Plan
+from migrator.planner.quiet import is_quiet
 from migrator.policies import Policy
 from migrator.recording.recordings import Recordings
 from migrator.simulator import Simulated, simulate
@@ -205,9 +206,9 @@ class Learner:
         planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
         changed, self._owed = self._owed, False
         changed |= self._adopt()
-        if self._orders.under_way and self._take_ahead():  # others need the bus since before it was there
+        if self._orders.under_way and (taken := self._take_ahead()) is not None:  # others need the bus since before
             self._orders.drop()
-            changed = True
+            changed |= taken
         if not (whole or self._periods >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
@@ -276,35 +277,38 @@ class Learner:
         before = self._set_aside
         if before is not None and before.feedback.given == links:
             if self._feedback.correction >= before.feedback.correction:
-                self._take_up(before)
-                return True
+                return self._take_up(before)
             self._set_aside = before = None  # less fits by now than did
-        if self._stays(links):
-            return False
         self._owed |= self.break_off()
         if before is None and self._has_all and not self._feedback.given.contended:
             self._set_aside = SetAside(self._made, self._planned, self._feedback, self._ahead)
+        if self._stays(links):
+            changed, self._owed = self._owed, False
+            return changed
         self._feedback = self._feedback.under(links)
         # Where others need the bus already, and now in another way, what was made ahead for that may fit yet.
         aside = self._set_aside
         fits = aside is not None and self._feedback.correction >= aside.feedback.correction
-        if self._has_all and self._take_ahead(aside.ahead if aside is not None and fits else ()):
-            self._owed = False
-            return True
+        taken = self._take_ahead(aside.ahead if aside is not None and fits else ()) if self._has_all else None
+        if taken is not None:
+            changed, self._owed = taken or self._owed, False
+            return changed
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
 
     def rearranged(self) -> None:
         """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order."""
         self._feedback.rearranged()
+        self._contest.rearranged()
 
     def _stays(self, links: Links) -> bool:
         """Leave the plans as they are where others leave less by now, and these are hardly slower for all of that load.
 
-        They move as little as may be already. To make others takes seconds, and to begin with them steps.
+        They move little: so they do if they were made for others, or if they are quiet. To make others takes seconds,
+        and to begin with them steps.
         """
         given = self._feedback.given
-        if not (self._has_all and given.contended and links.contended):
+        if not (self._has_all and links.contended):
             return False
         if (links.below, links.dram) != (given.below, given.dram) or links.gives_more_than(given):
             return False
@@ -316,6 +320,8 @@ class Learner:
                 return False
             if now.predicted.seconds > without.predicted.seconds * (1 + SLOWER):
                 return False
+            if not (given.contended or is_quiet(now.plan, links, now.predicted.seconds)):
+                return False
         self._made, self._feedback = made, feedback
         return True
 
@@ -326,12 +332,21 @@ class Learner:
             for each, trace in zip(made, self._planned, strict=True)
         )
 
-    def _take_ahead(self, besides: tuple[Ahead, ...] = ()) -> bool:
-        """Carry out what was made ahead, if it is there and good for the links that there are; whether it is."""
+    def _take_ahead(self, besides: tuple[Ahead, ...] = ()) -> bool | None:
+        """Carry out what was made ahead, if it is there and good for the links that there are.
+
+        Returns
+        -------
+        whether the plans are others for that; None if nothing was there
+        """
         made = nearest(self._ahead or besides, self._feedback.given)
         if made is None:
+            return None
+        made = self._as_there(self._foreseen(made, self._feedback.links))
+        if self._is_carried_out(made):  # as policies make them that take no notice of others
+            self._made, self._ahead = made, ()
             return False
-        self._carry_out(self._foreseen(made, self._feedback.links))
+        self._carry_out(made)
         return True
 
     def plan_for_less(self, below: int) -> None:
@@ -350,14 +365,27 @@ class Learner:
         self._orders.wait()
         self._adopt()
 
-    def _take_up(self, before: SetAside) -> None:
-        """Carry out again what was set aside."""
+    def _take_up(self, before: SetAside) -> bool:
+        """Carry out again what was set aside; whether the plans are others for that."""
         self._set_aside = None
         self._orders.drop()
+        others = not self._is_carried_out(before.made)
         self._planned, self._feedback = before.planned, before.feedback
         self._contest.adopted()
-        self._carry_out(before.made)
-        self._ahead = before.ahead
+        if others:
+            self._carry_out(before.made)
+        self._made, self._ahead = before.made, before.ahead
+        return others
+
+    def _as_there(self, made: tuple[Made, ...]) -> tuple[Made, ...]:
+        """The same, with the very plans there are in place of those that are no others."""
+        if len(made) != len(self._made):
+            return made
+        return tuple(new.after(old) for new, old in zip(made, self._made, strict=True))
+
+    def _is_carried_out(self, made: tuple[Made, ...]) -> bool:
+        """Whether these are the very plans there are."""
+        return [each.plan for each in made] == [each.plan for each in self._made]
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
@@ -423,12 +451,11 @@ class Learner:
         taken = self._orders.take()
         if taken is None:
             return False
-        before, (made, self._planned) = self._made, taken
-        if len(before) == len(made):
-            made = tuple(new.after(old) for new, old in zip(made, before, strict=True))
+        made, self._planned = taken
+        made = self._as_there(made)
         self._contest.adopted()
         afresh, self._afresh = self._afresh, False
-        if not afresh and [each.plan for each in made] == [each.plan for each in before]:
+        if not afresh and self._is_carried_out(made):
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
             self._made, self._ahead = made, ()
             self._feedback.stayed()

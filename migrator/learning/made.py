@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from allocator.sizes import format_size
 from migrator.links import Links
 from migrator.plan import NoPlanFits, Plan
+from migrator.planner.quiet import is_quiet
 from migrator.policies import Policy
 from migrator.simulator import Simulated, simulate
 from migrator.trace import Trace
@@ -40,12 +41,12 @@ class Made:
     stays: bool = False
 
     def after(self, before: Made) -> Made:
-        """The same; with the very plan there was if that stays.
+        """The same; with the very plan there was if that stays, or the new one is no other.
 
         And `least` where a policy that never refuses was asked for less than `before`, in vain.
         """
         in_vain = self.asked < before.asked and self.peak() >= max(before.peak(), self.asked + 1)
-        plan = before.plan if self.stays else self.plan
+        plan = before.plan if self.stays or self.plan.is_the_same_as(before.plan) else self.plan
         return replace(self, plan=plan, least=self.least or in_vain)
 
     def peak(self) -> int:
@@ -94,8 +95,9 @@ def _better(made: Made, present: Made, trace: Trace, links: Links) -> Made:
         return made
     predicted = simulate(trace, links, present.plan)
     fits = predicted.peak["hbm"] <= max(made.asked, made.peak()) and present.plan.parcel_bytes <= links.below
-    if links.contended and present.plan.moved_bytes > made.plan.moved_bytes:
-        return made  # of plans that are about as fast, the one that moves least
+    moves_more = present.plan.moved_bytes > made.plan.moved_bytes
+    if links.contended and moves_more and not is_quiet(present.plan, links, predicted.seconds):
+        return made  # of plans that are about as fast, one that moves less
     if not fits or predicted.seconds > made.predicted.seconds * (1 + GAIN):
         return made
     return replace(made, plan=present.plan, predicted=predicted, stays=True)

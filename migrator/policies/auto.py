@@ -17,6 +17,7 @@ from migrator.plan import NoPlanFits, Plan
 from migrator.planner.effects import obtainable
 from migrator.planner.intervals import Bytes, where_fullest
 from migrator.planner.levers import Choice, State, extremes
+from migrator.planner.quiet import is_quiet
 from migrator.planner.schedule import fit
 from migrator.planner.search import PLAIN, How, Search
 from migrator.policies import capuchin, flashneuron, superneurons
@@ -49,12 +50,6 @@ Also of the step that is the fastest where nobody does. Moves that hide behind c
 a GPT that moved 6 GiB lost less than 1% beside 100 GB/s of copies, where 3 to 4% were foreseen. What it would lose to
 others is no reason to be slower than it was without them.
 """
-QUIET = 1 / 12
-"""Of what both lanes give together: who moves no more a second is no burden to others, and need not move less.
-
-Beside 100 GB/s of copies a GPT that moved 29 GB/s took 12% of theirs, one at 13 GB/s 5%; not to move cost it 1.4%.
-"""
-
 REPAIRS = 4  # times that what the simulator found over the budget goes back into the search
 
 
@@ -218,9 +213,9 @@ class _Planner:
         hardly_slower = [key for key in different if key[1] <= enough]
         # On lanes that are very slow none is hardly slower than what they would allow if they were not.
         polite = [key for key in hardly_slower if alone[key] <= enough_alone] or hardly_slower
-        most = QUIET * self.links.alone.both  # bytes a second, there and back
-        quiet = [(seconds, moved) for moved, seconds in polite if 2 * moved <= most * seconds]
-        return different[min(quiet)[::-1] if quiet else min(polite)]
+        # All by the same seconds: else one that is slower would be the quieter for it.
+        quiet = [key for key in polite if is_quiet(different[key].plan, self.links, self.best.result.seconds)]
+        return different[min(quiet, key=lambda key: key[::-1]) if quiet else min(polite)]
 
     def _alone(self, plan: Plan) -> float:
         """Seconds that a plan takes while nobody else needs the memory bus."""

@@ -14,7 +14,7 @@ from migrator.learning.orders import Job
 from migrator.plan import Plan
 from migrator.planner.intervals import occupancy
 from migrator.planner.sizes import look_ahead
-from migrator.policies import POLICIES
+from migrator.policies import POLICIES, Policy
 from migrator.trace import Trace
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
@@ -29,8 +29,8 @@ def peak_of(trace: Trace) -> int:
     return int((occupancy(trace) + np.array(trace.others)).max())
 
 
-def learned(peak: int = 700 * MiB) -> Learner:
-    learner = Learner(FLASHNEURON, TARGET)
+def learned(peak: int = 700 * MiB, policy: Policy = FLASHNEURON) -> Learner:
+    learner = Learner(policy, TARGET)
     assert learner.period_over(TRACE, peak, whole=True, pressed=False, drifted=False)
     return learner
 

@@ -72,12 +72,12 @@ def test_what_was_still_changing_is_told() -> None:
 def test_steps_that_something_held_up_are_told_with_what_it_may_have_been() -> None:
     """Two of 441 and 555 ms among sixteen of 280 made a cell 8% slower: somebody else's doing, and no page was mapped.
 
-    The host is ahead of the device in the first step of a turn, and waits for it in the last.
+    The host is ahead of the device in the first steps of a turn, and waits for it in the last.
     """
-    turns = (0.1, 0.28, 0.28, 0.47), (0.1, 0.28, 0.44, 0.47)
+    turns = (0.1, *[0.28] * 6, 0.46), (0.1, 0.28, 0.28, 0.28, 0.44, 0.28, 0.28, 0.46)
     mapped = Cell(1, COPIES, "on", 1.0, 1.0, steps=turns, pages={"maps": 95.0})
     alone = Cell(2, COPIES, "off", 1.0, 1.0, steps=turns, pages={"maps": 0.0})
-    steady = Cell(0, COPIES, "off", 1.0, 1.0, steps=turns[:1])
+    steady = Cell(0, COPIES, "off", 1.0, 1.0, steps=(turns[0], (*[0.03] * 5, 0.28, 0.28, 0.28 * 8 - 0.71)))
     told = [line for line in table([steady, mapped, alone]).splitlines() if line.startswith("held up")]
     assert told == [
         f"held up: {COPIES}, on, round 1: 440 ms; 95 pages mapped a step",

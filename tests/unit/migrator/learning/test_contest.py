@@ -80,6 +80,27 @@ def test_laps_right_after_a_change_of_plans_do_not_count() -> None:
     assert not laps.seconds
 
 
+def test_a_flush_while_groups_come_back_in_another_order_costs_a_rival_nothing() -> None:
+    """Others needed the bus in its fourth period: one flush, and a rival 5% faster was never tried again."""
+    rival = Future[tuple[Made, ...]]()
+    contest = Contest(MEASURED, lambda costs: rival)
+    now = HOLDER
+    rival.set_result((RIVAL,))
+    periods = 0
+    while not contest.racing and (periods := periods + 1) < 10 * ROUND:
+        now = contest.period_over(now, Lap(1.0, {})) or now
+    assert contest.racing
+    for _ in range(SETTLING + 1):
+        assert contest.period_over(now, Lap(0.95, {})) is None
+    contest.rearranged()
+    for pressed in (True, False):
+        assert contest.period_over(now, Lap(0.95, {}), pressed=pressed) is None
+    winner = None
+    while winner is None:
+        winner = contest.period_over(now, Lap(0.95, {}))
+    assert winner is now and contest.is_over
+
+
 def rival_to(holder: Made, made_by: Callable[[Trace, int, Links], Plan] = policy, budget: int = BUDGET) -> list[Plan]:
     links = replace(PCIE_GEN5, costs=HARDLY)
     return [rival.plan for rival in make_rival(made_by, TRACE, budget, 0, links, holder)]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from allocator.sizes import MiB
 from migrator.learning.learner import PATIENCE, Learner
+from migrator.learning.standby import CROWDED
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import Plan
+from migrator.planner.quiet import crossing
 from migrator.policies import POLICIES
 from migrator.timing import Lap
 from migrator.trace import Trace
@@ -27,12 +31,23 @@ from tests.unit.traces import chain
 SLOW = replace(PCIE_GEN5, d2h=5e9, h2d=5e9, usual=PCIE_GEN5)
 
 
+@pytest.fixture(autouse=True)
+def loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever moves is a burden to others: these programs move little, and plans that do may stay."""
+    monkeypatch.setattr("migrator.planner.quiet.QUIET", 0.0)
+
+
+def another(trace: Trace, budget: int, links: Links) -> Plan:
+    """A policy with another plan for other links."""
+    return replace(FLASHNEURON(trace, budget, links), policy=f"for {links.h2d} B/s")
+
+
 def test_other_links_are_planned_with_at_once() -> None:
     seen: list[Links] = []
 
     def policy(trace: Trace, budget: int, links: Links) -> Plan:
         seen.append(links)
-        return FLASHNEURON(trace, budget, links)
+        return another(trace, budget, links)
 
     learner, slow = Learner(policy, TARGET), replace(PCIE_GEN5, h2d=20e9)
     assert not learner.relink(slow)  # there is nothing to plan yet
@@ -130,10 +145,36 @@ def test_plans_for_a_busy_bus_that_come_when_it_is_free_again_are_not_carried_ou
     assert quiet(learner, 0)
     before = learner.plans
     learner.relink(SLOW)
-    assert learner.relink(PCIE_GEN5)
+    assert not learner.relink(PCIE_GEN5), "they are still carried out"
     later.work()
     assert not quiet(learner, 0)
     assert learner.plans == before
+
+
+def test_plans_that_are_no_others_are_not_begun_with_anew() -> None:
+    """Policies that take no notice of others: each time pages were mapped anew, twice, for the very same plan."""
+    learner = learned()
+    before = learner.plans
+    for links in (SLOW, PCIE_GEN5):
+        assert not learner.relink(links)
+        assert learner.plans == before, "the same groups, too, as the engine knows them"
+
+
+@pytest.mark.parametrize("part", [1.0, 1.0 - 1 / 64])
+def test_a_plan_that_moves_little_stays_while_others_need_the_bus(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 GB/s became 4.5 GB/s, at the cost of two times some steps in which pages are mapped."""
+    learner = Learner(POLICIES["auto"], peak_of(MODEL) * 3 // 4)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    (before,), (predicted,) = learner.plans, learner.predictions
+    assert before.moved_bytes and predicted is not None
+    rate = crossing(before, PCIE_GEN5) / predicted.seconds / PCIE_GEN5.both
+    monkeypatch.setattr("migrator.planner.quiet.QUIET", part * rate)
+    quiet_enough = part == 1.0
+    crowded = PCIE_GEN5.reduced(CROWDED, direct_disk=False)
+    assert learner.relink(crowded) != quiet_enough
+    assert (learner.plans == (before,)) == quiet_enough
+    assert learner.relink(PCIE_GEN5) != quiet_enough
+    assert learner.plans == (before,)
 
 
 def test_lanes_that_were_late_beside_others_are_not_late_after_them() -> None:
@@ -151,7 +192,7 @@ def test_lanes_that_were_late_beside_others_are_not_late_after_them() -> None:
 
 
 def test_what_held_before_a_program_changed_does_not_come_back() -> None:
-    learner, slow = Learner(FLASHNEURON, TARGET), replace(PCIE_GEN5, h2d=20e9)
+    learner, slow = Learner(another, TARGET), replace(PCIE_GEN5, h2d=20e9)
     learner.period_over(TRACE, 700 * MiB, whole=True, pressed=False, drifted=False)
     before = learner.plans
     assert learner.relink(slow)
@@ -165,7 +206,7 @@ def test_what_held_before_a_program_changed_does_not_come_back() -> None:
 
 
 def test_what_was_found_of_the_budget_outlasts_other_links() -> None:
-    learner = learned(700 * MiB)
+    learner = learned(700 * MiB, another)
     assert quiet(learner, 1100 * MiB)
     before = room(learner)
     assert learner.relink(replace(PCIE_GEN5, h2d=20e9))

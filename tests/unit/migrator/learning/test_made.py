@@ -8,6 +8,7 @@ from dataclasses import replace
 from migrator.learning.made import GAIN, Made, make_all
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import Plan
+from migrator.planner.quiet import is_quiet
 from migrator.policies import POLICIES, Policy
 from migrator.simulator import simulate
 from migrator.timing import at_pace
@@ -71,6 +72,26 @@ def test_where_others_need_the_memory_bus_a_plan_that_moves_less_takes_the_place
     for links, stays in ((PCIE_GEN5, True), (contended, False)):
         assert made(fewer, present=FAST, budget=ample, before=ample, links=links).stays == stays
         assert made(FAST, present=fewer, budget=ample, before=ample, links=links).stays
+
+
+def test_unless_what_there_is_moves_little_enough() -> None:
+    """6.6 GB/s was given up for 3.6 GB/s, and training was 1% slower."""
+    contended, ample = replace(PCIE_GEN5, usual=PCIE_GEN5), 2 * ROOM
+    fewer = replace(FAST, groups=FAST.groups[1:])
+    assert is_quiet(FAST, contended, 1e3)
+    slow = at_pace(MODEL, 1e4)
+    (present,) = make_all(always(FAST), (slow,), (ample,), 0, contended)
+    (found,) = make_all(always(fewer), (slow,), (ample,), 0, contended, present=(present,))
+    assert found.stays
+
+
+def test_a_plan_that_is_no_other_is_the_very_plan_there_was() -> None:
+    (present,) = make_all(always(FAST), (MODEL,), (BUDGET,), 0, PCIE_GEN5)
+    copied = pickle.loads(pickle.dumps(FAST))
+    assert copied != FAST and copied.is_the_same_as(FAST)
+    assert replace(present, plan=copied).after(present).plan is FAST
+    assert not replace(copied, groups=FAST.groups[1:]).is_the_same_as(FAST)
+    assert not replace(copied, room=1).is_the_same_as(FAST)
 
 
 def test_from_another_process_the_plan_that_stays_comes_back_as_the_very_plan_there_was() -> None:

@@ -19,6 +19,12 @@ MEASURED = {"d2h": 0.97, "h2d": 0.78, "bus": 0.8}
 BUSY = PCIE_GEN5.reduced(MEASURED, direct_disk=False)
 
 
+@pytest.fixture(autouse=True)
+def loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever moves is a burden to others: these programs move little, and plans that do may stay."""
+    monkeypatch.setattr("migrator.planner.quiet.QUIET", 0.0)
+
+
 def peak(learner: Learner) -> int:
     (predicted,) = learner.predictions
     assert predicted is not None
@@ -196,7 +202,7 @@ def test_what_they_are_compared_with_is_foreseen_under_the_links_there_are(polic
     learner, later = settled(policy)
     later.work()
     left = PCIE_GEN5.reduced({"d2h": 0.78, "h2d": 0.66, "bus": 0.8}, direct_disk=False)
-    assert learner.relink(left)
+    assert learner.relink(left) == (policy != "flashneuron"), "which takes no notice of lanes"
     jobs, (plan,) = len(later.jobs), learner.plans
     truly = simulate(MODEL, left, plan)
     lap = Lap(truly.seconds, truly.stalls)

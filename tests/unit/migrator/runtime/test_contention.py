@@ -21,6 +21,7 @@ from migrator.lanes import Event, Piece, Stream, at_full_speed, flat
 from migrator.lanes.host import HostEvent
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import Plan
+from migrator.planner import quiet
 from migrator.planner.build import make_plan
 from migrator.policies import POLICIES
 from migrator.runtime import devices
@@ -158,6 +159,7 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
     advisor = Late(link)
     with (
         mock.patch.object(mover, "learning_room", lambda *_: ROOM),
+        mock.patch.object(quiet, "QUIET", 0.0),  # it moves little, which might stay
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": thrifty}),
         mock.patch.object(devices, "HostLane", lambda name, counters: ScriptedLane(link, name, counters)),
         tiers.session(policy="move", dram="64MiB", monitor_enabled=False) as session,

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from allocator.sizes import GiB
+from migrator.links import PCIE_GEN5, Links
+from migrator.plan import PageGroup, Plan
+from migrator.planner.quiet import QUIET, crossing, is_quiet
+
+PLAN = Plan("", 0, {}, tuple(PageGroup((f"{k}:0",), GiB, 0, 10 - k) for k in range(3)))
+
+
+def just_quiet(links: Links) -> float:
+    """Seconds of a step of which the plan is just quiet enough."""
+    seconds = next(k / 100 for k in range(1, 1000) if is_quiet(PLAN, links, k / 100))
+    assert not is_quiet(PLAN, links, seconds - 0.01)
+    return seconds
+
+
+def test_what_moves_crosses_the_bus_there_and_back() -> None:
+    assert crossing(PLAN, PCIE_GEN5) == 6 * GiB
+
+
+def test_what_goes_on_to_drives_crosses_it_again() -> None:
+    assert crossing(PLAN, replace(PCIE_GEN5, dram=GiB)) == 10 * GiB
+
+
+def test_quiet_is_a_part_of_what_both_lanes_give_a_second() -> None:
+    assert just_quiet(PCIE_GEN5) == pytest.approx(6 * GiB / (QUIET * PCIE_GEN5.both), abs=0.01)
+
+
+def test_what_others_leave_of_the_lanes_makes_nobody_louder() -> None:
+    beside_others = PCIE_GEN5.reduced({"d2h": 0.5, "h2d": 0.5, "bus": 0.5}, direct_disk=False)
+    assert just_quiet(beside_others) == just_quiet(PCIE_GEN5)
+
+
+def test_lanes_that_were_found_to_be_slow_give_that_little() -> None:
+    slow = PCIE_GEN5.scaled({"d2h": 0.1, "h2d": 0.1})
+    assert just_quiet(slow) == pytest.approx(6 * GiB / (QUIET * (slow.d2h + slow.h2d)), abs=0.01)
