@@ -18,21 +18,19 @@ from dataclasses import replace
 from migrator.learning.background import at_once
 from migrator.learning.contest import Contest, may_be
 from migrator.learning.feedback import SETTLED, Feedback
-from migrator.learning.made import Made
+from migrator.learning.made import Made, are_the_same, as_there, foresee
 from migrator.learning.orders import Orders, Submit
-from migrator.learning.standby import CROWDED, LOADED, Ahead, SetAside, nearest
+from migrator.learning.standby import CROWDED, LOADED, Ahead, SetAside, nearest, staying
 from migrator.links import PCIE_GEN5, Costs, Links
 from migrator.plan import Plan
-from migrator.planner.quiet import is_quiet
 from migrator.policies import Policy
 from migrator.recording.recordings import Recordings
-from migrator.simulator import Simulated, simulate
+from migrator.simulator import Simulated
 from migrator.timing import Lap, alike, at_pace
 from migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 
-SLOWER = 0.01  # of a step: what others may make it longer by, of plans that were made for them
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
 
 
@@ -282,10 +280,12 @@ class Learner:
         self._owed |= self.break_off()
         if before is None and self._has_all and not self._feedback.given.contended:
             self._set_aside = SetAside(self._made, self._planned, self._feedback, self._ahead)
-        if self._stays(links):
+        under = self._feedback.under(links)
+        if self._has_all and (foreseen := staying(self._made, self._planned, self._feedback, under)) is not None:
+            self._made, self._feedback = foreseen, under
             changed, self._owed = self._owed, False
             return changed
-        self._feedback = self._feedback.under(links)
+        self._feedback = under
         # Where others need the bus already, and now in another way, what was made ahead for that may fit yet.
         aside = self._set_aside
         fits = aside is not None and self._feedback.correction >= aside.feedback.correction
@@ -301,37 +301,6 @@ class Learner:
         self._feedback.rearranged()
         self._contest.rearranged()
 
-    def _stays(self, links: Links) -> bool:
-        """Leave the plans as they are where others leave less by now, and these are hardly slower for all of that load.
-
-        They move little: so they do if they were made for others, or if they are quiet. To make others takes seconds,
-        and to begin with them steps.
-        """
-        given = self._feedback.given
-        if not (self._has_all and links.contended):
-            return False
-        if (links.below, links.dram) != (given.below, given.dram) or links.gives_more_than(given):
-            return False
-        feedback = self._feedback.under(links)
-        others_gone = replace(feedback.links.alone, costs=feedback.links.costs)
-        made, alone = (self._foreseen(self._made, each) for each in (feedback.links, others_gone))
-        for now, without in zip(made, alone, strict=True):
-            if now.predicted is None or without.predicted is None:
-                return False
-            if now.predicted.seconds > without.predicted.seconds * (1 + SLOWER):
-                return False
-            if not (given.contended or is_quiet(now.plan, links, now.predicted.seconds)):
-                return False
-        self._made, self._feedback = made, feedback
-        return True
-
-    def _foreseen(self, made: tuple[Made, ...], links: Links) -> tuple[Made, ...]:
-        """Plans, and what they come to under `links`, as far as their traces tell: measured is what they take there."""
-        return tuple(
-            each if each.predicted is None else replace(each, predicted=simulate(trace, links, each.plan))
-            for each, trace in zip(made, self._planned, strict=True)
-        )
-
     def _take_ahead(self, besides: tuple[Ahead, ...] = ()) -> bool | None:
         """Carry out what was made ahead, if it is there and good for the links that there are.
 
@@ -342,8 +311,8 @@ class Learner:
         made = nearest(self._ahead or besides, self._feedback.given)
         if made is None:
             return None
-        made = self._as_there(self._foreseen(made, self._feedback.links))
-        if self._is_carried_out(made):  # as policies make them that take no notice of others
+        made = as_there(foresee(made, self._planned, self._feedback.links), self._made)
+        if are_the_same(made, self._made):  # as policies make them that take no notice of others
             self._made, self._ahead = made, ()
             return False
         self._carry_out(made)
@@ -369,23 +338,13 @@ class Learner:
         """Carry out again what was set aside; whether the plans are others for that."""
         self._set_aside = None
         self._orders.drop()
-        others = not self._is_carried_out(before.made)
+        others = not are_the_same(before.made, self._made)
         self._planned, self._feedback = before.planned, before.feedback
         self._contest.adopted()
         if others:
             self._carry_out(before.made)
         self._made, self._ahead = before.made, before.ahead
         return others
-
-    def _as_there(self, made: tuple[Made, ...]) -> tuple[Made, ...]:
-        """The same, with the very plans there are in place of those that are no others."""
-        if len(made) != len(self._made):
-            return made
-        return tuple(new.after(old) for new, old in zip(made, self._made, strict=True))
-
-    def _is_carried_out(self, made: tuple[Made, ...]) -> bool:
-        """Whether these are the very plans there are."""
-        return [each.plan for each in made] == [each.plan for each in self._made]
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
@@ -452,10 +411,10 @@ class Learner:
         if taken is None:
             return False
         made, self._planned = taken
-        made = self._as_there(made)
+        made = as_there(made, self._made)
         self._contest.adopted()
         afresh, self._afresh = self._afresh, False
-        if not afresh and self._is_carried_out(made):
+        if not afresh and are_the_same(made, self._made):
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
             self._made, self._ahead = made, ()
             self._feedback.stayed()

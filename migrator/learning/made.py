@@ -89,6 +89,26 @@ def make_all(
     return tuple(made)
 
 
+def foresee(made: tuple[Made, ...], traces: tuple[Trace, ...], links: Links) -> tuple[Made, ...]:
+    """Plans, and what they come to under `links`, as far as their traces tell: measured is what they take there."""
+    return tuple(
+        each if each.predicted is None else replace(each, predicted=simulate(trace, links, each.plan))
+        for each, trace in zip(made, traces, strict=True)
+    )
+
+
+def as_there(made: tuple[Made, ...], before: tuple[Made, ...]) -> tuple[Made, ...]:
+    """The same, with the very plans there were before in place of those that are no others."""
+    if len(made) != len(before):
+        return made
+    return tuple(new.after(old) for new, old in zip(made, before, strict=True))
+
+
+def are_the_same(made: tuple[Made, ...], before: tuple[Made, ...]) -> bool:
+    """Whether these are the very plans there were before."""
+    return [each.plan for each in made] == [each.plan for each in before]
+
+
 def _better(made: Made, present: Made, trace: Trace, links: Links) -> Made:
     """The new plan; or the present one, if that is as good by what is known now, and was asked for no more room."""
     if made.predicted is None or made.asked < present.asked:

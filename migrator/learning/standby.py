@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from migrator.learning.feedback import Feedback
-from migrator.learning.made import Made
+from migrator.learning.made import Made, foresee
 from migrator.links import WORSE, Links
+from migrator.planner.quiet import is_quiet
 from migrator.trace import Trace
 
 LOADED = {"d2h": 0.9, "h2d": 0.8, "bus": 0.8}
@@ -21,6 +22,8 @@ LOADED = {"d2h": 0.9, "h2d": 0.8, "bus": 0.8}
 
 CROWDED = {"d2h": 1.0, "h2d": 1.0, "bus": 1.0}
 """The same where they need the cores above all: beside processes that decoded JPEGs 0.98 to 1 and 0.92 to 1."""
+
+SLOWER = 0.01  # of a step: what others may make it longer by, of plans that stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,33 @@ def nearest(ahead: Iterable[Ahead], links: Links) -> tuple[Made, ...] | None:
     """Of what was made ahead and is good for `links`, what counts on most nearly these; None if nothing is."""
     good = [each for each in ahead if each.is_good_for(links)]
     return min(good, key=lambda each: each.distance(links)).made.result() if good else None
+
+
+def staying(
+    made: tuple[Made, ...], traces: tuple[Trace, ...], before: Feedback, now: Feedback
+) -> tuple[Made, ...] | None:
+    """Plans that may stay as they are though others need the memory bus, or leave less of it than before.
+
+    They move little: so they do if they were made for others, or if they are quiet. And they are hardly slower for all
+    that others take. To make others takes seconds, and to begin with them steps.
+
+    Returns
+    -------
+    what they come to now; None if others are to be made
+    """
+    given, links = before.given, now.given
+    if not links.contended or (links.below, links.dram) != (given.below, given.dram) or links.gives_more_than(given):
+        return None
+    foreseen = foresee(made, traces, now.links)
+    alone = foresee(made, traces, replace(now.links.alone, costs=now.links.costs))
+    for each, without in zip(foreseen, alone, strict=True):
+        if each.predicted is None or without.predicted is None:
+            return None
+        if each.predicted.seconds > without.predicted.seconds * (1 + SLOWER):
+            return None
+        if not (given.contended or is_quiet(each.plan, links, each.predicted.seconds)):
+            return None
+    return foreseen
 
 
 @dataclass(frozen=True, slots=True)

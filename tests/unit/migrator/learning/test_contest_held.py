@@ -243,7 +243,7 @@ def test_the_holder_is_back_before_it_is_planned_anew(monkeypatch: pytest.Monkey
     """
     for stays in (False, True):
         if not stays:
-            monkeypatch.setattr("migrator.learning.learner.is_quiet", lambda *_: False)
+            monkeypatch.setattr("migrator.learning.standby.is_quiet", lambda *_: False)
         program = Program(learner(submit=lambda job: Future()), takes(1.0, 0.99))
         program.until_rival()
         monkeypatch.setattr("migrator.learning.orders.AT_ONCE", 0)

@@ -137,7 +137,7 @@ def test_where_others_need_the_bus_in_another_way_than_before_the_other_one_is_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """First their workers keep the cores busy, and then lanes are slow, and the plan for the one is slower for it."""
-    monkeypatch.setattr("migrator.learning.learner.SLOWER", -1.0)  # which of this small program no plan is
+    monkeypatch.setattr("migrator.learning.standby.SLOWER", -1.0)  # which of this small program no plan is
     learner, later = standing_by()
     alone, jobs = learner.plans, len(later.jobs)
     for left, job in (({"bus": 1.0}, 2), (MEASURED, 1)):
