@@ -1,0 +1,45 @@
+"""Cores on anonymous files, for tests of the allocator that need no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+
+from allocator.native import Core
+from allocator.sequence import ELSEWHERE, Foreseen
+from allocator.sizes import MiB
+
+PAGE = 2 * MiB
+HBM, DRAM = 0, 1
+FREE, USED = 1, 2
+
+
+@contextlib.contextmanager
+def opened(hbm: int, dram: int) -> Iterator[Core]:
+    made = Core("memfd", hbm, dram)
+    yield made
+    for block in made.blocks():
+        if block["kind"] == USED:
+            made.free(int(block["address"]))
+    made.close()
+
+
+def fill(address: int, nbytes: int, value: int) -> None:
+    ctypes.memset(address, value, nbytes)
+
+
+def holds(address: int, nbytes: int, value: int) -> bool:
+    return ctypes.string_at(address, nbytes) == bytes([value]) * nbytes
+
+
+def foreseen(sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> Foreseen:
+    ends = [size + offset for size, offset in zip(sizes, offsets, strict=True) if offset != ELSEWHERE]
+    pages = np.array(visits or [1] * -(-max(ends) // PAGE))
+    return Foreseen(0, np.array(sizes), np.array(offsets, np.uint64), pages)
+
+
+def plan(core: Core, sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> None:
+    core.plan(foreseen(sizes, offsets, visits))
