@@ -1,0 +1,127 @@
+"""``tiers top``."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.unit.monitors import Clock, Spoken, period, watch
+from tiers.cli import top as top_verb
+from tiers.cli.main import main
+from tiers.monitor.board import Board
+from tiers.monitor.sensors import Reading
+
+
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
+    """The board of a program beside a load."""
+    monkeypatch.delenv("TIERS_LEDGER")
+    monkeypatch.setattr(top_verb, "LEDGERS", (tmp_path,))
+    directory = tmp_path / f"tiers-{os.geteuid()}"
+    directory.mkdir()
+    clock = Clock()
+    watched = watch(Spoken(lambda: Reading(0.0, {"own": 1.0, "tree": 7.5, "others": 0.2})), clock=clock)
+    for k, left in enumerate([1.0] * 5 + [0.5] * 10):
+        period(watched, clock, left, moved=k * 2_500_000_000)
+    board = Board(directory)
+    board.write({"pid": 4711, "at": 0.0, "program": "train.py --fast", **watched.state()})
+    return board
+
+
+def test_top_shows_lanes_traffic_verdict_and_what_was_done(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--once"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "4711: train.py --fast" in out
+    assert "memory bus saturated, by whom is unknown, 50% of the bus left" in out
+    assert "backed off to 25%: 8 groups ahead, plans count on what is left" in out
+    assert "2.5 GB/s" in out
+    assert "7.5 workers" in out
+    shown.close()
+
+
+def test_top_as_json_is_the_state(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--json"]) == 0
+    (program,) = json.loads(capsys.readouterr().out)["programs"]
+    assert program["verdict"]["state"] == "saturated"
+    assert program["response"]["plan"]["h2d"] == pytest.approx(0.5, abs=0.1)
+    assert program["sensors"] == ["copies", "spoken"]
+    shown.close()
+
+
+def test_top_looks_where_the_ledger_is_named(
+    shown: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(top_verb, "LEDGERS", (tmp_path / "nowhere",))
+    monkeypatch.setenv("TIERS_LEDGER", str(tmp_path / f"tiers-{os.geteuid()}"))
+    assert main(["top", "--once"]) == 0
+    assert "4711" in capsys.readouterr().out
+    shown.close()
+
+
+def test_top_looks_once_where_nobody_would_see_it_refreshed(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top"]) == 0
+    assert capsys.readouterr().out.count("4711: train.py --fast") == 1
+    shown.close()
+
+
+def test_top_looks_once_at_a_terminal_that_only_prints(
+    shown: Board, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # passes for a terminal
+    monkeypatch.setenv("TERM", "dumb")
+    assert main(["top"]) == 0
+    assert capsys.readouterr().out.count("4711: train.py --fast") == 1
+    shown.close()
+
+
+def test_of_many_programs_top_shows_a_line_each(shown: Board, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = top_verb._programs()
+    Console(width=200).print(top_verb.brief([program] * 8))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "4711" in line]
+    assert len(lines) == 8
+    assert all(word in lines[0] for word in ("train.py --fast", "by whom is unknown", "2.5 GB/s", "backed off to 25%"))
+    shown.close()
+
+
+def test_top_ends_as_the_other_verbs_where_its_terminal_is_gone(
+    shown: Board, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def gone(self: object, *what: object, **how: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # passes for a terminal
+    monkeypatch.setattr(top_verb.Live, "update", gone)
+    stdout = os.dup(1)  # what is left of the output is thrown away, and the tests after this one have some to say
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["top"])
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == ""
+    shown.close()
+
+
+def test_top_looks_at_programs_also_where_none_could_begin(
+    shown: Board, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIERS_NVME", "1GiB")
+    monkeypatch.setenv("TIERS_NVME_PATH", "/no/such/directory")
+    assert main(["top", "--once"]) == 0
+    assert "4711" in capsys.readouterr().out
+    shown.close()
+
+
+def test_top_says_when_there_is_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TIERS_LEDGER")
+    monkeypatch.setattr(top_verb, "LEDGERS", (tmp_path,))
+    assert main(["top", "--once"]) == 0
+    assert "no program" in capsys.readouterr().out
