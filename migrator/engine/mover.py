@@ -314,7 +314,7 @@ class Mover:
         """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
         before, self.engine.ahead = self.engine.ahead, EVERY if ahead is None else ahead
         if self.engine.ahead != before:
-            self.learner.rearranged()
+            self.learner.rearranged(held_back=ahead is not None)
         less = replace(links, below=min(links.below, self._below), dram=min(links.dram, self._below))
         changed = self.learner.relink(less)
         if changed:

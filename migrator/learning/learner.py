@@ -18,7 +18,7 @@ from dataclasses import replace
 from migrator.learning.background import at_once
 from migrator.learning.contest import Contest, may_be
 from migrator.learning.feedback import SETTLED, Feedback
-from migrator.learning.made import Made, are_the_same, as_there, foresee
+from migrator.learning.made import Made, after, are_the_same, foresee, with_plans_of
 from migrator.learning.orders import Orders, Submit
 from migrator.learning.standby import CROWDED, LOADED, Ahead, SetAside, nearest, staying
 from migrator.links import PCIE_GEN5, Costs, Links
@@ -89,6 +89,7 @@ class Learner:
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._set_aside: SetAside | None = None
         self._ahead: tuple[Ahead, ...] = ()
+        self._held_back = False  # groups, for others who need the memory bus
         self._is_told = False  # by somebody who watches the links, and may yet say that others need them
 
     @property
@@ -219,8 +220,9 @@ class Learner:
             base = max(self._before_correction(trace) for trace in self._planned)
             if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap):
                 log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
+                self._ahead = ()  # made without this correction
                 return self._plan(present=self._made)
-        if self._may_compete:
+        if self._may_compete and not self._held_back:
             short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
             if self._compete(None if short else lap, drifted=drifted, pressed=short):
                 return True
@@ -282,7 +284,7 @@ class Learner:
             self._set_aside = SetAside(self._made, self._planned, self._feedback, self._ahead)
         under = self._feedback.under(links)
         if self._has_all and (foreseen := staying(self._made, self._planned, self._feedback, under)) is not None:
-            self._made, self._feedback = foreseen, under
+            self._made, self._feedback, self._under = foreseen, under, 0
             changed, self._owed = self._owed, False
             return changed
         self._feedback = under
@@ -296,8 +298,15 @@ class Learner:
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
 
-    def rearranged(self) -> None:
-        """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order."""
+    def rearranged(self, *, held_back: bool) -> None:
+        """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order.
+
+        Parameters
+        ----------
+        held_back
+            Whether they come back later than there is room for, so that no laps come, and a contest has to wait.
+        """
+        self._held_back = held_back
         self._feedback.rearranged()
         self._contest.rearranged()
 
@@ -311,9 +320,9 @@ class Learner:
         made = nearest(self._ahead or besides, self._feedback.given)
         if made is None:
             return None
-        made = as_there(foresee(made, self._planned, self._feedback.links), self._made)
+        made = after(foresee(made, self._planned, self._feedback.links), self._made)
         if are_the_same(made, self._made):  # as policies make them that take no notice of others
-            self._made, self._ahead = made, ()
+            self._stay(made)
             return False
         self._carry_out(made)
         return True
@@ -338,13 +347,14 @@ class Learner:
         """Carry out again what was set aside; whether the plans are others for that."""
         self._set_aside = None
         self._orders.drop()
-        others = not are_the_same(before.made, self._made)
-        self._planned, self._feedback = before.planned, before.feedback
+        made, owed = with_plans_of(before.made, self._made), self._owed
+        others = not are_the_same(made, self._made)
+        self._planned, self._feedback, self._owed = before.planned, before.feedback, False
         self._contest.adopted()
         if others:
-            self._carry_out(before.made)
-        self._made, self._ahead = before.made, before.ahead
-        return others
+            self._carry_out(made)
+        self._made, self._ahead = made, before.ahead
+        return others or owed
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
@@ -353,7 +363,7 @@ class Learner:
 
     def forget(self) -> None:
         """Begin anew: what was learned cannot be carried out."""
-        self._made = self._planned = ()
+        self._made, self._planned, self._owed = (), (), False
         self._record_anew()
 
     def _record_anew(self) -> None:
@@ -411,17 +421,22 @@ class Learner:
         if taken is None:
             return False
         made, self._planned = taken
-        made = as_there(made, self._made)
-        self._contest.adopted()
         afresh, self._afresh = self._afresh, False
+        made = after(made, self._made, afresh=afresh)
+        self._contest.adopted()
         if not afresh and are_the_same(made, self._made):
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
-            self._made, self._ahead = made, ()
-            self._feedback.stayed()
+            self._stay(made)
             log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, made)))
             return False
         self._carry_out(made)
         return True
+
+    def _stay(self, made: tuple[Made, ...]) -> None:
+        """The very plans there are, by what is known now; what periods under them took is yet to be told."""
+        self._made, self._ahead = made, ()
+        self._under = 0
+        self._feedback.stayed()
 
     def _carry_out(self, plans: tuple[Made, ...]) -> None:
         """From now on these hold, and are to be borne out."""

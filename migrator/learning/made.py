@@ -40,14 +40,20 @@ class Made:
     asked: int = 0
     stays: bool = False
 
-    def after(self, before: Made) -> Made:
+    def after(self, before: Made, *, afresh: bool = False) -> Made:
         """The same; with the very plan there was if that stays, or the new one is no other.
 
-        And `least` where a policy that never refuses was asked for less than `before`, in vain.
+        And `least` where a policy that never refuses was asked for less than `before`, in vain; or for no more than
+        `before`, which was that, unless it is of something else (`afresh`).
         """
         in_vain = self.asked < before.asked and self.peak() >= max(before.peak(), self.asked + 1)
-        plan = before.plan if self.stays or self.plan.is_the_same_as(before.plan) else self.plan
-        return replace(self, plan=plan, least=self.least or in_vain)
+        as_before = before.least and not afresh and self.asked <= before.asked and self.peak() >= before.peak()
+        plan = before.plan if self.stays else self.with_plan_of(before).plan
+        return replace(self, plan=plan, least=self.least or in_vain or as_before)
+
+    def with_plan_of(self, before: Made) -> Made:
+        """The same; with the very plan there was if this is no other."""
+        return replace(self, plan=before.plan) if self.plan.is_the_same_as(before.plan) else self
 
     def peak(self) -> int:
         """Most bytes in HBM; 0 where that was not predicted."""
@@ -97,11 +103,18 @@ def foresee(made: tuple[Made, ...], traces: tuple[Trace, ...], links: Links) -> 
     )
 
 
-def as_there(made: tuple[Made, ...], before: tuple[Made, ...]) -> tuple[Made, ...]:
+def after(made: tuple[Made, ...], before: tuple[Made, ...], *, afresh: bool = False) -> tuple[Made, ...]:
+    """What comes after `before`, of the same kinds of periods; see `Made.after`."""
+    if len(made) != len(before):
+        return made
+    return tuple(new.after(old, afresh=afresh) for new, old in zip(made, before, strict=True))
+
+
+def with_plans_of(made: tuple[Made, ...], before: tuple[Made, ...]) -> tuple[Made, ...]:
     """The same, with the very plans there were before in place of those that are no others."""
     if len(made) != len(before):
         return made
-    return tuple(new.after(old) for new, old in zip(made, before, strict=True))
+    return tuple(new.with_plan_of(old) for new, old in zip(made, before, strict=True))
 
 
 def are_the_same(made: tuple[Made, ...], before: tuple[Made, ...]) -> bool:

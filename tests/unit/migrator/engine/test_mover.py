@@ -566,7 +566,7 @@ def test_it_is_told_to_who_corrects_plans_that_groups_come_back_in_another_order
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = []
-    monkeypatch.setattr(rig.mover.learner, "rearranged", lambda: told.append(rig.engine.ahead))
+    monkeypatch.setattr(rig.mover.learner, "rearranged", lambda held_back: told.append((rig.engine.ahead, held_back)))
     for ahead in (None, 8, 8, 16, None, None):
         rig.mover.heed(ahead, PCIE_GEN5)
-    assert told == [8, 16, EVERY]
+    assert told == [(8, True), (16, True), (EVERY, False)]

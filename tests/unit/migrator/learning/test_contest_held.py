@@ -383,3 +383,40 @@ def test_on_a_host_that_is_fast_and_slow_by_turns_the_faster_plan_stays(
 
     stories = [Program(learner(), seconds).run()[-1] for _ in range(20)]
     assert fewest <= stories.count("moves") <= most
+
+
+@pytest.mark.parametrize("racing", [False, True])
+def test_a_contest_waits_while_groups_are_held_back(racing: bool) -> None:
+    """No laps come then: after 24 periods without, the rival had lost for good, or there never was a contest."""
+    program = Program(learner(), takes(1.0, 0.99))
+    if racing:
+        program.until_rival()
+    program.learner.rearranged(held_back=True)
+    before = program.learner.plans
+    for _ in range(2 * PATIENCE):
+        assert not program.learner.period_over(None, BUDGET, whole=True, drifted=False, pressed=False)
+    assert program.learner.plans == before
+    program.learner.rearranged(held_back=False)
+    program.run()
+    assert program.learner.settled
+    assert program.learner.plans[0].moved_bytes, "it was won by what is faster"
+
+
+def test_a_plan_that_is_owed_is_told_of_when_what_was_set_aside_comes_back() -> None:
+    """The holder was back, but that was not said, as an error was: what is carried out is still the rival."""
+
+    def refuses(trace: Trace, budget: int, links: Links) -> Plan:
+        if links.contended:
+            raise NoPlanFits(budget, 2 * budget, "all")
+        return policy(trace, budget, links)
+
+    program = Program(Learner(refuses, BUDGET, weighs_costs=True), takes(1.0, 0.99))
+    program.until_rival()
+    rival = program.learner.plans
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("migrator.learning.standby.is_quiet", lambda *_: False)
+        with pytest.raises(NoPlanFits):
+            program.learner.relink(replace(PCIE_GEN5, usual=PCIE_GEN5))
+    assert program.learner.plans != rival
+    assert program.learner.relink(PCIE_GEN5)
+    assert not program.learner.relink(PCIE_GEN5), "once"

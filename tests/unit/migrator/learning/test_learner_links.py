@@ -8,7 +8,7 @@ import pytest
 
 from allocator.sizes import MiB
 from migrator.learning.learner import PATIENCE, Learner
-from migrator.learning.standby import CROWDED
+from migrator.learning.standby import CROWDED, LOADED
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import Plan
 from migrator.planner.quiet import crossing
@@ -224,3 +224,42 @@ def test_plans_for_tiers_that_hold_less_than_was_taken_for_granted_come_at_once(
     assert plan.parcel_bytes <= before.parcel_bytes // 2
     half = before.parcel_bytes // 2
     assert not auto.relink(replace(PCIE_GEN5, below=half, dram=half))  # which these are by now
+
+
+@pytest.mark.parametrize("policy", ["flashneuron", "vdnn-all", "capuchin", "auto"])
+def test_what_holds_least_still_does_whatever_the_links(policy: str) -> None:
+    """A program stayed 5% over its budget, and each change of links cut another 4% off it, without end."""
+    learner = Learner(POLICIES[policy], int(0.6 * peak_of(MODEL)), must_fit=False)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+
+    def periods(count: int) -> None:
+        for _ in range(count):
+            (predicted,) = learner.predictions
+            assert predicted is not None
+            over = max(int(1.03 * predicted.peak["hbm"]), int(0.63 * peak_of(MODEL)))
+            learner.period_over(None, over, whole=True, pressed=False, drifted=False)
+
+    periods(30)
+    (before,), correction = learner.plans, learner._feedback.correction
+    for links in 4 * (LOADED, CROWDED, None):
+        learner.relink(PCIE_GEN5 if links is None else PCIE_GEN5.reduced(links, direct_disk=False))
+        periods(10)
+    assert learner._feedback.correction == correction
+    assert learner.plans[0].is_the_same_as(before), "and so what was before others came is there again"
+
+
+def test_what_comes_back_is_not_begun_with_anew_where_it_is_carried_out_by_another_name() -> None:
+    """For slow lanes another plan, and for busy cores the first one again, as it was made anew."""
+
+    def policy(trace: Trace, budget: int, links: Links) -> Plan:
+        made = FLASHNEURON(trace, budget, links)
+        return replace(made, policy="slow lanes" if links.h2d < 0.9 * PCIE_GEN5.h2d else "fast lanes")
+
+    learner = learned(policy=policy)
+    before = learner.plans
+    assert learner.relink(PCIE_GEN5.reduced(LOADED, direct_disk=False))
+    assert learner.relink(PCIE_GEN5.reduced(CROWDED, direct_disk=False))
+    now = learner.plans
+    assert now != before and now[0].is_the_same_as(before[0])
+    assert not learner.relink(PCIE_GEN5)
+    assert learner.plans == now

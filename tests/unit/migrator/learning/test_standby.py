@@ -8,7 +8,7 @@ import pytest
 
 from migrator.learning.feedback import UNTOLD
 from migrator.learning.learner import Learner
-from migrator.learning.standby import LOADED
+from migrator.learning.standby import CROWDED, LOADED
 from migrator.links import PCIE_GEN5, WORSE
 from migrator.policies import POLICIES
 from migrator.simulator import simulate
@@ -278,3 +278,21 @@ def test_what_could_not_be_made_ahead_is_made_when_it_is_needed() -> None:
         ahead.set_exception(MemoryError("the planner was killed"))
     assert not learner.relink(BUSY)
     assert learner.planning
+
+
+def test_what_was_made_ahead_does_not_replace_a_correction_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made before that: the budget was cut twice for the same excess."""
+    monkeypatch.setattr("migrator.planner.quiet.QUIET", 1.0)  # all stays beside others
+    learner, later = standing_by()
+    later.work()
+    assert not learner.relink(PCIE_GEN5.reduced(CROWDED, direct_disk=False))
+    target = int(0.75 * peak_of(MODEL))
+    over = int(1.1 * target)
+    assert not quiet(learner, over), "others are made"
+    assert not quiet(learner, over) and learner.planning
+    later.work()
+    quiet(learner, target)
+    (made,) = learner.predictions
+    assert made is not None
+    assert 1.5 * (target - over) < made.peak["hbm"] - target <= target - over
+    assert not quiet(learner, int(0.99 * target)) and not learner.planning, "once"
