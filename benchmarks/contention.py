@@ -173,12 +173,12 @@ class Bench:
 
     def _train(self, steps: int) -> tuple[float, ...]:
         """Seconds of each step, by the host: which is ahead of the device but for the last."""
-        times = [time.perf_counter()]
-        for number in range(steps):
-            loss = self._step()
-            if number == steps - 1:
-                loss.item()  # waits for the device
+        times = []
+        for _ in range(steps):
             times.append(time.perf_counter())
+            loss = self._step()
+        loss.item()  # waits for the device
+        times.append(time.perf_counter())
         return tuple(end - begin for begin, end in pairwise(times))
 
     def _samples(self, spans: Sequence[Span]) -> float:

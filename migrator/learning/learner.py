@@ -203,7 +203,7 @@ class Learner:
             if self._recordings.traces:  # the patience was too short: what was recorded lacks the optimizer's state
                 self._record_anew()
         planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
-        changed, self._owed = self._owed, False
+        changed = self._paid()
         changed |= self._adopt()
         if self._orders.under_way and (taken := self._take_ahead()) is not None:  # others need the bus since before
             self._orders.drop()
@@ -285,18 +285,21 @@ class Learner:
         under = self._feedback.under(links)
         if self._has_all and (foreseen := staying(self._made, self._planned, self._feedback, under)) is not None:
             self._made, self._feedback, self._under = foreseen, under, 0
-            changed, self._owed = self._owed, False
-            return changed
+            return self._paid()
         self._feedback = under
         # Where others need the bus already, and now in another way, what was made ahead for that may fit yet.
         aside = self._set_aside
         fits = aside is not None and self._feedback.correction >= aside.feedback.correction
         taken = self._take_ahead(aside.ahead if aside is not None and fits else ()) if self._has_all else None
         if taken is not None:
-            changed, self._owed = taken or self._owed, False
-            return changed
+            return self._paid() or taken
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
+
+    def _paid(self) -> bool:
+        """Whether a change of plans was owed, which the caller tells of now."""
+        owed, self._owed = self._owed, False
+        return owed
 
     def rearranged(self, *, held_back: bool) -> None:
         """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order.
@@ -347,14 +350,14 @@ class Learner:
         """Carry out again what was set aside; whether the plans are others for that."""
         self._set_aside = None
         self._orders.drop()
-        made, owed = with_plans_of(before.made, self._made), self._owed
+        made = with_plans_of(before.made, self._made)
         others = not are_the_same(made, self._made)
-        self._planned, self._feedback, self._owed = before.planned, before.feedback, False
+        self._planned, self._feedback = before.planned, before.feedback
         self._contest.adopted()
         if others:
             self._carry_out(made)
         self._made, self._ahead = made, before.ahead
-        return others or owed
+        return self._paid() or others
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
@@ -382,9 +385,8 @@ class Learner:
         self._owed |= self.break_off()  # until somebody is told
         traces, budgets = self._to_plan()
         self._orders.ask(traces, budgets, self._feedback.correction, self._links(self._feedback), present)
-        changed = self._adopt() or self._owed
-        self._owed = False
-        return changed
+        changed = self._adopt()
+        return self._paid() or changed
 
     def _links(self, feedback: Feedback) -> Links:
         """What to plan with; that moves hardly cost anything was found, and holds, where nobody else needs the bus."""

@@ -38,11 +38,7 @@ from tests.unit.rivals import (
     policy,
 )
 
-
-@pytest.fixture(autouse=True)
-def loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever moves is a burden to others: these programs move little, and plans that do may stay."""
-    monkeypatch.setattr("migrator.planner.quiet.QUIET", 0.0)
+pytestmark = pytest.mark.usefixtures("loud")
 
 
 class Program:
@@ -236,20 +232,19 @@ def test_while_others_need_the_memory_bus_there_is_no_contest() -> None:
     assert program.run()[-1] == "recomputes"
 
 
-def test_the_holder_is_back_before_it_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stays", [False, True])
+def test_the_holder_is_back_before_it_is_planned_anew(stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rival moves more, and others need the memory bus now; to plan takes seconds.
 
     A holder that moves nothing is not planned anew at all: it takes nothing of the bus.
     """
-    for stays in (False, True):
-        if not stays:
-            monkeypatch.setattr("migrator.learning.standby.is_quiet", lambda *_: False)
-        program = Program(learner(submit=lambda job: Future()), takes(1.0, 0.99))
-        program.until_rival()
-        monkeypatch.setattr("migrator.learning.orders.AT_ONCE", 0)
-        assert program.learner.relink(replace(PCIE_GEN5, usual=PCIE_GEN5))
-        assert program.learner.planning != stays and not program.moves
-        monkeypatch.undo()
+    program = Program(learner(submit=lambda job: Future()), takes(1.0, 0.99))
+    program.until_rival()
+    monkeypatch.setattr("migrator.learning.orders.AT_ONCE", 0)
+    if not stays:
+        monkeypatch.setattr("migrator.learning.standby.is_quiet", lambda *_: False)
+    assert program.learner.relink(replace(PCIE_GEN5, usual=PCIE_GEN5))
+    assert program.learner.planning != stays and not program.moves
 
 
 def test_a_race_that_was_broken_off_is_run_again_a_few_times() -> None:

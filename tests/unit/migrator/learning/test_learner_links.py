@@ -31,10 +31,7 @@ from tests.unit.traces import chain
 SLOW = replace(PCIE_GEN5, d2h=5e9, h2d=5e9, usual=PCIE_GEN5)
 
 
-@pytest.fixture(autouse=True)
-def loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever moves is a burden to others: these programs move little, and plans that do may stay."""
-    monkeypatch.setattr("migrator.planner.quiet.QUIET", 0.0)
+pytestmark = pytest.mark.usefixtures("loud")
 
 
 def another(trace: Trace, budget: int, links: Links) -> Plan:

@@ -19,10 +19,7 @@ MEASURED = {"d2h": 0.97, "h2d": 0.78, "bus": 0.8}
 BUSY = PCIE_GEN5.reduced(MEASURED, direct_disk=False)
 
 
-@pytest.fixture(autouse=True)
-def loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever moves is a burden to others: these programs move little, and plans that do may stay."""
-    monkeypatch.setattr("migrator.planner.quiet.QUIET", 0.0)
+pytestmark = pytest.mark.usefixtures("loud")
 
 
 def peak(learner: Learner) -> int:
