@@ -19,6 +19,8 @@ from allocator.sizes import GiB, MiB
 from tests.programs import deterministic_kernels
 from tests.scenarios import batch, main, moving, perceptron, train
 
+TRIES = 8  # where other processes use the device, too, what it has left changes at any time
+
 
 def allocated_and_reserved_are_counted(device: torch.device) -> None:
     torch.cuda.empty_cache()
@@ -37,12 +39,17 @@ def allocated_and_reserved_are_counted(device: torch.device) -> None:
 
 
 def idle_memory_goes_back_when_asked(device: torch.device) -> None:
-    del_me = torch.empty(256 * MiB, dtype=torch.uint8, device=device)
-    del del_me
-    free, _ = torch.cuda.mem_get_info()
-    torch.cuda.empty_cache()
-    after, _ = torch.cuda.mem_get_info()
-    assert after - free >= 200 * MiB
+    gained = []
+    for _ in range(TRIES):
+        del_me = torch.empty(256 * MiB, dtype=torch.uint8, device=device)
+        del del_me
+        free, _ = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        after, _ = torch.cuda.mem_get_info()
+        assert reserved - torch.cuda.memory_reserved() >= 200 * MiB
+        gained.append(after - free)
+    assert max(gained) >= 200 * MiB, gained
 
 
 def hbm_ends_and_dram_goes_on(device: torch.device) -> None:

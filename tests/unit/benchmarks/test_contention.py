@@ -285,6 +285,23 @@ def test_it_is_counted_when_the_monitor_makes_room_and_when_it_no_longer_does(mo
     assert bench.recover(switch) == RECOVERY
 
 
+def test_plain_has_its_turn_when_the_device_is_through_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slices of the device's time our last copies looked slow: the monitor made room beside nobody, for 0.7 s."""
+    events: list[str] = []
+
+    def step() -> SimpleNamespace:
+        events.append("ours")
+        return SimpleNamespace(item=lambda: events.append("through"))
+
+    plain = SimpleNamespace(train=lambda steps: events.append("plain"))
+    stats = {"moved": {}, "stalls": {}, "pages": None, "flushes": 0}
+    monkeypatch.setattr(Bench, "settle", lambda *_: (step() is not None, [], None))
+    bench = Bench(step, plain, 8, settle=QUIET, window=2, turns=2)  # type: ignore[arg-type]
+    bench.cell(0, None, "off", SimpleNamespace(stats=lambda: stats), Switch(Calibration({})))  # type: ignore[arg-type]
+    before_plain = [events[k - 1] for k, event in enumerate(events) if event == "plain"]
+    assert before_plain == ["through"]
+
+
 def test_a_tiny_run_goes_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "contention.json"
     words = ["--tiny", "--settle", "3", "--window", "2", "--turns", "2", "--learning", "6", "--seconds", "0.2"]
