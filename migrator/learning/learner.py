@@ -20,7 +20,7 @@ from migrator.learning.contest import Contest, may_be
 from migrator.learning.feedback import SETTLED, Feedback
 from migrator.learning.made import Made, after, are_the_same, foresee, with_plans_of
 from migrator.learning.orders import Orders, Submit
-from migrator.learning.standby import CROWDED, LOADED, Ahead, SetAside, nearest, staying
+from migrator.learning.standby import SetAside, Standby, staying
 from migrator.links import PCIE_GEN5, Costs, Links
 from migrator.plan import Plan
 from migrator.policies import Policy
@@ -87,8 +87,7 @@ class Learner:
         self._afresh = False  # whether something was recorded since: formulas may hold for more than they did
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
-        self._set_aside: SetAside | None = None
-        self._ahead: tuple[Ahead, ...] = ()
+        self._standby = Standby()
         self._held_back = False  # groups, for others who need the memory bus
         self._is_told = False  # by somebody who watches the links, and may yet say that others need them
 
@@ -220,20 +219,20 @@ class Learner:
             base = max(self._before_correction(trace) for trace in self._planned)
             if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap):
                 log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
-                self._ahead = ()  # made without this correction
+                self._standby.outdated()
                 return self._plan(present=self._made)
         if self._may_compete and not self._held_back:
             short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
             if self._compete(None if short else lap, drifted=drifted, pressed=short):
                 return True
-        if self._is_told and self.settled and all(ahead.made.done() for ahead in self._ahead):
+        if self._is_told and self.settled:
             self._plan_ahead()
         return False
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         if not self._recordings.add(trace, self._periods):
             return False
-        self._set_aside, self._ahead = None, ()
+        self._standby.forget()
         self._afresh = True
         self._feedback.news()
         self._contest.renew()
@@ -274,23 +273,18 @@ class Learner:
         self._is_told = True
         if links == self._feedback.given:
             return False
-        before = self._set_aside
-        if before is not None and before.feedback.given == links:
-            if self._feedback.correction >= before.feedback.correction:
-                return self._take_up(before)
-            self._set_aside = before = None  # less fits by now than did
+        before = self._standby.take_back(links, self._feedback.correction)
+        if before is not None:
+            return self._take_up(before)
         self._owed |= self.break_off()
-        if before is None and self._has_all and not self._feedback.given.contended:
-            self._set_aside = SetAside(self._made, self._planned, self._feedback, self._ahead)
+        if self._has_all and not self._standby.has_aside and not self._feedback.given.contended:
+            self._standby.set_aside(self._made, self._planned, self._feedback)
         under = self._feedback.under(links)
         if self._has_all and (foreseen := staying(self._made, self._planned, self._feedback, under)) is not None:
             self._made, self._feedback, self._under = foreseen, under, 0
             return self._paid()
         self._feedback = under
-        # Where others need the bus already, and now in another way, what was made ahead for that may fit yet.
-        aside = self._set_aside
-        fits = aside is not None and self._feedback.correction >= aside.feedback.correction
-        taken = self._take_ahead(aside.ahead if aside is not None and fits else ()) if self._has_all else None
+        taken = self._take_ahead(with_aside=True) if self._has_all else None
         if taken is not None:
             return self._paid() or taken
         # Where traces are missing, what is recorded now is planned with them.
@@ -313,14 +307,14 @@ class Learner:
         self._feedback.rearranged()
         self._contest.rearranged()
 
-    def _take_ahead(self, besides: tuple[Ahead, ...] = ()) -> bool | None:
+    def _take_ahead(self, *, with_aside: bool = False) -> bool | None:
         """Carry out what was made ahead, if it is there and good for the links that there are.
 
         Returns
         -------
         whether the plans are others for that; None if nothing was there
         """
-        made = nearest(self._ahead or besides, self._feedback.given)
+        made = self._standby.found(self._feedback, with_aside=with_aside)
         if made is None:
             return None
         made = after(foresee(made, self._planned, self._feedback.links), self._made)
@@ -340,7 +334,7 @@ class Learner:
         """
         self.break_off()
         given = self._feedback.given
-        self._set_aside, self._ahead = None, ()  # they move more than that, for all that is known
+        self._standby.forget()  # they move more than that, for all that is known
         self._feedback = self._feedback.under(replace(given, below=below, dram=min(below, given.dram)))
         self._plan()
         self._orders.wait()
@@ -348,7 +342,6 @@ class Learner:
 
     def _take_up(self, before: SetAside) -> bool:
         """Carry out again what was set aside; whether the plans are others for that."""
-        self._set_aside = None
         self._orders.drop()
         made = with_plans_of(before.made, self._made)
         others = not are_the_same(made, self._made)
@@ -356,7 +349,8 @@ class Learner:
         self._contest.adopted()
         if others:
             self._carry_out(made)
-        self._made, self._ahead = made, before.ahead
+        self._made = made
+        self._standby.restore(before)
         return self._paid() or others
 
     def finish(self) -> None:
@@ -373,7 +367,8 @@ class Learner:
         """Forget the traces; the plans that there are hold until there are others."""
         self._recordings.begin_anew()
         self._orders.drop()
-        self._set_aside, self._ahead, self._room = None, (), None
+        self._standby.forget()
+        self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
         self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)
 
@@ -402,13 +397,13 @@ class Learner:
 
     def _plan_ahead(self) -> None:
         """Have plans made, one by one, for when others need the bus that the present ones need."""
-        given, kinds = self._feedback.given, (LOADED, CROWDED)
-        if given.contended or len(self._ahead) == len(kinds) or not any(plan.moved_bytes for plan in self.plans):
+        given = self._feedback.given
+        links = self._standby.due(given)
+        if links is None or not any(plan.moved_bytes for plan in self.plans):
             return
-        under = self._feedback.under(given.reduced(kinds[len(self._ahead)], direct_disk=False))
+        under = self._feedback.under(links)
         traces, budgets = self._to_plan()
-        made = self._orders.ask_ahead(traces, budgets, under.correction, self._links(under))
-        self._ahead += (Ahead(made, given, under.given),)
+        self._standby.add(self._orders.ask_ahead(traces, budgets, under.correction, self._links(under)), given, links)
 
     def break_off(self) -> bool:
         """Have the holder back if a rival is carried out; whether one was."""
@@ -436,14 +431,14 @@ class Learner:
 
     def _stay(self, made: tuple[Made, ...]) -> None:
         """The very plans there are, by what is known now; what periods under them took is yet to be told."""
-        self._made, self._ahead = made, ()
-        self._under = 0
+        self._made, self._under = made, 0
+        self._standby.outdated()
         self._feedback.stayed()
 
     def _carry_out(self, plans: tuple[Made, ...]) -> None:
         """From now on these hold, and are to be borne out."""
-        self._made, self._ahead = plans, ()  # what was made ahead goes with the plans before
-        self._under = 0
+        self._made, self._under = plans, 0
+        self._standby.outdated()
         self._feedback.adopted()
         for made in plans:
             log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)

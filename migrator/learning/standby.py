@@ -23,6 +23,8 @@ LOADED = {"d2h": 0.9, "h2d": 0.8, "bus": 0.8}
 CROWDED = {"d2h": 1.0, "h2d": 1.0, "bus": 1.0}
 """The same where they need the cores above all: beside processes that decoded JPEGs 0.98 to 1 and 0.92 to 1."""
 
+KINDS = (LOADED, CROWDED)  # plans are made ahead for these, one after the other
+
 SLOWER = 0.01  # of a step: what others may make it longer by, of plans that stay
 
 
@@ -107,3 +109,64 @@ class SetAside:
     planned: tuple[Trace, ...]
     feedback: Feedback
     ahead: tuple[Ahead, ...]
+
+
+class Standby:
+    """What stands by for the plans of one device."""
+
+    def __init__(self) -> None:
+        self._ahead: tuple[Ahead, ...] = ()
+        self._aside: SetAside | None = None
+
+    def forget(self) -> None:
+        """What it all was made for is not so any more."""
+        self._ahead, self._aside = (), None
+
+    def outdated(self) -> None:
+        """Other plans are carried out, or what they are made with was corrected: none were made ahead for that."""
+        self._ahead = ()
+
+    @property
+    def has_aside(self) -> bool:
+        """Whether plans for a free bus are set aside."""
+        return self._aside is not None
+
+    def set_aside(self, made: tuple[Made, ...], planned: tuple[Trace, ...], feedback: Feedback) -> None:
+        """Others need the bus from now on: keep the plans that were carried out before, and those made ahead."""
+        self._aside = SetAside(made, planned, feedback, self._ahead)
+
+    def take_back(self, links: Links, correction: int) -> SetAside | None:
+        """What was set aside if it is for `links`, which is then gone; None also where less fits by now than did."""
+        aside = self._aside
+        if aside is None or aside.feedback.given != links:
+            return None
+        self._aside = None
+        return aside if correction >= aside.feedback.correction else None
+
+    def restore(self, aside: SetAside) -> None:
+        """What had been made ahead is good again, as those plans are carried out again that were set aside."""
+        self._ahead = aside.ahead
+
+    def due(self, given: Links) -> Links | None:
+        """What the next plans are to be made ahead for, once the last ones are there; None where all were made."""
+        if given.contended or len(self._ahead) == len(KINDS) or not all(ahead.made.done() for ahead in self._ahead):
+            return None
+        return given.reduced(KINDS[len(self._ahead)], direct_disk=False)
+
+    def add(self, made: Future[tuple[Made, ...]], given: Links, links: Links) -> None:
+        """Plans are being made ahead for `links`, which were due."""
+        self._ahead += (Ahead(made, given, links),)
+
+    def found(self, feedback: Feedback, *, with_aside: bool) -> tuple[Made, ...] | None:
+        """What was made ahead and is good for the links that there are; None if nothing is.
+
+        Parameters
+        ----------
+        with_aside
+            Also what was made ahead for the plans that are set aside: others needed the bus already, and need it in
+            another way from now on. Once these plans were corrected, that is no better.
+        """
+        ahead, aside = self._ahead, self._aside
+        if with_aside and not ahead and aside is not None and feedback.correction >= aside.feedback.correction:
+            ahead = aside.ahead
+        return nearest(ahead, feedback.given)
