@@ -148,17 +148,26 @@ def obtainable(trace: Trace, dropped: Collection[int], regions: Collection[str] 
     saved_as_input = {ident for region in inside for ident in region.inputs}
     asked = sorted(set(dropped) & seen & trace.recipes.keys() - saved_as_input)
     there = (seen | saved_as_input) - set(asked)
-    made: set[int] = set()
+    lacks = {ident: set(trace.recipes[ident].inputs) - there for ident in asked}
+    needed_for: dict[int, list[int]] = {}
+    for ident, sources in lacks.items():
+        for source in sources:
+            needed_for.setdefault(source, []).append(ident)
+    made, held = {ident for ident in asked if not lacks[ident]}, set[int]()
+    new, rest = list(made), iter(asked)
     while True:
-        ready = [ident for ident in asked if ident not in made and there | made >= set(trace.recipes[ident].inputs)]
-        made.update(ready)
-        if ready:
-            continue
-        stuck = next((ident for ident in asked if ident not in made), None)
+        while new:
+            source = new.pop()
+            for ident in needed_for.get(source, ()):
+                lacks[ident].remove(source)
+                if not lacks[ident] and ident not in held:
+                    made.add(ident)
+                    new.append(ident)
+        stuck = next((ident for ident in rest if ident not in made), None)
         if stuck is None:
             return frozenset(made)
-        asked.remove(stuck)
-        there.add(stuck)
+        held.add(stuck)
+        new.append(stuck)
 
 
 def outside(trace: Trace, regions: Sequence[Region]) -> Iterator[Site]:
