@@ -65,8 +65,12 @@ class Agenda:
     ----------
     regions : tuple of str
         These paths.
+    makes : bool
+        Whether anything is recomputed by a formula.
     searches : bool
-        Whether a formula of the plans has to know which node made what was saved.
+        Whether one of these formulas has to know which node made what was saved.
+    normalises : bool
+        Whether one of them has to know a module's epsilon.
     quiet : mapping of str to bool or None
         By module, whether the hooks need not be called in it: all that it saves stays, and is quiet. None for those
         that save nothing and call others that do, where nothing is gained by switching. Not named here is a root, and
@@ -85,7 +89,9 @@ class Agenda:
         busy = {path for path, of in by_path.items() if not all(type(one) is Stay and one.quiet for one in of.values())}
         verified = [action.verified for action in planned if isinstance(action, Recompute)]
         self.regions = tuple(regions)
+        self.makes = bool(verified)
         self.searches = any(one.searched for one in verified)
+        self.normalises = any(one.epsilon is not None for one in verified)
         self._actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
         self._noted: dict[str, set[int]] = {}
         for key in frozenset[str]().union(*(one.found for one in verified)):

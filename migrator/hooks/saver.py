@@ -29,7 +29,7 @@ from migrator.hooks.packed import Look, Packed, alias_of, check, keep, modified
 from migrator.hooks.sites import Modules, Node
 from migrator.hooks.stack import OnStack
 from migrator.recompute.dropped import Dropped
-from migrator.recompute.origins import note
+from migrator.recompute.origins import note, note_epsilon
 from migrator.recompute.regions import Regions
 from migrator.recording.observer import Observer
 from migrator.recording.recorder import Record
@@ -150,7 +150,7 @@ class Saver(OnStack):
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
             # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
             self._root, self._fixed = weakref.ref(module), None
-            if self.place.recording or self._agenda.searches:
+            if self.place.recording or self._agenda.makes:
                 self._observer.forward_begins(module, recording=self.place.recording)
             self._root_begins(self, module)
         self.modules.enter(module)
@@ -173,8 +173,11 @@ class Saver(OnStack):
     ) -> None:
         """A forward ends; without its arguments by name, by an exception."""
         place, stack = self.place, self.modules.stack
-        if place.recording and named is not None and not self.modules.within_compiled:
-            self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
+        if place.recording:
+            if named is not None and not self.modules.within_compiled:
+                self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
+        elif self._agenda.normalises:
+            note_epsilon(module, output)
         if stack:
             place.here = stack.pop()
         hush = place.quiet.get(place.here.path, False) if not place.in_backward else False

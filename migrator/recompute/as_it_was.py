@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,35 +14,55 @@ from torch import Tensor, nn
 from migrator.hooks.compiled import is_wrapper
 from migrator.hooks.packed import modified
 from migrator.recompute.dropped import FOR_RECOMPUTING
-from migrator.recompute.watch import OF_EVERY_MODULE, SETTINGS, keeps_statistics
+from migrator.recompute.watch import CONTAINERS, OF_EVERY_MODULE, SETTINGS, keeps_statistics
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator)
+MOST = 100  # things in a container that is given back what it held
 
 
 class Snapshot:
     """What a module and those within were when forward began: parameters, buffers, tensors, modes and other settings.
 
-    Other attributes are not held: a list of tensors would hold the graph of an earlier step. That they are left alone
-    until backward is what `migrator.recompute.watch` has seen.
+    Containers of settings and generators of its own are, too. Other attributes are not held: a list of tensors would
+    hold the graph of an earlier step. That they are left alone until backward is what `migrator.recompute.watch` has
+    seen.
 
     Parameters
     ----------
     given
         Tensors that forward is given, of which nobody else sees that they are changed.
+    give_up
+        Called where it cannot be as it was.
     """
 
-    def __init__(self, module: nn.Module, given: Iterable[Tensor]) -> None:
+    def __init__(self, module: nn.Module, given: Iterable[Tensor], give_up: Callable[[], None] = lambda: None) -> None:
+        self._give_up = give_up
         self._modules = [(child, _settings(child)) for child in module.modules() if not is_wrapper(child)]
         tensors: list[Tensor | None] = [*given]
         for child, was in self._modules:
             tensors += was["_parameters"].values()
+            tensors += (value for value in was.values() if isinstance(value, Tensor))
             if not keeps_statistics(child):  # which changes its own
                 tensors += was["_buffers"].values()
         self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
         self._wants_grad = [
             (t, t.requires_grad) for _, was in self._modules for t in was["_parameters"].values() if t is not None
         ]
-        self._choices = _choices()
+        self._choices = choices()
         # What drew no number while it was watched may do so later, as a probability that is raised step by step.
         self._numbers = random.getstate(), np.random.get_state(legacy=False)
+        self._generators = [
+            (value, _state(value))
+            for child, _ in self._modules
+            for value in vars(child).values()
+            if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+        ]
+        self._containers = [
+            (value, value.copy())
+            for child, _ in self._modules
+            for name, value in vars(child).items()
+            if type(value) in CONTAINERS and name not in OF_EVERY_MODULE and _holds_settings(value)
+        ]
 
     @contextmanager
     def back(self) -> Iterator[None]:
@@ -55,6 +75,7 @@ class Snapshot:
         """
         for tensor, version in self._versions:
             if tensor._version != version:
+                self._give_up()
                 raise modified(tensor, tensor.dtype, tensor.size(), version, FOR_RECOMPUTING)
         own = [(child, vars(child)) for child, _ in self._modules]
         for child, was in self._modules:
@@ -63,11 +84,37 @@ class Snapshot:
                 buffers = {name: None if t is None else t.clone() for name, t in buffers.items()}
             object.__setattr__(child, "__dict__", {**vars(child), **was, "_buffers": dict(buffers)})
         try:
-            with _chosen(*self._choices), _drawing(*self._numbers), _wanting(self._wants_grad):
+            with (
+                _chosen(*self._choices),
+                _drawing(*self._numbers, self._generators),
+                _wanting(self._wants_grad),
+                _holding(self._containers),
+            ):
                 yield
         finally:
             for child, attributes in own:
                 object.__setattr__(child, "__dict__", attributes)
+
+
+def standing(module: nn.Module) -> dict[Any, Any]:
+    """Modes and settings of a module, of those within, and of those that it has in a list or by another name."""
+    found: dict[Any, Any] = {}
+    for path, child in module.named_modules():
+        own = vars(child)
+        found[path, "training"] = own["training"]
+        for name in own.keys() - OF_EVERY_MODULE:
+            if type(value := own[name]) in SETTINGS:
+                found[path, name] = value
+            elif type(value) in (list, tuple, dict):
+                for k, thing in enumerate(value.values() if type(value) is dict else value):
+                    if isinstance(thing, nn.Module):
+                        found[path, name, k] = thing.training
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two settings are one to a forward, which may tell 1 from 1.0."""
+    return type(one) is type(other) and (one == other or one != one)  # or not a number
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
@@ -95,9 +142,12 @@ _SWITCHES = (
 )
 
 
-def _choices() -> tuple[torch.dtype, list[Any]]:
+Choices: TypeAlias = tuple[torch.dtype, tuple[Any, ...]]
+
+
+def choices() -> Choices:
     """Default dtype, and the kernels that may be used: the program may have chosen them for forward only."""
-    return torch.get_default_dtype(), [_set_to(get) for get, _ in _SWITCHES]
+    return torch.get_default_dtype(), tuple([_set_to(get) for get, _ in _SWITCHES])
 
 
 def _set_to(get: str) -> Any:
@@ -107,7 +157,7 @@ def _set_to(get: str) -> Any:
         return None
 
 
-def _choose(dtype: torch.dtype, switches: list[Any]) -> None:
+def _choose(dtype: torch.dtype, switches: Sequence[Any]) -> None:
     torch.set_default_dtype(dtype)
     for (get, switch), choice in zip(_SWITCHES, switches, strict=True):
         if choice is not None and _set_to(get) != choice:
@@ -115,9 +165,9 @@ def _choose(dtype: torch.dtype, switches: list[Any]) -> None:
 
 
 @contextmanager
-def _chosen(dtype: torch.dtype, switches: list[Any]) -> Iterator[None]:
+def _chosen(dtype: torch.dtype, switches: Sequence[Any]) -> Iterator[None]:
     """Have the choices be these."""
-    before = _choices()
+    before = choices()
     _choose(dtype, switches)
     try:
         yield
@@ -126,16 +176,62 @@ def _chosen(dtype: torch.dtype, switches: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _drawing(python: Any, numpy: Any) -> Iterator[None]:
-    """Have random numbers of Python and NumPy go on from these states; those of PyTorch are the checkpoint's."""
+def _drawing(python: Any, numpy: Any, generators: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Have random numbers go on from these states, of Python, of NumPy and of modules' own generators.
+
+    Those of PyTorch's own generators are the checkpoint's.
+    """
     before = random.getstate(), np.random.get_state(legacy=False)
+    of_generators = [(generator, _state(generator)) for generator, _ in generators]
     random.setstate(python)
     np.random.set_state(numpy)
+    _set_states(generators)
     try:
         yield
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
+        _set_states(of_generators)
+
+
+@contextmanager
+def _holding(containers: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Have containers hold what they did; what is put into them meanwhile is forgotten."""
+    before = [(container, container.copy()) for container, _ in containers]
+    _fill(containers)
+    try:
+        yield
+    finally:
+        _fill(before)
+
+
+def _fill(containers: Iterable[tuple[Any, Any]]) -> None:
+    for container, things in containers:
+        if container != things:
+            container.clear()
+            (container.update if isinstance(container, (dict, set)) else container.extend)(things)
+
+
+def _holds_settings(container: Any) -> bool:
+    """Whether it holds numbers and names alone: to hold a tensor would hold the graph of an earlier step."""
+    things = container.values() if type(container) is dict else container
+    return len(container) <= MOST and all(type(thing) in SETTINGS for thing in things)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _set_states(generators: Iterable[tuple[Any, Any]]) -> None:
+    for generator, state in generators:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.bit_generator.state = state
 
 
 @contextmanager

@@ -52,6 +52,8 @@ class Verified(NamedTuple):
         Whether it needs to know which saved tensor came from which node, or the versions of parameters.
     found : frozenset of str
         Sites of the saved tensors that it takes because of the node that made them.
+    choices : object
+        The kernels that the program had chosen by then, see `Origins`: others may give other bits.
     """
 
     held: Mapping[str, Took]
@@ -60,6 +62,7 @@ class Verified(NamedTuple):
     version: int
     searched: bool
     found: frozenset[str]
+    choices: object = None
 
     def besides(self, before: Verified | None) -> Verified:
         """What is known now that this was seen, where `before` had been."""
@@ -128,6 +131,8 @@ class Finder:
         """See `find`; None, too, if it is another formula or another layout than was verified."""
         # An addition may be in place or not, and what is not may be masked under `no_grad` later on.
         if layout(base) != self._verified.layout or base._version != self._verified.version:
+            return None
+        if source.choices is not self._verified.choices:
             return None
         node = _maker(base)
         if node is None:

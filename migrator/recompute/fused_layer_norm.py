@@ -31,6 +31,8 @@ def layer_norm(
     inverse: Tensor,
     shape: Sequence[int],
     epsilon: float,
+    *,
+    guessed: bool = False,
 ) -> Tensor:
     """``weight * inverse * (x - mean) + bias`` by rows.
 
@@ -46,12 +48,41 @@ def layer_norm(
         Of a row.
     epsilon : float
         What `inverse` was computed with; only PyTorch's kernel asks for it.
+    guessed : bool
+        Whether nobody has said so of this one: see `by_pytorch`.
     """
     if weight is not None and bias is not None and at_once():
         rows = (x, weight, bias, mean, inverse)
         if _fits(rows, length := prod(shape)) and _exact(x.device, x.dtype, length):
             return _at_once(rows, length)
-    return torch.native_layer_norm(x, shape, weight, bias, epsilon)[0]
+    return by_pytorch(x, weight, bias, inverse, shape, epsilon, guessed=guessed)
+
+
+def by_pytorch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    inverse: Tensor,
+    shape: Sequence[int],
+    epsilon: float,
+    *,
+    guessed: bool,
+) -> Tensor:
+    """The same by PyTorch's kernel.
+
+    Raises
+    ------
+    RuntimeError
+        If `epsilon` was `guessed`, by what it was in another step, and is another one here. This waits for the device.
+    """
+    made, _, again = torch.native_layer_norm(x, shape, weight, bias, epsilon)
+    if guessed and not torch.equal(again, inverse):
+        raise RuntimeError(
+            f"a layer normalisation was seen to take an epsilon of {epsilon:g}, and takes another one in this step. "
+            "Have it be the attribute `eps` of the module that calls it, or choose a policy that recomputes nothing, "
+            "such as TIERS_POLICY=flashneuron."
+        )
+    return made
 
 
 def _at_once(rows: Rows, length: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from migrator.recompute import fused, fused_layer_norm
 from migrator.recompute.formulas import Build, Formula, Operands, Table
+from migrator.recompute.origins import tells_epsilon
 
 
 def _setting(*names: str) -> Callable[[Any], Any]:
@@ -70,10 +71,13 @@ def _sum(operands: Operands) -> Formula | None:
 def _with_affine(operands: Operands, run: Callable[..., Any], k: int | None, *saved: Formula | None) -> Formula | None:
     """A normalisation of what was saved, the input first, with weight and bias where there are any.
 
-    A bias that is not kept is input `k`. `run` takes input, weight, bias and the rest of `saved`.
+    A bias that is not kept is input `k`: then there have to be both, as a bias that is frozen looks like none. While it
+    is zero, as most begin, the bits are the same without. `run` takes input, weight, bias and the rest of `saved`.
     """
     weight = operands.saved("weight")
     bias = operands.saved("bias") if k is None else operands.input(k)
+    if k is not None and (weight is None or bias is None):
+        return None
     given = [f for f in (weight, bias) if f is not None]
     rest, weighed = len(saved), len(saved) + (weight is not None)
 
@@ -87,22 +91,29 @@ def _layer_norm(operands: Operands) -> Formula | None:
     shape, epsilon = list(operands.ask(_normalized_shape)), operands.epsilon()
     if epsilon is None:
         return None
-    x = operands.saved("input")
+    x, inverse = operands.saved("input"), operands.saved("result2")
+    guessed = not operands.ask(tells_epsilon)
     if operands.ask(_on_gpu):  # by the statistics of each row, which were saved
 
         def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor) -> Tensor:
-            return fused_layer_norm.layer_norm(x, weight, bias, mean, inverse, shape, epsilon)
+            return fused_layer_norm.layer_norm(x, weight, bias, mean, inverse, shape, epsilon, guessed=guessed)
 
-        return _with_affine(operands, run, None, x, operands.saved("result1"), operands.saved("result2"))
+        return _with_affine(operands, run, None, x, operands.saved("result1"), inverse)
     return _with_affine(
-        operands, lambda x, weight, bias: torch.native_layer_norm(x, shape, weight, bias, epsilon)[0], None, x
+        operands,
+        lambda x, weight, bias, inverse: fused_layer_norm.by_pytorch(
+            x, weight, bias, inverse, shape, epsilon, guessed=guessed
+        ),
+        None,
+        x,
+        inverse,
     )
 
 
 def _rms_norm(operands: Operands) -> Formula | None:
     shape, epsilon = list(operands.ask(_normalized_shape)), operands.epsilon()
     weight = operands.saved("weight")
-    if epsilon is None:
+    if epsilon is None or not operands.ask(tells_epsilon):  # a guess is good for as long as nobody changes his mind
         return None
     return operands.join(
         lambda x, *affine: torch._fused_rms_norm(x, shape, affine[0] if affine else None, epsilon)[0],
@@ -148,17 +159,15 @@ def _elementwise(operands: Operands, x: Formula | None, epsilon: float) -> Formu
     """The elementwise kernel with which a batch normalisation ended: the batch's statistics were saved."""
     mean, inverse = operands.saved("result1"), operands.saved("result2")
     weight, bias = operands.saved("weight"), operands.input(2)
-    given = operands.join(_by_run, x, mean, inverse, *(f for f in (weight, bias) if f is not None))
-    affine = 3 if weight is None else 4  # inputs before the bias, which alone may be made out of several
+    given = operands.join(_by_run, x, mean, inverse, weight, bias)  # both have to be there, see `_with_affine`
+    if given is None or bias is None:
+        return None
 
     def run(values: Sequence[Tensor], addend: Tensor | None = None, clamp: bool = False) -> Tensor:
-        x, mean, inverse = values[:3]
-        scale = None if weight is None else values[3]
-        shift = None if bias is None else bias.run(values[affine:])
+        x, mean, inverse, scale = values[:4]
+        shift = bias.run(values[4:])  # which alone may be made out of several
         return fused.normalise(x, (scale, shift, mean, inverse), epsilon, addend, clamp)
 
-    if given is None:
-        return None
     return given._replace(run=run, clamped=lambda values: run(values, None, True), added=run)
 
 

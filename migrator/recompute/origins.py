@@ -31,8 +31,10 @@ class Origins:
         Told of every one that had another version by then.
     began : int
         PyTorch's number of the first node of that forward.
+    choices : object
+        The kernels that the program had chosen when that forward began: one object for all that are equal.
     epsilon : float, optional
-        What normalisations take that do not tell otherwise.
+        What normalisations take of which nobody tells.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Origins:
         asked: set[int],
         changed: set[int],
         began: int,
+        choices: object = None,
         epsilon: float | None = None,
     ) -> None:
         self._unpack = unpack
@@ -51,6 +54,7 @@ class Origins:
         self._asked = asked
         self._changed = changed
         self._began = began
+        self.choices = choices
         self._epsilon = epsilon
         self.searched = False  # for what a node made
         self.found: set[str] = set()  # and the sites at which that was saved
@@ -107,7 +111,7 @@ class Origins:
     def epsilon(self, node: Any) -> float | None:
         """The epsilon of a normalisation; None, too, where another one in the same formula has another."""
         self.asked = True
-        known = node.metadata.get(_EPSILON) if self._epsilon is None else self._epsilon
+        known: float | None = node.metadata.get(_EPSILON, self._epsilon)
         if self.told is not None and known != self.told:
             return None
         self.told = known
@@ -125,8 +129,13 @@ def note(tensor: Tensor, packed: Any, key: str) -> None:
 
 def note_epsilon(module: Any, output: Any) -> None:
     """Remember with the node that made a normalisation's output what its module's epsilon is."""
-    epsilon = getattr(module, "eps", None)
+    epsilon = vars(module).get("eps", getattr(type(module), "eps", None))  # in a model all modules are asked
     if isinstance(epsilon, float) and isinstance(output, Tensor):
         node: Any = output.grad_fn
         if node is not None:
             node.metadata[_EPSILON] = epsilon
+
+
+def tells_epsilon(node: Any) -> bool:
+    """Whether `note_epsilon` told of this node, in this step."""
+    return _EPSILON in node.metadata

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from contextvars import copy_context
-from functools import update_wrapper
+from copy import deepcopy
+from functools import partial, update_wrapper
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -22,12 +24,13 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from migrator.hooks import compiled
 from migrator.hooks.sites import Modules, Node
 from migrator.recompute.arguments import copy_of, tensors_in
-from migrator.recompute.as_it_was import Snapshot
+from migrator.recompute.as_it_was import Snapshot, same, standing
+from migrator.recompute.catches import catches
 from migrator.trace import checkpoint_key
 
 _graph_task = torch._C._current_graph_task_id
@@ -48,8 +51,10 @@ class Regions:
         self._modules = modules
         self._is_on = is_on
         self._known: dict[str, weakref.ref[nn.Module]] = {}
+        self._standing: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._patched: dict[str, _Checkpointed] = {}
         self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # called in a way that cannot be repeated
+        self._given_up: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # until seen to be such again as can be
 
     def know(self, path: str, module: nn.Module) -> bool:
         """Remember the module of a path; whether it can be recomputed as a whole."""
@@ -60,7 +65,21 @@ class Regions:
         if module in self._refused or not (_is_plain(module) or compiled.may_run_twice(module)):
             return False
         self._known[path] = weakref.ref(module)
+        self._stands(module)
         return True
+
+    def seen(self, module: nn.Module, *, repeatable: bool) -> None:
+        """The forward of a module that is known is over, and can be repeated, or not, as far as is known by now."""
+        if repeatable:
+            self._given_up.discard(module)
+            self._stands(module)  # those of its settings that it has left alone
+        else:
+            self._standing.pop(module, None)
+            self._given_up.add(module)
+
+    def _stands(self, module: nn.Module) -> None:
+        now, before = standing(module), self._standing.get(module)
+        self._standing[module] = now if before is None else {k: v for k, v in before.items() if same(now.get(k), v)}
 
     def apply(self, paths: Collection[str]) -> None:
         """From now on, recompute the modules of these paths and no others."""
@@ -71,12 +90,22 @@ class Regions:
                 del self._patched[path]
                 patch.take_off()
         for path, module in known.items():
-            if module is None or path in self._patched:
+            if module is None or path in self._patched or module in self._given_up:
                 continue
             kind = _Method if _is_plain(module) else _Compiled if compiled.may_run_twice(module) else None
             if kind is not None:
-                self._patched[path] = kind(module, path, self._modules, self._is_on, self._refused.add)
+                stands = self._standing.get(module, {})
+                self._patched[path] = kind(module, path, self._modules, self._is_on, self._give_up, stands)
                 self._patched[path].put_on()
+
+    def _give_up(self, patch: _Checkpointed, for_good: bool) -> None:
+        """From now on its module runs as it did; unless that is for good, another recording may tell otherwise."""
+        self._patched = {path: one for path, one in self._patched.items() if one is not patch}
+        self._known.pop(patch.path, None)
+        patch.take_off()
+        if (module := patch.module()) is not None:
+            self._standing.pop(module, None)
+            (self._refused if for_good else self._given_up).add(module)
 
 
 class _Checkpointed:
@@ -88,6 +117,8 @@ class _Checkpointed:
     ----------
     on : bool
         Whether to recompute.
+    path : str
+        The module's.
     """
 
     def __init__(
@@ -96,14 +127,18 @@ class _Checkpointed:
         path: str,
         modules: Modules[Any],
         is_on: Callable[[], bool],
-        refuse: Callable[[nn.Module], None],
+        give_up: Callable[[_Checkpointed, bool], None],
+        stands: Mapping[Any, Any],
     ) -> None:
         self.module = weakref.ref(module)
         self.on = True
         self._inputs: Node[Any] = Node(checkpoint_key(path, 0).rpartition(":")[0], of_inputs=True)
         self._modules = modules
         self._is_on = is_on
-        self._refuse = refuse
+        self.path = path
+        self._give_up = give_up
+        self._stands = stands  # settings that never changed while its forward was seen to be one that can be repeated
+        self._early = not catches(module)
 
     def put_on(self) -> None:
         """Be what runs the module's forward."""
@@ -123,9 +158,11 @@ class _Checkpointed:
             named = {name: copy_of(arg) for name, arg in kwargs.items()}
         except TypeError:
             given = None
-        if given is None or _has_hooks_within(module):
-            self._refuse(module)
+        cannot = given is None or _has_hooks_within(module)
+        if cannot or not self._is_as_seen(module):
+            self._give_up(self, cannot)
             return forward(*args, **kwargs)
+        assert given is not None
         # What is given twice is one object again: attention takes another way where `q is k`.
         first = {id(arg): k for k, arg in reversed(list(enumerate(args)))}
         same = [first[id(arg)] for arg in args]
@@ -133,7 +170,7 @@ class _Checkpointed:
         context = copy_context()
         place = self._modules.place
         here, place.here = place.here, self._inputs  # what the checkpoint itself saves
-        as_it_is = Snapshot(module, tensors_in((*given, *named.values())))
+        as_it_is = Snapshot(module, tensors_in((*given, *named.values())), partial(self._give_up, self, False))
 
         def run(*args: Any) -> Any:
             if _graph_task() == -1:
@@ -146,9 +183,15 @@ class _Checkpointed:
                 return context.copy().run(forward, *again, **by_name)  # what is set around a forward alone
 
         try:
-            return checkpoint(run, *args, use_reentrant=False)  # which has arguments by name of its own
+            with nullcontext() if self._early else set_checkpoint_early_stop(False):
+                return checkpoint(run, *args, use_reentrant=False)  # which has arguments by name of its own
         finally:
             place.here = here
+
+    def _is_as_seen(self, module: nn.Module) -> bool:
+        """Whether its settings are those with which it was seen: with others it may do what cannot be undone."""
+        now = standing(module)
+        return all(same(now.get(key), value) for key, value in self._stands.items())
 
 
 class _Compiled(_Checkpointed):
@@ -202,6 +245,9 @@ class _Method(_Checkpointed):
         called = sys._getframe(1).f_locals.get("self")
         if called is not module and isinstance(called, nn.Module) and vars(called).get("forward") is self:
             return self._function(called, *args, **kwargs)  # a shallow copy, such as DataParallel makes, has it, too
+        if type(module).forward is not self._function:  # the program has given its class another, or it another class
+            self._give_up(self, False)
+            return module.forward(*args, **kwargs)
         return self.run(module, MethodType(self._function, module), args, kwargs)
 
     # Whoever inspects a `forward`, such as TorchScript, finds the method that it was, with its code and its globals.
@@ -214,7 +260,7 @@ class _Method(_Checkpointed):
         return getattr(MethodType(self._function, self.module()), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return MethodType(self._function, memo[id(self.module())])
+        return MethodType(self._function, deepcopy(self.module(), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module(), "forward")

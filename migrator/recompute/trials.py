@@ -7,7 +7,7 @@ without. The device is not waited for: what it found is read when the period is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from migrator.recompute.dropped import Peek, run
 from migrator.recompute.finder import Took, Verified, layout
 from migrator.recompute.formulas import Formula, operation
 from migrator.recompute.fused import plainly
+from migrator.recompute.origins import Origins
 from migrator.trace import Recipe
 
 
@@ -97,14 +98,14 @@ class Trials:
         self._seen.add(ident)
         return True
 
-    def knows(self, ident: int, key: str, base: Tensor, what: Formula, inputs: Inputs, found: Set[str]) -> bool:
+    def knows(self, ident: int, key: str, base: Tensor, what: Formula, inputs: Inputs, source: Origins) -> bool:
         """Whether the formula held at this site before; then it counts as held, with what it finds now."""
         verified = self._verified.get(key)
-        if verified is None or what.name not in verified.held:
+        if verified is None or what.name not in verified.held or verified.choices is not source.choices:
             return False
         if (verified.layout, verified.version) != (layout(base), base._version):
             return False
-        verified = verified._replace(found=verified.found | found)
+        verified = verified._replace(found=verified.found | source.found)
         self._held[ident] = (_recipe(what.name, verified, inputs), verified)
         return True
 
@@ -139,9 +140,10 @@ class Trials:
             first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
             same = [_same_bits(made.untyped_storage(), tensor.untyped_storage(), first) for made in ways]
             if trial.unlike is not None:  # or else any guess would have done, and the next numbers tell them apart
-                with plainly():  # a kernel of ours may start from what was saved, and take no epsilon at all
+                # A kernel of ours may start from what was saved, and take no epsilon at all. What raises is unlike it.
+                with plainly(), suppress(RuntimeError):
                     unlike = run(trial.unlike, look)
-                same.append(~_same_bits(unlike.untyped_storage(), tensor.untyped_storage(), first))
+                    same.append(~_same_bits(unlike.untyped_storage(), tensor.untyped_storage(), first))
             # The trial's inputs need not outlive the node that saved them.
             self._tried.append(
                 _Tried(replace(trial, what=_NOTHING, unlike=None), torch.stack(same).all(), start, end, scratch)

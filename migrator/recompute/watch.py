@@ -37,7 +37,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NORMALISATIONS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_CONTAINERS = (dict, list, set, deque)
+CONTAINERS = (dict, list, set, deque)
 _LIMIT = 1000  # things in a container up to which each is looked at
 _LARGE = 1 << 20  # bytes of an array beyond which it is not
 _ABSENT = object()
@@ -68,7 +68,7 @@ class Watch:
             for parameter in vars(child)["_parameters"].values():
                 if parameter is not None and not parameter.is_inference():
                     self._look(partial(getattr, parameter, "_version"))
-            for function in _functions(type(child)):
+            for function in functions_of(type(child)):
                 self._look_at(function)
             for base in type(child).__mro__:
                 self._look_at_class(base)
@@ -118,7 +118,7 @@ class Watch:
             self.look_at_given([value])
         elif issubclass(kind, torch.Generator):
             self._look(lambda: value.get_state().numpy().tobytes(), self._drawn)
-        elif issubclass(kind, _CONTAINERS):
+        elif issubclass(kind, CONTAINERS):
             self._look(lambda: _things(value))
             things = _things(value)
             if depth and isinstance(things, list):
@@ -158,7 +158,7 @@ class Watch:
 
     def _look_at_class(self, kind: type) -> None:
         """Look at what a class of the program's keeps for all of its instances."""
-        if id(kind) in self._seen or _is_torch(kind.__module__):
+        if id(kind) in self._seen or is_torch(kind.__module__):
             return
         self._seen.add(id(kind))
         self._look(partial(_shared, kind))
@@ -167,7 +167,7 @@ class Watch:
 
     def _look_through(self, function: FunctionType) -> None:
         """Look at what a function can reach by name."""
-        if _is_torch(function.__module__ or ""):
+        if is_torch(function.__module__ or ""):
             return
         for cell in function.__closure__ or ():
             self._look(partial(_contents, cell))
@@ -277,14 +277,17 @@ def _collectives() -> Any:
 
 def _things(container: Any) -> Any:
     # Not by methods of the program's: there are dictionaries that load what they are asked for.
-    kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))
     if kind.__len__(container) > _LIMIT:
         return kind.__len__(container)
     return [*kind.__iter__(container), *(dict.values(container) if kind is dict else ())]
 
 
 def _are_same(looks: Iterable[_Look]) -> bool:
-    return all(_is_same(look(), before) for look, before in looks)
+    try:
+        return all(_is_same(look(), before) for look, before in looks)
+    except Exception:  # what cannot be looked at any more is not what it was
+        return False
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -299,14 +302,15 @@ def _is_same(one: Any, other: Any) -> bool:
     return isinstance(one, (int, bytes)) and one == other
 
 
-def _is_torch(module: str) -> bool:
+def is_torch(module: str) -> bool:
+    """Whether a module is PyTorch's, Python's own or ours."""
     return module.partition(".")[0] in ("torch", "migrator", "tiers", "builtins")
 
 
-def _functions(kind: type) -> Iterator[FunctionType]:
+def functions_of(kind: type) -> Iterator[FunctionType]:
     """The functions that a module's class brings along, besides PyTorch's own."""
     for base in kind.__mro__:
-        if not _is_torch(base.__module__):
+        if not is_torch(base.__module__):
             for value in vars(base).values():
                 function = getattr(value, "__func__", value)
                 if isinstance(function, FunctionType):

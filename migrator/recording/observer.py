@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from migrator.engine.mover import Mover
 from migrator.hooks import weights
 from migrator.hooks.packed import Packed, keep
 from migrator.recompute.arguments import changeable
+from migrator.recompute.as_it_was import Choices, choices
 from migrator.recompute.dropped import Dropped
 from migrator.recompute.finder import Took, Verified, base_of, find, layout
 from migrator.recompute.formulas import Formula, given_at_last
@@ -51,6 +53,8 @@ class Observer:
         self._movable = movable
         self._unpack = unpack
         self._began = NO_FORWARD  # PyTorch's number of the first node of the forward under way
+        self._choices: Choices | None = None  # the kernels that the program had chosen when it began
+        self._chosen: dict[Choices, Choices] = {}  # all that there were
         self._versions: Versions = {}  # of parameters that formulas may ask for, when it began
         self._asked: set[int] = set()  # those that they did ask for so far, by id
         self._changed: set[int] = set()  # those that had changed when they did
@@ -75,6 +79,8 @@ class Observer:
             self._narrowed.pop(root, None)
         known = self._parameters[root]
         self._began = NO_FORWARD if known is None else torch._C._autograd._get_sequence_nr()
+        now = choices()
+        self._choices = self._chosen.setdefault(now, now)
         if self._changed and self._was_ahead:
             self._reads_ahead = False  # the program changes parameters between its steps and its forwards
         self._changed.clear()
@@ -117,9 +123,9 @@ class Observer:
             return  # no checkpoint can save those
         tensors = [tensor for tensor in tensors if tensor.numel()]  # see `sites.Node.of_inputs`
         inputs = [mover.storages.find(tensor) if self._movable(tensor) else None for tensor in tensors]
-        with mover.recorder.aside():
-            watch = Watch(module, tensors)
-        mover.recorder.enter(path, inputs, watch)
+        # What cannot be looked at (a property that raises, an array of objects) is left alone, whatever it says.
+        with mover.recorder.aside(), suppress(Exception):
+            mover.recorder.enter(path, inputs, Watch(module, tensors))
 
     def leave(
         self,
@@ -139,12 +145,12 @@ class Observer:
             # when.
             if any(map(_was_changed, named.values())):
                 others = None
-            for recorder in recorders:
-                recorder.leave(path, others)
+            self._regions.seen(module, repeatable=all([recorder.leave(path, others) for recorder in recorders]))
 
     def origins(self, epsilon: float | None = None) -> Origins:
         """Where formulas find their inputs now."""
-        return Origins(self._unpack, keep, self._versions, self._asked, self._changed, self._began, epsilon)
+        keeper = self._unpack, keep, self._versions, self._asked, self._changed
+        return Origins(*keeper, self._began, self._choices, epsilon)
 
     def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
         """See whether the tensor could be recomputed, if this is the first of its storage."""
@@ -159,7 +165,7 @@ class Observer:
             what = packed.made.formula if isinstance(packed, Dropped) else find(base, source)
             inputs = None if what is None else _inputs(what, record.recorder)
             if what is not None and inputs is not None:
-                if trials.knows(ident, key, base, what, inputs, source.found):
+                if trials.knows(ident, key, base, what, inputs, source):
                     return
                 verified = Verified(
                     {what.name: Took(0.0, 0)},
@@ -168,6 +174,7 @@ class Observer:
                     base._version,
                     source.searched,
                     frozenset(source.found),
+                    source.choices,
                 )
                 first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
                 unlike = None if epsilon is None else find(base, self.origins(2 * epsilon + UNLIKE))

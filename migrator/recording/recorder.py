@@ -210,11 +210,16 @@ class Recorder:
         """Whether `enter` has been told of that module."""
         return self._visits.get(path) is not None
 
-    def leave(self, path: str, others: Iterable[Tensor] | None) -> None:
-        """It ends, and was given these tensors, too; None where it cannot be given again what it was given."""
+    def leave(self, path: str, others: Iterable[Tensor] | None) -> bool:
+        """It ends, and was given these tensors, too; None where it cannot be given again what it was given.
+
+        Returns
+        -------
+        whether it left no trace so far
+        """
         visit = self._visits.get(path)
         if visit is None or visit.watch is None or self._meter is None:
-            return
+            return False
         over = self._meter.mark()
         with self._meter.aside():
             if others is not None and visit.watch.forward_over():
@@ -222,6 +227,7 @@ class Recorder:
                 visit.watch.look_at_given(others)
             else:
                 visit.watch = None  # what it holds need not live on
+        return visit.watch is not None
 
     def turn(self) -> None:
         """Backward begins. What is alive without us, somebody else holds."""

@@ -81,7 +81,6 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: F.relu(saved(x)),
     "relu in place on batch norm": lambda x: F.relu_(F.batch_norm(x, None, None, WEIGHT, BIAS, True)),
     "batch norm": lambda x: F.batch_norm(x, torch.zeros(8), torch.ones(8), WEIGHT, BIAS, True),
-    "batch norm without weights": lambda x: F.batch_norm(x, None, None, None, None, True),
     "group norm": lambda x: F.group_norm(x, 2, WEIGHT, BIAS),
     "rms norm": lambda x: F.rms_norm(x, (6,), torch.ones(6, requires_grad=True)),
     "product": lambda x: saved(x) * saved(x + 1),
@@ -117,6 +116,28 @@ def test_recomputed_bit_for_bit(name: str) -> None:
     with packer.on():
         made = OPERATIONS[name](X.clone().requires_grad_() * 1)
     assert_bitwise(packer.again(made), made)
+
+
+FROZEN = torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    "normalise",
+    [
+        pytest.param(lambda x: F.group_norm(x, 2, WEIGHT, FROZEN), id="group norm, frozen"),
+        pytest.param(lambda x: F.group_norm(x, 2, WEIGHT, BIAS.sin()), id="group norm, made by what saves none of it"),
+        pytest.param(lambda x: F.batch_norm(x, None, None, WEIGHT, FROZEN, True), id="batch norm, frozen"),
+        pytest.param(lambda x: F.batch_norm(x, None, None, WEIGHT, BIAS.sin(), True), id="batch norm, made"),
+        pytest.param(lambda x: F.batch_norm(x, None, None, None, FROZEN, True), id="batch norm without a weight"),
+        pytest.param(lambda x: F.batch_norm(x, None, None, None, None, True), id="batch norm without any"),
+    ],
+)
+def test_a_normalisation_has_no_formula_where_its_bias_cannot_be_had(normalise: Callable[[Tensor], Tensor]) -> None:
+    """The node does not tell one that is frozen from none. While it was zero the bits were the same without it."""
+    packer = Packer()
+    with packer.on():
+        made = normalise(X.clone().requires_grad_() * 1)
+    assert packer.again(made) is None
 
 
 def test_the_formula_of_a_convolution_tells_the_shapes_it_is_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -272,9 +273,8 @@ def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
     what = Formula("ReluBackward0(.)", (), lambda values: x)
     before = Verified({what.name: Took(1e-3, 0)}, None, layout(x), x._version, True, frozenset({"Model.block:3"}))
     trials = Trials(mock.Mock(), {"Model.next:0": before})
-    assert trials.knows(
-        7, "Model.next:0", x, what, Inputs((1,), (1,)), {"Model.block:4"}
-    )  # one more was saved before it
+    source: Any = SimpleNamespace(found={"Model.block:4"}, choices=None)  # one more was saved before it
+    assert trials.knows(7, "Model.next:0", x, what, Inputs((1,), (1,)), source)
     _, verified = trials.results()[7]
     assert verified.found == {"Model.block:3", "Model.block:4"}
 

@@ -150,8 +150,8 @@ OTHER_GRAPHS: dict[str, tuple[Forward, Forward]] = {
         lambda x: F.group_norm(x, 2, WEIGHT, None),
     ),
     "a bias": (
-        lambda x: F.batch_norm(x, None, None, WEIGHT, None, True),
         lambda x: F.batch_norm(x, None, None, WEIGHT, BIAS, True),
+        lambda x: F.batch_norm(x, None, None, WEIGHT, None, True),
     ),
     "a leaf": (
         lambda x: saved(x) + saved(x * 2),

@@ -1,0 +1,68 @@
+"""Whether a module's forward may catch an exception that is thrown through it.
+
+PyTorch's checkpoint ends a recomputation by one, as soon as all is there that backward needs: who catches that takes it
+for a failure of his own, and goes another way in backward than in forward.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from types import CodeType, FunctionType
+
+from torch import nn
+
+from migrator.recompute.watch import functions_of, is_torch
+
+
+def catches(module: nn.Module) -> bool:
+    """Whether there is a handler in what a module's class and those of the modules within do, or call by name."""
+    seen: set[int] = set()
+    todo = [function for kind in {type(child) for child in module.modules()} for function in functions_of(kind)]
+    while todo:
+        function = todo.pop()
+        if id(function) in seen or is_torch(function.__module__ or ""):
+            continue
+        seen.add(id(function))
+        if _handles(function.__code__):
+            return True
+        todo += _called_by(function)
+    return False
+
+
+def _called_by(function: FunctionType) -> Iterator[FunctionType]:
+    """Functions that it can reach by the names it uses, or has captured, or wraps."""
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    there = [function.__globals__.get(name) for name in _names(function.__code__)]
+    for value in (*held, *there, getattr(function, "__wrapped__", None)):
+        value = getattr(value, "__func__", value)
+        if isinstance(value, type):
+            yield from functions_of(value)
+        elif isinstance(value, FunctionType):
+            yield value
+
+
+def _is_filled(cell: object) -> bool:
+    try:
+        cell.cell_contents  # type: ignore[attr-defined]  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+@cache
+def _names(code: CodeType) -> frozenset[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+@cache
+def _handles(code: CodeType) -> bool:
+    """Whether code has a handler: an ``except`` or a ``finally``, not a ``with`` alone."""
+    operations = [each.opname for each in dis.get_instructions(code)]
+    for this, following in pairwise(operations):
+        if this == "PUSH_EXC_INFO" and following != "WITH_EXCEPT_START":
+            return True
+    return any(_handles(constant) for constant in code.co_consts if isinstance(constant, CodeType))
