@@ -69,6 +69,7 @@ FAMILIES = (
     "surprises",
     "threads",
     "timeline",
+    "unlike",
     "version_check",
     "weights",
 )
