@@ -13,16 +13,14 @@ before: that memory may have been in use until there.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
-from functools import partial
 from itertools import islice
 
 import torch
 
 from migrator.engine import tensors as in_python
 from migrator.engine.backing import Backing
-from migrator.engine.group import NEVER, Claim, Group, State, claim_died, unclaimed
+from migrator.engine.group import NEVER, Claim, ClaimOn, Group, State, unclaimed
 from migrator.engine.moved import Saved, nothing
 from migrator.engine.parcel import Parcel
 from migrator.engine.tensors import Tensors
@@ -63,7 +61,7 @@ class Engine:
         self._stayed = 0
         self._again: Group | None = None  # the last one that came back a second time
         self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
-        self.dead: deque[Group] = deque()
+        self.dead: deque[ClaimOn] = deque()
         self._out = out
         self._back = back
         self.backing = backing
@@ -94,7 +92,8 @@ class Engine:
         claim = group.claim()
         if claim is None:
             claim = Claim()
-            group.claim = weakref.ref(claim, partial(claim_died, self.dead, group))
+            group.claim = on = ClaimOn(claim, self.dead.append)
+            on.group = group
             group.claims += 1
             self.alive += 1
         return claim
@@ -283,7 +282,7 @@ class Engine:
     def collect(self) -> None:
         """Forget groups that nobody refers to any more."""
         while self.dead:
-            group = self.dead.popleft()
+            group = self.dead.popleft().group
             self.alive -= 1
             group.claims -= 1
             if group.claims == 0:

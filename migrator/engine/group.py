@@ -12,14 +12,16 @@ The life of a group::
 References point upwards only. What autograd holds (`moved.Moved`) refers to a `Saved`, that to its
 group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
 reference count. All that a graph holds of one group shares a `Claim`, so that the engine hears of a
-group's death once. `claim_died` may run anywhere, also while the engine holds its lock; therefore it
-only appends to `Engine.dead`, and the engine looks there when it is next called.
+group's death once. That may come anywhere, also while the engine holds its lock; therefore it is only
+appended to `Engine.dead`, and the engine looks there when it is next called. No function of Python's
+runs then: an exception that a signal's handler raises, Ctrl-C's for one, would come first in there,
+as in any that is called while a graph is freed, and Python drops what a callback raises.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -48,12 +50,11 @@ class Claim:
     __slots__ = ("__weakref__",)
 
 
-def claim_died(dead: deque[Group], group: Group, _: object) -> None:
-    """Called when a claim has died: by its weak reference, which by then leads to nobody any more.
+class ClaimOn(weakref.ref[Claim]):
+    """A weak reference to a claim, which tells of which group; `Engine.dead` is given it once the claim has died."""
 
-    May run anywhere, in any thread that holds the interpreter: append is all it does.
-    """
-    dead.append(group)
+    __slots__ = ("group",)
+    group: Group
 
 
 def unclaimed() -> None:

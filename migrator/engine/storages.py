@@ -10,7 +10,9 @@ is no key: a freed storage's comes back within the same step.)
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +44,7 @@ class Known:
         The one of the same storage that was found before it.
     """
 
-    __slots__ = ("base", "before", "cdata", "high", "ident", "low", "made", "saved", "version")
+    __slots__ = ("__weakref__", "base", "before", "cdata", "high", "ident", "low", "made", "saved", "version")
 
     def __init__(
         self,
@@ -59,17 +61,42 @@ class Known:
         self.high = high
         self.base = weakref.ref(base)
         self.version = version
+        _release()
         self.cdata: int = storage._weak_ref()  # type: ignore[assignment]
+        ref = _Held(self, _gone.append)
+        ref.cdata = self.cdata
+        _held[id(ref)] = ref
         self.saved: Saved | None = None
         self.made: weakref.ref[Recomputed] | None = None
         self.before = before
 
-    def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
-        free(self.cdata)
-
     def freed(self) -> bool:
         """Whether the program's memory is gone."""
         return bool(torch.UntypedStorage._expired(self.cdata))
+
+
+class _Held(weakref.ref[Known]):
+    """A weak reference to a storage, for as long as a `Known` lives, and until the next one is made.
+
+    That one releases nothing itself: what is called while a graph is freed may have to raise what a signal's handler
+    does, Ctrl-C's for one, and Python drops that.
+    """
+
+    __slots__ = ("cdata",)
+    cdata: int
+
+
+_held: dict[int, _Held] = {}
+_gone: deque[_Held] = deque()
+
+
+def _release() -> None:
+    """Release the storages of those that are gone."""
+    while _gone:
+        with suppress(IndexError):  # another thread was quicker
+            ref = _gone.popleft()
+            del _held[id(ref)]
+            torch.UntypedStorage._free_weak_ref(ref.cdata)
 
 
 def holders(known: Known) -> int:

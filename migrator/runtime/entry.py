@@ -19,7 +19,6 @@ from torch.optim import optimizer as optimizer_hooks
 
 from allocator.errors import TiersError
 from migrator.engine.engine import Engine
-from migrator.engine.group import claim_died
 from migrator.engine.mover import Mover
 from migrator.hooks import compiled
 from migrator.hooks.saver import Saver
@@ -202,7 +201,7 @@ def _keep_dynamo_out() -> None:
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     natively = (Mover.take, Mover.give_back, Engine.born, Engine.entered, Engine.reached, Engine.left)
     hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *natively)
-    entries = (claim_died, compiled.Called.__call__, _enter, _leave, _stepping, _stepped, _disable, _enable)
+    entries = (compiled.Called.__call__, _enter, _leave, _stepping, _stepped, _disable, _enable)
     for function in (*hooks, *entries):
         eval_frame.set_code_exec_strategy(function.__code__, skip)
 
