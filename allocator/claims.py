@@ -114,6 +114,10 @@ class DramClaims:
             if keep >= granted:
                 return
             core.limit(DRAM, keep)
+            # What another thread had mapped before that stays claimed, or others would take what is no longer there.
+            mapped = min(granted, round_up(core.counts().dram, STEP))
+            if mapped > keep:
+                core.limit(DRAM, keep := mapped)
             self._granted[device] = keep
             self._room.taken(keep - granted)
             self._release(granted - keep)

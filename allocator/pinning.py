@@ -37,6 +37,11 @@ _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable (pinned for every GPU) 
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
+_mapped: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()  # by address
+_inherited: list[Pages] = []
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped.values()))
+
+
 class PinningRefused(TiersError):
     """The driver would not pin host memory; the text is its reason."""
 
@@ -45,7 +50,7 @@ def map_pages(nbytes: int, node: int | None = None) -> Pages:
     """Map `nbytes` of private zeroed memory, its address a multiple of `PAGE`; nothing is resident yet.
 
     The system takes the memory back when the last reference to the result is gone. A forked child does not
-    have it.
+    have it, and keeps what it has of the result: to let go of that would unmap what lies there by then.
 
     Parameters
     ----------
@@ -64,6 +69,7 @@ def map_pages(nbytes: int, node: int | None = None) -> Pages:
         region.madvise(mmap.MADV_HUGEPAGE)
     base = ctypes.addressof(ctypes.c_char.from_buffer(region))
     pages = (ctypes.c_ubyte * nbytes).from_buffer(region, -base % PAGE)
+    _mapped[base] = pages
     if node is not None:
         _prefer(pages, node)
     return pages

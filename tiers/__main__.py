@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from tiers.cli.main import main
+from tiers.cli.entry import main
 
 sys.exit(main())

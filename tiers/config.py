@@ -167,7 +167,7 @@ def load(
     unread: list[str] = []
     for source in (
         from_user(environ, unread),
-        from_file(Path(str(named)) if named else None, cwd or Path(), options or {}),
+        from_file(Path(str(named)).expanduser() if named else None, cwd or Path(), options or {}),
         from_environment(environ, options or {}),
         from_arguments(given),
     ):

@@ -16,6 +16,8 @@ from tiers.config import Config, ConfigError
 from tiers.launcher import is_started_beside_others, processes
 
 STATS = "stats.json"
+TRACE = "trace.json"
+PLAN = "plan.json"
 TIMELINE = "timeline.json.gz"
 ENOUGH = 5  # steps under the last plan: a few are no median
 
@@ -70,14 +72,16 @@ def write(
         # First, as whose it is has the directory: trainers without RANK, started by hand or by torch.multiprocessing,
         # share it and may end together, and none must overwrite another's.
         _write(directory / STATS, told, over=force)
+        for name in (TRACE, PLAN, TIMELINE):  # of an earlier run, whatever becomes of this one's
+            (directory / name).unlink(missing_ok=True)
     except FileExistsError:
         directory = directory / f"process{os.getpid()}"
         directory.mkdir()
         _write(directory / STATS, told)
     if learned is not None:
         trace, plan = learned
-        _write(directory / "trace.json", trace.to_json().encode() + b"\n")
-        _write(directory / "plan.json", plan.to_json().encode() + b"\n")
+        _write(directory / TRACE, trace.to_json().encode() + b"\n")
+        _write(directory / PLAN, plan.to_json().encode() + b"\n")
     # Last, as it takes longest: who ends programs may not wait for it.
     _write(directory / TIMELINE, gzip.compress(timeline.to_json().encode(), compresslevel=6))
     return directory

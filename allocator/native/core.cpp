@@ -10,8 +10,8 @@ namespace {
 constexpr uint64_t kSmall = uint64_t{1} << 20;    // requests up to here share pages apart from larger ones
 constexpr uint64_t kLargest = uint64_t{1} << 60;  // request; more would not count up to whole pages
 // Addresses of a heap. There are some 2^47 for the whole process, so after so many heaps the next ones get half as
-// many, down to a quarter; requests that are small, and private pools then, make do with less.
-constexpr uint64_t kRange = uint64_t{1} << 40, kSmallRange = uint64_t{1} << 36;
+// many, down to a quarter; requests that are small, and private pools then, make do with less: more than any GPU has.
+constexpr uint64_t kRange = uint64_t{1} << 40, kSmallRange = uint64_t{1} << 38;
 constexpr size_t kHalve = 8, kHalvings = 2;
 constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the driver has no more
 constexpr uint64_t kSpare = 256;                        // one page in so many, for those that are in use only in part

@@ -34,8 +34,18 @@ struct Range {
   uint64_t begin = 0, end = 0;
 };
 
+// A reserved range through which pages are copied to another tier.
+struct Alias {
+  uint64_t address = 0, pages = 0;
+  std::vector<Handle> left;  // mapped there still, as the driver would not unmap it: pages of `tier`
+  Tier tier = kHbm;
+};
+
 inline uint64_t up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 inline uint64_t down(uint64_t value, uint64_t unit) { return value / unit * unit; }
+
+// Unmap what is left there, and give it back to the pages of its tier.
+Status clear(Alias &alias, Primitives &primitives, Pages &pages);
 
 class Heap {
  public:
@@ -77,8 +87,8 @@ class Heap {
   // Bytes of `[address, address + bytes)` on pages of `tier`.
   uint64_t on(Tier tier, uint64_t address, uint64_t bytes) const;
   // Put the whole pages within `[address, address + bytes)` on pages of `tier`; what they hold moves along. Nothing may
-  // be at work on them. `alias` is a reserved range of `alias_pages` pages.
-  Status move(uint64_t address, uint64_t bytes, Tier tier, uint64_t alias, uint64_t alias_pages);
+  // be at work on them.
+  Status move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias);
 
   // Have another GPU reach what is mapped, too.
   Status share(int device);

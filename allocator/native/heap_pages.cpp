@@ -89,7 +89,18 @@ uint64_t Heap::on(Tier tier, uint64_t address, uint64_t bytes) const {
   return sum;
 }
 
-Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, uint64_t alias, uint64_t alias_pages) {
+Status clear(Alias &alias, Primitives &primitives, Pages &pages) {
+  if (alias.left.empty()) return Status::Ok;
+  Status status = primitives.unmap(alias.address, alias.left.size());
+  if (status != Status::Ok) return status;
+  pages.give(alias.left);
+  alias.left.clear();
+  return status;
+}
+
+Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias) {
+  Status cleared = clear(alias, primitives_, pages_[alias.tier]);
+  if (cleared != Status::Ok) return cleared;
   uint64_t begin = index(up(address, kPage)), end = index(down(address + bytes, kPage));
   for (uint64_t page = begin; page < end;) {
     if (!table_[page].handle || table_[page].tier == tier) {
@@ -98,24 +109,27 @@ Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, uint64_t alias, u
     }
     Tier from = table_[page].tier;
     uint64_t count = 1;
-    while (count < alias_pages && page + count < end && table_[page + count].handle &&
+    while (count < alias.pages && page + count < end && table_[page + count].handle &&
            table_[page + count].tier == from)
       ++count;
     uint64_t at = base_ + page * kPage;
     std::vector<Handle> fresh, old;
     Status status = pages_[tier].take(count, &fresh);
     if (status != Status::Ok) return status;
-    status = primitives_.map(alias, fresh.data(), count);
+    status = primitives_.map(alias.address, fresh.data(), count);
     if (status != Status::Ok) {
       pages_[tier].give(fresh);
       return status;
     }
-    status = primitives_.copy(alias, at, count * kPage);
-    Status unmapped = primitives_.unmap(alias, count);
+    status = primitives_.copy(alias.address, at, count * kPage);
+    Status unmapped = primitives_.unmap(alias.address, count);
     if (status == Status::Ok) status = unmapped;
     if (status == Status::Ok) status = primitives_.unmap(at, count);
     if (status != Status::Ok) {  // the old pages are still in place and hold what they held
-      if (unmapped == Status::Ok) pages_[tier].give(fresh);
+      if (unmapped == Status::Ok)
+        pages_[tier].give(fresh);
+      else
+        alias.left = fresh, alias.tier = tier;
       return status;
     }
     for (uint64_t i = 0; i < count; ++i) old.push_back(table_[page + i].handle);

@@ -31,7 +31,8 @@ int tn_open(const char *backend, int device, uint64_t hbm_limit, uint64_t dram_l
                                                       : fail(Status::Invalid, "no such backend");
     if (status != Status::Ok) return int(status);
     auto made = std::make_unique<tn_core>(std::move(primitives), hbm_limit, dram_limit);
-    status = made->primitives->reserve(kAliasPages * kPage, &made->alias);
+    made->alias.pages = kAliasPages;
+    status = made->primitives->reserve(kAliasPages * kPage, &made->alias.address);
     if (status == Status::Ok) *core = made.release();
     return int(status);
   } catch (const std::exception &error) {
@@ -45,8 +46,9 @@ int tn_close(tn_core *core) {
     auto note = [&](Status status) { worst = worst == Status::Ok ? status : worst; };
     note(core->primitives->synchronize_all());
     for (auto &[base, heap] : core->heaps) note(heap->close());
+    note(clear(core->alias, *core->primitives, core->pages[core->alias.tier]));
     for (Pages &tier : core->pages) note(tier.trim());
-    note(core->primitives->unreserve(core->alias, kAliasPages * kPage));
+    note(core->primitives->unreserve(core->alias.address, kAliasPages * kPage));
     return worst;
   });
   delete core;
@@ -264,7 +266,7 @@ int tn_move(tn_core *core, uint64_t address, int tier) {
     if (!block || tier < 0 || tier >= kTiers) return fail(Status::Invalid, "no such block, or no such tier");
     Status status = core->wait_for_all();
     if (status != Status::Ok) return status;
-    status = heap->move(block->address, block->bytes, Tier(tier), core->alias, kAliasPages);
+    status = heap->move(block->address, block->bytes, Tier(tier), core->alias);
     if (tier != kHbm) return status;
     // What it left in DRAM is others' as well, and would be taken for what HBM has no room for: state would sink again.
     Status trimmed = core->pages[kDram].trim();

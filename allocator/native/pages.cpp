@@ -30,10 +30,9 @@ Status Pages::take(uint64_t count, std::vector<Handle> *out) {
       give(taken);
       return status;
     }
-    ++made_;
+    most_ = std::max(most_, ++made_);
     taken.push_back(handle);
   }
-  most_ = std::max(most_, made_);
   out->insert(out->end(), taken.begin(), taken.end());
   return Status::Ok;
 }

@@ -87,7 +87,7 @@ struct tn_core {
   std::list<tiers::Waiting> waiting;
   std::map<Stream, std::deque<tiers::End>> ends;  // in the order in which they were recorded, and so are passed
   size_t untold = 0;                              // blocks with streams of which that cannot be told
-  uint64_t alias = 0;
+  tiers::Alias alias;
   int lifetime_class = TN_ANY;
   int captures = 0;   // of graphs that may be under way
   tiers::Log log[3];  // of the present period, the one before, and the one before that

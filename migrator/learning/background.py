@@ -76,7 +76,8 @@ def _elsewhere(job: Callable[[], T]) -> T:
         result, error = pickle.loads(_answer_to(sent, {**quiet, "PYTHONPATH": path}))
     except Exception as error:
         # No process may be started, or what comes from it is no answer: what a job raises is one.
-        log.info("plans are made in this process, which may hold training up: %s", error)
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        log.info("plans are made in this process, which may hold training up: %s", said or error)
         return job()
     if error is not None:
         raise error
@@ -85,7 +86,8 @@ def _elsewhere(job: Callable[[], T]) -> T:
 
 
 def _answer_to(sent: bytes, environ: dict[str, str]) -> bytes:
-    command, pipe = [sys.executable, "-c", _SERVE], subprocess.PIPE
+    # Without the directory that it is started in, which may hold modules of any name.
+    command, pipe = [sys.executable, "-P", "-c", _SERVE], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ) as planner:
         _planners.add(planner.pid)
         try:

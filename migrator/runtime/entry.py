@@ -74,6 +74,8 @@ def install(listener: Listener) -> None:
             "tiers is active already in this process: close that session before opening another, or, if "
             "TIERS_ALLOCATOR has opened it, unset that or leave tiers.session out"
         )
+    if _handles:  # of whom a fork has left behind: each would be called twice
+        uninstall()
     _active = listener
     _handles.extend(
         [

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import deque
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -211,6 +214,29 @@ def what_a_forward_that_raised_had_saved_is_gone_before_a_validation(device: tor
             model(batch(device, 8))
         assert (mover.engine.alive, mover.engine.dead) == (0, deque())
         train(model, device, steps=1)
+
+
+def no_function_of_python_s_runs_while_a_graph_is_freed(device: torch.device) -> None:
+    """What a signal's handler raises, as Ctrl-C does, comes in the next that is called, and Python drops it there."""
+    called: list[str] = []
+
+    def told(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_qualname)
+
+    kinds: list[dict[str, Any]] = [{}, {"recompute": True}, {"regions": True}]
+    for arguments in kinds:
+        for native in ("off", "auto"):
+            with moving(native=native, **arguments):
+                model = perceptron(device)
+                train(model, device)
+                loss = model(batch(device, 9)).square().mean()
+                sys.setprofile(told)
+                try:
+                    del loss
+                finally:
+                    sys.setprofile(None)
+    assert not called, called
 
 
 if __name__ == "__main__":

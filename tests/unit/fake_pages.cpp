@@ -28,7 +28,7 @@ struct Page {
   bool device = true;
 };
 
-long there = 1 << 20, made = 0;
+long there = 1 << 20, made = 0, refuse_unmap = 0;
 int file = -1;
 std::map<uint64_t, Page> pages;           // by handle
 std::vector<uint64_t> gone;               // handles
@@ -62,6 +62,7 @@ bool all_mapped(uint64_t address, size_t bytes) {
 
 extern "C" {
 void fake_has_pages(long more) { there = on_device() + more; }  // the device, from now on
+void fake_refuse_unmap(long call) { refuse_unmap = call; }     // of those to come, from 1 on
 
 int cuInit(unsigned) {
   if (file < 0) file = memfd_create("fake", MFD_CLOEXEC);
@@ -120,6 +121,7 @@ int cuMemMap(uint64_t address, size_t bytes, size_t, uint64_t handle, unsigned l
 }
 int cuMemUnmap(uint64_t address, size_t bytes) {
   if (int error = fake_unsafe()) return error;
+  if (refuse_unmap && --refuse_unmap == 0) return 700;
   expect(!fake_pending_at(address, bytes), "pages are unmapped under work");
   if (!all_mapped(address, bytes)) return kInvalid;
   for (size_t k = 0; k < bytes; k += kPage) {

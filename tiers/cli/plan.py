@@ -11,6 +11,7 @@ from migrator.trace import Trace
 from tiers.cli.run_files import LANES, known_below, known_links, read_json
 from tiers.cli.verb import FAILED, CliError, print_json, print_tables
 from tiers.config_keys import RATE
+from tiers.run_directory import TRACE
 
 
 class PlanVerb:
@@ -68,7 +69,7 @@ class PlanVerb:
 
         if args.plot:
             check(args.plot, force=args.force)
-        file = args.trace if args.trace.suffix == ".json" else args.trace / "trace.json"
+        file = args.trace if args.trace.suffix == ".json" else args.trace / TRACE
         trace = read_json(file, Trace.from_json)
         below, dram = known_below(args.dram)
         has_disk = below is not None and dram is not None and below > dram

@@ -79,7 +79,7 @@ class ProbeVerb:
             sustained=args.sustained,
             contention=args.contention,
         )
-        file = Path(os.environ.get(CONFIG_ENV) or "tiers.toml")
+        file = Path(os.environ.get(CONFIG_ENV) or "tiers.toml").expanduser()
         if args.plot:
             plot.check(args.plot, force=args.force)
         if args.write:

@@ -18,7 +18,7 @@ from migrator.trace import Trace
 from tiers.cli.run_files import known_links, read_json
 from tiers.cli.verb import CliError, print_json, print_tables
 from tiers.planning import why
-from tiers.run_directory import ENOUGH
+from tiers.run_directory import ENOUGH, PLAN, TRACE
 
 _BAR = 20
 
@@ -41,7 +41,7 @@ class ReportVerb:
         """Read and print."""
         try:
             path = args.run_dir if args.run_dir.is_file() else args.run_dir / "stats.json"
-            if path.name in ("plan.json", "trace.json"):
+            if path.name in (PLAN, TRACE):
                 raise CliError(f"{path} tells only a part; name its directory, or the stats.json in it")
             stats = _read(path)
         except OSError as error:
@@ -105,11 +105,11 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
 
 def _account(directory: Path, stats: dict[str, Any]) -> why.Why | list[str]:
     """Why the steps took what they took, or what keeps that from being told: nothing where there was no plan."""
-    if not (directory / "plan.json").exists():
+    if not (directory / PLAN).exists():
         return []
     try:
-        plan = read_json(directory / "plan.json", Plan.from_json)
-        trace = read_json(directory / "trace.json", Trace.from_json)
+        plan = read_json(directory / PLAN, Plan.from_json)
+        trace = read_json(directory / TRACE, Trace.from_json)
         links = known_links({}, disk=bool(stats["budget"]["nvme"]))
     except TiersError as error:  # of a trace of another version, or of a configuration, of which stats need nothing
         return [f"no account of the plan: {error}"]

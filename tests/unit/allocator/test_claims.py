@@ -11,7 +11,7 @@ from allocator import adapter
 from allocator.claims import UNUSED
 from allocator.dram import DramArena
 from allocator.ledger import Ledger
-from allocator.native import DRAM, Core, CoreError, CoreFull, aside
+from allocator.native import DRAM, Core, CoreError, CoreFull, Counts, aside
 from allocator.room import FRESH, Room
 from allocator.sizes import PAGE, MiB
 from tests.unit.one_core import OnOneCore, step
@@ -145,3 +145,24 @@ def test_gpus_share_the_dram_that_there_is(pages: OnOneCore, monkeypatch: pytest
         core.allocate(24 * MiB)
         with pytest.raises(CoreFull):
             core.allocate(PAGE)
+
+
+def test_what_another_thread_maps_while_claims_go_back_stays_claimed(
+    pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was mapped, and the node was told that it is free: others would take what is no longer there."""
+    monkeypatch.setattr("allocator.claims.STEP", 4 * MiB)
+    ledger = Ledger(tmp_path / "ledger")
+    assert pages._more(0, 32 * MiB)
+    core.allocate(64 * MiB)  # all of HBM
+    counts, late = core.counts, list[int]()
+
+    def then_another_thread() -> Counts:
+        before = counts()
+        if not late:
+            late.append(core.allocate(16 * MiB))
+        return before
+
+    monkeypatch.setattr(core, "counts", then_another_thread)
+    pages._claims.trimmed(0, core)
+    assert core.on(late[0], DRAM) == 16 * MiB == ledger.used("dram") == counts().dram_limit

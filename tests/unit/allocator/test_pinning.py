@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +17,7 @@ from allocator import pinning
 from allocator.dram import DramArena
 from allocator.pinning import PinningRefused, map_pages, pin, touch
 from allocator.sizes import PAGE
-from tests.unit.fake_driver import asked, build
+from tests.unit.fake_driver import ROOT, asked, build
 
 PROGRAM = """
 import threading
@@ -91,3 +93,20 @@ def test_where_no_thread_can_be_started_who_asks_pins(monkeypatch: pytest.Monkey
         pin(pages, 0)
     assert (asked_by, forgotten) == ([threading.current_thread()], [True])
     del pages
+
+
+def test_a_forked_child_does_not_unmap_what_lies_where_pages_were() -> None:
+    """It has no such pages, and a large block of its own comes to lie there. It died when it let go of what it had."""
+    program = """
+import gc, os, sys
+import numpy as np
+from allocator.pinning import map_pages
+pages = map_pages(64 << 20)
+child = os.fork()
+if not child:
+    own = [np.full(40 << 20, 7, np.uint8) for _ in range(4)]
+    del pages; gc.collect()
+    os._exit(not all((each == 7).all() for each in own))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0)
+"""
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

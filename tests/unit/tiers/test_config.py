@@ -158,6 +158,12 @@ def test_a_named_file_replaces_the_one_in_the_directory(resolve, tmp_path):
     assert resolved.config.log == Config().log
 
 
+def test_a_named_file_may_lie_in_the_home_directory(resolve, tmp_path, monkeypatch):
+    (tmp_path / "own.toml").write_text('policy = "keep"')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve(environ={"TIERS_CONFIG": "~/own.toml"}).config.policy == "keep"
+
+
 def test_an_argument_of_none_counts_as_not_given(resolve):
     assert resolve({"hbm": None}).origin["hbm.capacity"] == "default"
 

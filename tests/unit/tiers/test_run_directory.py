@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from migrator.plan import Plan
 from migrator.telemetry.timeline import Timeline
+from migrator.trace import Trace
 from tiers import run_directory
 from tiers.config import Config, ConfigError
 
@@ -86,6 +88,15 @@ def test_an_earlier_run_is_in_the_way_of_who_begins_alone(tmp_path: Path, monkey
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the program")
     assert run_directory.find(Config(run=tmp_path)) == tmp_path
+
+
+def test_with_force_nothing_of_an_earlier_run_stays(tmp_path: Path) -> None:
+    """A run that ended before it had a plan was told by the plan of the one before."""
+    learned = Trace((), 0), Plan("keep", 0, {}, ())
+    run_directory.write(tmp_path, {}, learned, Timeline(), force=True)
+    assert (tmp_path / run_directory.PLAN).exists() and (tmp_path / run_directory.TRACE).exists()
+    run_directory.write(tmp_path, {}, None, Timeline(), force=True)
+    assert {path.name for path in tmp_path.iterdir()} == {run_directory.STATS, run_directory.TIMELINE}
 
 
 def test_with_force_an_earlier_run_is_written_over(tmp_path: Path) -> None:

@@ -256,3 +256,15 @@ class Blocks(RuleBasedStateMachine):
 
 TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_private_pool_has_addresses_for_more_than_any_gpu_has() -> None:
+    """After eight heaps pools had 64 GiB of them: the rest lay in DRAM, with HBM free."""
+    made = Core("memfd", 139 * GiB, GiB)
+    for stream in range(8):
+        made.free(made.allocate(4 * MiB, stream))
+    blocks = [made.allocate(4 * GiB, 0, pool=1) for _ in range(17)]
+    assert all(made.on(block, HBM) == 4 * GiB for block in blocks)
+    for block in blocks:
+        made.free(block)
+    made.close()

@@ -53,6 +53,29 @@ assert ctypes.string_at(block, 8 * MiB) == bytes([3]) * (8 * MiB)
     holds(built, program)
 
 
+def test_what_a_failed_unmap_leaves_of_a_move_is_cleared_by_the_next(built: Path) -> None:
+    """No state moved any more, and 64 MiB of DRAM were lost to the job."""
+    program = """
+from allocator.native import CoreError
+block = core.allocate(8 * MiB, stream=7)
+ctypes.memset(block, 3, 8 * MiB)
+fake.fake_refuse_unmap(1)
+try: core.move(block, DRAM)
+except CoreError: pass
+else: raise AssertionError
+assert core.on(block, HBM) == 8 * MiB
+core.move(block, DRAM)
+assert core.on(block, DRAM) == 8 * MiB and ctypes.string_at(block, 8 * MiB) == bytes([3]) * (8 * MiB)
+core.move(block, HBM)
+assert core.counts().dram == 0
+fake.fake_refuse_unmap(1)
+try: core.move(block, DRAM)
+except CoreError: pass
+core.free(block); core.close()
+"""
+    holds(built, program)
+
+
 def test_memory_of_a_graph_that_is_gone_is_kept_until_its_last_replay_is_over(built: Path) -> None:
     """That may be on any stream, not the one on which it was captured."""
     program = """

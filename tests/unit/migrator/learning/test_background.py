@@ -38,6 +38,12 @@ def test_that_process_has_the_package_from_where_this_one_has_it(monkeypatch: py
     assert paths == [str(Path(migrator.__file__).parents[1])]
 
 
+def test_nor_with_those_of_the_directory_that_it_is_started_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "migrator.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert in_background(os.getpid).result(timeout=60) != os.getpid()
+
+
 def test_a_plan_is_the_same_wherever_it_is_made() -> None:
     trace = gpt(blocks=2)
     job = partial(make_all, POLICIES["auto"], (trace,), (2 * (max(trace.others) + trace.saved_bytes),), 0, PCIE_GEN5)
