@@ -51,18 +51,15 @@ class Snapshot:
         self._choices = choices()
         # What drew no number while it was watched may do so later, as a probability that is raised step by step.
         self._numbers = random.getstate(), np.random.get_state(legacy=False)
-        self._generators = [
-            (value, _state(value))
-            for child, _ in self._modules
-            for value in vars(child).values()
-            if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
-        ]
-        self._containers = [
-            (value, value.copy())
-            for child, _ in self._modules
-            for name, value in vars(child).items()
-            if type(value) in CONTAINERS and name not in OF_EVERY_MODULE and _holds_settings(value)
-        ]
+        self._generators: list[tuple[Any, Any]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        for child, _ in self._modules:
+            for name in (own := vars(child)).keys() - OF_EVERY_MODULE:
+                value = own[name]
+                if type(value) in CONTAINERS and _holds_settings(value):
+                    self._containers.append((value, value.copy()))
+                elif isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
+                    self._generators.append((value, _state(value)))
 
     @contextmanager
     def back(self) -> Iterator[None]:

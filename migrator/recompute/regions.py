@@ -65,21 +65,23 @@ class Regions:
         if module in self._refused or not (_is_plain(module) or compiled.may_run_twice(module)):
             return False
         self._known[path] = weakref.ref(module)
-        self._stands(module)
+        now, before = standing(module), self._standing.get(module)
+        if before is not None:
+            # A number that is another one by now, with which it could be repeated as well, may be scheduled: it would
+            # be recorded anew at each change. A mode, or a flag, has to be that with which it was recorded last.
+            now = {key: now[key] for key, was in before.items() if key in now and not _is_scheduled(was, now[key])}
+        self._standing[module] = now
         return True
 
     def seen(self, module: nn.Module, *, repeatable: bool) -> None:
         """The forward of a module that is known is over, and can be repeated, or not, as far as is known by now."""
         if repeatable:
             self._given_up.discard(module)
-            self._stands(module)  # those of its settings that it has left alone
+            now = standing(module)  # of which it has left some alone
+            self._standing[module] = {k: v for k, v in self._standing[module].items() if same(now.get(k), v)}
         else:
             self._standing.pop(module, None)
             self._given_up.add(module)
-
-    def _stands(self, module: nn.Module) -> None:
-        now, before = standing(module), self._standing.get(module)
-        self._standing[module] = now if before is None else {k: v for k, v in before.items() if same(now.get(k), v)}
 
     def apply(self, paths: Collection[str]) -> None:
         """From now on, recompute the modules of these paths and no others."""
@@ -104,7 +106,6 @@ class Regions:
         self._known.pop(patch.path, None)
         patch.take_off()
         if (module := patch.module()) is not None:
-            self._standing.pop(module, None)
             (self._refused if for_good else self._given_up).add(module)
 
 
@@ -264,6 +265,11 @@ class _Method(_Checkpointed):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module(), "forward")
+
+
+def _is_scheduled(was: Any, now: Any) -> bool:
+    """Whether these are two numbers."""
+    return type(was) is type(now) and type(now) in (int, float) and not same(was, now)
 
 
 def _in_a_mode() -> bool:

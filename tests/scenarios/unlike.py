@@ -347,6 +347,30 @@ def the_end_of_a_recomputation_is_no_failure_of_the_program_s(device: torch.devi
     _assert_same_later(Counting, device, **WHOLE)
 
 
+def a_number_that_is_scheduled_is_recorded_anew_but_once(device: torch.device) -> None:
+    """And a flag whenever it changes, until then it runs as it is."""
+
+    class Scheduled(Part):
+        p = 0.0
+
+        def between(self, x: Tensor) -> Tensor:
+            return F.dropout(F.gelu(x), self.p)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scheduled() for _ in range(3))).to(device)
+    whole = {f"Sequential.{k}" for k in range(3)}
+    on = []
+    with moving(**WHOLE) as session:
+        for i in range(40):
+            for part in model:
+                part.p = (i // 8) / 10
+            model(batch(device, i, rows=256, width=WIDTH)).square().mean().backward()
+            patched = {path for path in whole if "forward" in vars(model[int(path[-1])])}
+            on.append(bool(patched) and patched == recomputed(session))
+    print("  " + "".join("+" if each else "." for each in on))
+    assert on[7] and not on[8] and all(on[20:])
+
+
 def what_cannot_be_looked_at_is_left_alone(device: torch.device) -> None:
     class Odd(Part):
         def __init__(self) -> None:
