@@ -10,7 +10,7 @@ from migrator.policies import MODULES
 from migrator.trace import Trace
 from tiers.cli.run_files import LANES, known_below, known_links, read_json
 from tiers.cli.verb import FAILED, CliError, print_json, print_tables
-from tiers.config_keys import RATE
+from tiers.config_keys import RATE, nearest
 from tiers.run_directory import TRACE
 
 
@@ -24,7 +24,12 @@ class PlanVerb:
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Take the trace, the budget, the policies, and what to tell of them."""
-        parser.add_argument("trace", type=Path, metavar="TRACE", help="trace.json, or the run directory it is in")
+        parser.add_argument(
+            "trace",
+            type=Path,
+            metavar="TRACE",
+            help="trace.json, also compressed by gzip, or the run directory it is in",
+        )
         parser.add_argument(
             "--budget",
             required=True,
@@ -69,7 +74,7 @@ class PlanVerb:
 
         if args.plot:
             check(args.plot, force=args.force)
-        file = args.trace if args.trace.suffix == ".json" else args.trace / TRACE
+        file = args.trace if args.trace.suffix in (".json", ".gz") else args.trace / TRACE
         trace = read_json(file, Trace.from_json)
         below, dram = known_below(args.dram)
         has_disk = below is not None and dram is not None and below > dram
@@ -100,7 +105,7 @@ def _policies(text: str) -> tuple[str, ...]:
     names = tuple(MODULES) if text == "all" else tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in MODULES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(MODULES)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(MODULES)}{nearest(name, MODULES)}")
     return names
 
 

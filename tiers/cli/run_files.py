@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +19,7 @@ Content = TypeVar("Content")
 
 
 def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
-    """Read a file of a run directory.
+    """Read a file of a run directory, or a compressed one.
 
     Raises
     ------
@@ -25,7 +27,8 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
         If there is none, or `parse` does not take it.
     """
     try:
-        return parse(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
+        return parse((gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8"))
     except FileNotFoundError:
         several = [str(other.parent) for other in file.parent.glob(f"*/{file.name}")]
         if several:
@@ -35,7 +38,7 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
             f"{file} does not exist; run with TIERS_RUN={file.parent} to have it written, at the end of a program that "
             "trains: without a training step, or after SIGKILL, there is none"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CliError(
             f"{file} cannot be read: {error}; name a directory that TIERS_RUN named, whose run this version wrote"
         ) from None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from dataclasses import replace
@@ -44,6 +45,16 @@ def test_policies_stand_side_by_side(trace: Path, capsys: pytest.CaptureFixture[
     assert auto["fits"]
     assert 0.9 < auto["fraction_of_ideal"] < 1
     assert auto["peak"]["hbm"] <= data["budget"]
+
+
+def test_a_trace_may_be_compressed(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = trace.with_suffix(".json.gz")
+    packed.write_bytes(gzip.compress(trace.read_bytes()))
+    words = "--budget", "12GiB", "--policy", "move", "--json"
+    assert json.loads(output(capsys, packed, *words)) == json.loads(output(capsys, trace, *words))
+    packed.write_bytes(packed.read_bytes()[:100])
+    assert main(["plan", str(packed), *words]) == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_the_table_has_the_same_numbers(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
