@@ -28,7 +28,7 @@ class PlanVerb:
             "trace",
             type=Path,
             metavar="TRACE",
-            help="trace.json, also compressed by gzip, or the run directory it is in",
+            help="trace.json (.gz), or the run directory it is in",
         )
         parser.add_argument(
             "--budget",
