@@ -62,7 +62,7 @@ bool all_mapped(uint64_t address, size_t bytes) {
 
 extern "C" {
 void fake_has_pages(long more) { there = on_device() + more; }  // the device, from now on
-void fake_refuse_unmap(long call) { refuse_unmap = call; }     // of those to come, from 1 on
+void fake_refuse_unmap(long call) { refuse_unmap = call; }      // of those to come, from 1 on
 
 int cuInit(unsigned) {
   if (file < 0) file = memfd_create("fake", MFD_CLOEXEC);
