@@ -195,6 +195,8 @@ class Mover:
             made = None if known.made is None else known.made()
             if made is None:
                 base = base_of(tensor)
+                # What was seen since may be other than what the plan was made with, and the plan the same.
+                make.finder.verified = self.verified.get(key, make.verified)
                 what = make.finder.find(base, origins(make.verified.epsilon))
                 if what is None:
                     return self.take(tensor, key, None, kind)

@@ -97,16 +97,23 @@ def standing(module: nn.Module) -> dict[Any, Any]:
     """Modes and settings of a module, of those within, and of those that it has in a list or by another name."""
     found: dict[Any, Any] = {}
     for path, child in module.named_modules():
+        if is_wrapper(child):
+            continue
         own = vars(child)
-        found[path, "training"] = own["training"]
+        found[path, "training"] = own.get("training")
         for name in own.keys() - OF_EVERY_MODULE:
             if type(value := own[name]) in SETTINGS:
                 found[path, name] = value
-            elif type(value) in (list, tuple, dict):
-                for k, thing in enumerate(value.values() if type(value) is dict else value):
-                    if isinstance(thing, nn.Module):
-                        found[path, name, k] = thing.training
+            elif type(value) in (list, tuple, dict) and len(value) <= MOST:
+                for k, thing in enumerate(_things(value)):
+                    if issubclass(type(thing), nn.Module):  # not what it says itself: it may be a proxy
+                        found[path, name, k] = vars(thing).get("training")
     return found
+
+
+def _things(container: Any) -> list[Any]:
+    """What it holds, at once: another thread may be changing it."""
+    return list(container.values() if type(container) is dict else container)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -211,8 +218,7 @@ def _fill(containers: Iterable[tuple[Any, Any]]) -> None:
 
 def _holds_settings(container: Any) -> bool:
     """Whether it holds numbers and names alone: to hold a tensor would hold the graph of an earlier step."""
-    things = container.values() if type(container) is dict else container
-    return len(container) <= MOST and all(type(thing) in SETTINGS for thing in things)
+    return len(container) <= MOST and all(type(thing) in SETTINGS for thing in _things(container))
 
 
 def _state(generator: Any) -> Any:

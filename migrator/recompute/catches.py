@@ -9,8 +9,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 
 from torch import nn
 
@@ -36,11 +35,15 @@ def _called_by(function: FunctionType) -> Iterator[FunctionType]:
     """Functions that it can reach by the names it uses, or has captured, or wraps."""
     held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     there = [function.__globals__.get(name) for name in _names(function.__code__)]
-    for value in (*held, *there, getattr(function, "__wrapped__", None)):
-        value = getattr(value, "__func__", value)
-        if isinstance(value, type):
+    modules = [value for value in there if type(value) is ModuleType and not is_torch(value.__name__)]
+    there += [vars(module).get(name) for module in modules for name in _names(function.__code__)]
+    for value in (*held, *there, vars(function).get("__wrapped__")):
+        kind = type(value)  # not what the value itself says: it may be a proxy, or answer to any name
+        if kind in (MethodType, staticmethod, classmethod):
+            value = value.__func__
+        if kind is type or issubclass(kind, type):
             yield from functions_of(value)
-        elif isinstance(value, FunctionType):
+        elif type(value) is FunctionType:
             yield value
 
 
@@ -60,9 +63,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 @cache
 def _handles(code: CodeType) -> bool:
-    """Whether code has a handler: an ``except`` or a ``finally``, not a ``with`` alone."""
-    operations = [each.opname for each in dis.get_instructions(code)]
-    for this, following in pairwise(operations):
-        if this == "PUSH_EXC_INFO" and following != "WITH_EXCEPT_START":
-            return True
+    """Whether code has a handler: an ``except``, a ``finally`` or a ``with``, which may swallow what comes."""
+    if any(each.opname == "PUSH_EXC_INFO" for each in dis.get_instructions(code)):
+        return True
     return any(_handles(constant) for constant in code.co_consts if isinstance(constant, CodeType))

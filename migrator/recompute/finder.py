@@ -53,7 +53,7 @@ class Verified(NamedTuple):
     found : frozenset of str
         Sites of the saved tensors that it takes because of the node that made them.
     choices : object
-        The kernels that the program had chosen by then, see `Origins`: others may give other bits.
+        Of a product the kernels that the program had chosen by then, see `Origins`: others may give other bits.
     """
 
     held: Mapping[str, Took]
@@ -117,22 +117,22 @@ class Finder:
     Parameters
     ----------
     verified : Verified
-        What has been seen to hold.
+        What has been seen to hold; may be set anew.
     follow : callable
         `migrator.recompute.ways.follow`, or its twin.
     """
 
     def __init__(self, verified: Verified, follow: Follow = follow) -> None:
-        self._verified = verified
+        self.verified = verified
         self._follow = follow
         self._pattern: Pattern | None = None
 
     def find(self, base: Tensor, source: Origins) -> Formula | None:
         """See `find`; None, too, if it is another formula or another layout than was verified."""
         # An addition may be in place or not, and what is not may be masked under `no_grad` later on.
-        if layout(base) != self._verified.layout or base._version != self._verified.version:
+        if layout(base) != self.verified.layout or base._version != self.verified.version:
             return None
-        if source.choices is not self._verified.choices:
+        if self.verified.choices is not None and self.verified.choices is not source.choices:
             return None
         node = _maker(base)
         if node is None:
@@ -142,7 +142,7 @@ class Finder:
         if pattern is not None and packs is not None:
             return pattern.of(packs) if _is_as_made(base, pattern.what.name) else None
         found = search(node, source, TABLE)
-        if found is None or found[1].name not in self._verified.held or not _is_as_made(base, found[1].name):
+        if found is None or found[1].name not in self.verified.held or not _is_as_made(base, found[1].name):
             return None
         pattern, what = found
         self._pattern = pattern._replace(way=pattern.way and one_of(pattern.way))

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _ORIGIN, _EPSILON = "tiers.origin", "tiers.epsilon"  # in a node's metadata, which lives and dies with the node
 
@@ -111,7 +111,8 @@ class Origins:
     def epsilon(self, node: Any) -> float | None:
         """The epsilon of a normalisation; None, too, where another one in the same formula has another."""
         self.asked = True
-        known: float | None = node.metadata.get(_EPSILON, self._epsilon)
+        known: float | None
+        known, _ = node.metadata.get(_EPSILON, (self._epsilon, False))
         if self.told is not None and known != self.told:
             return None
         self.told = known
@@ -133,9 +134,10 @@ def note_epsilon(module: Any, output: Any) -> None:
     if isinstance(epsilon, float) and isinstance(output, Tensor):
         node: Any = output.grad_fn
         if node is not None:
-            node.metadata[_EPSILON] = epsilon
+            # The innermost module speaks first: one around it may hand out what it has made.
+            node.metadata.setdefault(_EPSILON, (epsilon, isinstance(module, (nn.LayerNorm, nn.RMSNorm))))
 
 
 def tells_epsilon(node: Any) -> bool:
-    """Whether `note_epsilon` told of this node, in this step."""
-    return _EPSILON in node.metadata
+    """Whether it is known of this node, in this step: by a normalisation itself, not by whoever calls one."""
+    return bool(node.metadata.get(_EPSILON, (None, False))[1])

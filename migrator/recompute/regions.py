@@ -51,6 +51,7 @@ class Regions:
         self._modules = modules
         self._is_on = is_on
         self._known: dict[str, weakref.ref[nn.Module]] = {}
+        self._entered: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._standing: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._patched: dict[str, _Checkpointed] = {}
         self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # called in a way that cannot be repeated
@@ -65,23 +66,23 @@ class Regions:
         if module in self._refused or not (_is_plain(module) or compiled.may_run_twice(module)):
             return False
         self._known[path] = weakref.ref(module)
-        now, before = standing(module), self._standing.get(module)
-        if before is not None:
-            # A number that is another one by now, with which it could be repeated as well, may be scheduled: it would
-            # be recorded anew at each change. A mode, or a flag, has to be that with which it was recorded last.
-            now = {key: now[key] for key, was in before.items() if key in now and not _is_scheduled(was, now[key])}
-        self._standing[module] = now
+        self._entered[module] = standing(module)
         return True
 
     def seen(self, module: nn.Module, *, repeatable: bool) -> None:
         """The forward of a module that is known is over, and can be repeated, or not, as far as is known by now."""
-        if repeatable:
-            self._given_up.discard(module)
-            now = standing(module)  # of which it has left some alone
-            self._standing[module] = {k: v for k, v in self._standing[module].items() if same(now.get(k), v)}
-        else:
-            self._standing.pop(module, None)
+        entered = self._entered.pop(module, {})
+        if not repeatable:
             self._given_up.add(module)
+            return
+        self._given_up.discard(module)
+        # Those settings matter that it has left alone, unless it was seen to be repeatable with others as well.
+        now, before = standing(module), self._standing.get(module, entered)
+        self._standing[module] = {
+            key: value
+            for key, value in entered.items()
+            if key in before and same(before[key], value) and same(now.get(key), value)
+        }
 
     def apply(self, paths: Collection[str]) -> None:
         """From now on, recompute the modules of these paths and no others."""
@@ -159,11 +160,11 @@ class _Checkpointed:
             named = {name: copy_of(arg) for name, arg in kwargs.items()}
         except TypeError:
             given = None
-        cannot = given is None or _has_hooks_within(module)
-        if cannot or not self._is_as_seen(module):
-            self._give_up(self, cannot)
+        if given is None or _has_hooks_within(module):
+            self._give_up(self, True)
             return forward(*args, **kwargs)
-        assert given is not None
+        if not self._is_as_seen(module):
+            return forward(*args, **kwargs)
         # What is given twice is one object again: attention takes another way where `q is k`.
         first = {id(arg): k for k, arg in reversed(list(enumerate(args)))}
         same = [first[id(arg)] for arg in args]
@@ -247,8 +248,9 @@ class _Method(_Checkpointed):
         if called is not module and isinstance(called, nn.Module) and vars(called).get("forward") is self:
             return self._function(called, *args, **kwargs)  # a shallow copy, such as DataParallel makes, has it, too
         if type(module).forward is not self._function:  # the program has given its class another, or it another class
+            wrapped = vars(module).get("forward") is not self  # by the program, which has kept this method
             self._give_up(self, False)
-            return module.forward(*args, **kwargs)
+            return (self._function if wrapped else type(module).forward)(module, *args, **kwargs)
         return self.run(module, MethodType(self._function, module), args, kwargs)
 
     # Whoever inspects a `forward`, such as TorchScript, finds the method that it was, with its code and its globals.
@@ -265,11 +267,6 @@ class _Method(_Checkpointed):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module(), "forward")
-
-
-def _is_scheduled(was: Any, now: Any) -> bool:
-    """Whether these are two numbers."""
-    return type(was) is type(now) and type(now) in (int, float) and not same(was, now)
 
 
 def _in_a_mode() -> bool:

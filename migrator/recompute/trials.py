@@ -101,7 +101,7 @@ class Trials:
     def knows(self, ident: int, key: str, base: Tensor, what: Formula, inputs: Inputs, source: Origins) -> bool:
         """Whether the formula held at this site before; then it counts as held, with what it finds now."""
         verified = self._verified.get(key)
-        if verified is None or what.name not in verified.held or verified.choices is not source.choices:
+        if verified is None or what.name not in verified.held or verified.choices not in (None, source.choices):
             return False
         if (verified.layout, verified.version) != (layout(base), base._version):
             return False

@@ -23,6 +23,7 @@ from migrator.recompute.regions import Regions
 from migrator.recompute.trials import Inputs, Trial
 from migrator.recompute.watch import Watch
 from migrator.recording.recorder import Recorder
+from migrator.timing import product_in
 
 EPSILONS = (1e-5, 1e-6)
 """What normalisations are tried with that are no modules: neither node nor module tells."""
@@ -174,7 +175,7 @@ class Observer:
                     base._version,
                     source.searched,
                     frozenset(source.found),
-                    source.choices,
+                    source.choices if product_in(what.name) else None,
                 )
                 first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
                 unlike = None if epsilon is None else find(base, self.origins(2 * epsilon + UNLIKE))

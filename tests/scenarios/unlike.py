@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from migrator.recompute import regions
 from tests.scenarios import WHOLE, assert_same, batch, gradients, main, moving, recomputed
 
 STEPS, AT = 12, 7  # and the step from which on a program is another one
@@ -110,6 +113,32 @@ def two_models_of_one_class_have_epsilons_of_their_own(device: torch.device) -> 
         return results
 
     assert_same(program, device, moves=False, **LIGHT)
+
+
+def the_innermost_module_tells_an_epsilon(device: torch.device) -> None:
+    class Around(nn.Module):
+        """Hands out what the normalisation has made, and has an epsilon of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.eps = nn.LayerNorm(WIDTH), 1e-5
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.norm(x)
+            return made
+
+    class Later(Part):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = Around()
+
+        def between(self, x: Tensor) -> Tensor:
+            return F.gelu(self.norm(x))
+
+        def later(self) -> None:
+            self.norm.eps = 1e-2
+
+    _assert_same_later(Later, device, **LIGHT)
 
 
 def a_bias_that_was_zero_is_not_left_out(device: torch.device) -> None:
@@ -343,32 +372,87 @@ def the_end_of_a_recomputation_is_no_failure_of_the_program_s(device: torch.devi
             with _counting(self.failed):
                 return super().forward(x) / (1 + len(self.failed))
 
-    _assert_same_later(Falling, device, **WHOLE)
-    _assert_same_later(Counting, device, **WHOLE)
+    class Suppressing(Part):
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(Exception):
+                return super().forward(x)
+            return x
+
+    for part in (Falling, Counting, Suppressing):
+        _assert_same_later(part, device, **WHOLE)
 
 
-def a_number_that_is_scheduled_is_recorded_anew_but_once(device: torch.device) -> None:
-    """And a flag whenever it changes, until then it runs as it is."""
+class _Answering(dict[str, Any]):
+    """A dictionary whose entries are attributes, as many programs have one."""
 
-    class Scheduled(Part):
+    __getattr__ = dict.__getitem__
+
+
+_answers = _Answering(scale=0.5)
+
+
+def what_a_forward_names_may_answer_to_any_name(device: torch.device) -> None:
+    class Asking(Part):
+        def between(self, x: Tensor) -> Tensor:
+            return F.gelu(x) * _answers.scale
+
+    _assert_same_later(Asking, device, **WHOLE)
+
+
+def what_a_module_holds_is_not_asked_what_it_is(device: torch.device) -> None:
+    class Holding(Part):
+        def __init__(self) -> None:
+            super().__init__()
+            gone = Part()
+            self.held = [weakref.proxy(gone), _answers, nn.Module.__new__(nn.Module)]
+            self.words = {f"word {k}": k for k in range(1000)}
+
+    _assert_same_later(Holding, device, **WHOLE)
+
+
+def a_forward_that_the_program_has_wrapped_outlives_its_class(device: torch.device) -> None:
+    class Wrapped(Part):
+        def later(self) -> None:
+            plain = self.forward
+            self.forward = lambda x: plain(x) / 2  # type: ignore[method-assign]
+            self.__class__ = Part  # type: ignore[assignment]
+
+    _assert_same_later(Wrapped, device, **WHOLE)
+
+
+def what_changes_and_does_not_matter_is_recorded_anew_but_once(device: torch.device) -> None:
+    """A probability that is scheduled, a flag and a name that are other ones in each step, and a mode."""
+
+    class Changing(Part):
         p = 0.0
 
         def between(self, x: Tensor) -> Tensor:
             return F.dropout(F.gelu(x), self.p)
 
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Scheduled() for _ in range(3))).to(device)
-    whole = {f"Sequential.{k}" for k in range(3)}
-    on = []
-    with moving(**WHOLE) as session:
-        for i in range(40):
-            for part in model:
-                part.p = (i // 8) / 10
-            model(batch(device, i, rows=256, width=WIDTH)).square().mean().backward()
-            patched = {path for path in whole if "forward" in vars(model[int(path[-1])])}
-            on.append(bool(patched) and patched == recomputed(session))
-    print("  " + "".join("+" if each else "." for each in on))
-    assert on[7] and not on[8] and all(on[20:])
+    changes: list[Callable[[Part, int], object]] = [
+        lambda part, i: setattr(part, "p", (i // 8) / 10),
+        lambda part, i: setattr(part, "flag", bool(i % 2)),
+        lambda part, i: setattr(part, "tag", f"step {i}"),
+        lambda part, i: part.train(bool(i % 2)),
+    ]
+    for change in changes:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Changing() for _ in range(3))).to(device)
+        repeated = []
+        with (
+            moving(**WHOLE) as session,
+            mock.patch.object(regions, "checkpoint", wraps=regions.checkpoint) as checkpoint,
+        ):
+            for i in range(40):
+                for part in model:
+                    change(part, i)
+                before = checkpoint.call_count
+                model(batch(device, i, rows=256, width=WIDTH)).square().mean().backward()
+                repeated.append(
+                    bool(recomputed(session)) and checkpoint.call_count - before == len(recomputed(session))
+                )
+        print("  " + "".join("+" if each else "." for each in repeated))
+        assert all(repeated[20:])
 
 
 def what_cannot_be_looked_at_is_left_alone(device: torch.device) -> None:
