@@ -17,9 +17,13 @@ from migrator.recompute.watch import functions_of, is_torch
 
 
 def catches(module: nn.Module) -> bool:
-    """Whether there is a handler in what a module's class and those of the modules within do, or call by name."""
+    """Whether there is a handler in the forward of a module, of those within, or in what these call by name."""
     seen: set[int] = set()
-    todo = [function for kind in {type(child) for child in module.modules()} for function in functions_of(kind)]
+    methods: dict[str, list[FunctionType]] = {}
+    for kind in {type(child) for child in module.modules()}:
+        for function in functions_of(kind):
+            methods.setdefault(function.__name__, []).append(function)
+    todo = [*methods.get("forward", ()), *methods.get("__call__", ())]
     while todo:
         function = todo.pop()
         if id(function) in seen or is_torch(function.__module__ or ""):
@@ -28,6 +32,7 @@ def catches(module: nn.Module) -> bool:
         if _handles(function.__code__):
             return True
         todo += _called_by(function)
+        todo += (method for name in _names(function.__code__) for method in methods.get(name, ()))
     return False
 
 

@@ -167,7 +167,7 @@ class _Checkpointed:
             return forward(*args, **kwargs)
         # What is given twice is one object again: attention takes another way where `q is k`.
         first = {id(arg): k for k, arg in reversed(list(enumerate(args)))}
-        same = [first[id(arg)] for arg in args]
+        numbers = [first[id(arg)] for arg in args]
         also = {name: first[id(arg)] for name, arg in kwargs.items() if isinstance(arg, Tensor) and id(arg) in first}
         context = copy_context()
         place = self._modules.place
@@ -179,7 +179,7 @@ class _Checkpointed:
                 place.here = here
                 return forward(*args, **kwargs)
             # Containers may have changed since, and may change again.
-            again = [args[k] if given[k] is None else copy_of(given[k]) for k in same]
+            again = [args[k] if given[k] is None else copy_of(given[k]) for k in numbers]
             by_name = {name: args[also[name]] if name in also else copy_of(own) for name, own in named.items()}
             with as_it_is.back():
                 return context.copy().run(forward, *again, **by_name)  # what is set around a forward alone
