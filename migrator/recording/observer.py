@@ -124,9 +124,12 @@ class Observer:
             return  # no checkpoint can save those
         tensors = [tensor for tensor in tensors if tensor.numel()]  # see `sites.Node.of_inputs`
         inputs = [mover.storages.find(tensor) if self._movable(tensor) else None for tensor in tensors]
+        watch = None
         # What cannot be looked at (a property that raises, an array of objects) is left alone, whatever it says.
         with mover.recorder.aside(), suppress(Exception):
-            mover.recorder.enter(path, inputs, Watch(module, tensors))
+            watch = Watch(module, tensors)
+        if watch is not None:  # not aside: there the region's time begins
+            mover.recorder.enter(path, inputs, watch)
 
     def leave(
         self,
