@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 
 from torch import nn
 
-from migrator.recompute.watch import functions_of, is_torch
+from migrator.recompute.watch import contents_of, functions_of, is_torch, names_in
 
 
 def catches(module: nn.Module) -> bool:
@@ -32,16 +32,16 @@ def catches(module: nn.Module) -> bool:
         if _handles(function.__code__):
             return True
         todo += _called_by(function)
-        todo += (method for name in _names(function.__code__) for method in methods.get(name, ()))
+        todo += (method for name in names_in(function.__code__) for method in methods.get(name, ()))
     return False
 
 
 def _called_by(function: FunctionType) -> Iterator[FunctionType]:
     """Functions that it can reach by the names it uses, or has captured, or wraps."""
-    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    there = [function.__globals__.get(name) for name in _names(function.__code__)]
+    held = [contents_of(cell) for cell in function.__closure__ or ()]
+    there = [function.__globals__.get(name) for name in names_in(function.__code__)]
     modules = [value for value in there if type(value) is ModuleType and not is_torch(value.__name__)]
-    there += [vars(module).get(name) for module in modules for name in _names(function.__code__)]
+    there += [vars(module).get(name) for module in modules for name in names_in(function.__code__)]
     for value in (*held, *there, vars(function).get("__wrapped__")):
         kind = type(value)  # not what the value itself says: it may be a proxy, or answer to any name
         if kind in (MethodType, staticmethod, classmethod):
@@ -50,20 +50,6 @@ def _called_by(function: FunctionType) -> Iterator[FunctionType]:
             yield from functions_of(value)
         elif type(value) is FunctionType:
             yield value
-
-
-def _is_filled(cell: object) -> bool:
-    try:
-        cell.cell_contents  # type: ignore[attr-defined]  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-@cache
-def _names(code: CodeType) -> frozenset[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(*inner)
 
 
 @cache

@@ -40,7 +40,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 CONTAINERS = (dict, list, set, deque)
 _LIMIT = 1000  # things in a container up to which each is looked at
 _LARGE = 1 << 20  # bytes of an array beyond which it is not
-_ABSENT = object()
+ABSENT = object()
 _Look = tuple[Callable[[], Any], Any]  # what to see, and what was seen
 Sums = tuple[dict[torch.device, Tensor], dict[torch.device, Tensor]]
 
@@ -170,12 +170,12 @@ class Watch:
         if is_torch(function.__module__ or ""):
             return
         for cell in function.__closure__ or ():
-            self._look(partial(_contents, cell))
-            self._look_at(_contents(cell))
+            self._look(partial(contents_of, cell))
+            self._look_at(contents_of(cell))
         there = function.__globals__
-        for name in _names(function.__code__):
+        for name in names_in(function.__code__):
             if name in there:
-                self._look(partial(there.get, name, _ABSENT))
+                self._look(partial(there.get, name, ABSENT))
                 self._look_at(there[name])
 
 
@@ -248,11 +248,12 @@ def same_sums(sums: Sums) -> bool:
     return before.keys() == after.keys() and all(torch.equal(before[device], after[device]) for device in before)
 
 
-def _contents(cell: Any) -> Any:
+def contents_of(cell: Any) -> Any:
+    """What a captured variable holds."""
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
-        return _ABSENT
+        return ABSENT
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -318,7 +319,7 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
 
 
 @cache
-def _names(code: CodeType) -> frozenset[str]:
+def names_in(code: CodeType) -> frozenset[str]:
     """The names that code and the functions within it use."""
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(code.co_names).union(*inner)
