@@ -47,6 +47,8 @@ Scenario: TypeAlias = Callable[[torch.device], None]
 Program: TypeAlias = Callable[[torch.device], Sequence[Tensor]]
 
 FAMILIES = (
+    "changed_formulas",
+    "changed_modules",
     "compiled",
     "compiled_regions",
     "disk",
@@ -57,6 +59,7 @@ FAMILIES = (
     "leaks",
     "mixed",
     "monitor",
+    "odd_modules",
     "periods",
     "processes",
     "quiet",
@@ -69,7 +72,6 @@ FAMILIES = (
     "surprises",
     "threads",
     "timeline",
-    "unlike",
     "version_check",
     "weights",
 )
