@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from migrator.hooks.garbage import KEPT, MADE, MOVED
+from migrator.hooks.garbage import KEPT, MADE, MOVED, REPEATED
 from migrator.plan import PageGroup
 from migrator.planner.paces import Pace
 from migrator.recompute.finder import Finder, Verified
@@ -102,7 +102,7 @@ class Agenda:
         quiet = {path: True for path in by_path.keys() - busy if "." in path}
         between = {path: None for path in around - busy - by_path.keys() if "." in path}
         self.quiet: Mapping[str, bool | None] = {**quiet, **between} if quiet else {}
-        self.objects = sum(
+        self.objects = REPEATED * len(self.regions) + sum(
             _TAKES[type(one)] for path in by_path.keys() - quiet.keys() for one in by_path[path].values()
         )
 

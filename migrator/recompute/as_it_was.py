@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from migrator.hooks.compiled import is_wrapper
 from migrator.hooks.packed import modified
 from migrator.recompute.dropped import FOR_RECOMPUTING
+from migrator.recompute.numbers import GENERATORS, Numbers
 from migrator.recompute.watch import CONTAINERS, OF_EVERY_MODULE, SETTINGS, keeps_statistics
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator)
 MOST = 100  # things in a container that is given back what it held
 
 
@@ -44,14 +43,13 @@ class Snapshot:
             tensors += (value for value in was.values() if isinstance(value, Tensor))
             if not keeps_statistics(child):  # which changes its own
                 tensors += was["_buffers"].values()
-        self._versions = [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
-        self._wants_grad = [
-            (t, t.requires_grad) for _, was in self._modules for t in was["_parameters"].values() if t is not None
-        ]
+        # Lists of one kind each: pairs would be objects that Python's garbage collector looks at.
+        self._tensors = [t for t in tensors if t is not None and not t.is_inference()]
+        self._versions = [t._version for t in self._tensors]
+        self._parameters = [t for _, was in self._modules for t in was["_parameters"].values() if t is not None]
+        self._wants_grad = [t.requires_grad for t in self._parameters]
         self._choices = choices()
-        # What drew no number while it was watched may do so later, as a probability that is raised step by step.
-        self._numbers = random.getstate(), np.random.get_state(legacy=False)
-        self._generators: list[tuple[Any, Any]] = []
+        generators: list[Any] = []
         self._containers: list[tuple[Any, Any]] = []
         for child, _ in self._modules:
             for name in (own := vars(child)).keys() - OF_EVERY_MODULE:
@@ -59,7 +57,9 @@ class Snapshot:
                 if type(value) in CONTAINERS and _holds_settings(value):
                     self._containers.append((value, value.copy()))
                 elif isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
-                    self._generators.append((value, _state(value)))
+                    generators.append(value)
+        # What drew no number while it was watched may do so later, as a probability that is raised step by step.
+        self._numbers = Numbers(generators)
 
     @contextmanager
     def back(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Snapshot:
         RuntimeError
             If a parameter, a buffer, or what forward was given, has been changed since.
         """
-        for tensor, version in self._versions:
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
             if tensor._version != version:
                 self._give_up()
                 raise modified(tensor, tensor.dtype, tensor.size(), version, FOR_RECOMPUTING)
@@ -82,9 +82,9 @@ class Snapshot:
             object.__setattr__(child, "__dict__", {**vars(child), **was, "_buffers": dict(buffers)})
         try:
             with (
-                _chosen(*self._choices),
-                _drawing(*self._numbers, self._generators),
-                _wanting(self._wants_grad),
+                _chosen(self._choices),
+                self._numbers.again(),
+                _wanting(zip(self._parameters, self._wants_grad, strict=True)),
                 _holding(self._containers),
             ):
                 yield
@@ -161,7 +161,10 @@ def _set_to(get: str) -> Any:
         return None
 
 
-def _choose(dtype: torch.dtype, switches: Sequence[Any]) -> None:
+def _choose(those: Choices) -> None:
+    if choices() == those:  # as in nearly every program
+        return
+    dtype, switches = those
     torch.set_default_dtype(dtype)
     for (get, switch), choice in zip(_SWITCHES, switches, strict=True):
         if choice is not None and _set_to(get) != choice:
@@ -169,33 +172,14 @@ def _choose(dtype: torch.dtype, switches: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _chosen(dtype: torch.dtype, switches: Sequence[Any]) -> Iterator[None]:
-    """Have the choices be these."""
+def _chosen(those: Choices) -> Iterator[None]:
+    """Have the choices be those."""
     before = choices()
-    _choose(dtype, switches)
+    _choose(those)
     try:
         yield
     finally:
-        _choose(*before)
-
-
-@contextmanager
-def _drawing(python: Any, numpy: Any, generators: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Have random numbers go on from these states, of Python, of NumPy and of modules' own generators.
-
-    Those of PyTorch's own generators are the checkpoint's.
-    """
-    before = random.getstate(), np.random.get_state(legacy=False)
-    of_generators = [(generator, _state(generator)) for generator, _ in generators]
-    random.setstate(python)
-    np.random.set_state(numpy)
-    _set_states(generators)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        _set_states(of_generators)
+        _choose(before)
 
 
 @contextmanager
@@ -219,22 +203,6 @@ def _fill(containers: Iterable[tuple[Any, Any]]) -> None:
 def _holds_settings(container: Any) -> bool:
     """Whether it holds numbers and names alone: to hold a tensor would hold the graph of an earlier step."""
     return len(container) <= MOST and all(type(thing) in SETTINGS for thing in _things(container))
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-
-
-def _set_states(generators: Iterable[tuple[Any, Any]]) -> None:
-    for generator, state in generators:
-        if isinstance(generator, torch.Generator):
-            generator.set_state(state)
-        elif isinstance(generator, random.Random):
-            generator.setstate(state)
-        else:
-            generator.bit_generator.state = state
 
 
 @contextmanager

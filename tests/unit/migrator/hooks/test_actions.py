@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from migrator.hooks.actions import Agenda, Go, Recompute, Stay
-from migrator.hooks.garbage import KEPT, MADE, MOVED
+from migrator.hooks.garbage import KEPT, MADE, MOVED, REPEATED
 from migrator.plan import PageGroup
 from migrator.recompute.finder import Finder, Took, Verified
 
@@ -46,7 +46,7 @@ def test_it_tells_whether_any_formula_searches() -> None:
 
 def test_it_tells_what_the_hooks_will_hold() -> None:
     agenda = Agenda([("Net:0", stay), ("Net:2", go), ("Net:3", recompute())], ["Net.block"])
-    assert agenda.objects == KEPT + MOVED + MADE
+    assert agenda.objects == KEPT + MOVED + MADE + REPEATED
     assert agenda.regions == ("Net.block",)
 
 
