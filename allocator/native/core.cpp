@@ -1,5 +1,8 @@
 // The core's decisions: where a request goes, and what is given back when.
+#include <pthread.h>
+
 #include <algorithm>
+#include <atomic>
 
 #include "state.h"
 
@@ -28,6 +31,13 @@ void add(tn_stat &stat, int64_t amount) {
 }  // namespace
 
 thread_local int tiers::aside = 0;
+
+uint64_t tiers::forks() {
+  static std::atomic<uint64_t> count{0};
+  static const int watched = pthread_atfork(nullptr, nullptr, [] { ++count; });
+  (void)watched;  // fails for want of memory only
+  return count.load(std::memory_order_relaxed);
+}
 
 Status tn_core::heap(const Key &key, Heap **out) {
   auto found = by_key.find(key);

@@ -1,7 +1,8 @@
 /* The allocator's core: a plain C interface, used by Python (ctypes) and by the adapter under PyTorch.
  *
  * A core serves one device. Every call may be made from any thread. Calls that return `int` return 0, or one of the
- * codes below; `tn_last_error` then tells why, per thread. Nothing exits, aborts or throws.
+ * codes below; `tn_last_error` then tells why, per thread. Nothing exits, aborts or throws. In a process that is forked
+ * a core is the parent's: to free its memory or to close it does nothing, and of what returns `int` the rest fails.
  */
 #ifndef TIERS_CORE_H
 #define TIERS_CORE_H

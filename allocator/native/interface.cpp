@@ -12,6 +12,7 @@ namespace {
 template <typename Body>
 int enter(tn_core *core, Body body) {
   try {
+    if (core->is_inherited()) return int(fail(Status::Invalid, "this process was forked: the memory is its parent's"));
     std::lock_guard<std::mutex> guard(core->mutex);
     return int(body());
   } catch (const std::exception &error) {
@@ -41,6 +42,7 @@ int tn_open(const char *backend, int device, uint64_t hbm_limit, uint64_t dram_l
 }
 
 int tn_close(tn_core *core) {
+  if (core->is_inherited()) return TN_OK;
   int result = enter(core, [&] {
     Status worst = Status::Ok;
     auto note = [&](Status status) { worst = worst == Status::Ok ? status : worst; };
@@ -62,6 +64,7 @@ int tn_allocate(tn_core *core, uint64_t bytes, uint64_t stream, uint64_t pool, u
 }
 
 int tn_free(tn_core *core, uint64_t address) {
+  if (core->is_inherited()) return TN_OK;  // a copy of the parent's tensor goes, which has the memory still
   return enter(core, [&] { return core->free(address); });
 }
 
@@ -89,7 +92,7 @@ int tn_block_of(tn_core *core, uint64_t address, uint64_t *begin, uint64_t *byte
   });
 }
 
-int tn_owns(tn_core *core, uint64_t address) { return core->owns(address); }
+int tn_owns(tn_core *core, uint64_t address) { return !core->is_inherited() && core->owns(address); }
 
 int tn_pool_retire(tn_core *core, uint64_t pool) {
   return enter(core, [&] { return core->pools[pool].retired = true, Status::Ok; });

@@ -65,6 +65,10 @@ struct Pool {
 // and may lie until then where the layout has others to come.
 extern thread_local int aside;
 
+// How many forks this process is away from the first that opened a core. What lies in one is the parent's, and its lock
+// may have been held when the process forked, by a thread that is not there to let it go.
+uint64_t forks();
+
 }  // namespace tiers
 
 struct tn_core {
@@ -76,6 +80,7 @@ struct tn_core {
   using Tier = tiers::Tier;
   using Key = std::tuple<uint64_t, Stream, int, int>;  // pool, stream, tier, class
 
+  const uint64_t opened_in = tiers::forks();
   std::mutex mutex;
   std::unique_ptr<tiers::Primitives> primitives;
   tiers::Pages pages[tiers::kTiers];
@@ -106,6 +111,7 @@ struct tn_core {
         pages{tiers::Pages(*primitives, tiers::kHbm, hbm / tiers::kPage),
               tiers::Pages(*primitives, tiers::kDram, dram / tiers::kPage)} {}
 
+  bool is_inherited() const { return tiers::forks() != opened_in; }
   Status heap(const Key &key, Heap **out);
   Heap *heap_of(uint64_t address);
   bool owns(uint64_t address);

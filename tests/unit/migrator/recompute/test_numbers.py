@@ -77,9 +77,7 @@ def test_another_generator_that_the_program_has_set_goes_on() -> None:
 
 def test_generators_of_the_program_s_own_go_on() -> None:
     ours = torch.Generator().manual_seed(0), random.Random(0), np.random.default_rng(0)
-    assert_goes_on(
-        lambda: [float(torch.rand((), generator=ours[0])), ours[1].random(), float(ours[2].random())], *ours
-    )
+    assert_goes_on(lambda: [float(torch.rand((), generator=ours[0])), ours[1].random(), float(ours[2].random())], *ours)
 
 
 def test_numpy_is_asked_and_told_only_where_numbers_were_drawn() -> None:
