@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import torch
 
 from allocator.errors import TierFull
 from migrator.engine.engine import Engine
@@ -20,6 +22,10 @@ UNFORESEEN = 1 << 60
 """Groups that no plan orders are expected back last in, first out, and after all that a plan orders."""
 
 PURGE = 256  # groups that wait: a loop of forwards without backward (evaluation that forgot no_grad) makes ever more
+
+
+_operation = torch._C._autograd._get_sequence_nr
+"""Tells operations of this thread apart, of those that save anything."""
 
 
 @dataclass(slots=True)
@@ -62,6 +68,8 @@ class Filling:
         self.patient = self.sent = False
         self.loose: dict[Stream, Group] = {}
         self._full: deque[Group] = deque()  # of those, what waits to be sent
+        self._unfilled: tuple[Group, int] | None = None  # what an operation has yet to write to, and which that is
+        self._waiting: list[tuple[Group, Callable[[Group], None]]] = []  # for their operation; and how they are sent
         self._purge_at = PURGE
         self._engine = engine
         self._open: dict[tuple[PageGroup, Stream], Open] = {}
@@ -75,6 +83,8 @@ class Filling:
         self._open.clear()
         self.loose.clear()
         self._full.clear()
+        self._unfilled = None
+        self._waiting.clear()
         self._purge_at = PURGE
         self._opened.clear()
         self._completed.clear()
@@ -101,13 +111,27 @@ class Filling:
         # is now: what a region saves of its own, its inputs, comes all at one position.
         planned = filling.planned
         for key in [key for key in self._open if key[0] is planned or key[0].last_birth < planned.last_birth]:
-            group = self._open.pop(key).group
-            try:
-                self._send(group, insist=not self.on_trial)
-            except TierFull:
-                if not self.on_trial:
-                    raise
-                self.unforeseen = True
+            self._send(self._open.pop(key).group, self._send_planned)
+
+    def may_be_unfilled(self, group: Group) -> None:
+        """What was just added is no result of the graph's: its operation may write to it after it was saved.
+
+        So it is with RReLU's noise. What is copied before that is garbage.
+        """
+        self._unfilled = group, _operation()
+
+    @property
+    def waits(self) -> bool:
+        """Whether groups wait for the operation that is saving something in them."""
+        return bool(self._waiting)
+
+    def send_waiting(self, *, over: bool = False) -> None:
+        """Send what waits for an operation, if another is under way now, or none as forward is `over`."""
+        if not over and self._unfilled is not None and self._unfilled[1] == _operation():
+            return
+        waiting, self._waiting = self._waiting, []
+        for group, send in waiting:
+            send(group)
 
     def loose_group(self, stream: Stream) -> Group:
         """The group for what no plan has foreseen."""
@@ -124,14 +148,22 @@ class Filling:
         if group is not None and group.nbytes >= (min(WORTH, worth) if self.patient else worth):
             self._full.append(self.loose.pop(stream))
         while self._full and not self.patient:
-            self._send_loose(self._full.popleft())
+            self._send(self._full.popleft(), self._send_loose)
         if len(self._full) >= self._purge_at:
             self._full = deque(group for group in self._full if group.state is not State.GONE)
             self._purge_at = max(PURGE, 2 * len(self._full))
 
+    def _send_planned(self, group: Group) -> None:
+        try:
+            self._leave(group, insist=not self.on_trial)
+        except TierFull:
+            if not self.on_trial:
+                raise
+            self.unforeseen = True
+
     def _send_loose(self, group: Group) -> None:
         try:
-            self._send(group)
+            self._leave(group)
         except TierFull as full:
             # No plan asked for this one to go, so it may stay: the program may well fit.
             if not self._full_said:
@@ -139,7 +171,14 @@ class Filling:
                 # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
                 log.warning("%s; tensors that no plan covers stay in hbm", str(full))
 
-    def _send(self, group: Group, *, insist: bool = False) -> None:
+    def _send(self, group: Group, send: Callable[[Group], None]) -> None:
+        """Send a group, or have it wait for the operation that is saving something in it."""
+        if self._unfilled is not None and self._unfilled == (group, _operation()):
+            self._waiting.append((group, send))
+        else:
+            send(group)
+
+    def _leave(self, group: Group, *, insist: bool = False) -> None:
         self._engine.send(group, insist=insist)
         self.sent |= group.state in (State.LEAVING, State.AWAY)
 

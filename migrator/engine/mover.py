@@ -128,6 +128,8 @@ class Mover:
         """
         engine = self.engine
         with engine.lock:
+            if self.filling.waits:
+                self.filling.send_waiting()
             known = self.storages.find(tensor)
             recorder = self.recorder
             record = None if recorder is None else recorder.save(key, known, kind)
@@ -146,6 +148,8 @@ class Mover:
                 group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
+                if tensor.grad_fn is None and not tensor.requires_grad:
+                    self.filling.may_be_unfilled(group)
             moved = engine.tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
                 self.filling.came(filling)
@@ -179,6 +183,9 @@ class Mover:
             self.recorder.turn()
             grown = self.engine.compute.allocated() - self._allocated_before
             self.unmanaged = max(self.unmanaged, grown - self.engine.resident)
+        if self.filling.waits:
+            with self.engine.lock:
+                self.filling.send_waiting(over=True)
         self.engine.begin_backward()
 
     def drop(

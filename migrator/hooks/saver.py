@@ -320,11 +320,11 @@ class Saver(OnStack):
             if alias._version != version:
                 raise modified(alias, alias.dtype, alias.size(), version)
             record = _asked(record)
+            if not self.place.in_backward and (stay is not None or record is not None):
+                self._turn()  # while it is recorded, too: all that a program saves may be too small to move
             if record is not None:
                 record.used()
             if stay is not None:
-                if not self.place.in_backward:
-                    self._turn()
                 if stay.pace is not None:
                     stay.mover.engine.reached(stay.pace)
                 if stay.leave:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,15 +21,15 @@ from migrator.recompute.dropped import FOR_RECOMPUTING
 from migrator.recompute.numbers import GENERATORS, Numbers
 from migrator.recompute.watch import CONTAINERS, OF_EVERY_MODULE, SETTINGS, keeps_statistics
 
+_WITHOUT_TENSORS = (np.ndarray, np.generic, Enum, Decimal, Fraction, FunctionType, BuiltinFunctionType, type)
 MOST = 100  # things in a container that is given back what it held
 
 
 class Snapshot:
     """What a module and those within were when forward began: parameters, buffers, tensors, modes and other settings.
 
-    Containers of settings and generators of its own are, too. Other attributes are not held: a list of tensors would
-    hold the graph of an earlier step. That they are left alone until backward is what `migrator.recompute.watch` has
-    seen.
+    Containers of settings and generators of its own are, too. What may hold tensors is not held: that would hold the
+    graph of an earlier step. That it is left alone until backward is what `migrator.recompute.watch` has seen.
 
     Parameters
     ----------
@@ -127,11 +132,25 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     settings |= {"_parameters": dict(own["_parameters"]), "_buffers": dict(own["_buffers"])}
     for name in own.keys() - OF_EVERY_MODULE:
         value = own[name]
-        if type(value) in SETTINGS:
-            settings[name] = value
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             settings[name] = value if value.grad_fn is None else value.detach().requires_grad_()  # without its graph
+        elif _holds_no_graph(value):
+            settings[name] = value  # which forward found by that name, whatever the program puts there until backward
     return settings
+
+
+def _holds_no_graph(value: Any) -> bool:
+    """Whether it may live until backward: what holds a tensor may hold the graph of an earlier step with it."""
+    kind = type(value)
+    if kind in SETTINGS or issubclass(kind, _WITHOUT_TENSORS):
+        return True
+    if kind in CONTAINERS or kind in (tuple, frozenset):
+        return _holds_settings(value)
+    try:
+        own = object.__getattribute__(value, "__dict__")  # its own: it may be a proxy, or answer to any name
+    except AttributeError:
+        return False
+    return bool(own) and type(own) is dict and _holds_settings(own)
 
 
 _SWITCHES = (

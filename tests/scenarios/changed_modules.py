@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from migrator.recompute import regions
 from tests.scenarios import WHOLE, batch, main, moving, recomputed
-from tests.scenarios.parts import WIDTH, Part, assert_same_later
+from tests.scenarios.parts import AT, WIDTH, Part, assert_same_later
 
 
 class Dropping(Part):
@@ -90,6 +91,33 @@ def what_a_list_is_given_is_given_once(device: torch.device) -> None:
             return [torch.tensor(self.seen)]
 
     assert_same_later(Logging, device, **WHOLE)
+
+
+def what_is_put_in_place_of_another_before_backward_is_not_found(device: torch.device) -> None:
+    class Scaled(Part):
+        by: Callable[[float], float] = staticmethod(lambda a: a)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first_scale, self.scales, self.named = (1.0,), [1.0], {"scale": 1.0}
+            self.array, self.thing = np.ones(1), SimpleNamespace(scale=1.0)
+
+        def between(self, x: Tensor) -> Tensor:
+            scale = self.first_scale[0] * self.scales[0] * self.named["scale"] * float(self.array[0])
+            return F.gelu(x) * self.by(scale * self.thing.scale)
+
+        def replace(self) -> None:
+            self.first_scale, self.scales, self.named = (1.1,), [1.2], {"scale": 0.8}
+            self.array, self.thing, self.by = np.full(1, 0.9), SimpleNamespace(scale=0.7), lambda a: a * a
+
+    def forward(model: nn.Module, x: Tensor, i: int) -> Tensor:
+        made: Tensor = model(x)
+        if i >= AT:
+            for part in model.children():
+                part.replace()  # type: ignore[operator]
+        return made
+
+    assert_same_later(Scaled, device, forward=forward, **WHOLE)
 
 
 class _Running(nn.Module):

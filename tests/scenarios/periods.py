@@ -236,5 +236,19 @@ def keep_leaves_what_is_saved_to_pytorch_once_it_has_recorded(device: torch.devi
     assert top(True) is None
 
 
+def a_program_of_which_nothing_is_large_enough_to_move_is_not_recorded_for_ever(device: torch.device) -> None:
+    """No tensor that moves tells that backward begins: the first period never ended, and its record grew."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with moving(policy="auto") as session:
+        for i in range(12):
+            optimizer.zero_grad()
+            model(batch(device, i, rows=4, width=8)).square().mean().backward()
+            optimizer.step()
+        saver = session.runtime.saver()
+        assert session.stats()["periods"] >= 11
+        assert saver is not None and not saver.place.recording
+
+
 if __name__ == "__main__":
     main("periods")

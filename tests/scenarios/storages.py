@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from allocator.sizes import KiB, MiB
 from tests.scenarios import assert_same, batch, gradients, main, moved, moving, perceptron, train
@@ -201,6 +202,26 @@ def gives_back_what_shares_a_storage_with_what_stays_alive(device: torch.device)
         return [*train(perceptron(device, depth=2), device, loss_of=loss_of), *held]
 
     assert_same(program, device)
+
+
+def what_a_kernel_fills_after_it_was_saved_moves_once_it_is_filled(device: torch.device) -> None:
+    """RReLU's noise: PyTorch saves it, and only then has the kernel write it. A hook that copies gets garbage."""
+
+    class Leaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(128, 128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.rrelu(self.layer(x), training=True)
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        return train(nn.Sequential(*(Leaky() for _ in range(4))).to(device), device, steps=8)
+
+    for room in (0, MiB, 3 * MiB):
+        assert_same(program, device, room=room)
+        assert_same(program, device, room=room, share=0.5)
 
 
 if __name__ == "__main__":

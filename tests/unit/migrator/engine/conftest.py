@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
 from allocator.sizes import PAGE
+from migrator.engine import filling
 from tests.unit.by_hand import HandStore
 from tests.unit.migrator.engine.rig import Rig, graph
 
@@ -17,6 +19,12 @@ def by_reference_count_alone() -> Iterator[None]:
     yield
     gc.enable()
     graph.clear()
+
+
+@pytest.fixture(autouse=True)
+def every_save_is_an_operation_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved here no operation makes."""
+    monkeypatch.setattr(filling, "_operation", count().__next__)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from allocator.dram import DramArena
 from allocator.errors import TierFull, TierTooSmall
 from allocator.nvme.store import NvmeStore
 from allocator.sizes import PAGE, GiB, KiB, MiB
+from migrator.engine import filling
 from migrator.engine.backing import Backing
 from migrator.engine.engine import EVERY, Engine
 from migrator.engine.filling import log
@@ -63,6 +64,26 @@ def test_a_group_that_may_still_be_completed_does_not_leave_early(rig: Rig) -> N
     (one, _), (other,) = rig.planned(group("a:0", "a:1", last_birth=3), group("b:0", last_birth=2))
     early, _ = rig.save("a:0", one), rig.save("b:0", other)
     assert early.saved.group.state is State.FILLING
+
+
+def test_a_group_waits_for_the_operation_that_may_yet_write_to_what_it_saved(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RReLU saves its noise before it draws it; what is a result of the graph's is there already."""
+    operation = [1]
+    monkeypatch.setattr(filling, "_operation", lambda: operation[0])
+    (one, other), (next_one,), (last,) = rig.planned(group("a:0", "a:1"), group("b:0"), group("c:0"))
+    result = torch.ones(NBYTES // 4, requires_grad=True) * 1
+    noise, first = rig.save("a:0", one), rig.save("a:1", other, tensor=result)
+    assert noise.saved.group is first.saved.group
+    assert noise.saved.group.state is State.FILLING
+    operation[0] = 2
+    there = rig.save("b:0", next_one, tensor=result + 1)
+    assert noise.saved.group.state is there.saved.group.state is State.LEAVING
+    late = rig.save("c:0", last)
+    assert late.saved.group.state is State.FILLING
+    rig.mover.begin_backward()
+    assert late.saved.group.state is State.LEAVING
 
 
 def parts() -> tuple[torch.Tensor, ...]:
