@@ -10,6 +10,7 @@ Pure functions on plain data.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -292,11 +293,12 @@ class _Step:
 
 
 def past_dram(groups: Sequence[PageGroup], holds: int) -> frozenset[int]:
-    """Numbers of the groups that go on to NVMe as DRAM holds only so many bytes: those that are needed last."""
+    """Numbers of the groups that go on to NVMe, as DRAM holds only so many bytes: those needed never, or last."""
     nbytes = {n: round_up(group.nbytes, PAGE) for n, group in enumerate(groups) if group.tier != "nvme"}
     excess = sum(nbytes.values()) - holds
     past = []
-    for number in sorted(nbytes, key=lambda n: -(groups[n].first_use or 0)):
+    needed = {n: math.inf if (use := groups[n].first_use) is None else use for n in nbytes}
+    for number in sorted(nbytes, key=lambda n: -needed[n]):
         if excess <= 0:
             break
         past.append(number)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from allocator.sizes import PAGE
+from allocator.sizes import PAGE, format_size
 from tiers.config_keys import CONFIG_ENV, KNOWN_POLICIES, ConfigError
 from tiers.config_sources import from_arguments, from_environment, from_file, from_user, said
 
@@ -182,6 +182,9 @@ def load(
         if trains:
             raise
         warnings = (str(error),)
+    if config.dram.capacity and config.dram.capacity < PAGE and not config.nvme.capacity:
+        held = f"dram.capacity ({origin['dram.capacity']}) is less than a page of {format_size(PAGE)}"
+        warnings += (f"{held}: nothing can move; set TIERS_DRAM to some GiB",)
     return Resolved(config, origin, (*unread, *warnings))
 
 

@@ -92,8 +92,11 @@ def render(outcomes: Sequence[Outcome]) -> Iterator[RenderableType]:
     yield table
     for outcome in outcomes:
         if outcome.failed:
-            what = "took no step" if outcome.code == 0 or outcome.ended else f"ended with code {outcome.code}"
-            yield f"{outcome.variant} {what}" + (f": {outcome.last_words}" if outcome.last_words else "")
+            if outcome.code == 0 or outcome.ended:
+                what, said = "took no step", "; its last line: "
+            else:
+                what, said = f"ended with code {outcome.code}", ": "
+            yield f"{outcome.variant} {what}" + (said + outcome.last_words if outcome.last_words else "")
 
 
 def _fraction(outcome: Outcome, outcomes: Sequence[Outcome]) -> float | None:

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 
 from allocator.sizes import format_at_least, format_size
-from migrator.links import Links
+from migrator.links import BOUNDLESS, Links
 from migrator.plan import NoPlanFits, Plan
 from migrator.policies import POLICIES
 from migrator.simulator import Simulated, simulate
@@ -68,7 +68,7 @@ def to_json(trace: Trace, budget: int, links: Links, outcomes: Outcomes, below: 
     return {
         "budget": budget,
         "below": below,
-        "links": asdict(links),
+        "links": {name: None if value == BOUNDLESS else value for name, value in asdict(links).items()},
         "ideal_s": trace.seconds if trace.times else None,
         "policies": {name: _entry(trace, budget, outcome) for name, outcome in outcomes.items()},
     }

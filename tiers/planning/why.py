@@ -160,6 +160,11 @@ def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, 
             f"a period takes {measured / result.seconds:.2f} times what was predicted: too few steps to settle, a host "
             "that is slower than the device, or others on the memory bus (tiers top)"
         )
+    elif measured is not None and measured * LATE < result.seconds:
+        yield (
+            f"a period takes {measured / result.seconds:.2f} times what was predicted, and so may the ideal: the host "
+            "was late in the first periods, which were recorded"
+        )
     if result.fraction >= CLOSE:
         return
     stalled = max(result.stalls, key=lambda lane: result.stalls[lane], default=None)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.sizes import GiB
+from allocator.sizes import PAGE, GiB
 from migrator.links import PCIE_GEN5, Costs, Links
-from migrator.plan import Plan
+from migrator.plan import PageGroup, Plan
 from migrator.planner.build import make_plan
 from migrator.planner.effects import effect
 from migrator.planner.schedule import scheduled
-from migrator.simulator import Simulated, simulate
+from migrator.simulator import Simulated, past_dram, simulate
 from migrator.trace import Recipe, Region, Site, Trace
 from tests.unit.modelled import gpt
 from tests.unit.quick import quickest
@@ -88,6 +88,13 @@ def test_what_dram_does_not_hold_goes_on_to_the_disk_what_is_needed_last_first()
     (last,) = (group for group in made.groups if group.first_use == max(group.first_use for group in made.groups))
     assert past.busy["disk_write"] == last.nbytes / LINKS.disk_write
     assert past.peak["nvme"] > 0 and past.seconds > in_dram.seconds
+
+
+def test_what_is_never_needed_again_goes_on_first() -> None:
+    """As `Backing` has it; here it stayed in DRAM, as if it were needed at once."""
+    soon, never = PageGroup(("a:0",), 100, 0, 10), PageGroup(("b:0",), 100, 1, None)
+    assert past_dram((soon, never), PAGE) == {1}
+    assert past_dram((never, soon), PAGE) == {0}
 
 
 def test_what_is_in_use_is_not_let_go_for_what_is_saved_in_backward() -> None:

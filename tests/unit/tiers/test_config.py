@@ -113,6 +113,13 @@ def test_nvme_without_dram_is_refused_before_training(resolve, tmp_path, dram):
         resolve(environ={"TIERS_NVME": "1GiB", "TIERS_NVME_PATH": str(tmp_path), "TIERS_DRAM": dram})
 
 
+def test_dram_that_holds_no_page_is_said_to_hold_nothing(resolve):
+    """It was taken in silence, and a program that did not fit was told to raise TIERS_HBM."""
+    resolved = resolve(environ={"TIERS_DRAM": "1MiB"})
+    assert any("less than a page" in warning and "TIERS_DRAM" in warning for warning in resolved.warnings)
+    assert not resolve(environ={"TIERS_DRAM": "0"}).warnings
+
+
 def test_every_key_can_stand_in_the_file(resolve, tmp_path):
     config = resolve(
         project=f"""

@@ -115,6 +115,7 @@ def test_links_are_those_of_tiers_toml(
     monkeypatch.chdir(tmp_path)
     links = json.loads(output(capsys, trace, "--budget", "40GiB", "--json"))["links"]
     assert (links["d2h"], links["h2d"], links["disk_write"]) == (20e9, PCIE_GEN5.h2d, 2e9)
+    assert links["below"] is None, "of what nobody has said there is no number"
 
 
 def test_auto_moves_no_more_than_dram_holds(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
