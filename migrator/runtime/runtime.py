@@ -8,6 +8,7 @@ environment, never start anything, and no CUDA context is made before the progra
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -40,7 +41,10 @@ from migrator.runtime.steps import StepTimes
 from migrator.telemetry.counters import Counters
 from migrator.trace import Trace
 
+log = logging.getLogger("tiers")
+
 FIRST_STEPS = 3  # steps after which an optimizer has made its state
+UNHEARD = 16  # steps of all optimizers together, after which a period should have ended
 
 
 class _Thread(threading.local):
@@ -59,6 +63,7 @@ class Runtime:
         self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()
         self._unmanaged = 0
+        self._rounds = 0  # steps of all optimizers together
         self._devices = Devices(self._counters)
         self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
         self._lock = threading.Lock()  # guards the choice of `_tensors`
@@ -301,6 +306,13 @@ class Runtime:
         """An optimizer has made a step."""
         self._set_state(optimizer, on=False)
         leads = self._optimizers.stepped(optimizer)
+        self._rounds += leads
+        if leads and self._rounds == UNHEARD and not self._counters.periods and self._devices.opened:
+            log.warning(
+                "%d steps were made, and no period has ended: nothing is planned. So it is where forwards run in a new "
+                "thread each time, or all under checkpoints of the program's own",
+                UNHEARD,
+            )
         self._steps.step(now := time.perf_counter())
         if self._counters.timeline is not None:
             self._counters.timeline.step(self._steps.count, now)

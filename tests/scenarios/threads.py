@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from migrator.runtime import runtime
 from tests.scenarios import assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
 
 
@@ -91,6 +93,18 @@ def forward_in_one_thread_backward_in_another(device: torch.device) -> None:
         return results
 
     assert_same(program, device)
+
+
+def a_new_thread_for_each_forward_is_said_to_have_no_plan(device: torch.device) -> None:
+    model = perceptron(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with moving(room=0) as session, mock.patch.object(runtime.log, "warning") as warning:
+        for i in range(runtime.UNHEARD):
+            (loss,) = _in_a_thread(lambda i=i: [model(batch(device, i)).square().mean()])  # type: ignore[misc]
+            loss.backward()
+            optimizer.step()
+        assert session.stats()["periods"] == 0
+    assert ["no period has ended" in call.args[0] for call in warning.call_args_list] == [True]
 
 
 def a_thread_that_outlives_the_session(device: torch.device) -> None:
