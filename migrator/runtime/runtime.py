@@ -186,13 +186,13 @@ class Runtime:
             # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
             self._optimizers.period_due = False
             # Else others are in the middle of their periods; or this one's is not over: it stepped in backward.
-            if len(self._savers) == 1 and not saver.place.in_backward:
+            if self._is_alone and not saver.place.in_backward:
                 for mover in saver.armed_movers:
                     mover.pass_by()
             if (pages := self.options.pages()) is not None:
                 if self._steps.count:
                     with saver.aside():  # the device has nothing to do meanwhile
-                        pages.period_over(alone=len(self._savers) == 1)
+                        pages.period_over(alone=self._is_alone)
                     if saver.resting and any(pages.overflow(m.engine.compute.device) for m in saver.armed_movers):
                         self._learned = self.learned
                         self._advice.forget()
@@ -221,6 +221,11 @@ class Runtime:
         if self.options.refuse is not None:
             self.options.refuse(error)
         raise error
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether one thread trains: others would be in the middle of their periods when this one's ends."""
+        return len(self._savers) == 1
 
     def _all_savers(self) -> list[Saver]:
         with self._listing:
@@ -275,7 +280,7 @@ class Runtime:
 
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
         # At the end of a step. Elsewhere a layout is in use: by what backward is still to do, or by another thread.
-        now = self._optimizers.period_due and len(self._savers) == 1 and not self.closed and not saver.capturing()
+        now = self._optimizers.period_due and self._is_alone and not self.closed and not saver.capturing()
         with saver.aside():  # no part of the next period, whose recorder there may be already
             for mover in movers:
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
@@ -336,11 +341,11 @@ class Runtime:
         """An optimizer has made a step, whose thread's hooks are on."""
         saver.leave_all()
         saver.end_period(stepped=leads)
-        if self._optimizers.period_due and len(self._savers) == 1:
+        if self._optimizers.period_due and self._is_alone:
             for mover in saver.armed_movers:
                 mover.engine.compute.pass_by(counts=True)
         saver.stepped(leads=leads)
-        if len(self._savers) == 1:  # of several threads one alone would see that HBM is full
+        if self._is_alone:  # of several threads one alone would see that HBM is full
             saver.rest_if_idle()
             if saver.resting:
                 self._happened("hooks rest")
