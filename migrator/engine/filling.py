@@ -69,7 +69,9 @@ class Filling:
         self.loose: dict[Stream, Group] = {}
         self._full: deque[Group] = deque()  # of those, what waits to be sent
         self._unfilled: tuple[Group, int] | None = None  # what an operation has yet to write to, and which that is
-        self._waiting: list[tuple[Group, Callable[[Group], None]]] = []  # for their operation; and how they are sent
+        self._waiting: deque[tuple[Group, Callable[[Group], None]]] = (
+            deque()
+        )  # for their operation; and how they are sent
         self._purge_at = PURGE
         self._engine = engine
         self._open: dict[tuple[PageGroup, Stream], Open] = {}
@@ -129,8 +131,8 @@ class Filling:
         """Send what waits for an operation, if another is under way now, or none as forward is `over`."""
         if not over and self._unfilled is not None and self._unfilled[1] == _operation():
             return
-        waiting, self._waiting = self._waiting, []
-        for group, send in waiting:
+        while self._waiting:  # one by one: where a tier has no room for one, the others still wait
+            group, send = self._waiting.popleft()
             send(group)
 
     def loose_group(self, stream: Stream) -> Group:

@@ -148,7 +148,7 @@ class Mover:
                 group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
-                if tensor.grad_fn is None and not tensor.requires_grad:
+                if not tensor.requires_grad:  # and so has no `grad_fn`, to ask for which makes an object
                     self.filling.may_be_unfilled(group)
             moved = engine.tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
