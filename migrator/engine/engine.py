@@ -83,6 +83,8 @@ class Engine:
         self.resident += nbytes
         if self.resident > self._peak:
             self._peak = self.resident
+        if self.resident > self.limit and self._leaving:
+            self.relieve()  # others, at once: this group may take long to fill
         return saved
 
     def hold(self, saved: Saved) -> Claim:
@@ -141,10 +143,12 @@ class Engine:
         del self._leaving[group]
         assert group.parcel is not None and group.parcel.filled is not None
         self.compute.wait(group.parcel.filled, "d2h", group.stream)
+        before = self.resident + self.used_up
         self.tensors.let_go(group.members, self.empty)
         group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)
+        self.compute.let_go(before)
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor without memory."""

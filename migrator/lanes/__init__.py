@@ -203,6 +203,9 @@ class Compute(Protocol):
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
         """Let `stream` go on only after `event`; what it waits counts as a stall of `cause`."""
 
+    def let_go(self, resident: int) -> None:
+        """Saved tensors have just left HBM, in which `resident` bytes of them were until then."""
+
     def time_waits(self, periods: int) -> None:
         """Let the waits of the period that begins stand for those of so many periods; 0: do not time them.
 

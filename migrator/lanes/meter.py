@@ -84,10 +84,11 @@ class CudaMeter:
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
         self._others: list[int] = []
-        self._left_out: list[tuple[TimedEvent, TimedEvent]] = []
+        self.left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
         self._gaps: list[tuple[float, float]] = []  # the same in seconds, once the period is over
-        self._highest = 0  # since the last tick
-        compute.waited = self._left_out
+        self._highest = 0  # bytes in use, since the last tick or part
+        self._besides = 0  # the most of them that were not saved, since the last tick
+        compute.running = self
         compute.lap()
 
     def mark(self) -> TimedEvent:
@@ -108,16 +109,22 @@ class CudaMeter:
         # Into a graph that is being captured no event of ours may go.
         capturing = self._compute.capturing()
         self._ticks.append(self._ticks[-1] if capturing and self._ticks else self.mark())
-        self._others.append(self._without(resident))
+        self.part(resident)
+        self._others.append(self._besides)
+        self._besides = 0
+
+    def part(self, resident: int) -> None:
+        """Saved storages have just been let go of in the middle of a stretch; `resident` bytes were there until then.
+
+        Else they would count as others' for as long as the stretch lasts, though nobody could use them.
+        """
+        highest, self._highest = max(self._highest, self._compute.lap()), 0
+        self._besides = max(self._besides, highest - resident)
 
     def resume(self) -> None:
         """Our own work at a position is over: what it did to memory belongs to neither stretch beside it."""
         self._highest = 0
         self._compute.lap()
-
-    def _without(self, resident: int) -> int:
-        highest, self._highest = max(self._highest, self._compute.lap()), 0
-        return max(0, highest - resident)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -128,7 +135,7 @@ class CudaMeter:
             with self._compute.aside():
                 yield
         finally:
-            self._left_out.append((start, self.mark()))
+            self.left_out.append((start, self.mark()))
             self._compute.lap()
 
     def most(self) -> int:
@@ -141,14 +148,15 @@ class CudaMeter:
         `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
         Within the capture of a graph nothing is known: 0 seconds.
         """
-        self._compute.waited = None
+        self._compute.running = None
         if self._compute.capturing():
             return Measures((), 0.0, ())  # nobody may wait for the device now
-        peaks_without = (*self._others, self._without(resident))
-        others = tuple(max(0, peak - nbytes) for peak, nbytes in zip(peaks_without, held, strict=True))
+        self.part(resident)
+        besides = (*self._others, self._besides)
+        others = tuple(max(0, nbytes - theirs) for nbytes, theirs in zip(besides, held, strict=True))
         end = self.mark()
         end.synchronize()
-        for start, over in self._left_out:
+        for start, over in self.left_out:
             over.synchronize()  # another stream's may lie behind the end
             self._gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
         *times, seconds = without(self._gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])

@@ -26,6 +26,23 @@ def test_over_the_limit_the_oldest_are_let_go(rig: Rig) -> None:
     assert rig.engine.resident == 2 * NBYTES
 
 
+def test_a_group_that_fills_makes_others_go_and_not_only_once_it_is_full(rig: Rig) -> None:
+    rig.engine.limit = NBYTES
+    (leaving,) = rig.sent()
+    rig.held(rig.group())
+    assert leaving.group.state is State.AWAY
+    assert rig.engine.resident == NBYTES
+
+
+def test_whoever_measures_is_told_of_memory_that_is_let_go_of_and_what_there_was_until_then(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(rig.compute, "let_go", told.append)
+    rig.sent(count=3)
+    assert told == [3 * NBYTES]
+
+
 def test_what_is_let_go_has_no_memory_in_hbm(rig: Rig) -> None:
     (held,) = rig.sent()
     rig.out.run()

@@ -58,7 +58,7 @@ def test_what_is_done_aside_and_waits_for_lanes_take_no_time() -> None:
 class FakeCompute:
     """A device that is always through with everything, and whose memory a test sets."""
 
-    waited: object = None
+    running: object = None
 
     def __init__(self) -> None:
         self.highest = 0  # bytes since the last look
@@ -103,6 +103,26 @@ def test_what_our_own_work_does_to_memory_is_no_stretch_s() -> None:
     meter.resume()
     compute.highest = 80
     assert meter.finish(0, [0, 0]).others == (70, 80)
+
+
+def test_what_is_let_go_of_in_a_stretch_is_nobody_else_s_until_then() -> None:
+    """As a group leaves at a save: memory that the peak of the stretch begins with, and nobody could use before."""
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 100
+    meter.tick(60)
+    compute.highest = 100
+    meter.part(60)
+    compute.highest = 70
+    assert meter.finish(20, [0, 0]).others == (40, 50)
+
+
+def test_what_the_stretch_took_before_something_was_let_go_counts_too() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 300
+    meter.part(60)
+    compute.highest = 70
+    meter.tick(20)
+    assert meter.finish(0, [0, 0]).others == (240, 0)
 
 
 def test_the_allocator_is_told_what_is_not_the_program_s() -> None:
