@@ -91,14 +91,14 @@ class PageAllocator:
         core = adapter.core_of(self._library, device.index) if device.type == "cuda" else None
         return core.counts().hbm_limit if core is not None else 0
 
-    def lap(self, device: torch.device) -> Callable[[], int]:
-        """What tells the most bytes that a GPU's program had in use since it was last called; 0 before the first."""
+    def lap(self, device: torch.device) -> Callable[..., int]:
+        """What tells the most bytes that a GPU's program had in use, see `Core.lap`; 0 before the first."""
         library, index, cores = self._library, device.index, list[Core]()
 
-        def lap() -> int:
+        def lap(*, with_present: bool = False) -> int:
             if not cores and (core := adapter.core_of(library, index)) is not None:
                 cores.append(core)
-            return cores[0].lap() if cores else 0
+            return cores[0].lap(with_present=with_present) if cores else 0
 
         return lap
 

@@ -162,7 +162,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_get_stats": [ctypes.POINTER(Stats)],
         "tn_get_glance": [ctypes.POINTER(Glance)],
         "tn_reset_peaks": [],
-        "tn_lap": [],
+        "tn_lap": [ctypes.c_int],
         "tn_blocks": [ctypes.c_void_p, U64],
     }
     for name, types in others.items():

@@ -142,8 +142,9 @@ typedef struct {
 } tn_glance;
 TN_API void tn_get_glance(tn_core *core, tn_glance *out);
 TN_API void tn_reset_peaks(tn_core *core);
-/* The most bytes in use since the last lap; no other peak begins anew. */
-TN_API uint64_t tn_lap(tn_core *core);
+/* The most bytes in use now, or after a request since the last lap; no other peak begins anew. To the next lap what is
+   in use now counts only if asked for: `with_present`. */
+TN_API uint64_t tn_lap(tn_core *core, int with_present);
 TN_API void tn_reset_totals(tn_core *core);
 
 typedef struct {

@@ -241,9 +241,12 @@ class Core:
         """Peaks begin anew at what is in use now."""
         self._library.tn_reset_peaks(self._core)
 
-    def lap(self) -> int:
-        """The most bytes in use since this was last called; no other peak begins anew."""
-        return int(self._library.tn_lap(self._core))
+    def lap(self, *, with_present: bool = False) -> int:
+        """The most bytes in use now, or after a request since this was last called; no other peak begins anew.
+
+        What is in use now counts the next time only `with_present`.
+        """
+        return int(self._library.tn_lap(self._core, with_present))
 
     def blocks(self) -> npt.NDArray[Any]:
         """All mapped blocks, as `BLOCK`, by heap and address."""

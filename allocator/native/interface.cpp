@@ -323,9 +323,10 @@ void tn_reset_peaks(tn_core *core) {
   for (Pages &tier : core->pages) tier.reset_most();
 }
 
-uint64_t tn_lap(tn_core *core) {
+uint64_t tn_lap(tn_core *core, int with_present) {
   std::lock_guard<std::mutex> guard(core->mutex);
-  return uint64_t(std::exchange(core->lap, core->stats.allocated[TN_ALL].current));
+  int64_t present = core->stats.allocated[TN_ALL].current;
+  return uint64_t(std::max(std::exchange(core->lap, with_present ? present : 0), present));
 }
 
 void tn_reset_totals(tn_core *core) {

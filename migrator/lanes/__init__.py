@@ -131,7 +131,8 @@ class Memory(NamedTuple):
     Attributes
     ----------
     lap : callable
-        Tells the most bytes in use since it was last called.
+        Tells the most bytes that were in use since it was last called, or are now. What is in use as it is called need
+        not count the next time, unless it is called `with_present`.
     aside : callable
         Within it this thread asks for memory that the program alone would not, and gives all of it back.
     tidy : callable
@@ -140,7 +141,7 @@ class Memory(NamedTuple):
         Has all that is cached return to the system.
     """
 
-    lap: Callable[[], int]
+    lap: Callable[..., int]
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
     tidy: Callable[[], None] = lambda: None
     renew: Callable[[], None] = lambda: None
@@ -161,8 +162,11 @@ class Meter(Protocol):
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
 
-    def resume(self) -> None:
-        """Our own work at a position is over: what it did to memory belongs to neither stretch beside it."""
+    def resume(self, *, brought: bool = False) -> None:
+        """Our own work at a position is over, in which something was `brought` back, or let go.
+
+        What that did to memory belongs to neither stretch beside it.
+        """
 
     def aside(self) -> AbstractContextManager[None]:
         """What is done inside is not the program's."""

@@ -53,7 +53,7 @@ class HostMeter:
         self._times.append(self.mark() - self._begin)
         self._others.append(self._compute.static)
 
-    def resume(self) -> None:
+    def resume(self, *, brought: bool = False) -> None:
         """Nothing here measures memory."""
 
     @contextmanager
@@ -118,13 +118,19 @@ class CudaMeter:
 
         Else they would count as others' for as long as the stretch lasts, though nobody could use them.
         """
-        highest, self._highest = max(self._highest, self._compute.lap()), 0
+        highest, self._highest = max(self._highest, self._compute.lap(with_present=True)), 0
         self._besides = max(self._besides, highest - resident)
 
-    def resume(self) -> None:
-        """Our own work at a position is over: what it did to memory belongs to neither stretch beside it."""
+    def resume(self, *, brought: bool = False) -> None:
+        """Our own work at a position is over: what it did to memory belongs to neither stretch beside it.
+
+        What lies there as a stretch begins counted for the one before. It counts once more where something may be
+        `brought` back beside it, and not where something was saved: what was saved and let go of would count, too, for
+        as long as the operation that is saving it has it in its hands, and so would all that the loss's function had
+        until it returned.
+        """
         self._highest = 0
-        self._compute.lap()
+        self._compute.lap(with_present=brought)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -24,8 +24,11 @@ def restart(device: torch.device) -> None:
     _highest[_index(device)] = 0
 
 
-def lap(device: torch.device) -> int:
-    """The most bytes allocated since the last lap, or restart; a restart alone forgets it."""
+def lap(device: torch.device, *, with_present: bool = True) -> int:
+    """The most bytes allocated since the last lap, or restart; a restart alone forgets it.
+
+    PyTorch's peaks begin anew with what is allocated, whether or not it is asked for `with_present`.
+    """
     index, now = _index(device), _plain_stats(device)
     _keep_peaks(_before.setdefault(index, {}), now)
     peak = int(now["allocated_bytes"]["all"]["peak"])

@@ -57,7 +57,7 @@ class Record:
         for trial in trials:
             if self.recorder.trials is not None:
                 self.recorder.trials.attempt(trial, tensor, peek)
-        self.recorder.resume()
+        self.recorder.resume(brought=True)
         return tensor
 
 
@@ -138,10 +138,10 @@ class Recorder:
         self._position += 1
         return self._position - 1
 
-    def resume(self) -> None:
-        """The program goes on from the position that it has reached."""
+    def resume(self, *, brought: bool = False) -> None:
+        """The program goes on from the position that it has reached, for which something was `brought` back."""
         if self._meter is not None:
-            self._meter.resume()
+            self._meter.resume(brought=brought)
 
     def _see_what_is_held(self) -> None:
         """Until when the program itself holds what it saved: logits until their loss is known."""

@@ -205,6 +205,17 @@ def test_a_lap_has_a_peak_of_its_own(core: Core) -> None:
     core.free(kept)
 
 
+@pytest.mark.parametrize("with_present", [True, False])
+def test_what_a_lap_begins_with_counts_if_it_is_asked_for(core: Core, *, with_present: bool) -> None:
+    before = core.allocate(6 * MiB)
+    core.lap(with_present=with_present)
+    core.free(before)
+    kept = core.allocate(2 * MiB)
+    assert core.lap() == (6 if with_present else 2) * MiB
+    core.free(kept)
+    assert core.lap() == 0
+
+
 def test_a_sequence_that_nobody_foresaw_may_have_the_region(core: Core) -> None:
     plan(core, [40 * MiB], [0])
     for _ in range(3):

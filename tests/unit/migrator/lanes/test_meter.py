@@ -62,6 +62,7 @@ class FakeCompute:
 
     def __init__(self) -> None:
         self.highest = 0  # bytes since the last look
+        self.with_present = True
         self.stream_has: list[str] = []
 
     @contextmanager
@@ -70,7 +71,8 @@ class FakeCompute:
         yield
         self.stream_has.append("no more")
 
-    def lap(self) -> int:
+    def lap(self, *, with_present: bool = False) -> int:
+        self.with_present = with_present
         peak, self.highest = self.highest, 0
         return peak
 
@@ -123,6 +125,16 @@ def test_what_the_stretch_took_before_something_was_let_go_counts_too() -> None:
     compute.highest = 70
     meter.tick(20)
     assert meter.finish(0, [0, 0]).others == (240, 0)
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_what_lies_there_as_a_stretch_begins_counts_where_something_may_come_beside_it(*, brought: bool) -> None:
+    """At a save it counted for the stretch before. What the loss's function holds until it returns counted twice."""
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    meter.tick(0)
+    assert compute.with_present
+    meter.resume(brought=brought)
+    assert compute.with_present is brought
 
 
 def test_the_allocator_is_told_what_is_not_the_program_s() -> None:
