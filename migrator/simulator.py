@@ -2,9 +2,10 @@
 
 It does what the engine does, in the order of the compute stream. A group leaves when its last site was saved;
 the copies of a direction run one after the other. HBM is let go at a save, when the limit asks for it; compute then
-waits for the copy. From the first use on, groups come back in the order of needs, as soon as their in-trigger and
-the limit allow, behind whatever the stream was given before. What is needed while it is away stalls compute. What
-is recomputed takes its time at the position at which it is needed. While a lane is busy, compute is a little slower.
+waits for the copy, and what the program itself holds lies there for as long as it does. From the first use on, groups
+come back in the order of needs, as soon as their in-trigger and the limit allow, behind whatever the stream was given
+before. What is needed while it is away stalls compute. What is recomputed takes its time at the position at which it
+is needed. While a lane is busy, compute is a little slower.
 Pure functions on plain data.
 """
 
@@ -95,6 +96,7 @@ class _Group:
     planned: PageGroup
     span: Span
     on_disk: bool  # goes on to NVMe
+    lasting: Sequence[tuple[int, int]]  # what the program holds of it: until which stretch, and how many bytes
     sent: float = 0.0
     out: float = -1.0  # when the copy out ends; negative before it began
     written: float = 0.0  # when it is on disk
@@ -118,6 +120,7 @@ class _Events:
 class _Step:
     def __init__(self, trace: Trace, links: Links, plan: Plan, outcome: Effect) -> None:
         self.trace, self.links, self.plan, self.outcome = trace, links, plan, outcome
+        self.held = {held.holders[0].key: held for held in outcome.held.values()}
         self.now = 0.0
         self.resident = 0
         self.free = {"d2h": 0.0, "h2d": 0.0, "disk_write": 0.0, "disk_read": 0.0}  # when each lane is free
@@ -126,10 +129,11 @@ class _Step:
         self.recomputing = 0.0
         self.leaving: deque[_Group] = deque()
         self.order: deque[_Group] = deque()
+        self.lingering = np.zeros(trace.positions + 2, dtype=np.int64)  # changes of what left, but for the program
         spans = spans_of(plan, outcome)
         on_disk = past_dram(plan.groups, links.dram) if links.disk_write else frozenset[int]()
         self.groups = [
-            _Group(group, span, group.tier == "nvme" or number in on_disk)
+            _Group(group, span, group.tier == "nvme" or number in on_disk, self._lasting(group))
             for number, (group, span) in enumerate(zip(plan.groups, spans, strict=True))
         ]
         self.shared = min(1.0, links.both / (links.d2h + links.h2d))
@@ -165,7 +169,7 @@ class _Step:
                 departed = event.leave + sum(group.planned.nbytes for group in event.done)
                 self.resident -= departed
             if position < first_use or (event is not None and event.enter):
-                self._relieve(limit)
+                self._relieve(limit, position)
             elif self.order:
                 self._prefetch(limit, position)
             resident[position + 1] = self.resident + departed
@@ -190,6 +194,10 @@ class _Step:
                 events.setdefault(group.span.need, _Events()).need.append(group)
                 events.setdefault(group.span.leave, _Events()).done.append(group)
         return events
+
+    def _lasting(self, group: PageGroup) -> list[tuple[int, int]]:
+        members = (self.held[key] for key in group.sites if key in self.held)
+        return [(self.trace.held[each.ident], each.nbytes) for each in members if each.ident in self.trace.held]
 
     def _first_use(self) -> int:
         uses = (site.uses[0] for site in self.trace.sites if site.uses)
@@ -231,12 +239,16 @@ class _Step:
             _, group.written = self._copy("disk_write", group.planned.nbytes, group.out)
         self.leaving.append(group)
 
-    def _relieve(self, limit: int) -> None:
+    def _relieve(self, limit: int, position: int) -> None:
         while self.resident > limit and self.leaving:
             group = self.leaving.popleft()
             self._wait(group.out, "d2h")
             group.away = True
             self.resident -= group.planned.nbytes
+            for end, nbytes in group.lasting:
+                if end > position + 1:  # it lies there all the same, such as a block's input that is still to be added
+                    self.lingering[position + 1] += nbytes
+                    self.lingering[end] -= nbytes
 
     def _prefetch(self, limit: int, position: int) -> None:
         if any(group.on_disk for group in islice(self.order, READ_AHEAD)):
@@ -273,7 +285,7 @@ class _Step:
 
     def _result(self, resident: Bytes, clock: np.ndarray) -> Simulated:
         others = np.array(self.trace.others, dtype=np.int64) if self.trace.others else 0
-        hbm: Bytes = resident + self.outcome.again + others
+        hbm: Bytes = resident + self.outcome.again + others + np.cumsum(self.lingering)[:-1]
         parcels = [(group.on_disk, round_up(group.planned.nbytes, PAGE)) for group in self.groups]
         return Simulated(
             seconds=self.now,

@@ -54,6 +54,14 @@ def test_hbm_is_let_go_late_and_compute_waits_for_the_copy() -> None:
     assert result.seconds == 24.0
 
 
+def test_what_the_program_itself_holds_lies_there_though_its_group_has_left() -> None:
+    """A block's input, until it is added to the block's output. Peaks on a GPU were higher by one than predicted."""
+    trace = replace(TRACE, held={0: 4})
+    made = plan(0, room=100)
+    assert played(made).hbm.tolist() == [0, 100, 100, 200, 300, 300, 200, 200, 100]
+    assert played(made, trace=trace).hbm.tolist() == [0, 100, 200, 300, 300, 300, 200, 200, 100]
+
+
 def test_nothing_comes_back_before_its_in_trigger() -> None:
     """As above, but the in-trigger is the use at 13: it comes back until 23, and is needed at 15."""
     made = plan(0, room=300)
