@@ -30,6 +30,20 @@ def step_seconds(stats: Mapping[str, Any]) -> float | None:
     return seconds
 
 
+def by_period(stats: Mapping[str, Any]) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Bytes moved by lane and seconds stalled by cause, of a period: of those under the last plan, if they tell."""
+    settled = stats.get("settled", {"periods": 0})  # of which earlier versions did not tell
+    if settled["periods"] >= ENOUGH:
+        periods, moved, stalled = settled["periods"], settled["moved"], settled["stalled_s"]
+    else:
+        periods, moved = max(stats["periods"], 1), stats["moved"]
+        stalled = {cause: stall["seconds"] for cause, stall in stats["stalls"].items()}
+    return (
+        {lane: nbytes / periods for lane, nbytes in moved.items()},
+        {cause: seconds / periods for cause, seconds in stalled.items()},
+    )
+
+
 def find(config: Config) -> Path | None:
     """The run directory of this process, one per rank; None if none is asked for.
 

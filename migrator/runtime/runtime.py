@@ -272,6 +272,7 @@ class Runtime:
         if changed:
             if not self.closed:  # else they are never carried out
                 self._steps.planned()
+                self._counters.planned()
                 self._tell_plans(saver)
             saver.adopt(
                 (action for mover in movers for action in mover.actions()),
@@ -372,6 +373,7 @@ class Runtime:
             "groups": counters.groups,
             "flushes": counters.flushes,
             "stalls": {cause: {"count": s.count, "seconds": s.seconds} for cause, s in counters.stalls.items()},
+            "settled": counters.settled(),
             "unmanaged_bytes": self._unmanaged,
             "step_s": self._steps.summary(),
         }

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from migrator.telemetry.timeline import HOST, Timeline
 
@@ -20,6 +21,9 @@ class Stall:
     seconds: float = 0.0
 
 
+Before = tuple[int, dict[str, int], dict[str, float]]
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals over the life of a session, of all its devices; and when what they count happened, if anybody asks."""
@@ -30,12 +34,29 @@ class Counters:
     periods: int = 0
     flushes: int = 0  # of the cache of PyTorch's allocator, as HBM was full
     timeline: Timeline | None = None
+    _before: Before = (0, {}, {})  # the last plans: periods, bytes by lane, seconds by cause
 
     def stalled(self, cause: str, seconds: float, times: int = 1) -> None:
         """Add a wait of `seconds`, which stands for so many like it."""
         stall = self.stalls.setdefault(cause, Stall())
         stall.count += times
         stall.seconds += times * seconds
+
+    def planned(self) -> None:
+        """There are new plans."""
+        self._before = self.periods, dict(self.moved), self._stalled()
+
+    def settled(self) -> dict[str, Any]:
+        """What was counted under the last plans; what comes before is learning, which moves more."""
+        periods, moved, stalled = self._before
+        return {
+            "periods": self.periods - periods,
+            "moved": {lane: nbytes - moved.get(lane, 0) for lane, nbytes in self.moved.items()},
+            "stalled_s": {cause: seconds - stalled.get(cause, 0.0) for cause, seconds in self._stalled().items()},
+        }
+
+    def _stalled(self) -> dict[str, float]:
+        return {cause: stall.seconds for cause, stall in self.stalls.items()}
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ from tiers.bench import IDEAL, Outcome, Variant, ended_in_order, run
 from tiers.cli.run import options_for, refuse_without_autoload
 from tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
 from tiers.config import load
+from tiers.run_directory import by_period
 
 
 class BenchVerb:
@@ -82,7 +83,8 @@ def render(outcomes: Sequence[Outcome]) -> Iterator[RenderableType]:
         if stats is None or step is None:
             row.append("failed")
         else:
-            moved = (stats["moved"]["d2h"] + stats["moved"]["h2d"]) // max(stats["periods"], 1)
+            each, _ = by_period(stats)
+            moved = int(each["d2h"] + each["h2d"])
             row += [f"{step * 1e3:.1f} ms" + (", failed" if outcome.failed else "")]
             row += ["unknown" if fraction is None else f"{fraction:.3f}"]
             row += [format_size(nbytes) for nbytes in (stats["peak"]["hbm"], stats["peak"]["dram"], moved)]

@@ -18,7 +18,7 @@ from migrator.trace import Trace
 from tiers.cli.run_files import known_links, read_json
 from tiers.cli.verb import CliError, print_json, print_tables
 from tiers.planning import why
-from tiers.run_directory import ENOUGH, PLAN, TRACE
+from tiers.run_directory import ENOUGH, PLAN, TRACE, by_period
 
 _BAR = 20
 
@@ -77,13 +77,13 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     if stats["device"] == "cpu" and stats["peak"]["hbm"] > stats["budget"]["hbm"]:
         yield "hbm is over its budget, which without a GPU is counted, not enforced"
     lanes = Table("lane", "moved", "per period", title="lanes", title_justify="left")
+    moved_each, stalled_each = by_period(stats)
     for lane, moved in stats["moved"].items():
-        lanes.add_row(lane, format_size(moved), format_size(moved // max(stats["periods"], 1)))
+        lanes.add_row(lane, format_size(moved), format_size(int(moved_each[lane])))
     yield lanes
     stalls = Table("waiting for", "count", "time", "per period", title="stalls", title_justify="left")
     for cause, stall in stats["stalls"].items():
-        each = stall["seconds"] / max(stats["periods"], 1)
-        stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(each))
+        stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(stalled_each[cause]))
     yield stalls if stalls.rows else "no stalls"
     if flushes := stats.get("flushes"):  # not there in those of earlier versions
         yield (

@@ -117,7 +117,9 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
     stats = stats_of(run)
     stall = {"count": "int", "seconds": "float"}
     assert set(stats["stalls"]) <= {"d2h", "h2d", "disk_write", "disk_read"}
+    assert set(stats["settled"]["stalled_s"]) == set(stats["stalls"])
     stats["stalls"] = {"h2d": stats["stalls"]["h2d"]}
+    stats["settled"]["stalled_s"] = {"h2d": stats["settled"]["stalled_s"]["h2d"]}
     assert names(stats) == {
         "device": "str",
         "allocator": "str",
@@ -130,6 +132,11 @@ def test_the_names_in_stats_json_are_these(run: Path) -> None:
         "groups": "int",
         "flushes": "int",
         "stalls": {"h2d": stall},
+        "settled": {
+            "periods": "int",
+            "moved": {"d2h": "int", "h2d": "int", "disk_write": "int", "disk_read": "int"},
+            "stalled_s": {"h2d": "float"},
+        },
         "unmanaged_bytes": "int",
         "step_s": {"median": "float", "min": "float", "max": "float", "settled": {"median": "float", "steps": "int"}},
         "pages": "NoneType",
@@ -146,6 +153,7 @@ def test_the_numbers_in_stats_json_are_the_run_s(run: Path) -> None:
     step = stats["step_s"]
     assert step["min"] <= step["median"] <= step["max"]
     assert step["min"] <= step["settled"]["median"] <= step["max"] and 0 < step["settled"]["steps"] < 5
+    assert 0 < stats["settled"]["periods"] < 6 and 0 < stats["settled"]["moved"]["h2d"] < stats["moved"]["h2d"]
 
 
 def test_a_second_run_into_a_directory_is_refused_unless_forced(run: Path) -> None:

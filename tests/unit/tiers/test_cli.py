@@ -262,6 +262,20 @@ def test_report_tells_steps_under_the_last_plan_apart(tmp_path, capsys, settled,
     assert text in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.parametrize(("periods", "moved", "stalled"), [(5, "2.0 GiB", "1.0 ms"), (4, "4.0 GiB", "25.0 ms")])
+def test_report_tells_what_a_period_moves_under_the_last_plan_once_there_were_some(
+    tmp_path, capsys, periods, moved, stalled
+):
+    """The first periods move all that is saved, and wait for it: of 20 steps they made up most."""
+    lanes = {"d2h": 2 * periods * GiB, "h2d": 0, "disk_write": 0, "disk_read": 0}
+    settled = {"periods": periods, "moved": lanes, "stalled_s": {"disk_read": periods * 1e-3}}
+    (tmp_path / "stats.json").write_text(json.dumps(STATS | {"settled": settled}))
+    assert main(["report", str(tmp_path)]) == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert ["d2h", "40.0", "GiB", *moved.split()] in rows
+    assert ["disk_read", "3", "250.0", "ms", *stalled.split()] in rows
+
+
 def test_report_of_a_run_that_never_stepped(tmp_path, capsys):
     idle = {**STATS, "periods": 0, "steps": 0, "stalls": {}}
     idle["step_s"] = {"median": None, "min": None, "max": None}
