@@ -21,7 +21,8 @@ LOSS = 0.10  # of the ideal's best speed per sample
 class Largest:
     """Searches over batches; the budget is all of the GPU's memory.
 
-    A method is asked for more than the plain program trains: whoever trains no more needs none.
+    A method is asked for as much as the plain program trains, and if it is fast enough there, for more: whoever trains
+    no more needs none.
 
     Attributes
     ----------
@@ -59,7 +60,9 @@ class Largest:
 
     def _search(self, workload: str, name: str, known: int) -> int:
         good = partial(self._good, workload, parse(name))
-        found = largest(good, self.multiple, self.most, known=known, first=self.first)
+        found = known
+        if not known or good(known):
+            found = largest(good, self.multiple, self.most, known=known, first=self.first)
         self.say(f"{workload} {name}: largest batch {found if found > known else f'no more than {known}'}")
         return found
 

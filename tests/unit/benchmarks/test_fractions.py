@@ -515,6 +515,16 @@ def test_a_batch_is_good_within_a_tenth_of_the_ideal_s_best_speed_and_no_try_is_
     assert len(fake.asked) == before
 
 
+def test_who_is_too_slow_where_the_plain_program_still_trains_is_not_asked_for_more() -> None:
+    """More than that took too long to tell a speed, and twice as much of the host's memory."""
+    fake = Fake(
+        {"ideal": lambda batch: batch / 100 if batch <= 16 else Failed("full"), "trl": lambda batch: batch / 24}
+    )
+    results = Results()
+    assert search(fake, results, ["trl"])[-1] == "trl: largest batch no more than 16"
+    assert [(record["batch"], record["speed"]) for record in results.tries if record["method"] == "trl"] == [(16, 24)]
+
+
 def test_a_batch_that_took_too_long_is_tried_again_with_more_time() -> None:
     slow = Fake({"ideal": lambda batch: batch / 100 if batch <= 16 else Failed("full"), "trl": TooLong("75 s")})
     results = Results()
