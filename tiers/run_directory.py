@@ -32,9 +32,9 @@ def step_seconds(stats: Mapping[str, Any]) -> float | None:
 
 def by_period(stats: Mapping[str, Any]) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Bytes moved by lane and seconds stalled by cause, of a period: of those under the last plan, if they tell."""
-    settled = stats.get("settled", {"periods": 0})  # of which earlier versions did not tell
-    if settled["periods"] >= ENOUGH:
-        periods, moved, stalled = settled["periods"], settled["moved"], settled["stalled_s"]
+    settled = stats.get("settled")  # of which earlier versions did not tell
+    if settled is not None and stats["step_s"]["settled"]["steps"] >= ENOUGH:
+        periods, moved, stalled = max(settled["periods"], 1), settled["moved"], settled["stalled_s"]
     else:
         periods, moved = max(stats["periods"], 1), stats["moved"]
         stalled = {cause: stall["seconds"] for cause, stall in stats["stalls"].items()}

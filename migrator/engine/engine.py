@@ -24,7 +24,7 @@ from migrator.engine.group import NEVER, Claim, ClaimOn, Group, State, unclaimed
 from migrator.engine.moved import Saved, nothing
 from migrator.engine.parcel import Parcel
 from migrator.engine.tensors import Tensors
-from migrator.lanes import Compute, Lane, Leaving, Stream, whole
+from migrator.lanes import Compute, Lane, Leaving, Meter, Stream, whole
 from migrator.plan import READ_AHEAD
 from migrator.planner.paces import Pace
 from migrator.timing import Lap
@@ -62,6 +62,7 @@ class Engine:
         self._again: Group | None = None  # the last one that came back a second time
         self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
         self.dead: deque[ClaimOn] = deque()
+        self.meter: Meter | None = None  # of the period under way, if it is recorded
         self._out = out
         self._back = back
         self.backing = backing
@@ -132,8 +133,12 @@ class Engine:
         """Let go of groups whose copy was asked for until what is left is within the limit."""
         if self._leaving and self.compute.capturing():
             return
+        before = self.resident
         while self.resident > self.limit and self._leaving:
             self._let_go(next(iter(self._leaving)))
+        if self.meter is not None and self.resident < before:
+            # Told once: after the first of several the program may still hold what left, as if it were its own.
+            self.meter.part(before + self.used_up)
 
     def over_limit(self) -> bool:
         """Whether there is more in HBM than the limit and nothing under way that would make it less."""
@@ -143,12 +148,10 @@ class Engine:
         del self._leaving[group]
         assert group.parcel is not None and group.parcel.filled is not None
         self.compute.wait(group.parcel.filled, "d2h", group.stream)
-        before = self.resident + self.used_up
         self.tensors.let_go(group.members, self.empty)
         group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)
-        self.compute.let_go(before)
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor without memory."""

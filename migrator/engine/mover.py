@@ -106,7 +106,7 @@ class Mover:
 
     def _new_recorder(self, head_start: float = 0.0) -> Recorder:
         self.engine.used_up = 0
-        meter = self.engine.compute.meter(head_start)
+        meter = self.engine.meter = self.engine.compute.meter(head_start)
         return Recorder(self._outlived, meter, self._resident, self.verified, tries=not self._keeps)
 
     def _resident(self) -> int:
@@ -276,7 +276,7 @@ class Mover:
             changed = self.learner.period_over(
                 trace, peak, whole=whole, drifted=drifted, pressed=pressed, overflow=overflow, lap=lap
             )
-            self.recorder = None
+            self.recorder = self.engine.meter = None
             if overflow and self.filling.patient:
                 self._expect_too_much()
             if self.learner.records_next:

@@ -162,6 +162,9 @@ class Meter(Protocol):
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
 
+    def part(self, resident: int) -> None:
+        """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then."""
+
     def resume(self, *, brought: bool = False) -> None:
         """Our own work at a position is over, in which something was `brought` back, or let go.
 
@@ -206,9 +209,6 @@ class Compute(Protocol):
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
         """Let `stream` go on only after `event`; what it waits counts as a stall of `cause`."""
-
-    def let_go(self, resident: int) -> None:
-        """Saved tensors have just left HBM, in which `resident` bytes of them were until then."""
 
     def time_waits(self, periods: int) -> None:
         """Let the waits of the period that begins stand for those of so many periods; 0: do not time them.

@@ -71,9 +71,6 @@ class HostCompute:
         else:
             event.synchronize()  # raises what the copy raised
 
-    def let_go(self, resident: int) -> None:
-        """Nothing here measures memory."""
-
     def time_waits(self, periods: int) -> None:
         """To look at the clock costs nothing here."""
 

@@ -114,7 +114,7 @@ class Laps:
         stalls: dict[str, float] = {}
         for cause, (reached, on) in period.waits:
             if (seconds := reached.elapsed_time(on) / 1e3) > CALL:  # else it did not wait
-                self._counters.stalled(cause, seconds, period.stands_for)
+                self._counters.stalled(cause, seconds, period.stands_for, period.number)
                 stalls[cause] = stalls.get(cause, 0.0) + seconds
                 if timeline is not None:
                     over = at - on.elapsed_time(end) / 1e3

@@ -53,6 +53,9 @@ class HostMeter:
         self._times.append(self.mark() - self._begin)
         self._others.append(self._compute.static)
 
+    def part(self, resident: int) -> None:
+        """Nothing here measures memory."""
+
     def resume(self, *, brought: bool = False) -> None:
         """Nothing here measures memory."""
 
@@ -83,12 +86,12 @@ class CudaMeter:
             compute.hold_up(head_start)  # before the period begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
-        self._others: list[int] = []
-        self.left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
+        self._others: list[tuple[int, int]] = []  # of a stretch: the most in its parts, and after the last of them
+        self._left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
         self._gaps: list[tuple[float, float]] = []  # the same in seconds, once the period is over
         self._highest = 0  # bytes in use, since the last tick or part
-        self._besides = 0  # the most of them that were not saved, since the last tick
-        compute.running = self
+        self._parted = 0  # the most that were not saved, of the parts since the last tick
+        compute.waited = self._left_out
         compute.lap()
 
     def mark(self) -> TimedEvent:
@@ -109,17 +112,22 @@ class CudaMeter:
         # Into a graph that is being captured no event of ours may go.
         capturing = self._compute.capturing()
         self._ticks.append(self._ticks[-1] if capturing and self._ticks else self.mark())
-        self.part(resident)
-        self._others.append(self._besides)
-        self._besides = 0
+        self._others.append(self._stretch(resident))
 
     def part(self, resident: int) -> None:
-        """Saved storages have just been let go of in the middle of a stretch; `resident` bytes were there until then.
+        """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then.
 
         Else they would count as others' for as long as the stretch lasts, though nobody could use them.
         """
+        self._parted = max(self._parted, self._without(resident))
+
+    def _without(self, resident: int) -> int:
         highest, self._highest = max(self._highest, self._compute.lap(with_present=True)), 0
-        self._besides = max(self._besides, highest - resident)
+        return highest - resident
+
+    def _stretch(self, resident: int) -> tuple[int, int]:
+        parted, self._parted = self._parted, 0
+        return parted, self._without(resident)
 
     def resume(self, *, brought: bool = False) -> None:
         """Our own work at a position is over: what it did to memory belongs to neither stretch beside it.
@@ -129,7 +137,7 @@ class CudaMeter:
         as long as the operation that is saving it has it in its hands, and so would all that the loss's function had
         until it returned.
         """
-        self._highest = 0
+        self._highest = self._parted = 0
         self._compute.lap(with_present=brought)
 
     @contextmanager
@@ -141,7 +149,7 @@ class CudaMeter:
             with self._compute.aside():
                 yield
         finally:
-            self.left_out.append((start, self.mark()))
+            self._left_out.append((start, self.mark()))
             self._compute.lap()
 
     def most(self) -> int:
@@ -154,15 +162,18 @@ class CudaMeter:
         `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
         Within the capture of a graph nothing is known: 0 seconds.
         """
-        self._compute.running = None
+        self._compute.waited = None
         if self._compute.capturing():
             return Measures((), 0.0, ())  # nobody may wait for the device now
-        self.part(resident)
-        besides = (*self._others, self._besides)
-        others = tuple(max(0, nbytes - theirs) for nbytes, theirs in zip(besides, held, strict=True))
+        stretches = (*self._others, self._stretch(resident))
+        others = tuple(
+            # What left in the course of a stretch was `resident` in the parts of it before.
+            max(0, parted - min(before, theirs), last - theirs)
+            for (parted, last), before, theirs in zip(stretches, (0, *held[:-1]), held, strict=True)
+        )
         end = self.mark()
         end.synchronize()
-        for start, over in self.left_out:
+        for start, over in self._left_out:
             over.synchronize()  # another stream's may lie behind the end
             self._gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
         *times, seconds = without(self._gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])

@@ -21,9 +21,6 @@ class Stall:
     seconds: float = 0.0
 
 
-Before = tuple[int, dict[str, int], dict[str, float]]
-
-
 @dataclass(slots=True)
 class Counters:
     """Totals over the life of a session, of all its devices; and when what they count happened, if anybody asks."""
@@ -34,29 +31,32 @@ class Counters:
     periods: int = 0
     flushes: int = 0  # of the cache of PyTorch's allocator, as HBM was full
     timeline: Timeline | None = None
-    _before: Before = (0, {}, {})  # the last plans: periods, bytes by lane, seconds by cause
+    _learning: tuple[int, dict[str, int]] = (0, {})  # periods before the last plan, and bytes by lane
+    _stalled: dict[str, float] = field(default_factory=dict)  # since then, in seconds by cause
 
-    def stalled(self, cause: str, seconds: float, times: int = 1) -> None:
-        """Add a wait of `seconds`, which stands for so many like it."""
+    def stalled(self, cause: str, seconds: float, times: int = 1, period: int | None = None) -> None:
+        """Add a wait of `seconds`, which stands for so many like it.
+
+        Of a device it is known once that is through with the `period`, when there may be other plans than in it.
+        """
         stall = self.stalls.setdefault(cause, Stall())
         stall.count += times
         stall.seconds += times * seconds
+        if period is None or period > self._learning[0]:
+            self._stalled[cause] = self._stalled.get(cause, 0.0) + times * seconds
 
     def planned(self) -> None:
         """There are new plans."""
-        self._before = self.periods, dict(self.moved), self._stalled()
+        self._learning, self._stalled = (self.periods, dict(self.moved)), {}
 
     def settled(self) -> dict[str, Any]:
         """What was counted under the last plans; what comes before is learning, which moves more."""
-        periods, moved, stalled = self._before
+        periods, moved = self._learning
         return {
             "periods": self.periods - periods,
             "moved": {lane: nbytes - moved.get(lane, 0) for lane, nbytes in self.moved.items()},
-            "stalled_s": {cause: seconds - stalled.get(cause, 0.0) for cause, seconds in self._stalled().items()},
+            "stalled_s": {cause: self._stalled.get(cause, 0.0) for cause in self.stalls},
         }
-
-    def _stalled(self) -> dict[str, float]:
-        return {cause: stall.seconds for cause, stall in self.stalls.items()}
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:

@@ -269,7 +269,8 @@ def test_report_tells_what_a_period_moves_under_the_last_plan_once_there_were_so
     """The first periods move all that is saved, and wait for it: of 20 steps they made up most."""
     lanes = {"d2h": 2 * periods * GiB, "h2d": 0, "disk_write": 0, "disk_read": 0}
     settled = {"periods": periods, "moved": lanes, "stalled_s": {"disk_read": periods * 1e-3}}
-    (tmp_path / "stats.json").write_text(json.dumps(STATS | {"settled": settled}))
+    step = STATS["step_s"] | {"settled": {"median": 0.4, "steps": periods}}
+    (tmp_path / "stats.json").write_text(json.dumps(STATS | {"settled": settled, "step_s": step}))
     assert main(["report", str(tmp_path)]) == 0
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["d2h", "40.0", "GiB", *moved.split()] in rows

@@ -34,13 +34,19 @@ def test_a_group_that_fills_makes_others_go_and_not_only_once_it_is_full(rig: Ri
     assert rig.engine.resident == NBYTES
 
 
-def test_whoever_measures_is_told_of_memory_that_is_let_go_of_and_what_there_was_until_then(
+def test_a_meter_is_told_once_of_all_that_is_let_go_of_and_what_there_was_until_then(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    monkeypatch.setattr(rig.compute, "let_go", told.append)
+    rig.engine.meter = rig.compute.meter()
+    monkeypatch.setattr(rig.engine.meter, "part", told.append)
+    rig.engine.limit = 9 * NBYTES
     rig.sent(count=3)
-    assert told == [3 * NBYTES]
+    rig.sent(count=2)
+    assert told == []
+    rig.engine.limit = 0
+    rig.engine.relieve()
+    assert told == [5 * NBYTES]  # once for both
 
 
 def test_what_is_let_go_has_no_memory_in_hbm(rig: Rig) -> None:

@@ -58,7 +58,7 @@ def test_what_is_done_aside_and_waits_for_lanes_take_no_time() -> None:
 class FakeCompute:
     """A device that is always through with everything, and whose memory a test sets."""
 
-    running: object = None
+    waited: object = None
 
     def __init__(self) -> None:
         self.highest = 0  # bytes since the last look
@@ -116,6 +116,28 @@ def test_what_is_let_go_of_in_a_stretch_is_nobody_else_s_until_then() -> None:
     meter.part(60)
     compute.highest = 70
     assert meter.finish(20, [0, 0]).others == (40, 50)
+
+
+def test_what_left_in_a_stretch_and_is_held_by_the_program_counts_off_once() -> None:
+    """Before it left it was resident there: taken off again, a plan let in as much too much."""
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 30
+    meter.tick(10)
+    compute.highest = 30
+    meter.part(10)
+    compute.highest = 30  # the eight bytes that left are still there
+    meter.tick(2)
+    assert meter.finish(2, [0, 8, 8]).others == (20, 20, 0)
+
+
+def test_our_own_work_at_a_position_is_no_part_of_the_stretch_after_it() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    meter.tick(0)
+    compute.highest = 300
+    meter.part(0)
+    meter.resume()
+    compute.highest = 10
+    assert meter.finish(0, [0, 0]).others == (0, 10)
 
 
 def test_what_the_stretch_took_before_something_was_let_go_counts_too() -> None:
