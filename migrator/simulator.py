@@ -48,6 +48,8 @@ class Simulated:
         Most bytes in each tier.
     hbm : array of int
         Most bytes in HBM, by stretch.
+    lingering : array of int
+        Bytes of it, by stretch, of groups that have left, which the program itself still holds.
     clock : array of float
         Seconds from the period's begin to each position, in this step.
     moves : tuple of (float, float, float, float)
@@ -62,6 +64,7 @@ class Simulated:
     busy: Mapping[str, float]
     peak: Mapping[str, int]
     hbm: Bytes
+    lingering: Bytes
     clock: np.ndarray
     moves: tuple[tuple[float, float, float, float], ...]
 
@@ -285,7 +288,8 @@ class _Step:
 
     def _result(self, resident: Bytes, clock: np.ndarray) -> Simulated:
         others = np.array(self.trace.others, dtype=np.int64) if self.trace.others else 0
-        hbm: Bytes = resident + self.outcome.again + others + np.cumsum(self.lingering)[:-1]
+        lingering: Bytes = np.cumsum(self.lingering)[:-1]
+        hbm: Bytes = resident + self.outcome.again + others + lingering
         parcels = [(group.on_disk, round_up(group.planned.nbytes, PAGE)) for group in self.groups]
         return Simulated(
             seconds=self.now,
@@ -299,6 +303,7 @@ class _Step:
                 "nvme": sum(nbytes for on_disk, nbytes in parcels if on_disk),
             },
             hbm=hbm,
+            lingering=lingering,
             clock=clock,
             moves=tuple((g.sent, max(g.out, 0.0), g.begins, max(g.home, 0.0)) for g in self.groups),
         )

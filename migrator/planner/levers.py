@@ -83,6 +83,8 @@ class Levers:
         self.again = np.array([life.uses[0] + 1 if life.uses else life.birth + 1 for life in lives], dtype=np.int64)
         last_save = {site.storage: site.birth for site in trace.sites}
         self.let_go = np.array([trace.let_go[life.ident] for life in lives], dtype=np.int64)
+        # And from which what was moved is there no more, however early it leaves: the program has it until then.
+        self.held = np.array([trace.held.get(life.ident, 0) for life in lives], dtype=np.int64)
         self.turn = trace.turn
         self.before_turn = np.array([last_save[ident] <= self.turn for ident in self.idents], dtype=bool)
         self.times = np.array(trace.times)
@@ -171,7 +173,8 @@ class Levers:
         np.add.at(changes, np.minimum(self.let_go, first)[again], -self.nbytes[again])
         moved = self.in_order[state.action[self.in_order] == MOVE]
         if len(moved):
-            out = np.minimum(self._stretch(self._left(moved)), self.again[moved])
+            gone = np.maximum(self._stretch(self._left(moved)), self.held[moved])
+            out = np.minimum(gone, self.again[moved])
             np.add.at(changes, out, -self.nbytes[moved])
             np.add.at(changes, self.again[moved], self.nbytes[moved])
         return np.cumsum(changes)[:-1]

@@ -20,7 +20,7 @@ from migrator.planner.intervals import Bytes, room
 from migrator.trace import Trace
 
 
-def scheduled(plan: Plan, trace: Trace, outcome: Effect, budget: int) -> Plan:
+def scheduled(plan: Plan, trace: Trace, outcome: Effect, budget: int, lingering: Bytes | int = 0) -> Plan:
     """`plan` with limits and in-triggers; as it is where the trace does not tell what else lies in HBM.
 
     Parameters
@@ -33,10 +33,12 @@ def scheduled(plan: Plan, trace: Trace, outcome: Effect, budget: int) -> Plan:
         What the plan's choice brings about.
     budget : int
         HBM for saved tensors and `others`, in bytes.
+    lingering : array of int
+        Bytes that have left and lie there all the same, by stretch; see `migrator.simulator.Simulated`.
     """
     if not trace.others:
         return plan
-    available = room(trace, budget) - outcome.again
+    available = room(trace, budget) - outcome.again - lingering
     staying = [held for held in outcome.held.values() if held.holders[0].key in plan.keep]
     kept = occupied(staying, trace.positions)
     spans = spans_of(plan, outcome)
@@ -58,6 +60,7 @@ def fit(
     dropped: Collection[int] = (),
     regions: Collection[str] = (),
     tiers: Mapping[int, str] | None = None,
+    lingering: Bytes | int = 0,
 ) -> Plan:
     """The plan of a choice for a budget: with limits and in-triggers where the trace tells what else lies in HBM.
 
@@ -71,6 +74,8 @@ def fit(
         HBM for saved tensors and `others`, in bytes.
     moved, dropped, regions, tiers
         As `migrator.plan.make_plan` takes them.
+    lingering
+        As `scheduled` takes it.
 
     Raises
     ------
@@ -79,7 +84,8 @@ def fit(
     """
     outcome = effect(trace, dropped, regions)
     most = max(0, budget - min(trace.others, default=0))
-    return scheduled(plan_of(policy, outcome, moved, most, regions=regions, tiers=tiers or {}), trace, outcome, budget)
+    plan = plan_of(policy, outcome, moved, most, regions=regions, tiers=tiers or {})
+    return scheduled(plan, trace, outcome, budget, lingering)
 
 
 @dataclass(frozen=True, slots=True)

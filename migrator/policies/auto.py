@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
 
 from migrator.links import PCIE_GEN5, Links
 from migrator.plan import NoPlanFits, Plan
@@ -192,13 +195,23 @@ class _Planner:
 
     def _try(self, choice: Choice) -> _Tried:
         self.left -= 1
-        made = self._fit(choice, self.budget)
-        return _Tried(made, simulate(self.trace, self.links, made))
+        return self._fit(choice, self.budget)
 
-    def _fit(self, choice: Choice, budget: int) -> Plan:
+    def _fit(self, choice: Choice, budget: int) -> _Tried:
         dropped = obtainable(self.trace, choice.dropped, choice.regions)
         moved = choice.moved | (choice.dropped - dropped)
-        return fit("auto", self.trace, budget, moved, dropped=dropped, regions=choice.regions)
+        make = partial(fit, "auto", self.trace, budget, moved, dropped=dropped, regions=choice.regions)
+        made = make()
+        lingering: Bytes | int = 0
+        result = simulate(self.trace, self.links, made)
+        for _ in range(REPAIRS):
+            # Limits have to leave room for what lingers; with these more leaves early enough to linger.
+            if result.peak["hbm"] <= budget or not result.lingering.any():
+                break
+            lingering = np.maximum(lingering, result.lingering)
+            made = make(lingering=lingering)
+            result = simulate(self.trace, self.links, made)
+        return _Tried(made, result)
 
     def chosen(self) -> _Tried:
         """The fastest; where others need the memory bus, the fastest that is quiet enough.
@@ -250,7 +263,7 @@ class _Planner:
         """What HBM holds under the smallest budget that a choice meets."""
         budget = self.budget
         while True:
-            hbm = simulate(self.trace, self.links, self._fit(choice, budget)).hbm
+            hbm = self._fit(choice, budget).result.hbm
             if hbm.max() <= budget:
                 return hbm
             budget = int(hbm.max())  # with more room groups are larger, and may need more in turn
