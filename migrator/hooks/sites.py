@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Generic, Protocol, TypeVar
 
 from torch import nn
@@ -122,6 +123,7 @@ class Modules(Generic[Action]):
         self.stack: list[Node[Action]] = []
         self.nodes: dict[int, Node[Action]] = {}
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
+        self._named: dict[int, weakref.ref[nn.Module]] = {}  # whose the nodes are: an id may be another's by now
         self._names: set[str] = set()
 
     @property
@@ -163,22 +165,28 @@ class Modules(Generic[Action]):
     def _name_root(self, root: nn.Module) -> Node[Action]:
         kind = type(root).__name__
         # The first name that is free: a root that is made anew in every step finds its own again.
-        names = (kind, *(f"{kind}#{number}" for number in range(2, len(self._names) + 3)))
+        names = chain((kind,), (f"{kind}#{number}" for number in count(2)))
         name = next(name for name in names if name not in self._names)
         self._names.add(name)
-        keys = []
-        for path, module in root.named_modules():
-            keys.append(id(module))
-            self.nodes[id(module)] = Node(f"{name}.{path}" if path else name, type(module).__name__)
-        # An id is good for as long as the object lives: with the root its modules' names go, too.
-        self._roots[keys[0]] = weakref.ref(root, lambda _: self._forget(name, keys))
-        return self.nodes[keys[0]]
+        nodes: dict[int, Node[Action]] = {}
+        for path, module in root.named_modules():  # which begins with the root itself
+            key, named = id(module), self._named.get(id(module))
+            # What another root has that lives keeps its name: a wrapper that comes for an evaluation renames no model.
+            if module is root or named is None or named() is not module:
+                nodes[key] = Node(f"{name}.{path}" if path else name, type(module).__name__)
+                self._named[key] = weakref.ref(module)
+        self.nodes.update(nodes)
+        # An id is good for as long as the object lives: with the root the names that it gave go, too.
+        key = id(root)
+        self._roots[key] = weakref.ref(root, lambda _: self._forget(name, key, nodes))
+        return nodes[key]
 
-    def _forget(self, name: str, keys: Sequence[int]) -> None:
-        del self._roots[keys[0]]  # named_modules begins with the root itself
+    def _forget(self, name: str, root: int, nodes: Mapping[int, Node[Action]]) -> None:
+        del self._roots[root]
         self._names.discard(name)
-        for key in keys:
-            self.nodes.pop(key, None)
+        for key, node in nodes.items():
+            if self.nodes.get(key) is node:
+                del self.nodes[key], self._named[key]
 
     def _unnamed(self, module: nn.Module) -> Node[Action]:
         """A module that its root did not list, such as one made within a forward: one name per class and place."""

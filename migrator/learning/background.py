@@ -30,6 +30,41 @@ def planners() -> frozenset[int]:
     return frozenset(_planners)  # in one step of the interpreter's, as threads come and go
 
 
+class Beside(Future[T]):
+    """What a process computes beside the program, which may come to have no use for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up = False
+        self._planner: subprocess.Popen[bytes] | None = None
+        self._deciding = threading.Lock()
+
+    def begun(self, planner: subprocess.Popen[bytes]) -> None:
+        """That process was started."""
+        with self._deciding:
+            self._planner = planner
+            if self.given_up:
+                planner.kill()
+
+    def over(self) -> None:
+        """It has ended: its number may be another's by now."""
+        with self._deciding:
+            self._planner = None
+
+    def give_up(self) -> None:
+        """Nobody waits for the result: end what computes it."""
+        with self._deciding:
+            self.given_up = True
+            if self._planner is not None:
+                self._planner.kill()
+
+
+def give_up(future: Future[T] | None) -> None:
+    """Nobody waits for a result: end what computes it beside the program, if anything does."""
+    if isinstance(future, Beside):
+        future.give_up()
+
+
 _SERVE = "from migrator.learning.background import serve; serve()"
 
 
@@ -38,11 +73,11 @@ def in_background(job: Callable[[], T]) -> Future[T]:
 
     What cannot be sent to a process, such as a function within another, is done in a thread.
     """
-    future: Future[T] = Future()
+    future = Beside[T]()
 
     def work() -> None:
         try:
-            future.set_result(_elsewhere(job))
+            future.set_result(_elsewhere(job, future))
         except BaseException as error:
             future.set_exception(error)
 
@@ -63,7 +98,7 @@ def at_once(job: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _elsewhere(job: Callable[[], T]) -> T:
+def _elsewhere(job: Callable[[], T], future: Beside[T]) -> T:
     try:
         sent = pickle.dumps(job)
     except (AttributeError, TypeError, pickle.PicklingError):
@@ -73,8 +108,10 @@ def _elsewhere(job: Callable[[], T]) -> T:
     quiet = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
     path = os.pathsep.join(filter(None, (here, quiet.get("PYTHONPATH"))))
     try:
-        result, error = pickle.loads(_answer_to(sent, {**quiet, "PYTHONPATH": path}))
+        result, error = pickle.loads(_answer_to(sent, {**quiet, "PYTHONPATH": path}, future))
     except Exception as error:
+        if future.given_up:
+            raise
         # No process may be started, or what comes from it is no answer: what a job raises is one.
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
         log.info("plans are made in this process, which may hold training up: %s", said or error)
@@ -85,17 +122,19 @@ def _elsewhere(job: Callable[[], T]) -> T:
     return answer
 
 
-def _answer_to(sent: bytes, environ: dict[str, str]) -> bytes:
+def _answer_to(sent: bytes, environ: dict[str, str], future: Beside[T]) -> bytes:
     # Without the directory that it is started in, which may hold modules of any name.
     command, pipe = [sys.executable, "-P", "-c", _SERVE], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ) as planner:
         _planners.add(planner.pid)
         try:
+            future.begun(planner)
             answer, said = planner.communicate(sent)
         except BaseException:
             planner.kill()
             raise
         finally:
+            future.over()
             _planners.discard(planner.pid)
     if planner.returncode:
         raise subprocess.CalledProcessError(planner.returncode, command, answer, said)

@@ -31,6 +31,7 @@ from migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 
+AT_THE_END = 10.0  # seconds for which a program's end waits for plans that are only to be told of
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
 
 
@@ -355,7 +356,7 @@ class Learner:
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
-        if self._orders.wait():
+        if self._orders.wait(AT_THE_END):
             self._adopt()
 
     def forget(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from migrator.learning.background import at_once
+from migrator.learning.background import at_once, give_up
 from migrator.learning.contest import make_rival
 from migrator.learning.made import Made, make_all
 from migrator.links import Links
@@ -61,6 +61,7 @@ class Orders:
         job = partial(
             make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit, present=present
         )
+        self.drop()
         self._traces = traces
         self._made = self._have_done(job, traces)
 
@@ -90,12 +91,18 @@ class Orders:
         made, self._made = self._made, None
         return made.result(), self._traces
 
-    def wait(self) -> bool:
-        """Wait until they are there, at the end of the program; whether they are."""
-        return self._made is not None and self._made.exception() is None
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until they are there, or for so long; whether they are. What is not there by then is not wanted."""
+        try:
+            return self._made is not None and self._made.exception(seconds) is None
+        except TimeoutError:
+            self.drop()
+            return False
 
     def drop(self) -> None:
         """They are not wanted any more."""
+        # Else a program of ever new kinds of periods has ever more processes that compute what nobody takes.
+        give_up(self._made)
         self._made = None
 
     def _have_done(self, job: Job, traces: tuple[Trace, ...]) -> Future[tuple[Made, ...]]:

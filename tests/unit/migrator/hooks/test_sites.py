@@ -72,6 +72,35 @@ def test_a_root_that_is_gone_is_forgotten() -> None:
     assert not modules.nodes and not modules._roots
 
 
+def test_a_wrapper_that_comes_and_goes_renames_no_model() -> None:
+    """One around the model for each evaluation: after each the model had another name, and no plan."""
+    modules, model = Modules[str](), block()
+    inner = model[0]  # type: ignore[index]
+    before = visit(modules, model), visit(modules, model, inner)
+    for _ in range(3):
+        wrapper = nn.Sequential(model, nn.Sigmoid())
+        assert visit(modules, wrapper).path == "Sequential#2"
+        assert visit(modules, wrapper, wrapper[1]).path == "Sequential#2.1"
+        assert visit(modules, wrapper, model, inner) is before[1]
+        del wrapper
+        gc.collect()
+        assert (visit(modules, model), visit(modules, model, inner)) == before
+    assert len(modules.nodes) == 4
+
+
+def test_a_module_keeps_no_name_of_one_that_is_gone_and_had_its_id() -> None:
+    modules, model = Modules[str](), block()
+    visit(modules, model)
+    replaced = id(model[0])  # type: ignore[index]
+    model[0] = nn.Identity()  # type: ignore[index]
+    gc.collect()
+    others = [nn.Sequential(nn.Linear(2, 2)) for _ in range(64)]
+    for other in others:
+        visit(modules, other)
+    assert all(visit(modules, other, other[0]).path.endswith(".0") for other in others), replaced
+    assert len({visit(modules, other, other[0]).path for other in others}) == 64
+
+
 def test_a_leave_without_an_enter_is_harmless() -> None:
     modules = Modules[str]()
     modules.leave()

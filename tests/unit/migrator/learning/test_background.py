@@ -12,7 +12,7 @@ import pytest
 
 import migrator
 from migrator.learning import background
-from migrator.learning.background import at_once, in_background, planners
+from migrator.learning.background import at_once, give_up, in_background, planners
 from migrator.learning.made import make_all
 from migrator.links import PCIE_GEN5
 from migrator.plan import NoPlanFits
@@ -29,7 +29,7 @@ def test_that_process_has_the_package_from_where_this_one_has_it(monkeypatch: py
     """And not from another installation, nor with our modules in the place of the standard library's."""
     paths = []
 
-    def answer(sent: bytes, environ: dict[str, str]) -> bytes:
+    def answer(sent: bytes, environ: dict[str, str], _: object) -> bytes:
         paths.append(environ["PYTHONPATH"].split(os.pathsep)[0])
         return b""
 
@@ -90,6 +90,27 @@ def test_a_process_that_dies_leaves_its_job_to_this_one(monkeypatch: pytest.Monk
 def test_what_cannot_be_sent_is_done_in_a_thread() -> None:
     thread = in_background(lambda: threading.current_thread().name).result(timeout=60)
     assert thread == "tiers-planner"
+
+
+def test_what_nobody_waits_for_any_more_is_not_computed_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    """A program of ever new kinds of periods had twenty planners at a time, whose plans nobody took."""
+    plan = in_background(partial(time.sleep, 60.0))
+    begin = time.monotonic()
+    while not planners():
+        assert time.monotonic() - begin < 30
+        time.sleep(0.01)
+    give_up(plan)
+    assert plan.exception(timeout=30) is not None  # and is not done in this process instead
+    assert not planners()
+    assert "in this process" not in caplog.text
+
+
+def test_what_is_given_up_before_its_process_begins_ends_with_that() -> None:
+    plan = in_background(partial(time.sleep, 60.0))
+    give_up(plan)
+    assert plan.exception(timeout=30) is not None
+    give_up(at_once(os.getpid))  # which is there already
+    give_up(None)
 
 
 def test_at_once_is_now() -> None:
