@@ -76,6 +76,7 @@ class Backing:
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._closed = False
         self._waited = False  # for others, which is said once
+        self.full_is_told = False  # once for all threads, too
         self._lock = threading.RLock()
         self._later = threading.Condition(self._lock)  # nobody notifies: to wait for it lets others in
         self.has_disk = nvme is not None

@@ -78,7 +78,6 @@ class Filling:
         self._opened: set[PageGroup] = set()
         self._completed: set[PageGroup] = set()
         self._loose_made = 0
-        self._full_said = False
 
     def begin(self) -> None:
         """A period begins."""
@@ -168,8 +167,8 @@ class Filling:
             self._leave(group)
         except TierFull as full:
             # No plan asked for this one to go, so it may stay: the program may well fit.
-            if not self._full_said:
-                self._full_said = True
+            if not self._engine.backing.full_is_told:
+                self._engine.backing.full_is_told = True
                 # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
                 log.warning("%s; tensors that no plan covers stay in hbm", str(full))
 

@@ -31,6 +31,7 @@ from migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 
+REFUSED = "no plan fits"  # what a user is warned of once
 AT_THE_END = 10.0  # seconds for which a program's end waits for plans that are only to be told of
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
 
@@ -58,6 +59,8 @@ class Learner:
         What the target is a part of, which the user has set and is told of; the target without it.
     weighs_costs : bool
         Whether the policy's plans depend on `Links.costs`, so that the better of two may be found by trying.
+    told : set of str, optional
+        What its user was warned of already: of a device's threads, which come and go, one warning is enough.
     """
 
     def __init__(
@@ -71,10 +74,11 @@ class Learner:
         must_fit: bool = True,
         budget: int | None = None,
         weighs_costs: bool = False,
+        told: set[str] | None = None,
     ) -> None:
         self._target = target
         self._budget = target if budget is None else budget
-        self._refusal_said = False
+        self._told = set[str]() if told is None else told
         self._orders = Orders(policy, submit, must_fit=must_fit)
         self._feedback = Feedback(target, links)
         self._weighs_costs = weighs_costs
@@ -443,6 +447,6 @@ class Learner:
         self._feedback.adopted()
         for made in plans:
             log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
-            if made.refused is not None and not self._refusal_said:
-                self._refusal_said = True
+            if made.refused is not None and REFUSED not in self._told:
+                self._told.add(REFUSED)
                 log.warning("%s; it runs anyway, using more hbm", made.refused.out_of(self._budget))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -39,6 +39,8 @@ class Device:
         HBM that the process may take, in bytes.
     holes : int
         Bytes of it in segments of PyTorch's allocator that were there before, in use in part: no larger request fits.
+    told : set of str
+        See `Learner`.
     """
 
     compute: Compute
@@ -46,6 +48,7 @@ class Device:
     back: Lane
     budget: int
     holes: int = 0
+    told: set[str] = field(default_factory=set)
 
 
 def _margin(device: torch.device, options: Options) -> float:
@@ -114,6 +117,7 @@ class Devices:
             must_fit=device.type == "cuda" and options.pages() is None,
             budget=shared.budget,
             weighs_costs=weighs_costs(options.policy),
+            told=shared.told,
         )
         spills = options.pages() is not None
         return Mover(engine, learner, shared.budget, keeps=options.policy == "keep", spills=spills)

@@ -114,6 +114,15 @@ def test_a_target_that_need_not_be_met_is_met_as_far_as_can_be(caplog: pytest.Lo
     assert "no plan keeps this program within" in caplog.text
 
 
+def test_threads_that_come_and_go_warn_once_of_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    told: set[str] = set()
+    with caplog.at_level("WARNING", logger="tiers"):
+        for _ in range(3):
+            learner = Learner(POLICIES["auto"], MODEL.others[0] // 2, must_fit=False, told=told)
+            learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    assert len(caplog.records) == 1
+
+
 def test_what_is_said_of_a_target_that_is_not_met_names_the_budget_it_is_a_part_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
