@@ -125,14 +125,22 @@ class Lane(Protocol):
         """Wait for what was submitted and end."""
 
 
+class Peak(Protocol):
+    """Tells the most bytes that were in use since it was last called, or are now.
+
+    What is in use as it is called need not count the next time, unless it is called `with_present`.
+    """
+
+    def __call__(self, *, with_present: bool = ...) -> int: ...
+
+
 class Memory(NamedTuple):
     """Who hands out a GPU's memory.
 
     Attributes
     ----------
-    lap : callable
-        Tells the most bytes that were in use since it was last called, or are now. What is in use as it is called need
-        not count the next time, unless it is called `with_present`.
+    lap : Peak
+        Of what it hands out.
     aside : callable
         Within it this thread asks for memory that the program alone would not, and gives all of it back.
     tidy : callable
@@ -141,7 +149,7 @@ class Memory(NamedTuple):
         Has all that is cached return to the system.
     """
 
-    lap: Callable[..., int]
+    lap: Peak
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
     tidy: Callable[[], None] = lambda: None
     renew: Callable[[], None] = lambda: None

@@ -201,16 +201,15 @@ class _Planner:
         dropped = obtainable(self.trace, choice.dropped, choice.regions)
         moved = choice.moved | (choice.dropped - dropped)
         make = partial(fit, "auto", self.trace, budget, moved, dropped=dropped, regions=choice.regions)
-        made = make()
         lingering: Bytes | int = 0
-        result = simulate(self.trace, self.links, made)
-        for _ in range(REPAIRS):
-            # Limits have to leave room for what lingers; with these more leaves early enough to linger.
-            if result.peak["hbm"] <= budget or not result.lingering.any():
-                break
-            lingering = np.maximum(lingering, result.lingering)
+        for _ in range(1 + REPAIRS):
             made = make(lingering=lingering)
             result = simulate(self.trace, self.links, made)
+            # Limits have to leave room for what lingers; with these more leaves early enough to linger. Where nothing
+            # does, they are not what is wrong.
+            if not result.lingering[result.hbm > budget].any():
+                break
+            lingering = np.maximum(lingering, result.lingering)
         return _Tried(made, result)
 
     def chosen(self) -> _Tried:
