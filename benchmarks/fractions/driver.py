@@ -17,7 +17,6 @@ from benchmarks.fractions.results import Record, Results, fits
 
 GUESS = 60.0  # seconds that a cell takes, before one is known
 LAST = 6.0  # seconds that stay for the end of the worker
-COOLS = 6.0  # seconds without training after which a card has to be warmed again
 
 
 class OutOfTime(Exception):
@@ -57,7 +56,6 @@ class Run:
     _next: tuple[str, Worker] | None = field(
         default=None, init=False
     )  # a process that starts up for the cell after this
-    _trained: float = field(default=float("-inf"), init=False)  # when a measurement ended last
     _plain: dict[str, Record] = field(default_factory=dict, init=False)  # the first ideal of each workload
     _just: tuple[str, Record] | None = field(default=None, init=False)  # the ideal of a workload, if it ran last
     _measured: set[Cell] = field(default_factory=set, init=False)
@@ -149,15 +147,13 @@ class Run:
         # It takes seconds until a process has imported what it needs: while this one learns, which is not timed.
         if following is not None and _alone(following.method) and self._next is None:
             self._next = following.workload, self.start(following.workload, self.setting)
-        warm = self.clock() - self._trained < COOLS
         try:
-            return worker.ask(method.name, hbm, min(self.timeout, left), warm=warm)
+            return worker.ask(method.name, hbm, min(self.timeout, left))
         except TooLong:
             if left < self.timeout:
                 raise OutOfTime from None
             raise
         finally:
-            self._trained = self.clock()
             if alone:
                 worker.close()
 

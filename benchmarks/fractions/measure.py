@@ -45,9 +45,10 @@ class Lengths:
         Timed of one that does.
     seconds
         After which no further step is timed, beyond the first few.
-    warm, again
+    warm
         Seconds for which a GPU has trained before a step is timed: a cool one has clocks that it does not keep, and who
-        learns for long is timed without them. `again` for one that was training until just now.
+        learns for long is timed without them. Of one that was training until just before, too: a GPT that took 263 to
+        265 ms at first took 268 to 269 from its twelfth second on.
     """
 
     warmup: int = 2
@@ -55,8 +56,7 @@ class Lengths:
     learning: tuple[int, int] = (12, 96)
     settled: int = 10
     seconds: float = 15.0
-    warm: float = 10.0
-    again: float = 3.0
+    warm: float = 12.0
 
 
 @dataclass(slots=True)
@@ -83,15 +83,13 @@ class Bench:
     _probed: dict[int, int] = field(default_factory=dict)  # peak by the number of checkpointed blocks
     _blocks: int | None = None
 
-    def measure(self, method: Method, hbm: int | None = None, *, warm: bool = False) -> dict[str, Any]:
+    def measure(self, method: Method, hbm: int | None = None) -> dict[str, Any]:
         """Train with `method` and tell what it took.
 
         Parameters
         ----------
         hbm
             The budget in bytes, None for all there is.
-        warm
-            Whether the card has just been training.
         """
         clean()
         blocks = None
@@ -99,7 +97,7 @@ class Bench:
             budget = _all_memory() if hbm is None else hbm
             blocks = fewest(partial(self._peak, method), self._count_blocks(), budget)
         try:
-            measured = self._train(method, hbm, blocks, warm)
+            measured = self._train(method, hbm, blocks)
         except torch.OutOfMemoryError:
             if blocks is None or hbm is not None or blocks == self._count_blocks():
                 raise
@@ -108,17 +106,17 @@ class Bench:
             assert blocks is not None
             clean()
             blocks += 1  # two steps had room for fewer, and fragments took it
-            measured = self._train(method, hbm, blocks, warm)
+            measured = self._train(method, hbm, blocks)
         if method.allocator == "torch":
             clean()  # another process may be next
         return measured | ({} if blocks is None else {"blocks": blocks})
 
-    def _train(self, method: Method, hbm: int | None, blocks: int | None, warm: bool) -> dict[str, Any]:
+    def _train(self, method: Method, hbm: int | None, blocks: int | None) -> dict[str, Any]:
         with ExitStack() as stack:
             session = self._session(method, hbm, stack)
             workload = self.build()
             step = prepare(method, workload, stack, blocks=blocks, trl=self.trl)
-            measured = self._run(step, session if method.ours else None, warm) | {"batch": workload.batch}
+            measured = self._run(step, session if method.ours else None) | {"batch": workload.batch}
             if session is not None:
                 measured |= _hbm_peak(method, session)
         return measured | (_predicted(session) if session is not None and method.ours else {})
@@ -139,7 +137,7 @@ class Bench:
         # Nobody counts host memory but tiers.
         return stack.enter_context(tiers.session(policy="keep", hbm=AMPLE, dram=self.dram))
 
-    def _run(self, step: Step, session: Session | None, warm: bool) -> dict[str, Any]:
+    def _run(self, step: Step, session: Session | None) -> dict[str, Any]:
         losses: list[float] = []
         timed = partial(_timed, step, losses)
         settled, begun = True, time.perf_counter()
@@ -151,7 +149,7 @@ class Bench:
             learning, settled = _learn(session, timed, *self.lengths.learning)
             count = self.lengths.settled
         if torch.cuda.is_available():
-            while time.perf_counter() - begun < (self.lengths.again if warm else self.lengths.warm):
+            while time.perf_counter() - begun < self.lengths.warm:
                 timed()
         steps, before = self._time(timed, count, session)
         measured: dict[str, Any] = {

@@ -72,8 +72,8 @@ class Worker:
         self._read = b""
         self.usable = True
 
-    def ask(self, method: str, hbm: int | None, timeout: float, *, warm: bool = False) -> dict[str, Any]:
-        """Have a method measured; `warm` if the card has just been training.
+    def ask(self, method: str, hbm: int | None, timeout: float) -> dict[str, Any]:
+        """Have a method measured.
 
         Raises
         ------
@@ -84,7 +84,7 @@ class Worker:
         """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"method": method, "hbm": hbm, "warm": warm}).encode() + b"\n")
+            self._process.stdin.write(json.dumps({"method": method, "hbm": hbm}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._died() from None

@@ -27,7 +27,7 @@ def serve(bench: Any, requests: IO[str], answers: IO[str], allocated: Callable[[
         answer: dict[str, Any]
         again = False
         try:
-            answer = bench.measure(parse(request["method"]), request.get("hbm"), warm=request.get("warm", False))
+            answer = bench.measure(parse(request["method"]), request.get("hbm"))
         except Exception as error:
             answer = {"failed": f"{type(error).__name__}: {_first_line(error)}"}
             again = not isinstance(error, TiersError) and "OutOfMemory" not in type(error).__name__

@@ -102,7 +102,6 @@ class Fake:
     steps: dict[str, Any] = field(default_factory=dict)
     started: list[str] = field(default_factory=list)
     asked: list[tuple[str, int | None]] = field(default_factory=list)
-    warm: list[bool] = field(default_factory=list)  # whether the card was, at each of them
     now: float = 0.0
     usable: bool = True
     settled: bool = True
@@ -113,9 +112,8 @@ class Fake:
         self.usable, self.batch = True, batch
         return self
 
-    def ask(self, method: str, hbm: int | None, timeout: float, *, warm: bool = False) -> Record:
+    def ask(self, method: str, hbm: int | None, timeout: float) -> Record:
         self.asked.append((method, hbm))
-        self.warm.append(warm)
         step = self.steps.get(method, 0.1)
         if callable(step):
             step = step(self.batch)
@@ -186,9 +184,9 @@ def test_our_allocator_gets_a_process_of_its_own_while_the_ideal_s_goes_on() -> 
             log.append(f"{name} starts")
             measure = own.ask
 
-            def ask(method: str, hbm: int | None, timeout: float, *, warm: bool = False) -> Record:
+            def ask(method: str, hbm: int | None, timeout: float) -> Record:
                 log.append(f"{name} measures {method}")
-                return measure(method, hbm, timeout, warm=warm)
+                return measure(method, hbm, timeout)
 
             own.ask = ask  # type: ignore[method-assign]
             return own
@@ -213,12 +211,6 @@ def test_a_process_that_was_started_ahead_and_is_not_asked_is_closed() -> None:
     fake = Late({"pages:auto": TooLong("")})
     assert run(fake, Results(), ["pages:auto"], seconds=70, timeout=600)[-1] == "2 cells are left for another run"
     assert len(closed) == len(fake.started) == 3
-
-
-def test_a_card_that_was_training_until_just_now_is_not_warmed_for_as_long() -> None:
-    fake = Fake()
-    run(fake, Results(), ["tiers:auto"])
-    assert fake.warm == [False, True, True, True, True]
 
 
 def test_what_was_measured_is_not_measured_again_until_the_code_changes(monkeypatch: pytest.MonkeyPatch) -> None:

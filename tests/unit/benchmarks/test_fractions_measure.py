@@ -155,7 +155,7 @@ class Scripted:
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
 
-    def measure(self, method: object, hbm: int | None, *, warm: bool = False) -> Any:
+    def measure(self, method: object, hbm: int | None) -> Any:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
