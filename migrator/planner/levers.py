@@ -171,7 +171,7 @@ class Levers:
         np.add.at(changes, self.end, -self.nbytes)
         np.add.at(changes, self.birth[again], self.nbytes[again])
         np.add.at(changes, np.minimum(self.let_go, first)[again], -self.nbytes[again])
-        moved = self.in_order[state.action[self.in_order] == MOVE]
+        moved = self._moved(state)
         if len(moved):
             gone = np.maximum(self._stretch(self._left(moved)), self.held[moved])
             out = np.minimum(gone, self.again[moved])
@@ -183,6 +183,16 @@ class Levers:
         """When the copies of storages, in the order of their saves, end."""
         total = np.cumsum(self.lane_seconds[moved])
         return np.maximum.accumulate(self.saved_at[moved] - (total - self.lane_seconds[moved])) + total
+
+    def _lane_over(self, state: State) -> float:
+        """When the lane out has carried all that a state moves; 0 if that is nothing."""
+        moved = self._moved(state)
+        return float(self._left(moved)[-1]) if len(moved) else 0.0
+
+    def _moved(self, state: State) -> Ints:
+        """What a state moves, in the order of the saves."""
+        moved: Ints = self.in_order[state.action[self.in_order] == MOVE]
+        return moved
 
     def _stretch(self, times: Floats) -> Ints:
         """The first stretch at whose begin a time is over; the last save waits for whatever is still under way."""

@@ -90,7 +90,7 @@ class Search(Levers):
 
     def _moves(self, state: State, deadline: float) -> tuple[Ints, NDArray[np.bool_]]:
         """For every storage the stretch in which it would have left, and whether the lane would be done in time."""
-        moved = self.in_order[state.action[self.in_order] == MOVE]
+        moved = self._moved(state)
         at = np.searchsorted(self.saved_at[moved], self.saved_at, side="right")
         behind = np.concatenate((np.cumsum(self.lane_seconds[moved][::-1])[::-1], [0.0]))
         left = np.concatenate(([0.0], self._left(moved)))
@@ -110,6 +110,7 @@ class Search(Levers):
     def _pull(self, state: State, rates: Floats, enough: int, deadline: float, regions_free: NDArray[np.bool_]) -> bool:
         """Pull the best levers, together for not much more than `enough` bytes; whether there was one."""
         count, relieved, pulled = len(self.idents), 0, False
+        over, below = self._lane_over(state), self.left_below(state)
         for lever in np.argsort(rates, kind="stable").tolist():
             if not np.isfinite(rates[lever]) or (pulled and relieved >= enough):
                 break
@@ -123,10 +124,17 @@ class Search(Levers):
                         continue
                 else:
                     state.action[number] = MOVE
-                    moved = self.in_order[state.action[self.in_order] == MOVE]
-                    if pulled and (self._left(moved)[-1] > deadline or self.left_below(state) < 0):
+                    # At the latest then, and at least that: to know them better takes as long as there are storages.
+                    latest = max(over, float(self.saved_at[number])) + float(self.lane_seconds[number])
+                    least = below - int(self.nbytes[number])
+                    if latest > deadline:
+                        latest = self._lane_over(state)
+                    if least < 0:
+                        least = self.left_below(state)
+                    if pulled and (latest > deadline or least < 0):
                         state.action[number] = KEEP
                         continue
+                    over, below = latest, least
                 relieved += int(self.nbytes[number])
                 pulled = True
         return pulled
@@ -151,15 +159,20 @@ class Search(Levers):
         """
         deadline, changed = how.lane * float(self.times[self.turn]), False
         gain = np.where((state.action == DROP) & self.before_turn, self.drop_cost - self.move_cost, 0.0)
-        for number in np.argsort(-gain / np.maximum(self.lane_seconds, 1e-9), kind="stable").tolist():
-            if gain[number] <= 0:
-                break
-            state.action[number] = MOVE
-            moved = self.in_order[state.action[self.in_order] == MOVE]
-            if self._left(moved)[-1] > deadline or self.left_below(state) < 0 or not self.fits(state, extra):
-                state.action[number] = DROP
-            else:
-                changed = True
+        order = np.argsort(-gain / np.maximum(self.lane_seconds, 1e-9), kind="stable")
+        rest = order[gain[order] > 0]
+        # Many at a time as long as all of them can: one by one ten thousand would take seconds.
+        count = len(rest)
+        while len(rest):
+            some = rest[:count]
+            state.action[some] = MOVE
+            if self._lane_over(state) <= deadline and self.left_below(state) >= 0 and self.fits(state, extra):
+                rest, count, changed = rest[count:], 2 * count, True
+                continue
+            state.action[some] = DROP
+            if len(some) == 1:
+                rest = rest[1:]
+            count = max(1, len(some) // 2)
         return changed
 
     def trim(self, state: State, extra: Bytes | int, most: int) -> None:
