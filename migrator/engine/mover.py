@@ -350,6 +350,15 @@ class Mover:
             if self.recorder is not None:  # without a head start: to begin again may be the program's habit
                 self.recorder = self._new_recorder()
 
+    def record_no_more(self) -> None:
+        """Go on with this period without recording it."""
+        with self.engine.lock:
+            if self.recorder is not None:
+                self.recorder.abandon()
+            self.recorder = self.engine.meter = None
+            if not self.engine.compute.capturing():
+                self.engine.compute.tidy()
+
     def _begin(self) -> None:
         self.filling.begin()
         self._taken = 0

@@ -42,6 +42,12 @@ log = logging.getLogger("tiers")
 MIN_BYTES = 4096
 """Storages smaller than this stay: to look after one costs more than its memory is worth."""
 
+LOOKS = 16
+"""Forwards in a row without a backward, after which a period is recorded no more."""
+
+UNRECORDED = 2
+"""Periods in a row that may end so; a program all of whose periods begin with such forwards is to have plans, too."""
+
 LISTENS = 31
 """Periods of which one goes by the hooks in all modules: with 2, 4 or 8 micro-batches another one each time."""
 
@@ -83,6 +89,8 @@ class Saver(OnStack):
         self.regions = Regions(self.modules, self._may_recompute)
         self._ident = threading.get_ident()
         self.steps_before = 0  # optimizer steps made before the period began
+        self._looks = 0  # forwards in a row, while recording, through which no backward went
+        self._unrecorded = 0  # periods in a row of which nothing was recorded for that
         self._make_mover = make_mover
         self._root_begins = root_begins
         self._period_over = period_over
@@ -216,12 +224,27 @@ class Saver(OnStack):
         """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
 
         Only while recording. Then we hold everything, so what is dead is known; and only then does it matter:
-        a trace with sites that do not come again makes plans that wait for them.
+        a trace with sites that do not come again makes plans that wait for them. After many such forwards in a row none
+        is expected to be another: what only looks at outputs would be ten times slower for as long as it does.
         """
+        if not self.place.recording or self.place.in_backward:
+            return
+        dead = False
         for mover in self.armed_movers:
-            if mover.recorder is not None and not self.place.in_backward and mover.forward_is_dead():
+            if mover.recorder is None:
+                continue
+            if mover.forward_is_dead():
                 mover.begin_again()
                 self.place.period += 1
+                dead = True
+            else:
+                dead |= mover.recorder.forward_begins()
+        self._looks = self._looks + 1 if dead else 0
+        if self._looks == LOOKS and self._unrecorded < UNRECORDED:
+            self._unrecorded += 1
+            for mover in self.armed_movers:
+                mover.record_no_more()
+            self.place.recording = False
 
     def end_period(self, *, stepped: bool = False) -> None:
         """End the period, if backward has begun in it; optimizer steps and the next forward do.
@@ -231,6 +254,9 @@ class Saver(OnStack):
         if self.place.in_backward or (stepped and self.place.quiet):
             self.place.in_backward = False
             self.place.period += 1
+            self._looks = 0
+            if self.place.recording:
+                self._unrecorded = 0
             try:
                 self._period_over(self)
             finally:  # whoever catches what it raises may go on

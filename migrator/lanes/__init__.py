@@ -173,6 +173,9 @@ class Meter(Protocol):
     def part(self, resident: int) -> None:
         """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then."""
 
+    def abandon(self) -> None:
+        """Nobody wants to know what the period takes, nor to have it finished."""
+
     def resume(self, *, brought: bool = False) -> None:
         """Our own work at a position is over, in which something was `brought` back, or let go.
 

@@ -59,6 +59,9 @@ class HostMeter:
     def resume(self, *, brought: bool = False) -> None:
         """Nothing here measures memory."""
 
+    def abandon(self) -> None:
+        """Nothing is under way."""
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is done inside is not the program's."""
@@ -139,6 +142,10 @@ class CudaMeter:
         """
         self._highest = self._parted = 0
         self._compute.lap(with_present=brought)
+
+    def abandon(self) -> None:
+        """Nobody wants to know what the period takes: waits are left out of nothing any more."""
+        self._compute.waited = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +39,7 @@ class _Entry:
     uses: list[int] = field(default_factory=list)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Record:
     """What the graph holds of an entry; and of its trials, whose inputs nobody else may keep alive."""
 
@@ -127,6 +128,8 @@ class Recorder:
         self._look: dict[int, list[_Held]] = {}  # by when to look who holds it
         self._was_held: list[_Held] = []
         self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
+        self._forward: list[weakref.ref[Record]] = []  # what the forward under way saved first, and last
+        self._before: list[weakref.ref[Record]] = []  # the same of the one before
         self.trials = Trials(meter, verified) if meter is not None and tries else None
         self.verified: dict[str, Verified] = {}  # by site, the formulas that held; known with the trace
 
@@ -189,7 +192,28 @@ class Recorder:
             if stays:
                 self._stays.add(known.cdata)
             self._follow(known, entry)
-        return Record(self, known, entry.uses)
+        record = Record(self, known, entry.uses)
+        self._forward[1:] = [weakref.ref(record)]
+        return record
+
+    def forward_begins(self) -> bool:
+        """Another forward begins; whether of the one before the last nothing is part of a graph any more.
+
+        Of the last one a program may hold the output until it has the next.
+        """
+        before, self._before, self._forward = self._before, self._forward, []
+        return bool(before) and all(record() is None for record in before)
+
+    def abandon(self) -> None:
+        """What was recorded is of no use to anybody, nor is what graphs that live on have to tell."""
+        if self._meter is not None:
+            self._meter.abandon()
+        self._meter = self.trials = None
+        self._entries.clear()
+        self._coming.clear()
+        self._look.clear()
+        self._followed.clear()
+        self._visits.clear()
 
     def _follow(self, known: Known, entry: _Entry) -> None:
         parts = self._followed.setdefault(known.cdata, {})
