@@ -20,6 +20,7 @@ from itertools import chain
 from statistics import median
 
 from allocator.sizes import format_size
+from migrator.learning.background import give_up
 from migrator.learning.feedback import SETTLING
 from migrator.learning.made import Made, make_all
 from migrator.links import HARDLY, MEASURED, Costs, Links
@@ -133,6 +134,7 @@ class Contest:
     def adopted(self) -> None:
         """There is another holder."""
         self._round, self._rounds = Round(), []
+        give_up(self._asked)
         self._asked = self._rival = self.holder = None
 
     def withdraw(self) -> Made | None:
@@ -188,7 +190,9 @@ class Contest:
         """Take the rival over, if it was made by now."""
         if not asked.done():
             self._over = self._round.periods >= MAKING
-            self._asked = None if self._over else asked
+            if self._over:
+                give_up(asked)
+                self._asked = None
             return
         self._asked, self._round = None, Round()
         if (error := asked.exception()) is not None:  # there is a plan: no program ends for want of another

@@ -375,6 +375,7 @@ class Learner:
         self._standby.forget()
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
+        self._contest.adopted()  # no rival is made for what is forgotten
         self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)
 
     def _plan(self, present: tuple[Made, ...] = ()) -> bool:

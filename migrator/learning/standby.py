@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from migrator.learning.background import give_up
 from migrator.learning.feedback import Feedback
 from migrator.learning.made import Made, foresee
 from migrator.links import WORSE, Links
@@ -120,10 +121,15 @@ class Standby:
 
     def forget(self) -> None:
         """What it all was made for is not so any more."""
-        self._ahead, self._aside = (), None
+        self._aside = None
+        self.outdated()
 
     def outdated(self) -> None:
         """Other plans are carried out, or what they are made with was corrected: none were made ahead for that."""
+        kept = () if self._aside is None else self._aside.ahead
+        for ahead in self._ahead:
+            if ahead not in kept:
+                give_up(ahead.made)
         self._ahead = ()
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from allocator.sizes import MiB
+from migrator.learning.background import Beside
 from migrator.learning.contest import (
     ALIKE,
     BEST,
@@ -187,6 +188,22 @@ def test_a_rival_that_has_too_little_hbm_once_it_settled_goes_at_once() -> None:
     for _ in range(SETTLING):
         assert contest.period_over(RIVAL, Lap(0.5, {}), pressed=True) is None
     assert contest.period_over(RIVAL, Lap(0.5, {}), pressed=True) is HOLDER
+
+
+@pytest.mark.parametrize("over", ["another holder", "too late"])
+def test_who_makes_a_rival_that_nobody_waits_for_is_told_to_end(over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("migrator.learning.contest.MAKING", 3)
+    rival = Beside[tuple[Made, ...]]()
+    contest = Contest(MEASURED, lambda costs: rival)
+    while not contest.planning:
+        contest.period_over(HOLDER, Lap(1.0, {}))
+    assert not rival.given_up
+    if over == "another holder":
+        contest.adopted()
+    for _ in range(3):
+        contest.period_over(HOLDER, Lap(1.0, {}))
+    assert rival.given_up
+    assert not contest.planning
 
 
 def test_a_rival_that_cannot_be_made_ends_no_program() -> None:

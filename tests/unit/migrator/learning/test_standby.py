@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from migrator.learning.feedback import UNTOLD
+from allocator.sizes import GiB
+from migrator.learning.background import Beside
+from migrator.learning.feedback import UNTOLD, Feedback
 from migrator.learning.learner import Learner
-from migrator.learning.standby import CROWDED, LOADED
+from migrator.learning.made import Made
+from migrator.learning.standby import CROWDED, LOADED, Standby
 from migrator.links import PCIE_GEN5, WORSE
 from migrator.policies import POLICIES
 from migrator.simulator import simulate
@@ -59,6 +62,21 @@ def test_once_plans_have_settled_others_are_made_for_a_loaded_bus_and_for_busy_c
     for _ in range(UNTOLD):
         quiet(learner, peak(learner))
     assert len(later.jobs) == 3, "once"
+
+
+def test_who_makes_plans_ahead_is_told_to_end_once_they_are_outdated() -> None:
+    """But not if they are for plans that are set aside, and come back."""
+    standby, feedback = Standby(), Feedback(GiB, PCIE_GEN5)
+    ahead = Beside[tuple[Made, ...]]()
+    standby.add(ahead, PCIE_GEN5, BUSY)
+    standby.set_aside((), (), feedback)
+    standby.outdated()
+    assert not ahead.given_up
+    aside = standby.take_back(PCIE_GEN5, feedback.correction)
+    assert aside is not None
+    standby.restore(aside)
+    standby.outdated()
+    assert ahead.given_up
 
 
 def test_when_others_need_the_bus_they_are_carried_out_at_once_and_again_the_next_time() -> None:
