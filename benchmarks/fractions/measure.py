@@ -46,9 +46,9 @@ class Lengths:
     seconds
         After which no further step is timed, beyond the first few.
     warm
-        Seconds for which a GPU has trained before a step is timed: a cool one has clocks that it does not keep, and who
-        learns for long is timed without them. Of one that was training until just before, too: a GPT that took 263 to
-        265 ms at first took 268 to 269 from its twelfth second on.
+        Seconds for which a GPU trains right before a step is timed: a cool one has clocks that it does not keep. The
+        plain GPT took 263 to 265 ms a step at first, 268 to 269 from its twelfth second on. However long a method has
+        compiled or learned: in some of that time the device does nothing.
     """
 
     warmup: int = 2
@@ -140,7 +140,7 @@ class Bench:
     def _run(self, step: Step, session: Session | None) -> dict[str, Any]:
         losses: list[float] = []
         timed = partial(_timed, step, losses)
-        settled, begun = True, time.perf_counter()
+        settled = True
         if session is None:
             for _ in range(self.lengths.warmup):
                 timed()
@@ -149,6 +149,7 @@ class Bench:
             learning, settled = _learn(session, timed, *self.lengths.learning)
             count = self.lengths.settled
         if torch.cuda.is_available():
+            begun = time.perf_counter()
             while time.perf_counter() - begun < self.lengths.warm:
                 timed()
         steps, before = self._time(timed, count, session)
@@ -156,6 +157,7 @@ class Bench:
             "steps": steps,
             "losses": losses[:COMPARED],
             "learning": learning,
+            "warm": self.lengths.warm,
             "settled": settled,
             "sm_clock": sm_clock(),
             "host_us": host_us(),

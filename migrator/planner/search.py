@@ -124,7 +124,7 @@ class Search(Levers):
                         continue
                 else:
                     state.action[number] = MOVE
-                    # At the latest then, and at least that: to know them better takes as long as there are storages.
+                    # Bounds: the lane is over no later, no less is left below. To know better is to look at everything.
                     latest = max(over, float(self.saved_at[number])) + float(self.lane_seconds[number])
                     least = below - int(self.nbytes[number])
                     if latest > deadline:
@@ -156,12 +156,13 @@ class Search(Levers):
         """Move what is dear to recompute instead, as long as the lane out has time for it; whether anything changed.
 
         The search weighs levers one by one, and a move that frees HBM only once it is over seems to relieve less.
+        Storages are exchanged many at a time, and may fit together where none of them does alone.
         """
         deadline, changed = how.lane * float(self.times[self.turn]), False
         gain = np.where((state.action == DROP) & self.before_turn, self.drop_cost - self.move_cost, 0.0)
         order = np.argsort(-gain / np.maximum(self.lane_seconds, 1e-9), kind="stable")
         rest = order[gain[order] > 0]
-        # Many at a time as long as all of them can: one by one ten thousand would take seconds.
+        # Half as many where all of them cannot, twice as many where they can: one by one ten thousand take seconds.
         count = len(rest)
         while len(rest):
             some = rest[:count]

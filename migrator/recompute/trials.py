@@ -126,32 +126,33 @@ class Trials:
             return seen[id(packed)]
 
         with plainly() as plain:
-            made = run(trial.what, look)
+            ways = [run(trial.what, look)]
         # Either may be taken later, as kernels of ours do not know all layouts, and each needs what the other does not.
-        ways = [made] if plain.asked else []
-        # Given back before it is made once more, and what is timed finds memory that is mapped and kernels that are
-        # loaded. Pages mapped meanwhile take the host milliseconds, in which the device has nothing to do.
-        if plain.asked:
-            made = run(trial.what, look)
-        del made
+        if plain.asked:  # beside the first, in whose memory the right bytes would lie already
+            ways.append(run(trial.what, look))
+        if not all(_is_storage(trial, made) for made in ways):
+            return
+        first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
+        same = [_same_bits(made.untyped_storage(), tensor.untyped_storage(), first) for made in ways]
+        if trial.unlike is not None:  # or else any guess would have done, and the next numbers tell them apart
+            # A kernel of ours may start from what was saved, and take no epsilon at all. What raises is unlike it.
+            with plainly(), suppress(RuntimeError):
+                unlike = run(trial.unlike, look)
+                same.append(~_same_bits(unlike.untyped_storage(), tensor.untyped_storage(), first))
+                del unlike
+        # All that was made is given back before it is made once more for its time: that run finds memory that is mapped
+        # and kernels that are loaded. To map pages takes the host milliseconds, in which the device has nothing to do.
+        ways.clear()
         self._meter.most()
         before = self._meter.most()  # nothing lies between: what is in use now
         start = self._meter.mark()
-        ways.append(run(trial.what, look))
+        run(trial.what, look)
         end = self._meter.mark()
         scratch = max(0, self._meter.most() - before - trial.nbytes)
-        if all(_is_storage(trial, made) for made in ways):
-            first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
-            same = [_same_bits(made.untyped_storage(), tensor.untyped_storage(), first) for made in ways]
-            if trial.unlike is not None:  # or else any guess would have done, and the next numbers tell them apart
-                # A kernel of ours may start from what was saved, and take no epsilon at all. What raises is unlike it.
-                with plainly(), suppress(RuntimeError):
-                    unlike = run(trial.unlike, look)
-                    same.append(~_same_bits(unlike.untyped_storage(), tensor.untyped_storage(), first))
-            # The trial's inputs need not outlive the node that saved them.
-            self._tried.append(
-                _Tried(replace(trial, what=_NOTHING, unlike=None), torch.stack(same).all(), start, end, scratch)
-            )
+        # The trial's inputs need not outlive the node that saved them.
+        self._tried.append(
+            _Tried(replace(trial, what=_NOTHING, unlike=None), torch.stack(same).all(), start, end, scratch)
+        )
 
     def results(self) -> dict[int, tuple[Recipe, Verified]]:
         """What held, by storage; blocks until the device has passed all trials."""

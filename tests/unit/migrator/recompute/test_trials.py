@@ -21,7 +21,7 @@ from migrator.engine.moved import Saved
 from migrator.hooks.packed import Look, keep
 from migrator.lanes.host import HostCompute
 from migrator.lanes.meter import HostMeter
-from migrator.recompute import finder, fused_layer_norm
+from migrator.recompute import finder, fused, fused_layer_norm
 from migrator.recompute import operations as table
 from migrator.recompute.dropped import Dropped, Recomputed
 from migrator.recompute.finder import Took, Verified, layout
@@ -269,12 +269,18 @@ def test_what_is_in_use_only_while_a_formula_runs_is_its_scratch(monkeypatch: py
     assert recipe.scratch == verified.held["op"].scratch == 7000
 
 
-def test_what_is_timed_finds_memory_that_another_run_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where HBM is short, to map half a GiB takes the host 5 ms, and a GELU of as much that takes 0.4 took 5.7."""
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "a kernel of ours, too"])
+def test_what_is_timed_finds_memory_that_another_run_gave_back(monkeypatch: pytest.MonkeyPatch, kernels: bool) -> None:
+    """Where HBM is short, to map half a GiB takes the host 5 ms, and a GELU of as much that takes 0.4 took 5.7.
+
+    What is compared is made beside each other: in memory that was given back the right bytes would lie already.
+    """
     x = torch.ones(1024)
     alive, events = set[int](), []
 
     def run(values: object) -> Tensor:
+        if kernels:
+            fused.at_once()
         events.append(f"run beside {len(alive)}")
         made = x.clone()
         alive.add(len(events))
@@ -288,7 +294,8 @@ def test_what_is_timed_finds_memory_that_another_run_gave_back(monkeypatch: pyte
     trial = Trial(1, Formula("op", (), run), verified, Inputs((), ()), tuple(x.size()), x.stride(), 0, x.nbytes)
     events.clear()
     trials.attempt(trial, x, lambda packed: x)
-    assert events == ["mark", "run beside 0", "mark", "run beside 0", "mark", "mark"]
+    compared = ["run beside 0", "run beside 1"] if kernels else ["run beside 0"]
+    assert events == ["mark", *compared, "mark", "run beside 0", "mark", "mark"]
 
 
 def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
