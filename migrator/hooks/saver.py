@@ -224,8 +224,8 @@ class Saver(OnStack):
         """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
 
         Only while recording. Then we hold everything, so what is dead is known; and only then does it matter:
-        a trace with sites that do not come again makes plans that wait for them. After many such forwards in a row none
-        is expected to be another: what only looks at outputs would be ten times slower for as long as it does.
+        a trace with sites that do not come again makes plans that wait for them. After many such forwards in a row the
+        period is recorded no more: who only looks at outputs would be ten times slower for as long as that goes on.
         """
         if not self.place.recording or self.place.in_backward:
             return
@@ -254,9 +254,9 @@ class Saver(OnStack):
         if self.place.in_backward or (stepped and self.place.quiet):
             self.place.in_backward = False
             self.place.period += 1
-            self._looks = 0
-            if self.place.recording:
+            if self.place.recording and self._looks < LOOKS:
                 self._unrecorded = 0
+            self._looks = 0
             try:
                 self._period_over(self)
             finally:  # whoever catches what it raises may go on
