@@ -209,11 +209,7 @@ class Recorder:
         if self._meter is not None:
             self._meter.abandon()
         self._meter = self.trials = None
-        self._entries.clear()
-        self._coming.clear()
-        self._look.clear()
-        self._followed.clear()
-        self._visits.clear()
+        self._visits.clear()  # what their watches hold need not live on
 
     def _follow(self, known: Known, entry: _Entry) -> None:
         parts = self._followed.setdefault(known.cdata, {})
