@@ -35,7 +35,7 @@ from migrator.plan import Plan
 from migrator.planner.build import plan_of
 from migrator.planner.effects import effect
 from migrator.planner.schedule import scheduled
-from migrator.policies import POLICIES
+from migrator.policies import POLICIES, Policy
 from migrator.runtime import devices
 from migrator.trace import Region, Trace
 from tests.programs import deterministic_kernels
@@ -131,6 +131,7 @@ def moving(
     regions: bool = False,
     paced: bool = False,
     policy: str = "move",
+    plan: Policy | None = None,
     **arguments: Any,
 ) -> Iterator[Session]:
     """Open a session in which a share of the storages moves, and few bytes of those may lie in HBM at once.
@@ -150,6 +151,8 @@ def moving(
         The innermost regions are recomputed as a whole.
     paced
         The plan's room changes on the way, and groups come back at its triggers.
+    plan
+        Makes the plans, instead of all this.
     """
 
     def move_a_share(trace: Trace, budget: int, links: Links) -> Plan:
@@ -159,14 +162,14 @@ def moving(
         again = set(trace.recipes) & set(goes) if recompute else set()
         whole = [region.path for region in _innermost(trace.regions)] if regions else []
         outcome = effect(trace, again, whole)
-        plan = plan_of("move", outcome, {ident for ident in goes if goes[ident]}, room, regions=whole)
+        made = plan_of("move", outcome, {ident for ident in goes if goes[ident]}, room, regions=whole)
         if paced:
-            return scheduled(plan, trace, outcome, max(trace.others) + stays + room)
-        return replace(plan, room=stays + room)
+            return scheduled(made, trace, outcome, max(trace.others) + stays + room)
+        return replace(made, room=stays + room)
 
     with (
         mock.patch.object(mover, "learning_room", lambda *_: room),
-        mock.patch.object(devices, "POLICIES", {**POLICIES, "move": move_a_share}),
+        mock.patch.object(devices, "POLICIES", {**POLICIES, "move": plan or move_a_share}),
         tiers.session(policy=policy, **{"dram": "64MiB", **arguments}) as session,
     ):
         yield session

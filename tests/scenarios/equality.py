@@ -1,4 +1,4 @@
-"""The programs of tests/programs, bit for bit what they are without tiers, at every budget.
+"""The programs of tests/programs, bit for bit what they are without tiers, at every budget; some under every policy.
 
 ``python -m tests.scenarios.equality [PROGRAM ...] [--device cuda]``
 """
@@ -8,9 +8,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 from allocator.sizes import MiB
+from migrator.links import Links
+from migrator.plan import Plan
+from migrator.policies import POLICIES
+from migrator.trace import Trace
 from tests.programs import PROGRAMS, run
 from tests.scenarios import moving
 
@@ -35,6 +40,11 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "a third moves, to disk as well": {"dram": "8MiB", "share": 1 / 3, **DISK},
 }
 
+PLANNED = ("cnn_bn", "transformer_tied")
+"""Programs that run under every policy."""
+
+STAYS = 0.6  # of what is saved, as far as the budget goes that policies are given
+
 
 @cache
 def plain(program: str, device: str) -> tuple[list[str], dict[str, list[str]]]:
@@ -57,6 +67,24 @@ def check(program: str, budget: str, device: str) -> None:
     print(f"{program}, {budget}: {sizes}, {stats['groups']} groups, {stats['periods']} periods")
 
 
+def check_policy(program: str, policy: str, device: str) -> None:
+    """The same under the plans of a policy, for a budget that does not hold all that is saved."""
+    expected, made = plain(program, device), list[Plan]()
+
+    def within_less(trace: Trace, budget: int, links: Links) -> Plan:
+        made.append(POLICIES[policy](trace, max(trace.others) + int(STAYS * trace.saved_bytes), links))
+        return made[-1]
+
+    with moving(plan=within_less) as session:
+        assert run(program, STEPS, device) == expected
+        saver = session.runtime.saver()
+        assert saver is not None
+        carried_out = [plan for mover in saver.armed_movers for plan in mover.learner.plans]
+    assert carried_out and all(plan in made for plan in carried_out)
+    recomputed = sum(len(plan.recompute) + len(plan.regions) for plan in carried_out)
+    print(f"{program}, {policy}: {session.stats()['moved']}, {recomputed} recomputed")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.scenarios.equality")
     parser.add_argument("programs", nargs="*", default=PROGRAMS)
@@ -65,3 +93,6 @@ if __name__ == "__main__":
     for program in arguments.programs:
         for budget in BUDGETS:
             check(program, budget, arguments.device)
+        for policy in POLICIES if program in PLANNED else ():
+            if policy != "autotm" or find_spec("scipy") is not None:
+                check_policy(program, policy, arguments.device)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tiers
+from migrator.policies import POLICIES
 from tests.programs import PROGRAMS, build, run
-from tests.scenarios.equality import BUDGETS, STEPS, check, plain
+from tests.scenarios.equality import BUDGETS, PLANNED, STEPS, check, check_policy, plain
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,6 +27,12 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_equal_when(budget: str, program: str) -> None:
     check(program, budget, "cpu")
+
+
+@pytest.mark.parametrize("program", PLANNED)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_under(policy: str, program: str) -> None:
+    check_policy(program, policy, "cpu")
 
 
 @cache
