@@ -1,11 +1,12 @@
 """The simulator: trace + links + plan -> step time, peak per tier, lane occupancy, stalls by cause.
 
-It does what the engine does, in the order of the compute stream. A group leaves when its last site was saved;
-the copies of a direction run one after the other. HBM is let go at a save, when the limit asks for it; compute then
-waits for the copy, and what the program itself holds lies there for as long as it does. From the first use on, groups
-come back in the order of needs, as soon as their in-trigger and the limit allow, behind whatever the stream was given
-before. What is needed while it is away stalls compute. What is recomputed takes its time at the position at which it
-is needed. While a lane is busy, compute is a little slower.
+It does what the engine does, in the order of the compute stream. A group leaves when its last site was saved; the
+copies of a direction run one after the other. HBM is let go at a save, when the limit asks for it; compute then
+waits for the copy, and what the program itself holds lies there for as long as it does. Compute also waits once a
+group was used for the last time whose copy is still under way: the lane reads memory that is free by then. From
+the first use on, groups come back in the order of needs, as soon as their in-trigger and the limit allow, behind
+whatever the stream was given before. What is needed while it is away stalls compute. What is recomputed takes its
+time at the position at which it is needed. While a lane is busy, compute is a little slower.
 Pure functions on plain data.
 """
 
@@ -150,8 +151,10 @@ class _Step:
         work = self.outcome.work
         resident = [0] * (trace.positions + 1)
         clock = [0.0] * trace.positions
+        ended: Sequence[_Group] = ()  # groups that the position before this one used for the last time
         for position in range(trace.positions):
             self._compute(gaps[position])
+            self._outlast(ended)
             limit = limits.get(position, limit)
             event = events.get(position)
             if position == first_use:
@@ -164,8 +167,9 @@ class _Step:
             if position in work:
                 self.recomputing += work[position].seconds
                 self._compute(work[position].seconds)
-            departed = 0
+            departed, ended = 0, ()
             if event is not None:
+                ended = event.done
                 self.resident += event.enter
                 for group in event.complete:
                     self._send(group)
@@ -178,6 +182,7 @@ class _Step:
             resident[position + 1] = self.resident + departed
             clock[position] = self.now
         self._compute(gaps[-1])
+        self._outlast(ended)
         return self._result(np.array(resident, dtype=np.int64), np.array(clock))
 
     # ---------------------------------------------------------------------------------- what happens when
@@ -285,6 +290,12 @@ class _Step:
             self._wait(group.read, "disk_read")
             self._bring(group)
         self._wait(group.home, "h2d")
+
+    def _outlast(self, ended: Sequence[_Group]) -> None:
+        """Wait for the copies of groups that were used for the last time and have not left."""
+        for group in ended:
+            if not group.away:
+                self._wait(group.out, "d2h")
 
     def _result(self, resident: Bytes, clock: np.ndarray) -> Simulated:
         others = np.array(self.trace.others, dtype=np.int64) if self.trace.others else 0
