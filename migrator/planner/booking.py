@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+
 from migrator.links import Links
-from migrator.planner.intervals import Bytes, occupancy, room
+from migrator.planner.intervals import Bytes, Floats, occupancy, room
 from migrator.trace import Trace
 
 _OPPOSITE: Mapping[str, str] = MappingProxyType({"d2h": "h2d", "h2d": "d2h"})
@@ -143,7 +145,9 @@ class Lanes:
         shared = min(1.0, self.links.both / (self.links.d2h + self.links.h2d))
         seconds = alone
         for _ in range(3):  # a longer transfer meets more of the other direction
-            seconds = alone + (1 - shared) * self.lanes[_OPPOSITE[name]].busy(start, start + seconds)
+            before, seconds = seconds, alone + (1 - shared) * self.lanes[_OPPOSITE[name]].busy(start, start + seconds)
+            if seconds == before:
+                break
         return seconds
 
     def _earliest(self, name: str, nbytes: int, after: float) -> tuple[str, float, float]:
@@ -184,15 +188,21 @@ class Memory:
         Saved bytes in HBM, by stretch.
     room : array of int
         What the budget leaves for them, by stretch.
+    excess : array of float
+        The difference, to be multiplied by times: exact up to 8 PiB.
     """
 
     def __init__(self, trace: Trace, budget: int) -> None:
         self.used: Bytes = occupancy(trace)
         self.room: Bytes = room(trace, budget)
+        self.excess: Floats = (self.used - self.room).astype(np.float64)
+        self._fits: bool | None = None  # as long as it is known
 
     def add(self, first: int, end: int, nbytes: int) -> None:
         """Have `nbytes` more in stretches ``[first, end)``; less if negative."""
         self.used[first:end] += nbytes
+        self.excess[first:end] += nbytes
+        self._fits = None
 
     @property
     def over(self) -> Bytes:
@@ -202,4 +212,6 @@ class Memory:
     @property
     def fits(self) -> bool:
         """Whether every stretch is within the budget."""
-        return bool((self.used <= self.room).all())
+        if self._fits is None:
+            self._fits = bool((self.used <= self.room).all())
+        return self._fits

@@ -136,13 +136,14 @@ class Draft:
     def pressure(self, window: Window, most: int) -> float:
         """Integral of memory above the room over the time it is away, in byte seconds, `most` bytes at a time."""
         span = slice(window.first, window.end)
-        over = (self.memory.used[span] - self.memory.room[span]).clip(0, most)
-        return float(np.dot(over, self.durations[span]))
+        over = np.minimum(np.maximum(self.memory.excess[span], 0.0), most)  # twice as fast as `clip`
+        over *= self.durations[span]  # not `np.dot`, which sets all cores to work on arrays of this length
+        return float(over.sum())
 
     def crowded(self, window: Window) -> float:
         """Seconds of the time it is away in which memory is above the room."""
         span = slice(window.first, window.end)
-        return float(self.durations[span][self.memory.used[span] > self.memory.room[span]].sum())
+        return float(self.durations[span][self.memory.excess[span] > 0].sum())
 
     def move_best_first(
         self,
