@@ -213,20 +213,6 @@ def test_ten_thousand_sites_are_planned_in_thirty_seconds(usual: Links | None) -
     assert quickest(lambda: auto(trace, int(0.4 * peak_of(trace)), links), within=30) < 30
 
 
-@pytest.mark.stress
-def test_ten_thousand_tensors_each_made_from_the_one_before_are_planned_in_thirty_seconds() -> None:
-    """As in a deep chain of activation functions: every one can be dropped, or moved instead, one by one."""
-    count = 10_000
-    trace = replace(
-        chain([64 * MiB] * count),
-        times=tuple(1e-3 * (k + 1) for k in range(2 * count)),
-        seconds=1e-3 * (2 * count + 1),
-        others=(0,) * (2 * count + 1),
-        recipes={k: Recipe("GeluBackward0", (k - 1,), 2e-4) for k in range(count) if k % 6},
-    )
-    assert quickest(lambda: auto(trace, int(0.3 * peak_of(trace)), PCIE_GEN5), within=30) < 30
-
-
 def test_what_the_program_holds_long_after_it_has_left_is_made_room_for() -> None:
     """As a U-Net's skips, which lie in HBM, moved or not. Plans exceeded the budget, and then none seemed to fit."""
     trace = model("resnet")

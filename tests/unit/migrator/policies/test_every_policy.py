@@ -14,7 +14,8 @@ from migrator.plan import NoPlanFits, Plan
 from migrator.planner.effects import effect
 from migrator.policies import POLICIES, autotm, swapadvisor
 from migrator.simulator import Simulated, simulate
-from migrator.trace import Trace
+from migrator.trace import Recipe, Trace
+from tests.unit.quick import quickest
 from tests.unit.samples import SAMPLES
 from tests.unit.traces import chain, programs, traces
 
@@ -173,3 +174,18 @@ def test_a_search_plans_alike_for_one_seed_and_unlike_for_another() -> None:
 @ALL
 def test_a_period_that_saves_nothing_is_planned(name: str) -> None:
     assert placed(POLICIES[name](Trace((), 0), MiB, PCIE_GEN5)) == []
+
+
+@pytest.mark.stress
+@ALL
+def test_ten_thousand_tensors_each_made_from_the_one_before_are_planned_in_thirty_seconds(name: str) -> None:
+    """As in a deep chain of activation functions: every one can be dropped, or moved instead, one by one."""
+    count = 10_000
+    trace = replace(
+        chain([64 * MiB] * count),
+        times=tuple(1e-3 * (k + 1) for k in range(2 * count)),
+        seconds=1e-3 * (2 * count + 1),
+        others=(0,) * (2 * count + 1),
+        recipes={k: Recipe("GeluBackward0", (k - 1,), 2e-4) for k in range(count) if k % 6},
+    )
+    assert quickest(lambda: POLICIES[name](trace, count * 64 * MiB * 3 // 10, PCIE_GEN5), within=30) < 30
