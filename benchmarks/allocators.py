@@ -3,6 +3,7 @@
 ``python -m benchmarks.allocators --workload reference_gpt --rounds 200 --variants plain,expandable,pages``
 ``python -m benchmarks.allocators --workload checkpointed_gpt,unet,changing_gpt --rounds 40 --apart``
 ``python -m benchmarks.allocators --rounds 60 --variants pages:auto,pages:capuchin --hbm 24GiB --apart``
+``python -m benchmarks.allocators --workload resnet152 --compiled 0.4 --variants expandable,pages:auto --hbm 16GiB``
 
 An allocator is chosen before CUDA is initialised, so each variant is a process of its own; they take turns
 step by step, so that a clock that drifts hits all of them. The GPU must hold all of them at once, or with ``--apart``
@@ -27,14 +28,18 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
 from allocator.sizes import GiB
 from benchmarks.alternate import Ratio, median_ratio, sm_clock
+
+if TYPE_CHECKING:
+    from benchmarks.workloads import Workload
 
 VARIANTS = {
     "plain": {},
@@ -85,10 +90,14 @@ def environment(variant: str, hbm: str | None) -> dict[str, str]:
 class Worker:
     """A variant's process, which trains one step when asked."""
 
-    def __init__(self, workload: str, device: str, tiny: bool, environ: dict[str, str]) -> None:
+    def __init__(
+        self, workload: str, device: str, tiny: bool, environ: dict[str, str], share: float | None = None
+    ) -> None:
         command = [sys.executable, "-m", "benchmarks.allocators", "--worker", workload, "--device", device]
         if tiny:
             command.append("--tiny")
+        if share is not None:
+            command += ["--compiled", str(share)]
         started = time.perf_counter()
         self._process = subprocess.Popen(
             command, env={**os.environ, **environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -113,15 +122,22 @@ class Worker:
         self._process.communicate()
 
 
-def work(workload: str, device: str, *, tiny: bool, commands: IO[str], answers: IO[str]) -> None:
+def work(
+    workload: str, device: str, *, tiny: bool, commands: IO[str], answers: IO[str], share: float | None = None
+) -> None:
     """Be a worker: a step for every line of `commands`."""
-    import torch
-
     from benchmarks import workloads
+    from benchmarks.fractions.methods import compiled
 
     arguments = {"tiny": True} if tiny else {}
     job = getattr(workloads, workload)(device, **arguments)
-    cuda = device == "cuda"
+    with ExitStack() as stack:
+        _train(job if share is None else compiled(job, share, stack), device == "cuda", commands, answers)
+
+
+def _train(job: Workload, cuda: bool, commands: IO[str], answers: IO[str]) -> None:
+    import torch
+
     for _ in commands:
         # One that hangs says where, and ends: else whoever waits for what it prints waits for ever.
         faulthandler.dump_traceback_later(STUCK, exit=True)
@@ -152,15 +168,19 @@ def compare(
     tiny: bool = False,
     apart: bool = False,
     hbm: str | None = None,
+    share: float | None = None,
 ) -> list[Row]:
-    """Let the variants take turns for `rounds` rounds; `apart`, one after the other."""
+    """Let the variants take turns for `rounds` rounds; `apart`, one after the other.
+
+    With `share` each block is compiled, to save that share of its activations.
+    """
     seen: dict[str, list[dict[str, float]]] = {}
     startups: dict[str, float] = {}
     for together in [[name] for name in variants] if apart else [variants]:
         workers: dict[str, Worker] = {}
         try:
             for name in together:
-                workers[name] = Worker(workload, device, tiny, environment(name, hbm))
+                workers[name] = Worker(workload, device, tiny, environment(name, hbm), share)
                 startups[name] = workers[name].startup
                 seen[name] = [workers[name].first]
             for name in together:
@@ -232,6 +252,7 @@ def main() -> None:
         "--variants", default="plain,pages", help=f"{', '.join(VARIANTS)}; with a policy that moves: pages:auto"
     )
     parser.add_argument("--hbm", help="the budget of variants that move, such as 24GiB")
+    parser.add_argument("--compiled", type=float, metavar="SHARE", help="compile blocks, with an activation budget")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
@@ -240,7 +261,10 @@ def main() -> None:
     parser.add_argument("--worker", metavar="WORKLOAD", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments.worker, arguments.device, tiny=arguments.tiny, commands=sys.stdin, answers=sys.stdout)
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # whatever a library prints must not get between the answers
+        how = {"tiny": arguments.tiny, "share": arguments.compiled}
+        work(arguments.worker, arguments.device, **how, commands=sys.stdin, answers=answers)
         return
     rows = []
     for workload in arguments.workload.split(","):
@@ -254,6 +278,7 @@ def main() -> None:
             tiny=arguments.tiny,
             apart=arguments.apart,
             hbm=arguments.hbm,
+            share=arguments.compiled,
         )
         rows += compared
         print(f"{workload}, {arguments.rounds} rounds, SM clock {before} to {sm_clock()} MHz\n")

@@ -35,7 +35,7 @@ def prepare(method: Method, workload: Workload, stack: ExitStack, *, blocks: int
         The file that has ``OffloadActivations``.
     """
     if method.compiled:
-        workload = _compiled(method, workload, stack)
+        workload = compiled(workload, method.activation_budget, stack, whole=method.compiled == "whole")
     if method.kind == "checkpoint":
         checkpoint_blocks(workload, None)
     elif method.kind == "checkpoint-k":
@@ -75,15 +75,16 @@ def _offloaded(workload: Workload, context: Any) -> Tensor:
     return loss
 
 
-def _compiled(method: Method, workload: Workload, stack: ExitStack) -> Workload:
+def compiled(workload: Workload, share: float, stack: ExitStack, *, whole: bool = False) -> Workload:
+    """Have each block compiled, or forward and loss as a whole, to save `share` of its activations."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
     torch.compiler.reset()
     stack.callback(torch.compiler.reset)
     stack.enter_context(dynamo.patch(recompile_limit=GRAPHS))
-    stack.enter_context(functorch.patch(activation_memory_budget=method.activation_budget))
-    if method.compiled == "whole":
+    stack.enter_context(functorch.patch(activation_memory_budget=share))
+    if whole:
         return replace(workload, forward=torch.compile(workload.forward, dynamic=False))
     for block in blocks_of(workload):
         block.compile(dynamic=False)

@@ -21,6 +21,11 @@ def test_variants_can_run_one_after_the_other() -> None:
     assert [row.variant for row in rows] == ["plain", "expandable"]
 
 
+def test_blocks_can_be_compiled() -> None:
+    rows = compare("reference_gpt", ["plain"], 1, device="cpu", tiny=True, share=0.4)
+    assert rows[0].startup > 10 * rows[0].steps[0]
+
+
 def test_what_is_reserved_is_held_against_the_most_that_was_alive_so_far() -> None:
     steps = [(10.0, 20.0), (10.0, 20.0), (20.0, 21.0), (5.0, 21.0), (30.0, 33.0)]
     shares = reserved_to_live([{"allocated": live, "reserved": reserved} for live, reserved in steps])
