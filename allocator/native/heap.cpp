@@ -45,23 +45,24 @@ Heap::Iterator Heap::split(Iterator block, uint64_t address) {
   return made;
 }
 
-// Joins a block with neighbours of its kind.
-Heap::Iterator Heap::merge(Iterator block) {
-  auto join = [&](Iterator first, Iterator second) {
-    delist(first->second);
-    delist(second->second);
-    first->second.bytes += second->second.bytes;
-    blocks_.erase(second);
-    enlist(first->second);
-    return first;
-  };
+// Joins a block, which is in no list, with neighbours of its kind, and lists what they make together.
+void Heap::merge(Iterator block) {
   auto next = std::next(block);
-  if (next != blocks_.end() && next->second.kind == block->second.kind) block = join(block, next);
+  if (next != blocks_.end() && next->second.kind == block->second.kind) {
+    delist(next->second);
+    block->second.bytes += next->second.bytes;
+    blocks_.erase(next);
+  }
   if (block != blocks_.begin()) {
     auto before = std::prev(block);
-    if (before->second.kind == block->second.kind) block = join(before, block);
+    if (before->second.kind == block->second.kind) {
+      delist(before->second);
+      before->second.bytes += block->second.bytes;
+      blocks_.erase(block);
+      block = before;
+    }
   }
-  return block;
+  enlist(block->second);
 }
 
 // Turns `[address, address + bytes)`, which lies within one Void or Free block, into the other kind.
@@ -70,14 +71,32 @@ void Heap::convert(uint64_t address, uint64_t bytes, Kind kind) {
   if (block->second.bytes > bytes) split(block, address + bytes);
   delist(block->second);
   block->second.kind = kind;
-  enlist(block->second);
   merge(block);
 }
 
+// Takes `[address, address + bytes)` out of a Free block. On the way of every request: each list is touched once.
 Block *Heap::cut(Iterator block, uint64_t address, uint64_t bytes) {
-  block = split(block, address);
-  if (block->second.bytes > bytes) split(block, address + bytes);
-  delist(block->second);
+  uint64_t end = block->first + block->second.bytes;
+  auto entry = free_.extract({block->second.bytes, block->first});
+  auto list = [&](Block &rest) {
+    if (entry.empty()) return enlist(rest);
+    entry.value() = {rest.bytes, rest.address};
+    free_.insert(std::move(entry));
+  };
+  auto free_from = [&](uint64_t begin) {
+    Block made;
+    made.address = begin;
+    made.bytes = end - begin;
+    made.kind = Kind::Free;
+    return blocks_.emplace_hint(std::next(block), begin, std::move(made));
+  };
+  if (block->first < address) {
+    block->second.bytes = address - block->first;
+    list(block->second);
+    block = free_from(address);
+  }
+  if (address + bytes < end) list(free_from(address + bytes)->second);
+  block->second.bytes = bytes;
   block->second.kind = Kind::Used;
   return &block->second;
 }
@@ -154,7 +173,6 @@ void Heap::free(Block *block) {
   auto place = blocks_.find(block->address);
   place->second.kind = Kind::Free;
   place->second.streams.clear();
-  enlist(place->second);
   merge(place);
 }
 

@@ -111,7 +111,7 @@ class Heap {
   Block *cut(Iterator block, uint64_t address, uint64_t bytes);
   Iterator split(Iterator block, uint64_t address);
   void convert(uint64_t address, uint64_t bytes, Kind kind);
-  Iterator merge(Iterator block);
+  void merge(Iterator block);
   void enlist(const Block &block);
   void delist(const Block &block);
   Status map(uint64_t address, uint64_t count, Tier tier);
