@@ -58,11 +58,13 @@ MOVING = 1.03  # with migration
 class Row:
     """One variant; times in seconds, sizes in bytes, `ratio` to the first variant's steps.
 
-    `steps` are those of the rounds, `before` those between the first one and the rounds. `shares` is reserved / live of
-    each step from the third on, with a policy that moves from the second on, or NaN without a GPU.
+    `compiled` is the activation budget with which blocks were. `steps` are those of the rounds, `before` those between
+    the first one and the rounds. `shares` is reserved / live of each step from the third on, with a policy that moves
+    from the second on, or NaN without a GPU.
     """
 
     workload: str
+    compiled: float | None
     variant: str
     startup: float
     before: list[float]
@@ -199,6 +201,7 @@ def compare(
     return [
         Row(
             workload,
+            share,
             name,
             startups[name],
             before[name],
@@ -260,6 +263,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", metavar="WORKLOAD", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.compiled is not None and not 0 <= arguments.compiled <= 1:
+        parser.error("--compiled takes a share, from 0 to 1")
     if arguments.worker:
         answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # whatever a library prints must not get between the answers
@@ -281,7 +286,8 @@ def main() -> None:
             share=arguments.compiled,
         )
         rows += compared
-        print(f"{workload}, {arguments.rounds} rounds, SM clock {before} to {sm_clock()} MHz\n")
+        how = "" if arguments.compiled is None else f", blocks compiled with {arguments.compiled:g}"
+        print(f"{workload}{how}, {arguments.rounds} rounds, SM clock {before} to {sm_clock()} MHz\n")
         print(table(compared, arguments.rounds))
         limit = MOVING if any(map(moves, variants)) else LIMITS.get(workload, LIMIT)
         print(f"\nreserved / live is to be at most {limit} with pages\n", flush=True)

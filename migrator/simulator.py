@@ -292,7 +292,11 @@ class _Step:
         self._wait(group.home, "h2d")
 
     def _outlast(self, ended: Sequence[_Group]) -> None:
-        """Wait for the copies of groups that were used for the last time and have not left."""
+        """Wait for the copies of groups that were used for the last time and have not left.
+
+        The engine hears of a group's death when it is next called, which is here or a little later; and lanes of a host
+        wait for nobody.
+        """
         for group in ended:
             if not group.away:
                 self._wait(group.out, "d2h")

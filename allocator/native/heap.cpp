@@ -74,7 +74,7 @@ void Heap::convert(uint64_t address, uint64_t bytes, Kind kind) {
   merge(block);
 }
 
-// Takes `[address, address + bytes)` out of a Free block. On the way of every request: each list is touched once.
+// Takes `[address, address + bytes)` out of a Free block. On the way of every request: its entry in the list is taken out once.
 Block *Heap::cut(Iterator block, uint64_t address, uint64_t bytes) {
   uint64_t end = block->first + block->second.bytes;
   auto entry = free_.extract({block->second.bytes, block->first});
@@ -112,6 +112,7 @@ Block *Heap::fit(uint64_t bytes, Range but) {
 }
 
 Block *Heap::place(uint64_t address, uint64_t bytes) {
+  if (!bytes || !contains(address) || bytes > base_ + bytes_ - address) return nullptr;
   auto first = std::prev(blocks_.upper_bound(address));
   uint64_t end = address + bytes;
   bool missing = false;

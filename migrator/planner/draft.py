@@ -159,7 +159,8 @@ class Draft:
 
         def rated(idle: Interval) -> tuple[tuple[float, float, int, int], Window | None]:
             window = place(idle)
-            value = worth(window) if window is not None else 0.0
+            # Rounded: else the order in which a sum was added up would decide between equals.
+            value = float(np.float32(worth(window))) if window is not None else 0.0
             return (-value, -idle.nbytes * idle.seconds, idle.storage, len(self.trips)), window
 
         heap = [rated(idle)[0] for idle in candidates]

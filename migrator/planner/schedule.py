@@ -73,7 +73,7 @@ def fit(
     budget : int
         HBM for saved tensors and `others`, in bytes.
     moved, dropped, regions, tiers
-        As `migrator.plan.make_plan` takes them.
+        As `migrator.planner.build.make_plan` takes them.
     lingering
         As `scheduled` takes it.
 

@@ -32,6 +32,17 @@ def test_what_was_given_back_is_handed_out_again_at_once(core: Core) -> None:
     assert core.counts().hbm == 8 * MiB
 
 
+def test_no_place_is_empty_or_reaches_past_its_range(core: Core) -> None:
+    """As an adapter might ask for, which restores a pool's blocks: the first left what was behind it in no block."""
+    address = core.allocate(8 * MiB)
+    core.free(address)
+    before = core.blocks().tobytes()
+    assert all(core._library.tn_allocate_at(core._core, address, nbytes, 1) for nbytes in (0, 1 << 41))
+    assert core.blocks().tobytes() == before
+    assert core._library.tn_allocate_at(core._core, address, MiB, MiB) == 0
+    core.free(address)
+
+
 def test_streams_do_not_share_what_was_given_back(core: Core) -> None:
     first = core.allocate(8 * MiB, stream=1)
     core.free(first)
