@@ -74,7 +74,8 @@ void Heap::convert(uint64_t address, uint64_t bytes, Kind kind) {
   merge(block);
 }
 
-// Takes `[address, address + bytes)` out of a Free block. On the way of every request: its entry in the list is taken out once.
+// Takes `[address, address + bytes)` out of a Free block. On the way of every request: its list entry is moved, not
+// made anew, and once.
 Block *Heap::cut(Iterator block, uint64_t address, uint64_t bytes) {
   uint64_t end = block->first + block->second.bytes;
   auto entry = free_.extract({block->second.bytes, block->first});
