@@ -159,6 +159,7 @@ def _train(job: Workload, cuda: bool, commands: IO[str], answers: IO[str]) -> No
             "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
         }
         print(json.dumps(answer), file=answers, flush=True)
+        faulthandler.cancel_dump_traceback_later()  # to wait for the next command is not to hang
 
 
 def compare(
