@@ -1,6 +1,6 @@
 """Where in the program a tensor is saved: the path of the module that runs, and how many it saved before.
 
-Module hooks, which PyTorch calls around every forward, keep the path. They see the roots (modules
+The calls of modules, before each of which ours stands, keep the path. They show the roots (modules
 called by no other module) by themselves, so no program has to name its model.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from typing import Generic, Protocol, TypeVar
 
@@ -133,9 +134,9 @@ class Modules(Generic[Action]):
 
     @property
     def within_compiled(self) -> bool:
-        """Whether a module around the one that the thread is in is compiled, or this one is, and told of twice.
+        """Whether a module around the one that the thread is in is compiled.
 
-        Where Dynamo leaves a module as it is, PyTorch calls the hooks, too, as it does for those within.
+        Where Dynamo leaves a module as it is, those within are told of.
         """
         return any(node.compiled for node in self.stack)
 
@@ -174,12 +175,17 @@ class Modules(Generic[Action]):
             # What another root has that lives keeps its name: a wrapper that comes for an evaluation renames no model.
             if module is root or named is None or named() is not module:
                 nodes[key] = Node(f"{name}.{path}" if path else name, type(module).__name__)
-                self._named[key] = weakref.ref(module)
+                # What is replaced goes before its root: what is made next may have its id, and be a root itself.
+                self._named[key] = weakref.ref(module, partial(self._gone, key))
         self.nodes.update(nodes)
         # An id is good for as long as the object lives: with the root the names that it gave go, too.
         key = id(root)
         self._roots[key] = weakref.ref(root, lambda _: self._forget(name, key, nodes))
         return nodes[key]
+
+    def _gone(self, key: int, ref: weakref.ref[nn.Module]) -> None:
+        if self._named.get(key) is ref:
+            del self.nodes[key], self._named[key]
 
     def _forget(self, name: str, root: int, nodes: Mapping[int, Node[Action]]) -> None:
         del self._roots[root]

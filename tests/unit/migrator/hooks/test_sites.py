@@ -94,6 +94,7 @@ def test_a_module_keeps_no_name_of_one_that_is_gone_and_had_its_id() -> None:
     replaced = id(model[0])  # type: ignore[index]
     model[0] = nn.Identity()  # type: ignore[index]
     gc.collect()
+    assert replaced not in modules.nodes  # where a root that has its id would be taken for it
     others = [nn.Sequential(nn.Linear(2, 2)) for _ in range(64)]
     for other in others:
         visit(modules, other)
