@@ -276,8 +276,8 @@ def _in_a_mode() -> bool:
 
 
 def _has_hooks_within(module: nn.Module) -> bool:
-    """Whether there are hooks around forwards within, other than ours: a recomputation would call these again."""
-    if len(_global_forward_hooks) > 1 or len(_global_forward_pre_hooks) > 1:
+    """Whether there are hooks around forwards within: a recomputation would call these again."""
+    if _global_forward_hooks or _global_forward_pre_hooks:
         return True
     inside = (child for child in module.modules() if child is not module or compiled.is_in_place(module))
     return any(child._forward_hooks or child._forward_pre_hooks for child in inside)

@@ -1,20 +1,21 @@
-"""Where PyTorch calls in: module hooks, optimizer hooks, forks, and the two functions that `torch.func` needs.
+"""Where PyTorch calls in: calls of modules, optimizer hooks, forks, and the two functions that `torch.func` needs.
 
-At most one runtime is installed in a process. These are plain functions of the module because Dynamo traces
-module hooks: it must find nothing there but the question whether it is tracing, whose answer it knows.
+At most one runtime is installed in a process. Modules are told of by a function in the place of `nn.Module.__call__`,
+not by PyTorch's global module hooks: with those every call takes the long way through PyTorch, and a compiled block
+longer still, also where nothing is to be done. Dynamo passes it by, or, where it does trace it, must find nothing there
+but the question whether it is tracing, whose answer it knows.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import warnings
 from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_hooks
+from torch.compiler import is_compiling
 from torch.optim import optimizer as optimizer_hooks
 
 from allocator.errors import TiersError
@@ -36,8 +37,8 @@ class AlreadyActive(TiersError):
 class Listener(Protocol):
     """What a runtime is told."""
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """A forward begins in this thread."""
+    def enter(self, module: nn.Module, args: Any) -> bool:
+        """A forward begins in this thread; whether `leave` is to be called when it ends."""
 
     def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
         """A forward ends in this thread, also when it raised: then `named`, its arguments by name, is None."""
@@ -79,21 +80,16 @@ def install(listener: Listener) -> None:
     _active = listener
     _handles.extend(
         [
-            module_hooks.register_module_forward_pre_hook(_enter),
-            # Called when the forward raises, too: the path of modules must not keep what was left.
-            module_hooks.register_module_forward_hook(_leave, with_kwargs=True, always_call=True),
             optimizer_hooks.register_optimizer_step_pre_hook(_stepping),
             optimizer_hooks.register_optimizer_step_post_hook(_stepped),
         ]
     )
     _autograd._saved_tensors_hooks_disable = _disable
     _autograd._saved_tensors_hooks_enable = _enable
-    _compile_too()
+    _stand_before_calls(listener)
     peaks.install()
     process_groups.install()
     _keep_dynamo_out()
-    # torch.compile warns of module hooks that may fire twice. Ours may.
-    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
 def uninstall() -> None:
@@ -101,66 +97,57 @@ def uninstall() -> None:
     global _active
     _active = None
     while _handles:
-        handle = _handles.pop()
-        handle.remove()
-        module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)  # PyTorch leaves that there
+        _handles.pop().remove()
     _autograd._saved_tensors_hooks_disable = _plain_disable
     _autograd._saved_tensors_hooks_enable = _plain_enable
-    if nn.Module.compile is _our_compile:  # what somebody has put over it since is not ours to undo
-        nn.Module.compile = _plain_compile  # type: ignore[method-assign]
-    compiled.forget()
+    if nn.Module.__call__ is _our_call:  # what somebody has put over it since is not ours to undo
+        nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
     peaks.uninstall()
     process_groups.uninstall()
 
 
-def tell_of(root: nn.Module) -> None:
-    """Be told of what is compiled within, too: it may have been before anything was installed."""
-    compiled.tell_of(root.modules(), _enter, _leave)
+_plain_call: Any = None  # what it was when ours was put over it
+_our_call: Any = None
 
 
-_plain_compile: Any = None  # what it was when ours was put over it
-_our_compile: Any = None
-
-
-def _compile_too() -> None:
-    """Be told of what is compiled in place from now on."""
-    global _plain_compile, _our_compile
-    plain = _plain_compile = nn.Module.compile
+def _stand_before_calls(listener: Listener) -> None:
+    """Have `listener` told of every call of a module from now on, for as long as it is the active one."""
+    global _plain_call, _our_call
+    plain = _plain_call = nn.Module.__call__
 
     @wraps(plain)
-    def compile(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        plain(module, *args, **kwargs)
-        if _active is not None:
-            compiled.tell_of((module,), _enter, _leave)
+    def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # PyTorch's profiler looks for a `self` here
+        if is_compiling() or _active is not listener or not _enter(self, args):
+            return plain(self, *args, **kwargs)
+        try:
+            output = plain(self, *args, **kwargs)
+        except BaseException:  # the path of modules must not keep what was left
+            _leave(self, args, None, None)
+            raise
+        _leave(self, args, kwargs, output)
+        return output
 
-    nn.Module.compile = _our_compile = compile  # type: ignore[assignment, method-assign]
+    nn.Module.__call__ = _our_call = call  # type: ignore[method-assign]
 
 
-def _enter(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
+def _enter(module: nn.Module, args: Any) -> bool:
+    return _active is not None and _active.enter(module, args)
+
+
+def _leave(module: nn.Module, args: Any, named: Any, output: Any) -> None:
     if _active is not None:
-        _active.enter(module, args)
-
-
-def _leave(module: nn.Module, args: Any, *rest: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    if _active is not None:
-        # After an exception PyTorch leaves the arguments by name out.
-        named, output = rest if len(rest) == 2 else (None, *rest)
         _active.leave(module, args, named, output)
 
 
 def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     if _active is not None:
         _active.stepping(optimizer)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     if _active is not None:
         _active.stepped(optimizer)
@@ -206,6 +193,9 @@ def _keep_dynamo_out() -> None:
     entries = (compiled.Called.__call__, _enter, _leave, _stepping, _stepped, _disable, _enable)
     for function in (*hooks, *entries):
         eval_frame.set_code_exec_strategy(function.__code__, skip)
+    # What a module's call comes to is the program's, though.
+    passed = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(_our_call.__code__, passed)
 
 
 def _after_fork() -> None:

@@ -57,7 +57,7 @@ def the_whole_model(device: torch.device) -> None:
 
 
 def the_whole_model_without_a_graph_break(device: torch.device) -> None:
-    """Our module hooks are traced along with the model; they must not break its graph."""
+    """What stands before a module's call may be traced along with the model; it must not break its graph."""
     whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
     assert_same(partial(_train_compiled, whole), device)
 

@@ -7,12 +7,11 @@ import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from migrator.hooks.compiled import may_run_twice, tell_of
+from migrator.hooks.compiled import may_run_twice
 from migrator.hooks.sites import Modules
 from migrator.recompute.regions import Regions
 from tests.scenarios import WHOLE, assert_same, batch, blocks, main, moving, perceptron, recomputed, train
@@ -144,7 +143,6 @@ def runs_no_cuda_graphs_again(device: torch.device) -> None:
     def compiled(**arguments: Any) -> list[nn.Module]:
         in_place = _Own(nn.Linear(4, 4))
         in_place.compile(**arguments)
-        tell_of((in_place,), None, None)
         return [in_place, torch.compile(_Own(nn.Linear(4, 4)), **arguments)]
 
     assert all(map(may_run_twice, compiled()))
@@ -162,7 +160,6 @@ def a_module_that_two_threads_train_is_recomputed_for_the_first(device: torch.de
             module = torch.compile(module, backend="eager")
         else:
             module.compile(backend="eager")
-            tell_of((module,), None, None)
         before = dict(vars(module))
         first, second = (Regions(Modules(), lambda: True) for _ in range(2))
         assert first.know("M.own", module) and second.know("M.own", module)
@@ -174,24 +171,8 @@ def a_module_that_two_threads_train_is_recomputed_for_the_first(device: torch.de
         assert may_run_twice(module) and vars(module) == before
 
 
-def leaves_another_s_way_to_compile_in_place_as_it_is(device: torch.device) -> None:
-    calls, plain = [], nn.Module.compile
-
-    def theirs(module: nn.Module, **arguments: Any) -> None:
-        calls.append(module)
-        plain(module, **arguments)
-
-    with mock.patch.object(nn.Module, "compile", theirs):
-        with moving(**WHOLE):
-            _Own(nn.Linear(4, 4)).compile(backend="eager")
-        assert nn.Module.compile is theirs and len(calls) == 1
-    with moving(**WHOLE), mock.patch.object(nn.Module, "compile", theirs):
-        _Own(nn.Linear(4, 4)).compile(backend="eager")
-    assert nn.Module.compile is plain and len(calls) == 2
-
-
 def tells_of_a_whole_model_that_is_compiled_in_place(device: torch.device) -> None:
-    """PyTorch's hooks are traced along with it, and so are not called: nobody would know that it trains."""
+    """What runs it is none of its methods: somebody has to tell all the same that it trains."""
 
     def program(device: torch.device) -> list[Tensor]:
         torch.compiler.reset()

@@ -66,7 +66,7 @@ def an_exception_in_forward(device: torch.device) -> None:
 
 
 def control_c_in_forward(device: torch.device) -> None:
-    """PyTorch calls no module hook when a forward is left by what is no Exception."""
+    """It is no Exception, and may come anywhere: between two of our own lines, too."""
     assert_same(lambda device: _interrupted(KeyboardInterrupt(), device), device)
 
 
