@@ -32,19 +32,19 @@ class Kinds:
         self._period = 0
         self._known: list[_Kind] = []
         self._laid_out: list[_Kind] = []
+        self._present: _Kind | None = None  # of the last period
 
     def period_over(self, log: Log) -> bool:
         """Take note of a period; whether a kind that was laid out is forgotten, so that its memory can go back."""
         self._period += 1
-        kind = self._kind_of(log)
-        if kind is not None:
-            kind.seen = self._period
-        return self._forget()
+        self._present = self._kind_of(log)
+        return self._came()
 
     def forget(self) -> None:
         """None of those that were known comes again: else their memory would be the least that all layouts take."""
         self._known.clear()
         self._laid_out.clear()
+        self._present = None
 
     def is_whole(self, number: int, requests: int) -> bool:
         """Whether so many requests are all of the layout of that `number`: another may begin with the same."""
@@ -53,10 +53,17 @@ class Kinds:
     def came_as_laid_out(self, number: int) -> bool:
         """Take note of a period that was that layout's, whole; see `period_over`."""
         self._period += 1
-        self._laid_out[number].seen = self._period
-        return self._forget()
+        self._present = self._laid_out[number]
+        return self._came()
 
-    def _forget(self) -> bool:
+    def came_as_before(self) -> bool:
+        """Take note of a period that was like the last; see `period_over`."""
+        self._period += 1
+        return self._came()
+
+    def _came(self) -> bool:
+        if self._present is not None:
+            self._present.seen = self._period
         stale = [kind for kind in self._known if self._period - kind.seen > REMEMBERED]
         self._known = [kind for kind in self._known if kind not in stale]
         return any(kind.returned for kind in stale)

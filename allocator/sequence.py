@@ -149,15 +149,16 @@ class Watch:
         self._looks = 0  # one after the other without a period as foreseen
         self._until = 0
         self._lacking = False
+        self._fine = False  # the last period was near enough to what was foreseen
 
     def refused(self) -> None:
         """The layout that was worth it could not be made: look again, as rarely as at what never repeats."""
-        self._lacking = True
+        self._lacking, self._fine = True, False
 
     def expect_news(self) -> None:
         """The program is about to change, and to settle again: there is no layout to depart from."""
         self._looks = self._until = 0
-        self._lacking = False
+        self._lacking = self._fine = False
 
     def nothing_departed(self) -> bool:
         """Take note of a period from whose layout nothing departed; False while there is none to depart from."""
@@ -165,7 +166,15 @@ class Watch:
             return False
         self._period += 1
         self._looks = 1
+        self._fine = True
         return True
+
+    def as_before(self, departed: int) -> bool:
+        """Take note of a period that was like the one before, with as many departures; False if it is to be looked at.
+
+        It is not where that one was near enough to what was foreseen, and so are all that repeat it.
+        """
+        return self._fine and departed <= TOLERATED and self.nothing_departed()
 
     def period_over(self, requests: int, departed: int, *, repeated: bool) -> bool:
         """Take note of a period in which `departed` of `requests` came otherwise than foreseen; whether to look anew.
@@ -180,7 +189,9 @@ class Watch:
             Whether the period was the same as the one before.
         """
         self._period += 1
-        if self._looks and not self._lacking and departed <= (TOLERATED if repeated else TOLERATED_SHARE * requests):
+        tolerated = TOLERATED if repeated else TOLERATED_SHARE * requests
+        self._fine = bool(self._looks) and not self._lacking and departed <= tolerated
+        if self._fine:
             self._looks = 1
             return False
         if not requests or self._period < self._until:

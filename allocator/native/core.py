@@ -214,7 +214,7 @@ class Core:
         return int(self._library.tn_on(self._core, address, tier))
 
     def glance(self) -> Glance:
-        """A little of what `counts` tells, which looks at every block."""
+        """A little of what there is to tell, in a moment: of the program's requests, and of DRAM."""
         glance = Glance()
         self._library.tn_get_glance(self._core, ctypes.byref(glance))
         return glance

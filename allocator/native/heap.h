@@ -101,6 +101,7 @@ class Heap {
   Tier tier() const { return tier_; }
   bool state() const { return state_; }  // whether what lives as long as the program lies here, apart from the rest
   uint64_t mapped() const { return mapped_; }
+  uint64_t largest_free() const { return free_.empty() ? 0 : free_.rbegin()->first; }
   uint64_t maps() const { return maps_; }
   uint64_t unmaps() const { return unmaps_; }
   const std::map<uint64_t, Block> &blocks() const { return blocks_; }

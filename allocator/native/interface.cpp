@@ -295,16 +295,16 @@ void tn_get_stats(tn_core *core, tn_stats *out) {
   stats.dram_limit = core->pages[kDram].limit() * kPage;
   stats.maps = core->maps;
   stats.unmaps = core->unmaps;
-  stats.idle_bytes = stats.largest_idle = 0;
+  stats.largest_idle = 0;
+  // Not block by block: programs ask for this in every step, some while the device has nothing to do.
+  uint64_t mapped = 0;
   for (auto &[base, heap] : core->heaps) {
     stats.maps += heap->maps();
     stats.unmaps += heap->unmaps();
-    for (auto &[address, block] : heap->blocks()) {
-      if (block.kind != Kind::Free) continue;
-      stats.idle_bytes += block.bytes;
-      stats.largest_idle = std::max<int64_t>(stats.largest_idle, block.bytes);
-    }
+    stats.largest_idle = std::max<int64_t>(stats.largest_idle, heap->largest_free());
+    mapped += heap->mapped();
   }
+  stats.idle_bytes = int64_t(mapped) - stats.active[TN_ALL].current;
   *out = stats;
 }
 

@@ -63,6 +63,14 @@ def test_what_does_not_come_any_more_is_forgotten_and_that_is_told_once() -> Non
     assert laid_out(kinds) == [2]
 
 
+def test_a_kind_that_comes_as_before_is_not_forgotten() -> None:
+    kinds = learned(1, 2, 1, 2)
+    kinds.period_over(period(2))
+    told = [kinds.came_as_before() for _ in range(2 * REMEMBERED)]
+    assert told.count(True) == 1
+    assert laid_out(kinds) == [2]
+
+
 def test_only_so_many_are_remembered() -> None:
     kinds = learned(*range(1, MOST + 2), *range(1, MOST + 2))
     assert len(laid_out(kinds)) == 1  # each had been forgotten when it came back

@@ -75,6 +75,33 @@ def test_the_log_of_a_period_that_was_as_foreseen_is_not_read(
     assert core.counts().planned == 2 * 3 + 2
 
 
+def test_the_log_of_a_period_that_departs_as_the_one_before_is_not_read(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program whose hooks rest makes some requests less than it was laid out with: it read 3,000 in every step."""
+    pages.begin()
+    for extra in (0, 0, 1, 1):
+        step(core, 4 * MiB, 8 * MiB, *[2 * MiB] * extra)
+        pages.period_over()
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "log", lambda ago=0: pytest.fail("its log was read"))
+        for _ in range(3):
+            step(core, 4 * MiB, 8 * MiB, 2 * MiB)
+            pages.period_over()
+    read = []
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "log", lambda ago=0, log=core.log: read.append(ago) or log(ago))
+        step(core, 4 * MiB, 8 * MiB, 2 * MiB, 2 * MiB)
+        pages.period_over()
+    assert read
+    for _ in range(2):
+        step(core, 6 * MiB, 12 * MiB)
+        pages.period_over()
+    planned = core.counts().planned
+    step(core, 6 * MiB, 12 * MiB)
+    assert core.counts().planned == planned + 2
+
+
 def test_the_budget_of_a_gpu_is_what_its_core_may_map_of_hbm(pages: OnOneCore, core: Core) -> None:
     """Not what is free and reserved: what is reserved may lie in DRAM, and plans would keep what does not fit."""
     assert pages._more(0, 64 * MiB)

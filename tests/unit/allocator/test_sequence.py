@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from allocator.native import REQUEST
-from allocator.sequence import EAGER, ELSEWHERE, LONGEST_PAUSE, Log, Watch, foresee, repeats
+from allocator.sequence import EAGER, ELSEWHERE, LONGEST_PAUSE, TOLERATED, Log, Watch, foresee, repeats
 
 PAGE = 2 << 20
 
@@ -108,6 +108,23 @@ def test_a_program_that_is_new_in_every_period_is_looked_at_ever_more_rarely() -
     assert looks[:EAGER] == list(range(EAGER))
     assert max(np.diff(looks)) == LONGEST_PAUSE
     assert len(looks) < 40
+
+
+def test_a_period_like_one_that_was_fine_is_fine_and_one_like_another_is_not() -> None:
+    watch = Watch()
+    assert not watch.as_before(0)
+    watch.period_over(1000, 0, repeated=False)
+    assert not watch.as_before(0)  # it was looked at
+    watch.period_over(1000, 1, repeated=True)
+    assert watch.as_before(1)
+    assert not watch.as_before(TOLERATED + 1)  # as many are fine only in a period that does not repeat the one before
+    watch.refused()
+    assert not watch.as_before(1)
+    watch.period_over(1000, 1, repeated=True)
+    watch.period_over(1000, 1, repeated=True)
+    assert watch.as_before(1)
+    watch.expect_news()
+    assert not watch.as_before(1)
 
 
 def test_a_program_that_is_about_to_change_is_looked_at_as_in_the_beginning() -> None:

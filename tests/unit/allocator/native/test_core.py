@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from allocator.native import Core, CoreError, CoreFull, aside
 from allocator.sizes import GiB, MiB
-from tests.unit.cores import DRAM, HBM, PAGE, USED, fill, foreseen, holds
+from tests.unit.cores import DRAM, FREE, HBM, PAGE, USED, fill, foreseen, holds
 
 
 def test_blocks_are_aligned_as_pytorch_aligns_them_and_can_be_written(core: Core) -> None:
@@ -254,6 +254,7 @@ class Blocks(RuleBasedStateMachine):
         assert counts.dram <= 32 * PAGE
         assert counts.allocated == sum(-(-size // 512) * 512 for size, _ in self.live.values())
         blocks = np.sort(self.core.blocks(), order="address")
+        assert counts.idle == int(blocks["bytes"][blocks["kind"] == FREE].sum())
         assert np.all(blocks["address"][1:] >= (blocks["address"] + blocks["bytes"])[:-1])
         used = {int(block["address"]) for block in blocks if block["kind"] == USED}
         assert used == set(self.live)
