@@ -159,7 +159,7 @@ class Saver(OnStack):
             # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
             self._root, self._fixed = weakref.ref(module), None
             if self.place.recording or self._agenda.makes:
-                self._observer.forward_begins(module, recording=self.place.recording)
+                self._observer.forward_begins(module, recording=self.place.recording, asks=self._agenda.searches)
             self._root_begins(self, module)
         self.modules.enter(module)
         if not self.place.recording:

@@ -138,12 +138,16 @@ class CudaCompute:
     def pass_by(self, *, counts: bool) -> None:
         if counts:
             self._before = max(self._before, peaks.since_restart(self.device))
-        else:
-            self.pressed()  # what flushed the cache was no period either
-        peaks.restart(self.device)
+        retries = peaks.restart(self.device)
+        if not counts:
+            self._flushed(retries)  # what did so was no period either
 
     def pressed(self) -> bool:
-        before, self._retries = self._retries, peaks.retries(self.device)
+        return self._flushed(peaks.retries(self.device))
+
+    def _flushed(self, retries: int) -> bool:
+        """Whether the allocator has flushed its cache since this was last asked."""
+        before, self._retries = self._retries, retries
         self._counters.flushes += self._retries - before
         if self._retries > before and self._counters.timeline is not None:
             self._counters.timeline.happened("hbm was full", device=str(self.device))

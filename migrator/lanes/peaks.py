@@ -13,15 +13,22 @@ import torch
 from torch.cuda import memory
 
 _before: dict[int, dict[str, Any]] = {}
+_unread: dict[int, list[dict[str, Any]]] = {}  # what there was at restarts, which `_before` does not have yet
 _highest: dict[int, int] = {}  # of the laps since the last restart
 _plain_stats = memory.memory_stats_as_nested_dict
 _plain_reset = memory.reset_peak_memory_stats
 
 
-def restart(device: torch.device) -> None:
-    """Begin a new peak on `device`."""
-    lap(device)
-    _highest[_index(device)] = 0
+def restart(device: torch.device) -> int:
+    """Begin a new peak on `device`; what `retries` tells by then.
+
+    Steps begin with this, while the device has nothing to do: what has been is looked through later.
+    """
+    index, now = _index(device), _plain_stats(device)
+    _unread.setdefault(index, []).append(now)
+    _highest[index] = 0
+    _plain_reset(device)
+    return int(now["num_alloc_retries"])
 
 
 def lap(device: torch.device, *, with_present: bool = True) -> int:
@@ -30,6 +37,7 @@ def lap(device: torch.device, *, with_present: bool = True) -> int:
     PyTorch's peaks begin anew with what is allocated, whether or not it is asked for `with_present`.
     """
     index, now = _index(device), _plain_stats(device)
+    _read(index)
     _keep_peaks(_before.setdefault(index, {}), now)
     peak = int(now["allocated_bytes"]["all"]["peak"])
     _highest[index] = max(peak, _highest.get(index, 0))
@@ -39,8 +47,10 @@ def lap(device: torch.device, *, with_present: bool = True) -> int:
 
 def since_restart(device: torch.device) -> int:
     """The most bytes allocated since `restart`."""
+    index = _index(device)
+    _read(index)
     peak = int(_plain_stats(device)["allocated_bytes"]["all"]["peak"])
-    return max(peak, _highest.get(_index(device), 0))
+    return max(peak, _highest.get(index, 0))
 
 
 def retries(device: torch.device) -> int:
@@ -59,18 +69,27 @@ def uninstall() -> None:
     memory.memory_stats_as_nested_dict = _plain_stats
     memory.reset_peak_memory_stats = torch.cuda.reset_peak_memory_stats = _plain_reset
     _before.clear()
+    _unread.clear()
     _highest.clear()
 
 
 def _stats(device: Any = None) -> dict[str, Any]:
-    now = _plain_stats(device)
-    before = _before.get(_index(device))
+    now, index = _plain_stats(device), _index(device)
+    _read(index)
+    before = _before.get(index)
     return now if before is None else _larger_peaks(now, before)
 
 
 def _reset(device: Any = None) -> None:
-    _before.pop(_index(device), None)
+    _before.pop(index := _index(device), None)
+    _unread.pop(index, None)
     _plain_reset(device)
+
+
+def _read(index: int) -> None:
+    """Look through what there was at restarts."""
+    for then in _unread.pop(index, ()):
+        _keep_peaks(_before.setdefault(index, {}), then)
 
 
 def _keep_peaks(before: dict[str, Any], now: dict[str, Any]) -> None:

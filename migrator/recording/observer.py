@@ -71,8 +71,8 @@ class Observer:
             weakref.WeakKeyDictionary()
         )  # of each root, as they were when it was recorded last; None where some are sharded
 
-    def forward_begins(self, root: nn.Module, *, recording: bool) -> None:
-        """An outermost module's forward begins."""
+    def forward_begins(self, root: nn.Module, *, recording: bool, asks: bool = True) -> None:
+        """An outermost module's forward begins; whether any formula of it asks which versions parameters have."""
         if recording or root not in self._parameters:
             # To visit all modules takes milliseconds, in which the device has nothing to do. A parameter that comes
             # later is one that no formula takes.
@@ -89,7 +89,7 @@ class Observer:
         self._was_ahead = self._reads_ahead and not recording and number == len(self._asked)
         if not self._was_ahead:
             self._ahead = -1, {}
-            ahead = _versions(known or [] if recording else self._of_formulas(root))
+            ahead = _versions(known or [] if recording else self._of_formulas(root) if asks else [])
         self._root, self._versions = weakref.ref(root), ahead
 
     def stepped(self, *, all_of_it: bool) -> None:

@@ -121,18 +121,20 @@ class Runtime:
         """The hooks of this thread, if they are on."""
         return self._thread.saver
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """A forward begins in this thread."""
+    def enter(self, module: nn.Module, args: Any) -> bool:
+        """A forward begins in this thread; whether `leave` is to be called when it ends."""
         saver = self._thread.saver or self._arm()
         if saver is None:
-            return
+            return False
         if saver.resting and self._optimizers.period_due and torch._C._current_graph_task_id() == -1:
             self._period_begins(saver)
             # One has begun, so this is its first module, and no other has called it.
             if saver.resting and not self._optimizers.period_due:
                 self._look_at(module)
-        if not saver.resting:
-            saver.enter(module, args)
+        if saver.resting:
+            return False
+        saver.enter(module, args)
+        return True
 
     def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
         """A forward ends in this thread, also when it raised."""
@@ -186,7 +188,8 @@ class Runtime:
             # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
             self._optimizers.period_due = False
             # Else others are in the middle of their periods; or this one's is not over: it stepped in backward.
-            if self._is_alone and not saver.place.in_backward:
+            # And while hooks rest nobody asks for a peak.
+            if self._is_alone and not saver.place.in_backward and not saver.resting:
                 for mover in saver.armed_movers:
                     mover.pass_by()
             if (pages := self.options.pages()) is not None:
@@ -196,6 +199,8 @@ class Runtime:
                     if saver.resting and any(pages.overflow(m.engine.compute.device) for m in saver.armed_movers):
                         self._learned = self.learned
                         self._advice.forget()
+                        for mover in saver.armed_movers:
+                            mover.pass_by()
                         if saver.wake():
                             self._happened("hbm was full")
                 else:
@@ -209,7 +214,6 @@ class Runtime:
         """See whether the budget holds the weights of the models so far, and this one's."""
         if not self._models.add(model):
             return
-        entry.tell_of(model)
         self._recount_static()
         try:
             self._models.check()
@@ -333,6 +337,8 @@ class Runtime:
             if leads:
                 self._counters.periods += 1
                 self._advice.period_passed()
+                for mover in saver.armed_movers:
+                    mover.engine.compute.pressed()  # which counts what has flushed
         elif saver is not None:
             self._stepped(saver, leads=leads)
         if self._optimizers.ending and (pages := self.options.pages()) is not None:

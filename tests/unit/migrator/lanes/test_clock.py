@@ -97,7 +97,7 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> CudaCompute:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (0, 0, 0), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(cuda.peaks, "retries", lambda device: 0)
-    monkeypatch.setattr(cuda.peaks, "restart", lambda device: None)
+    monkeypatch.setattr(cuda.peaks, "restart", lambda device: 0)
     monkeypatch.setattr(CudaCompute, "mark", lambda self, stream: Event())
     monkeypatch.setattr(CudaCompute, "follow", lambda self, stream, event: (Event(), Event(late=0.01)))
     monkeypatch.setattr(CudaCompute, "hold", lambda self, stream, event: None)
@@ -138,7 +138,7 @@ def test_what_an_evaluation_between_two_periods_takes_is_no_peak_of_theirs(
         highest[0] = max(highest[0], nbytes)
 
     monkeypatch.setattr(cuda.peaks, "since_restart", lambda device: highest[0])
-    monkeypatch.setattr(cuda.peaks, "restart", lambda device: highest.__setitem__(0, 0))
+    monkeypatch.setattr(cuda.peaks, "restart", lambda device: highest.__setitem__(0, 0) or 0)
     use(100)
     assert compute.peak(0) == 100
     use(130)

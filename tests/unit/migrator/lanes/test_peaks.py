@@ -34,11 +34,12 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     monkeypatch.setattr(peaks, "_plain_stats", allocator.stats)
     monkeypatch.setattr(peaks, "_plain_reset", allocator.reset)
     monkeypatch.setattr(peaks, "_index", lambda device: 0)
-    peaks._before.clear()
-    peaks._highest.clear()
+    remembered: tuple[dict[int, Any], ...] = (peaks._before, peaks._unread, peaks._highest)
+    for each in remembered:
+        each.clear()
     yield allocator
-    peaks._before.clear()
-    peaks._highest.clear()
+    for each in remembered:
+        each.clear()
 
 
 def seen_by_the_program() -> int:
@@ -72,3 +73,22 @@ def test_the_program_sees_the_peak_since_its_own_reset(allocator: Allocator) -> 
     peaks.lap(DEVICE)
     assert seen_by_the_program() == 8
     assert peaks._stats()["num_alloc_retries"] == 3
+
+
+def test_what_there_was_at_restarts_is_looked_through_when_somebody_asks(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps begin with a restart, while the device has nothing to do."""
+    with monkeypatch.context() as patched:
+        patched.setattr(peaks, "_keep_peaks", lambda *_: pytest.fail("looked through"))
+        for size in (5, 9, 2):
+            allocator.use(size)
+            assert peaks.restart(DEVICE) == 3
+            allocator.use(-size)
+    assert seen_by_the_program() == 9
+    peaks.restart(DEVICE)
+    allocator.use(4)
+    assert peaks.since_restart(DEVICE) == 4
+    peaks.restart(DEVICE)
+    peaks._reset()
+    assert seen_by_the_program() == 4
