@@ -76,6 +76,7 @@ class Kinds:
         else:
             kind.foreseen = foreseen
             kind.returned |= kind is not self._known[-1]
+        self._present = kind
         others = sorted((other for other in self._known if other is not kind), key=lambda other: other.seen)
         self._known = [*others[1 - MOST :], kind]
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -19,7 +18,7 @@ from allocator.claims import DramClaims
 from allocator.evaluations import Evaluations
 from allocator.kinds import Kinds
 from allocator.ledger import Account
-from allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, is_aside
+from allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, Glance, is_aside
 from allocator.room import Room
 from allocator.sequence import Foreseen, Watch, foresee, repeats
 from allocator.sinking import State, sink_or_rise
@@ -28,14 +27,6 @@ from allocator.sizes import PAGE, GiB, round_up
 log = logging.getLogger("tiers")
 
 PATIENCE = 8  # periods with something in DRAM before state sinks: a migrator makes do with less by then, if it can
-
-
-class _Came(NamedTuple):
-    """What a period came to: the number of its layout, how many requests went by that, and how many did not."""
-
-    layout: int
-    requests: int
-    departed: int
 
 
 class PageAllocator:
@@ -68,7 +59,6 @@ class PageAllocator:
         self._spilled: dict[int, int] = {}  # periods in a row that had something in DRAM
         self._refused: set[int] = set()  # GPUs without a layout, which was said
         self._news: dict[int, int] = {}  # GPUs whose layouts are of no use from the next period on, and its peak
-        self._came: dict[int, _Came] = {}  # by GPU: the last period
         self._evaluations = Evaluations()
         self._bare: set[int] = set()  # GPUs without a layout in this period, the first after news
 
@@ -191,9 +181,7 @@ class PageAllocator:
                 kinds.forget()
                 continue
             self._bare.discard(device)
-            came = _Came(now.present, now.came, since)
-            forgot = None if sank else _forgot_after(came, self._came.get(device), watch, kinds)
-            self._came[device] = came
+            forgot = None if sank else _forgot_after(now, since, watch, kinds)
             if forgot is not None:
                 if forgot:
                     self._plan(device, core, kinds.layouts())
@@ -230,7 +218,6 @@ class PageAllocator:
         self._claims.trimmed(device, core)
 
     def _plan(self, device: int, core: Core, layouts: list[Foreseen]) -> None:
-        self._came.pop(device, None)  # which goes by what was laid out so far
         while layouts:
             try:
                 core.plan(*layouts)
@@ -330,14 +317,13 @@ class PageAllocator:
         return core is not None and self._claims.more(device, core, nbytes, least, in_need=in_need)
 
 
-def _forgot_after(came: _Came, before: _Came | None, watch: Watch, kinds: Kinds) -> bool | None:
-    """Take note of a period without its log; see `Kinds.period_over`, or None where what it `came` to tells too little.
+def _forgot_after(now: Glance, departed: int, watch: Watch, kinds: Kinds) -> bool | None:
+    """Take note of a period without its log; see `Kinds.period_over`, or None where its log has to be read.
 
-    Thousands of requests take half a millisecond to read, in which the device has nothing to do. One that goes by the
-    same layout as far as the one `before`, with as many departures, differs from it in these at most.
+    Thousands of requests take half a millisecond to read, in which the device has nothing to do.
     """
-    if not came.departed and kinds.is_whole(came.layout, came.requests) and watch.nothing_departed():
-        return kinds.came_as_laid_out(came.layout)
-    if came == before and watch.as_before(came.departed):
+    if not departed and kinds.is_whole(now.present, now.came) and watch.nothing_departed():
+        return kinds.came_as_laid_out(now.present)
+    if now.repeated and watch.repeated(departed):
         return kinds.came_as_before()
     return None

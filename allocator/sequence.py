@@ -149,16 +149,15 @@ class Watch:
         self._looks = 0  # one after the other without a period as foreseen
         self._until = 0
         self._lacking = False
-        self._fine = False  # the last period was near enough to what was foreseen
 
     def refused(self) -> None:
         """The layout that was worth it could not be made: look again, as rarely as at what never repeats."""
-        self._lacking, self._fine = True, False
+        self._lacking = True
 
     def expect_news(self) -> None:
         """The program is about to change, and to settle again: there is no layout to depart from."""
         self._looks = self._until = 0
-        self._lacking = self._fine = False
+        self._lacking = False
 
     def nothing_departed(self) -> bool:
         """Take note of a period from whose layout nothing departed; False while there is none to depart from."""
@@ -166,15 +165,11 @@ class Watch:
             return False
         self._period += 1
         self._looks = 1
-        self._fine = True
         return True
 
-    def as_before(self, departed: int) -> bool:
-        """Take note of a period that was like the one before, with as many departures; False if it is to be looked at.
-
-        It is not where that one was near enough to what was foreseen, and so are all that repeat it.
-        """
-        return self._fine and departed <= TOLERATED and self.nothing_departed()
+    def repeated(self, departed: int) -> bool:
+        """Take note of a period that was the same as the one before; False if it is to be looked at all the same."""
+        return departed <= TOLERATED and self.nothing_departed()
 
     def period_over(self, requests: int, departed: int, *, repeated: bool) -> bool:
         """Take note of a period in which `departed` of `requests` came otherwise than foreseen; whether to look anew.
@@ -189,9 +184,7 @@ class Watch:
             Whether the period was the same as the one before.
         """
         self._period += 1
-        tolerated = TOLERATED if repeated else TOLERATED_SHARE * requests
-        self._fine = bool(self._looks) and not self._lacking and departed <= tolerated
-        if self._fine:
+        if self._looks and not self._lacking and departed <= (TOLERATED if repeated else TOLERATED_SHARE * requests):
             self._looks = 1
             return False
         if not requests or self._period < self._until:

@@ -103,6 +103,8 @@ class Glance(ctypes.Structure):
         How many of its requests had come when the last period ended.
     requests : int
         Of the period under way, so far.
+    repeated : int
+        Whether the last period had the same requests, at the same events, as the one before it.
     """
 
     departed: int
@@ -110,8 +112,9 @@ class Glance(ctypes.Structure):
     present: int
     came: int
     requests: int
+    repeated: int
     _fields_: ClassVar[list[Any]] = [
-        (name, ctypes.c_int64) for name in ("departed", "dram", "present", "came", "requests")
+        (name, ctypes.c_int64) for name in ("departed", "dram", "present", "came", "requests", "repeated")
     ]
 
 

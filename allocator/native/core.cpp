@@ -246,7 +246,7 @@ void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
   if (heap->pool() == 0 && !aside && log[0].requests.size() <= kLongest) {
     Log &now = log[0];
     block->request = now.requests.size();
-    now.requests.push_back({block->bytes, heap->stream(), int64_t(now.events++), -1, lifetime_class});
+    now.note({block->bytes, heap->stream(), int64_t(now.events++), -1, lifetime_class});
   }
   pools[heap->pool()].used += block->bytes;
   for (int size : {int(TN_ALL), int(block->small ? TN_SMALL : TN_LARGE)}) {

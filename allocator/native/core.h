@@ -139,6 +139,7 @@ typedef struct {
   int64_t present;    /* which of the sequences that are laid out came last */
   int64_t came;       /* how many of its requests had come when the last period ended */
   int64_t requests;   /* of the period under way, so far */
+  int64_t repeated;   /* whether the last period had the same requests, at the same events, as the one before it */
 } tn_glance;
 TN_API void tn_get_glance(tn_core *core, tn_glance *out);
 TN_API void tn_reset_peaks(tn_core *core);

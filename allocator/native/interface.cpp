@@ -202,7 +202,7 @@ void tn_mark(tn_core *core) {
   std::swap(core->log[2], core->log[1]);
   std::swap(core->log[1], core->log[0]);
   core->log[0].requests.clear();
-  core->log[0].events = 0;
+  core->log[0].events = core->log[0].sum = 0;
   ++core->period;
   core->thrifty = 0;
   core->plan.came = core->plan.next;
@@ -311,8 +311,12 @@ void tn_get_stats(tn_core *core, tn_stats *out) {
 void tn_get_glance(tn_core *core, tn_glance *out) {
   std::lock_guard<std::mutex> guard(core->mutex);
   const int64_t departed = core->stats.departed + core->stats.misplaced;
-  *out = {departed, int64_t(core->pages[kDram].made() * kPage), int64_t(core->plan.present), int64_t(core->plan.came),
-          int64_t(core->log[0].requests.size())};
+  *out = {departed,
+          int64_t(core->pages[kDram].made() * kPage),
+          int64_t(core->plan.present),
+          int64_t(core->plan.came),
+          int64_t(core->log[0].requests.size()),
+          core->log[1].repeats(core->log[2])};
 }
 
 void tn_reset_peaks(tn_core *core) {

@@ -27,6 +27,17 @@ enum Class : int { General = 0, Small = 1, State = 2 };  // of heaps
 struct Log {
   std::vector<tn_request> requests;  // at most one more than `kLongest`: then nobody is told of them
   uint64_t events = 0;
+  uint64_t sum = 0;  // of what came and when, in that order: two periods that differ have two
+
+  void note(const tn_request &request) {
+    for (uint64_t value : {request.bytes, request.stream, uint64_t(request.birth)})
+      sum = (sum ^ value) * 0x9E3779B97F4A7C15 + (sum >> 32);
+    requests.push_back(request);
+  }
+  bool repeats(const Log &before) const {
+    bool is_whole = requests.size() <= kLongest;
+    return is_whole && sum == before.sum && events == before.events && requests.size() == before.requests.size();
+  }
 };
 
 struct Sequence {  // a kind of period: its requests, and where in the region they lie

@@ -57,26 +57,23 @@ class Called:
 
 def put_on(module: nn.Module, run: Run) -> None:
     """Have a module run by `run` that `may_run_twice`."""
-    own, name = vars(module), _name_in(module)
+    own, name = vars(module), _IN_PLACE if is_in_place(module) else "forward"
     own[name] = Called(module, own[name], run)
 
 
 def take_off(module: nn.Module, run: Run) -> None:
     """Have it run by itself again; the program may have compiled it anew since."""
-    own, name = vars(module), _name_in(module)
-    if isinstance(there := own.get(name), Called) and there.run == run:
-        own[name] = there.function
+    own = vars(module)
+    for name in (_IN_PLACE, "forward"):
+        if isinstance(there := own.get(name), Called) and there.run == run:
+            own[name] = there.function
 
 
 def may_run_twice(module: nn.Module) -> bool:
     """Whether it is compiled, into what backward can have run again; and nobody has it run so already."""
-    function = vars(module).get(_name_in(module)) if is_in_place(module) or is_wrapper(module) else None
+    name = _IN_PLACE if is_in_place(module) else "forward" if is_wrapper(module) else None
+    function = None if name is None else vars(module).get(name)
     return function is not None and not isinstance(function, Called) and not _graphs(function)
-
-
-def _name_in(module: nn.Module) -> str:
-    """The attribute of a compiled module that holds what was compiled."""
-    return _IN_PLACE if is_in_place(module) else "forward"
 
 
 def _graphs(function: Any) -> bool:

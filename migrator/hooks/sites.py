@@ -159,7 +159,7 @@ class Modules(Generic[Action]):
             self.place.here = self.stack.pop()
 
     def leave_all(self) -> None:
-        """The thread is in no module: KeyboardInterrupt, for one, leaves forwards without a word."""
+        """The thread is in no module: an interrupt between two lines of ours leaves forwards without a word."""
         while self.stack:
             self.leave()
 
@@ -185,7 +185,8 @@ class Modules(Generic[Action]):
 
     def _gone(self, key: int, ref: weakref.ref[nn.Module]) -> None:
         if self._named.get(key) is ref:
-            del self.nodes[key], self._named[key]
+            del self._named[key]
+            self.nodes.pop(key, None)
 
     def _forget(self, name: str, root: int, nodes: Mapping[int, Node[Action]]) -> None:
         del self._roots[root]

@@ -7,6 +7,7 @@ of the two, until the program itself resets.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.cuda import memory
 
 _before: dict[int, dict[str, Any]] = {}
 _unread: dict[int, list[dict[str, Any]]] = {}  # what there was at restarts, which `_before` does not have yet
+_remembering = threading.RLock()  # a signal's handler may ask for peaks, in the middle of any of this
 _highest: dict[int, int] = {}  # of the laps since the last restart
 _plain_stats = memory.memory_stats_as_nested_dict
 _plain_reset = memory.reset_peak_memory_stats
@@ -25,7 +27,8 @@ def restart(device: torch.device) -> int:
     Steps begin with this, while the device has nothing to do: what has been is looked through later.
     """
     index, now = _index(device), _plain_stats(device)
-    _unread.setdefault(index, []).append(now)
+    with _remembering:
+        _unread.setdefault(index, []).append(now)
     _highest[index] = 0
     _plain_reset(device)
     return int(now["num_alloc_retries"])
@@ -81,15 +84,17 @@ def _stats(device: Any = None) -> dict[str, Any]:
 
 
 def _reset(device: Any = None) -> None:
-    _before.pop(index := _index(device), None)
-    _unread.pop(index, None)
+    with _remembering:
+        _before.pop(index := _index(device), None)
+        _unread.pop(index, None)
     _plain_reset(device)
 
 
 def _read(index: int) -> None:
     """Look through what there was at restarts."""
-    for then in _unread.pop(index, ()):
-        _keep_peaks(_before.setdefault(index, {}), then)
+    with _remembering:
+        for then in _unread.pop(index, ()):
+            _keep_peaks(_before.setdefault(index, {}), then)
 
 
 def _keep_peaks(before: dict[str, Any], now: dict[str, Any]) -> None:

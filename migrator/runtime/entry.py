@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
 
@@ -86,7 +88,7 @@ def install(listener: Listener) -> None:
     )
     _autograd._saved_tensors_hooks_disable = _disable
     _autograd._saved_tensors_hooks_enable = _enable
-    _stand_before_calls(listener)
+    _stand_before_calls()
     peaks.install()
     process_groups.install()
     _keep_dynamo_out()
@@ -100,8 +102,7 @@ def uninstall() -> None:
         _handles.pop().remove()
     _autograd._saved_tensors_hooks_disable = _plain_disable
     _autograd._saved_tensors_hooks_enable = _plain_enable
-    if nn.Module.__call__ is _our_call:  # what somebody has put over it since is not ours to undo
-        nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
+    _stand_aside()
     peaks.uninstall()
     process_groups.uninstall()
 
@@ -110,15 +111,18 @@ _plain_call: Any = None  # what it was when ours was put over it
 _our_call: Any = None
 
 
-def _stand_before_calls(listener: Listener) -> None:
-    """Have `listener` told of every call of a module from now on, for as long as it is the active one."""
+def _stand_before_calls() -> None:
+    """Be told of every call of a module from now on."""
     global _plain_call, _our_call
     plain = _plain_call = nn.Module.__call__
 
     @wraps(plain)
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # PyTorch's profiler looks for a `self` here
-        if is_compiling() or _active is not listener or not _enter(self, args):
+        # Whoever has kept this function may call it when it is of no session any more.
+        if is_compiling() or _our_call is not call or not _enter(self, args):
             return plain(self, *args, **kwargs)
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            return _call_among_hooks(plain, self, args, kwargs)
         try:
             output = plain(self, *args, **kwargs)
         except BaseException:  # the path of modules must not keep what was left
@@ -127,7 +131,54 @@ def _stand_before_calls(listener: Listener) -> None:
         _leave(self, args, kwargs, output)
         return output
 
+    call.__qualname__ = "Module.__call__"  # by which pickle finds it
     nn.Module.__call__ = _our_call = call  # type: ignore[method-assign]
+    _tell_dynamo(plain, call)
+
+
+def _stand_aside() -> None:
+    """Be told of no call any more."""
+    global _plain_call, _our_call
+    if nn.Module.__call__ is _our_call:  # what somebody has put over it since is not ours to undo
+        nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
+    _tell_dynamo(_our_call, _plain_call)
+    _plain_call = _our_call = None
+
+
+def _tell_dynamo(old: Any, new: Any) -> None:
+    """Have it know a module's call when it sees one: else it traces all that stands between that and `forward`."""
+    for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+        dynamo: Any = sys.modules.get(name)  # to import that takes seconds, and the program may not need it
+        if dynamo is not None and getattr(dynamo, "unpatched_nn_module_call", None) is old:
+            dynamo.unpatched_nn_module_call = new
+
+
+def _call_among_hooks(plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a module that has hooks of its own, and tell of its end when `forward` is over.
+
+    What hooks before that make of the arguments is what it is given; what those after it save or hand out is not its.
+    """
+    told = False
+
+    def over(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        nonlocal told
+        # Of a call within this one, or in another thread, the first hook tells.
+        if not told and next(iter(module._forward_hooks)) == handle.id:
+            told = True
+            _leave(module, args, kwargs, output)
+
+    handle = module.register_forward_hook(over, prepend=True, with_kwargs=True)
+    try:
+        output = plain(module, *args, **kwargs)
+    except BaseException:
+        if not told:
+            _leave(module, args, None, None)
+        raise
+    finally:
+        handle.remove()
+    if not told:
+        _leave(module, args, kwargs, output)
+    return output
 
 
 def _enter(module: nn.Module, args: Any) -> bool:
@@ -195,7 +246,8 @@ def _keep_dynamo_out() -> None:
         eval_frame.set_code_exec_strategy(function.__code__, skip)
     # What a module's call comes to is the program's, though.
     passed = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-    eval_frame.set_code_exec_strategy(_our_call.__code__, passed)
+    for code in (_our_call.__code__, _call_among_hooks.__code__):
+        eval_frame.set_code_exec_strategy(code, passed)
 
 
 def _after_fork() -> None:

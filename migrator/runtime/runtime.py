@@ -1,7 +1,7 @@
 """The runtime: switches the hooks on, and knows when periods and steps end.
 
-It arms late. Installing only registers module and optimizer hooks; the first forward that could train
-switches the saved-tensor hooks on, for its thread, and the first tensor saved on a device makes that
+It arms late. Installing only stands before the calls of modules and registers optimizer hooks; the first forward
+that could train switches the saved-tensor hooks on, for its thread, and the first tensor saved on a device makes that
 device's engine. So DataLoader workers, compile workers and launchers, which import PyTorch under the same
 environment, never start anything, and no CUDA context is made before the program makes it.
 """
@@ -199,10 +199,11 @@ class Runtime:
                     if saver.resting and any(pages.overflow(m.engine.compute.device) for m in saver.armed_movers):
                         self._learned = self.learned
                         self._advice.forget()
-                        for mover in saver.armed_movers:
-                            mover.pass_by()
                         if saver.wake():
                             self._happened("hbm was full")
+                            if self._is_alone:
+                                for mover in saver.armed_movers:
+                                    mover.engine.compute.pass_by(counts=False)
                 else:
                     pages.begin()
 
@@ -337,8 +338,9 @@ class Runtime:
             if leads:
                 self._counters.periods += 1
                 self._advice.period_passed()
-                for mover in saver.armed_movers:
-                    mover.engine.compute.pressed()  # which counts what has flushed
+                if self._is_alone:  # others ask for themselves what has flushed
+                    for mover in saver.armed_movers:
+                        mover.engine.compute.pressed()  # which counts it
         elif saver is not None:
             self._stepped(saver, leads=leads)
         if self._optimizers.ending and (pages := self.options.pages()) is not None:

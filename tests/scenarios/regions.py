@@ -107,6 +107,58 @@ def calls_hooks_once(device: torch.device) -> None:
     assert len(calls) == 6
 
 
+class _Given(nn.Module):
+    """Adds what a hook hands in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor, *, given: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) + given)
+
+
+def what_a_hook_hands_in_may_change_before_backward(device: torch.device) -> None:
+    """So a forward that is given it cannot be repeated, though the module was called without."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        model, given = nn.Sequential(*(Block() for _ in range(3))), torch.zeros(2048, 128)
+        for block in model:
+            block.layers = _Given()
+            block.layers.register_forward_pre_hook(lambda _, args, named: (args, {"given": given}), with_kwargs=True)
+
+        def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            given.add_(0.01)
+            return loss
+
+        torch.manual_seed(0)
+        given = given.to(device)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.05)
+        return train(model.to(device), device, loss_of=loss_of)
+
+    assert_same(program, device, moves=False, **WHOLE)
+    with moving(**WHOLE) as session:
+        program(device)
+        assert not recomputed(session)
+
+
+def what_a_hook_saves_is_no_part_of_its_module_s_forward(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model = blocks(device)
+        for block in model:
+            block.layers.register_forward_hook(lambda _, args, output: output * torch.sigmoid(output))
+        return train(model, device)
+
+    assert_same(program, device, moves=False, **WHOLE)
+    with moving(regions=True) as session:
+        program(device)
+        assert recomputed(session)
+        saver = session.runtime.saver()
+        assert saver is not None and not saver.place.recording, "its sites are those of the plan"
+
+
 def leaves_modules_as_they_were(device: torch.device) -> None:
     model = blocks(device)
     with moving(**WHOLE):

@@ -110,21 +110,16 @@ def test_a_program_that_is_new_in_every_period_is_looked_at_ever_more_rarely() -
     assert len(looks) < 40
 
 
-def test_a_period_like_one_that_was_fine_is_fine_and_one_like_another_is_not() -> None:
+def test_a_period_that_repeats_the_one_before_is_looked_at_where_more_than_a_few_departed_or_there_is_no_layout() -> (
+    None
+):
     watch = Watch()
-    assert not watch.as_before(0)
+    assert not watch.repeated(0)
     watch.period_over(1000, 0, repeated=False)
-    assert not watch.as_before(0)  # it was looked at
-    watch.period_over(1000, 1, repeated=True)
-    assert watch.as_before(1)
-    assert not watch.as_before(TOLERATED + 1)  # as many are fine only in a period that does not repeat the one before
+    assert watch.repeated(TOLERATED)
+    assert not watch.repeated(TOLERATED + 1)
     watch.refused()
-    assert not watch.as_before(1)
-    watch.period_over(1000, 1, repeated=True)
-    watch.period_over(1000, 1, repeated=True)
-    assert watch.as_before(1)
-    watch.expect_news()
-    assert not watch.as_before(1)
+    assert not watch.repeated(0)
 
 
 def test_a_program_that_is_about_to_change_is_looked_at_as_in_the_beginning() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
+import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -144,3 +148,80 @@ def test_the_profiler_finds_the_modules(listener: mock.Mock) -> None:
         model(torch.ones(2))
     names = {event.name for event in profile.events()}
     assert {"nn.Module: Sequential_0", "nn.Module: Linear_0", "nn.Module: ReLU_0"} <= names
+
+
+def test_of_a_module_with_hooks_of_its_own_it_tells_what_its_forward_was_given_and_gave(listener: mock.Mock) -> None:
+    """What hooks save is not forward's to recompute, and what they give forward the program may change."""
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+    module.register_forward_hook(lambda *_: order.append("its own") or torch.zeros(2))
+    module.register_full_backward_hook(lambda *_: None)
+    order: list[str] = []
+    listener.leave.side_effect = lambda *_: order.append("leave")
+    x = torch.ones(2, requires_grad=True)
+    assert torch.equal(module(x), torch.zeros(2))
+    (_, args, named, output), _ = listener.leave.call_args
+    assert torch.equal(args[0], 2 * x) and named == {}
+    assert output.grad_fn.name() != "BackwardHookFunctionBackward"
+    assert order == ["leave", "its own"]
+    assert len(module._forward_hooks) == 1
+
+
+def test_a_module_with_hooks_of_its_own_that_calls_itself_is_told_of_in_order(listener: mock.Mock) -> None:
+    class Again(nn.Module):
+        def forward(self, depth: int) -> int:
+            return self(depth - 1) + 1 if depth else 0
+
+    module = Again()
+    module.register_forward_hook(lambda *_: None)
+    assert module(2) == 2
+    assert _called(listener) == ["enter"] * 3 + ["leave"] * 3
+    assert [call.args[3] for call in listener.leave.call_args_list] == [0, 1, 2]
+
+
+def test_a_module_with_hooks_of_its_own_is_left_when_one_of_them_raises(listener: mock.Mock) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError
+
+    before, after = nn.Identity(), nn.Identity()
+    before.register_forward_pre_hook(fails)
+    after.register_forward_hook(fails)
+    for module in (before, after):
+        with pytest.raises(ValueError):
+            module(1)
+    assert _called(listener) == ["enter", "leave"] * 2
+    assert listener.leave.call_args_list[0].args[2] is None
+
+
+def test_a_listener_does_not_outlive_its_session() -> None:
+    listener = mock.Mock()
+    gone = weakref.ref(listener)
+    entry.install(listener)
+    call, bound = nn.Module.__call__, nn.Identity().__call__
+    entry.uninstall()
+    del listener
+    gc.collect()
+    assert gone() is None
+    assert call(nn.Identity(), 1) == bound(1) == 1
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_dynamo_knows_a_module_s_call_in_a_session_and_after(monkeypatch: pytest.MonkeyPatch, *, early: bool) -> None:
+    """One that it does not know it traces, down to `forward`, and compiles anew when it is another."""
+    plain = nn.Module.__call__
+    dynamo = mock.Mock(unpatched_nn_module_call=plain)
+    if early:
+        monkeypatch.setitem(sys.modules, "torch._dynamo.utils", dynamo)
+    else:
+        monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    entry.install(mock.Mock())
+    dynamo.unpatched_nn_module_call = dynamo.unpatched_nn_module_call if early else nn.Module.__call__
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", dynamo)
+    assert dynamo.unpatched_nn_module_call is nn.Module.__call__ is not plain
+    entry.uninstall()
+    assert dynamo.unpatched_nn_module_call is nn.Module.__call__ is plain
+
+
+def test_a_module_s_call_can_be_pickled(listener: mock.Mock) -> None:
+    assert pickle.loads(pickle.dumps(nn.Module.__call__)) is nn.Module.__call__
+    assert pickle.loads(pickle.dumps(nn.Identity().__call__))(1) == 1
