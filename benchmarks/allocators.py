@@ -4,6 +4,7 @@
 ``python -m benchmarks.allocators --workload checkpointed_gpt,unet,changing_gpt --rounds 40 --apart``
 ``python -m benchmarks.allocators --rounds 60 --variants pages:auto,pages:capuchin --hbm 24GiB --apart``
 ``python -m benchmarks.allocators --workload resnet152 --compiled 0.4 --variants expandable,pages:auto --hbm 16GiB``
+``python -m benchmarks.allocators --workload resnet152 --rounds 40 --starts 6 --variants expandable,pages``
 
 An allocator is chosen before CUDA is initialised, so each variant is a process of its own; they take turns
 step by step, so that a clock that drifts hits all of them. The GPU must hold all of them at once, or with ``--apart``
@@ -14,6 +15,10 @@ step so far: of what a long step needs, a short one after it leaves some idle. W
 first had mapped is still there: the allocator's second period begins within it. With a policy that moves
 (``pages:auto``) less is alive once there is a plan, so each step, the second included, is held against what was alive
 in itself.
+
+Two processes of the same variant differ: where the driver puts their pages, and what they have tuned, is another each
+time they start. An interval within one start says nothing of that. With ``--starts`` all variants are started anew so
+many times, and the ratio of each start is told.
 
 "Lost" is what the steps from the second one to the first round took beyond the median of the rounds: to learn the
 program, to lay out its memory, and to try plans.
@@ -58,12 +63,13 @@ MOVING = 1.03  # with migration
 class Row:
     """One variant; times in seconds, sizes in bytes, `ratio` to the first variant's steps.
 
-    `compiled` is the activation budget with which blocks were. `steps` are those of the rounds, `before` those between
-    the first one and the rounds. `shares` is reserved / live of each step from the third on, with a policy that moves
-    from the second on, or NaN without a GPU.
+    `start` counts how often all variants were started anew. `compiled` is the activation budget with which blocks were.
+    `steps` are those of the rounds, `before` those between the first one and the rounds. `shares` is reserved / live of
+    each step from the third on, with a policy that moves from the second on, or NaN without a GPU.
     """
 
     workload: str
+    start: int
     compiled: float | None
     variant: str
     startup: float
@@ -172,6 +178,7 @@ def compare(
     apart: bool = False,
     hbm: str | None = None,
     share: float | None = None,
+    start: int = 0,
 ) -> list[Row]:
     """Let the variants take turns for `rounds` rounds; `apart`, one after the other.
 
@@ -202,6 +209,7 @@ def compare(
     return [
         Row(
             workload,
+            start,
             share,
             name,
             startups[name],
@@ -248,6 +256,16 @@ def table(rows: list[Row], rounds: int) -> str:
     return "\n".join(lines)
 
 
+def by_start(rows: list[Row]) -> str:
+    """The ratios of each start, of each variant but the first, as a Markdown table."""
+    lines = ["| variant | ratio, start by start | median (lowest to highest) |", "|---|---|---|"]
+    for variant in list(dict.fromkeys(row.variant for row in rows))[1:]:
+        ratios = [row.ratio.median for row in rows if row.variant == variant]
+        each = ", ".join(f"{ratio:.4f}" for ratio in ratios)
+        lines.append(f"| {variant} | {each} | {np.median(ratios):.4f} ({min(ratios):.4f} to {max(ratios):.4f}) |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.allocators", description=__doc__)
@@ -258,6 +276,7 @@ def main() -> None:
     parser.add_argument("--hbm", help="the budget of variants that move, such as 24GiB")
     parser.add_argument("--compiled", type=float, metavar="SHARE", help="compile blocks, with an activation budget")
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--starts", type=int, default=1, help="how often all variants are started anew")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--apart", action="store_true", help="one variant after the other: their times do not compare")
@@ -266,6 +285,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.compiled is not None and not 0 <= arguments.compiled <= 1:
         parser.error("--compiled takes a share, from 0 to 1")
+    if arguments.starts < 1:
+        parser.error("--starts takes a number from 1 on")
     if arguments.worker:
         answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # whatever a library prints must not get between the answers
@@ -273,25 +294,29 @@ def main() -> None:
         work(arguments.worker, arguments.device, **how, commands=sys.stdin, answers=answers)
         return
     rows = []
+    variants = arguments.variants.split(",")
     for workload in arguments.workload.split(","):
-        before = sm_clock()
-        variants = arguments.variants.split(",")
-        compared = compare(
-            workload,
-            variants,
-            arguments.rounds,
-            device=arguments.device,
-            tiny=arguments.tiny,
-            apart=arguments.apart,
-            hbm=arguments.hbm,
-            share=arguments.compiled,
-        )
-        rows += compared
-        how = "" if arguments.compiled is None else f", blocks compiled with {arguments.compiled:g}"
-        print(f"{workload}{how}, {arguments.rounds} rounds, SM clock {before} to {sm_clock()} MHz\n")
-        print(table(compared, arguments.rounds))
         limit = MOVING if any(map(moves, variants)) else LIMITS.get(workload, LIMIT)
-        print(f"\nreserved / live is to be at most {limit} with pages\n", flush=True)
+        for start in range(arguments.starts):
+            before = sm_clock()
+            compared = compare(
+                workload,
+                variants,
+                arguments.rounds,
+                device=arguments.device,
+                tiny=arguments.tiny,
+                apart=arguments.apart,
+                hbm=arguments.hbm,
+                share=arguments.compiled,
+                start=start,
+            )
+            rows += compared
+            how = "" if arguments.compiled is None else f", blocks compiled with {arguments.compiled:g}"
+            print(f"{workload}{how}, {arguments.rounds} rounds, SM clock {before} to {sm_clock()} MHz\n")
+            print(table(compared, arguments.rounds))
+            print(f"\nreserved / live is to be at most {limit} with pages\n", flush=True)
+        if arguments.starts > 1:
+            print(by_start([row for row in rows if row.workload == workload]) + "\n", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 

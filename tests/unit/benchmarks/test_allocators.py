@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from torch._dynamo.utils import counters
 
-from benchmarks.allocators import WARMUP, compare, environment, reserved_to_live, table, work
+from benchmarks.allocators import WARMUP, by_start, compare, environment, reserved_to_live, table, work
 
 
 def test_two_processes_take_turns_and_are_compared() -> None:
@@ -18,6 +18,16 @@ def test_two_processes_take_turns_and_are_compared() -> None:
     assert all(row.startup > max(row.steps) > 0 for row in rows)
     assert [len(row.before) for row in rows] == [WARMUP] * 2
     assert table(rows, 3).count("\n") == 3
+
+
+def test_ratios_are_told_start_by_start() -> None:
+    starts = [compare("reference_gpt", ["plain", "expandable"], 2, device="cpu", tiny=True, start=k) for k in range(2)]
+    rows = [row for start in starts for row in start]
+    assert [row.start for row in rows] == [0, 0, 1, 1]
+    first, second = (row.ratio.median for row in rows if row.variant == "expandable")
+    heading, _, line = by_start(rows).splitlines()
+    assert "start by start" in heading
+    assert line.startswith(f"| expandable | {first:.4f}, {second:.4f} |")
 
 
 def test_variants_can_run_one_after_the_other() -> None:
