@@ -60,6 +60,10 @@ class Evaluations:
         self._last[device] = cut
         return at_step.departed
 
+    def has_cut(self, device: int) -> bool:
+        """Whether the last period or the one before it was cut: then the core's own logs are not theirs."""
+        return device in self._last or device in self._before
+
     def logs(self, device: int, core: Core) -> tuple[Log, Log]:
         """The last period's log and that of the one before, without what was cut."""
         last, before = self._last.get(device), self._before.get(device)

@@ -181,7 +181,8 @@ class PageAllocator:
                 kinds.forget()
                 continue
             self._bare.discard(device)
-            forgot = None if sank else _forgot_after(now, since, watch, kinds)
+            repeated = bool(now.repeated) and not self._evaluations.has_cut(device)
+            forgot = None if sank else _forgot_after(now, since, watch, kinds, repeated=repeated)
             if forgot is not None:
                 if forgot:
                     self._plan(device, core, kinds.layouts())
@@ -317,13 +318,13 @@ class PageAllocator:
         return core is not None and self._claims.more(device, core, nbytes, least, in_need=in_need)
 
 
-def _forgot_after(now: Glance, departed: int, watch: Watch, kinds: Kinds) -> bool | None:
+def _forgot_after(now: Glance, departed: int, watch: Watch, kinds: Kinds, *, repeated: bool) -> bool | None:
     """Take note of a period without its log; see `Kinds.period_over`, or None where its log has to be read.
 
     Thousands of requests take half a millisecond to read, in which the device has nothing to do.
     """
     if not departed and kinds.is_whole(now.present, now.came) and watch.nothing_departed():
         return kinds.came_as_laid_out(now.present)
-    if now.repeated and watch.repeated(departed):
+    if repeated and watch.repeated(departed):
         return kinds.came_as_before()
     return None

@@ -189,7 +189,7 @@ def compare(
     for together in [[name] for name in variants] if apart else [variants]:
         workers: dict[str, Worker] = {}
         try:
-            for name in together:
+            for name in together[start % len(together) :] + together[: start % len(together)]:
                 workers[name] = Worker(workload, device, tiny, environment(name, hbm), share)
                 startups[name] = workers[name].startup
                 seen[name] = [workers[name].first]
@@ -315,7 +315,7 @@ def main() -> None:
             print(f"{workload}{how}, {arguments.rounds} rounds, SM clock {before} to {sm_clock()} MHz\n")
             print(table(compared, arguments.rounds))
             print(f"\nreserved / live is to be at most {limit} with pages\n", flush=True)
-        if arguments.starts > 1:
+        if arguments.starts > 1 and len(variants) > 1:
             print(by_start([row for row in rows if row.workload == workload]) + "\n", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

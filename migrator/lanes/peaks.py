@@ -26,11 +26,12 @@ def restart(device: torch.device) -> int:
 
     Steps begin with this, while the device has nothing to do: what has been is looked through later.
     """
-    index, now = _index(device), _plain_stats(device)
+    index = _index(device)
     with _remembering:
+        now = _plain_stats(device)
         _unread.setdefault(index, []).append(now)
-    _highest[index] = 0
-    _plain_reset(device)
+        _highest[index] = 0
+        _plain_reset(device)
     return int(now["num_alloc_retries"])
 
 
@@ -39,12 +40,14 @@ def lap(device: torch.device, *, with_present: bool = True) -> int:
 
     PyTorch's peaks begin anew with what is allocated, whether or not it is asked for `with_present`.
     """
-    index, now = _index(device), _plain_stats(device)
-    _read(index)
-    _keep_peaks(_before.setdefault(index, {}), now)
-    peak = int(now["allocated_bytes"]["all"]["peak"])
-    _highest[index] = max(peak, _highest.get(index, 0))
-    _plain_reset(device)
+    index = _index(device)
+    with _remembering:
+        now = _plain_stats(device)
+        _read(index)
+        _keep_peaks(_before.setdefault(index, {}), now)
+        peak = int(now["allocated_bytes"]["all"]["peak"])
+        _highest[index] = max(peak, _highest.get(index, 0))
+        _plain_reset(device)
     return peak
 
 
@@ -87,14 +90,15 @@ def _reset(device: Any = None) -> None:
     with _remembering:
         _before.pop(index := _index(device), None)
         _unread.pop(index, None)
-    _plain_reset(device)
+        _plain_reset(device)
 
 
 def _read(index: int) -> None:
     """Look through what there was at restarts."""
     with _remembering:
-        for then in _unread.pop(index, ()):
+        for then in _unread.get(index, ()):
             _keep_peaks(_before.setdefault(index, {}), then)
+        _unread.pop(index, None)
 
 
 def _keep_peaks(before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -133,6 +133,8 @@ def note_epsilon(module: Any, output: Any) -> None:
     epsilon = vars(module).get("eps", getattr(type(module), "eps", None))  # in a model all modules are asked
     if isinstance(epsilon, float) and isinstance(output, Tensor):
         node: Any = output.grad_fn
+        if node is not None and node.name() == "BackwardHookFunctionBackward":
+            node = node.next_functions[output.output_nr][0]  # a full backward hook stands before what forward gave
         if node is not None:
             # The innermost module speaks first: one around it may hand out what it has made.
             node.metadata.setdefault(_EPSILON, (epsilon, isinstance(module, (nn.LayerNorm, nn.RMSNorm))))

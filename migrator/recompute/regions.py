@@ -61,7 +61,7 @@ class Regions:
         """Remember the module of a path; whether it can be recomputed as a whole."""
         if any(compiled.is_compiled(child) for child in module.modules() if child is not module):
             return False
-        if any(map(_observes, module.modules())) or _has_hooks_within(module):
+        if any(map(_observes, module.modules())) or _has_hooks(module):
             return False
         if module in self._refused or not (_is_plain(module) or compiled.may_run_twice(module)):
             return False
@@ -160,7 +160,7 @@ class _Checkpointed:
             named = {name: copy_of(arg) for name, arg in kwargs.items()}
         except TypeError:
             given = None
-        if given is None or _has_hooks_within(module):
+        if given is None or _has_hooks(module):
             self._give_up(self, True)
             return forward(*args, **kwargs)
         if not self._is_as_seen(module):
@@ -275,12 +275,14 @@ def _in_a_mode() -> bool:
     return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
-def _has_hooks_within(module: nn.Module) -> bool:
-    """Whether there are hooks around forwards within: a recomputation would call these again."""
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether there are hooks around its forward, or around those within: these a recomputation would call again.
+
+    Its own it would not; but what they hand in and save we are told of as if it were its forward's.
+    """
     if _global_forward_hooks or _global_forward_pre_hooks:
         return True
-    inside = (child for child in module.modules() if child is not module or compiled.is_in_place(module))
-    return any(child._forward_hooks or child._forward_pre_hooks for child in inside)
+    return any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
 
@@ -40,10 +39,10 @@ class Listener(Protocol):
     """What a runtime is told."""
 
     def enter(self, module: nn.Module, args: Any) -> bool:
-        """A forward begins in this thread; whether `leave` is to be called when it ends."""
+        """A module is called in this thread, hooks of its own included; whether `leave` is to be called after that."""
 
     def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
-        """A forward ends in this thread, also when it raised: then `named`, its arguments by name, is None."""
+        """The call ends, also when it raised: then `named`, its arguments by name, is None."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""
@@ -80,18 +79,18 @@ def install(listener: Listener) -> None:
     if _handles:  # of whom a fork has left behind: each would be called twice
         uninstall()
     _active = listener
-    _handles.extend(
-        [
-            optimizer_hooks.register_optimizer_step_pre_hook(_stepping),
-            optimizer_hooks.register_optimizer_step_post_hook(_stepped),
-        ]
-    )
-    _autograd._saved_tensors_hooks_disable = _disable
-    _autograd._saved_tensors_hooks_enable = _enable
-    _stand_before_calls()
-    peaks.install()
-    process_groups.install()
-    _keep_dynamo_out()
+    try:
+        _handles.append(optimizer_hooks.register_optimizer_step_pre_hook(_stepping))
+        _handles.append(optimizer_hooks.register_optimizer_step_post_hook(_stepped))
+        _autograd._saved_tensors_hooks_disable = _disable
+        _autograd._saved_tensors_hooks_enable = _enable
+        _stand_before_calls()
+        peaks.install()
+        process_groups.install()
+        _keep_dynamo_out()
+    except BaseException:
+        uninstall()
+        raise
 
 
 def uninstall() -> None:
@@ -121,8 +120,6 @@ def _stand_before_calls() -> None:
         # Whoever has kept this function may call it when it is of no session any more.
         if is_compiling() or _our_call is not call or not _enter(self, args):
             return plain(self, *args, **kwargs)
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
-            return _call_among_hooks(plain, self, args, kwargs)
         try:
             output = plain(self, *args, **kwargs)
         except BaseException:  # the path of modules must not keep what was left
@@ -151,34 +148,6 @@ def _tell_dynamo(old: Any, new: Any) -> None:
         dynamo: Any = sys.modules.get(name)  # to import that takes seconds, and the program may not need it
         if dynamo is not None and getattr(dynamo, "unpatched_nn_module_call", None) is old:
             dynamo.unpatched_nn_module_call = new
-
-
-def _call_among_hooks(plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call a module that has hooks of its own, and tell of its end when `forward` is over.
-
-    What hooks before that make of the arguments is what it is given; what those after it save or hand out is not its.
-    """
-    told = False
-
-    def over(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        nonlocal told
-        # Of a call within this one, or in another thread, the first hook tells.
-        if not told and next(iter(module._forward_hooks)) == handle.id:
-            told = True
-            _leave(module, args, kwargs, output)
-
-    handle = module.register_forward_hook(over, prepend=True, with_kwargs=True)
-    try:
-        output = plain(module, *args, **kwargs)
-    except BaseException:
-        if not told:
-            _leave(module, args, None, None)
-        raise
-    finally:
-        handle.remove()
-    if not told:
-        _leave(module, args, kwargs, output)
-    return output
 
 
 def _enter(module: nn.Module, args: Any) -> bool:
@@ -246,8 +215,7 @@ def _keep_dynamo_out() -> None:
         eval_frame.set_code_exec_strategy(function.__code__, skip)
     # What a module's call comes to is the program's, though.
     passed = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-    for code in (_our_call.__code__, _call_among_hooks.__code__):
-        eval_frame.set_code_exec_strategy(code, passed)
+    eval_frame.set_code_exec_strategy(_our_call.__code__, passed)
 
 
 def _after_fork() -> None:

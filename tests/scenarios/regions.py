@@ -144,7 +144,7 @@ def what_a_hook_hands_in_may_change_before_backward(device: torch.device) -> Non
         assert not recomputed(session)
 
 
-def what_a_hook_saves_is_no_part_of_its_module_s_forward(device: torch.device) -> None:
+def what_a_hook_saves_is_not_recomputed_with_its_module(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         model = blocks(device)
         for block in model:
@@ -154,7 +154,7 @@ def what_a_hook_saves_is_no_part_of_its_module_s_forward(device: torch.device) -
     assert_same(program, device, moves=False, **WHOLE)
     with moving(regions=True) as session:
         program(device)
-        assert recomputed(session)
+        assert not recomputed(session)
         saver = session.runtime.saver()
         assert saver is not None and not saver.place.recording, "its sites are those of the plan"
 

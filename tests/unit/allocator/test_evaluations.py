@@ -68,6 +68,25 @@ def test_what_comes_after_every_step_is_the_periods_own_though_hbm_has_no_room_f
     assert laid_out[0] == settled
 
 
+def test_a_little_that_comes_after_every_step_from_some_period_on_is_laid_out(
+    pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core's own log of such a period repeats that of the one before, which was cut: no more was planned."""
+    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    pages.begin()
+    for period in range(8):
+        step(core, 10 * MiB, 20 * MiB)
+        pages.step_over()
+        if period >= 3:
+            pages._full(0, 48 * MiB)
+            step(core, *[24 * MiB] * 4)
+        departed = core.counts().departed
+        pages.period_over()
+    step(core, 10 * MiB, 20 * MiB)
+    step(core, *[24 * MiB] * 4)
+    assert core.counts().departed == departed
+
+
 def test_training_that_needs_dram_is_not_taken_for_an_evaluation(pages: OnOneCore, core: Core) -> None:
     """Whatever comes after its step: that is no larger."""
     pages._more(0, 64 * MiB)

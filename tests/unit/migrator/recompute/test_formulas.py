@@ -167,6 +167,18 @@ def test_a_normalisation_takes_the_epsilon_of_its_module(epsilon: float) -> None
     assert_bitwise(packer.again(made), made)
 
 
+def test_a_full_backward_hook_does_not_hide_which_epsilon_a_normalisation_takes() -> None:
+    packer, norm = Packer(), nn.LayerNorm(6, eps=1e-3)
+    made: list[Tensor] = []
+    norm.register_forward_hook(lambda _, args, output: made.append(output))
+    norm.register_full_backward_hook(lambda *_: None)
+    with packer.on():
+        output = norm(X.clone().requires_grad_() * 1)
+    assert output.grad_fn is not made[0].grad_fn
+    note_epsilon(norm, output)
+    assert_bitwise(packer.again(made[0]), made[0])
+
+
 def test_what_no_saved_tensor_leads_to_has_no_formula() -> None:
     packer = Packer()
     with packer.on():
