@@ -138,7 +138,8 @@ def _stand_aside() -> None:
     global _plain_call, _our_call
     if nn.Module.__call__ is _our_call:  # what somebody has put over it since is not ours to undo
         nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
-    _tell_dynamo(_our_call, _plain_call)
+    if _our_call is not None:
+        _tell_dynamo(_our_call, _plain_call)
     _plain_call = _our_call = None
 
 

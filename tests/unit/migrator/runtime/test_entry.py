@@ -7,6 +7,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -219,6 +220,16 @@ def test_dynamo_knows_a_module_s_call_in_a_session_and_after(monkeypatch: pytest
     assert dynamo.unpatched_nn_module_call is nn.Module.__call__ is not plain
     entry.uninstall()
     assert dynamo.unpatched_nn_module_call is nn.Module.__call__ is plain
+
+
+def test_to_uninstall_what_is_not_installed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a Dynamo either that knows a module's call by another name."""
+    another = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", another)
+    plain = nn.Module.__call__
+    entry.uninstall()
+    assert nn.Module.__call__ is plain
+    assert not vars(another)
 
 
 def test_a_module_s_call_can_be_pickled(listener: mock.Mock) -> None:
