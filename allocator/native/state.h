@@ -27,7 +27,7 @@ enum Class : int { General = 0, Small = 1, State = 2 };  // of heaps
 struct Log {
   std::vector<tn_request> requests;  // at most one more than `kLongest`: then nobody is told of them
   uint64_t events = 0;
-  uint64_t sum = 0;  // of what came and when, in that order: two periods that differ have two
+  uint64_t sum = 0;  // of what came and when, in that order: that of another period is another, but by chance
 
   void note(const tn_request &request) {
     for (uint64_t value : {request.bytes, request.stream, uint64_t(request.birth)})

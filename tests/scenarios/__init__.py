@@ -245,6 +245,17 @@ class Block(nn.Module):
         return x + (h if scale is None else h * scale)
 
 
+class Own(nn.Module):
+    """Dynamo compiles the forwards of others' modules, and leaves PyTorch's own as they are."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 def blocks(device: torch.device, *extra: nn.Module) -> nn.Sequential:
     """Return three blocks, each with a copy of the `extra` layers."""
     torch.manual_seed(0)

@@ -14,25 +14,14 @@ from torch import Tensor, nn
 from migrator.hooks.compiled import may_run_twice
 from migrator.hooks.sites import Modules
 from migrator.recompute.regions import Regions
-from tests.scenarios import WHOLE, assert_same, batch, blocks, main, moving, perceptron, recomputed, train
-
-
-class _Own(nn.Module):
-    """Dynamo compiles the forwards of others' modules, and leaves PyTorch's own as they are."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+from tests.scenarios import WHOLE, Own, assert_same, batch, blocks, main, moving, perceptron, recomputed, train
 
 
 def _compilable(device: torch.device, *extra: nn.Module) -> nn.Sequential:
     torch.compiler.reset()
     model = blocks(device, *extra)
     for block in model:
-        block.layers = _Own(block.layers)
+        block.layers = Own(block.layers)
     return model
 
 
@@ -82,7 +71,7 @@ def runs_again_what_was_compiled_and_compiles_nothing_anew(device: torch.device)
 
 
 def leaves_it_to_the_program_to_copy_script_and_export_what_it_has_compiled(device: torch.device) -> None:
-    class Plain(_Own):
+    class Plain(Own):
         def __getstate__(self) -> dict[str, Any]:
             return self.__dict__
 
@@ -125,7 +114,7 @@ def recomputes_nothing_of_a_forward_that_runs_eagerly_for_now(device: torch.devi
 
 
 def knows_a_wrapper_by_its_class_and_not_by_that_one_s_name(device: torch.device) -> None:
-    class OptimizedModule(_Own):
+    class OptimizedModule(Own):
         pass
 
     def program(device: torch.device) -> list[Tensor]:
@@ -141,9 +130,9 @@ def runs_no_cuda_graphs_again(device: torch.device) -> None:
     import torch._inductor.config as inductor
 
     def compiled(**arguments: Any) -> list[nn.Module]:
-        in_place = _Own(nn.Linear(4, 4))
+        in_place = Own(nn.Linear(4, 4))
         in_place.compile(**arguments)
-        return [in_place, torch.compile(_Own(nn.Linear(4, 4)), **arguments)]
+        return [in_place, torch.compile(Own(nn.Linear(4, 4)), **arguments)]
 
     assert all(map(may_run_twice, compiled()))
     graphs = compiled(mode="reduce-overhead") + compiled(options={"triton.cudagraphs": True})
@@ -155,7 +144,7 @@ def runs_no_cuda_graphs_again(device: torch.device) -> None:
 def a_module_that_two_threads_train_is_recomputed_for_the_first(device: torch.device) -> None:
     """Either has plans of its own, and each counts on what it has planned."""
     for wrapped in (False, True):
-        module: nn.Module = _Own(nn.Linear(4, 4))
+        module: nn.Module = Own(nn.Linear(4, 4))
         if wrapped:
             module = torch.compile(module, backend="eager")
         else:
@@ -176,7 +165,7 @@ def tells_of_a_whole_model_that_is_compiled_in_place(device: torch.device) -> No
 
     def program(device: torch.device) -> list[Tensor]:
         torch.compiler.reset()
-        model = _Own(perceptron(device))
+        model = Own(perceptron(device))
         model.compile(backend="aot_eager")
         return train(model, device)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from migrator.runtime import entry
+from tests.scenarios import Own
 
 
 class _Raises(nn.Module):
@@ -32,17 +33,6 @@ class _Named(nn.Module):
 
     def forward(self, *, module: Tensor, args: Tensor) -> Tensor:
         return module + args
-
-
-class _Own(nn.Module):
-    """Dynamo compiles the forwards of others' modules, and leaves PyTorch's own as they are."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
 
 def _called(listener: mock.Mock) -> list[Any]:
@@ -104,7 +94,7 @@ def test_takes_none_of_a_module_s_arguments_for_its_own(listener: mock.Mock) -> 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tells_once_of_a_module_compiled_in_place(listener: mock.Mock, *, compiled: bool) -> None:
-    module = _Own(nn.Linear(2, 2))
+    module = Own(nn.Linear(2, 2))
     if compiled:
         module.compile(backend="eager", fullgraph=True)
     module(torch.ones(2))
@@ -161,7 +151,7 @@ def _doubled(module: nn.Module, args: tuple[Tensor, ...], *output: Tensor) -> Te
 def test_a_compiled_module_may_have_hooks_of_its_own(listener: mock.Mock, kind: str, *, in_place: bool) -> None:
     """What stood between these and its forward was a frame to Dynamo, which ended a program with fullgraph."""
     torch.compiler.reset()
-    module = _Own(nn.Linear(2, 2))
+    module = Own(nn.Linear(2, 2))
     hook = _doubled if kind.startswith("forward") else lambda *_: None
     getattr(module, f"register_{kind}_hook")(hook)
     if in_place:

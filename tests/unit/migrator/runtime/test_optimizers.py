@@ -131,3 +131,18 @@ def test_the_leader_s_own_step_counts_where_it_comes_last(told: list[str]) -> No
             for one in order:
                 one.step()
     assert told[-4:] == ["dropped", "read", "kept", "step over"]
+
+
+def test_while_hooks_rest_no_peak_is_looked_at(told: list[str]) -> None:
+    """A step begins with that, while the device has nothing to do; the allocator is told of periods as ever."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tiers.session(policy="keep", dram="64MiB", hbm="1GiB") as session:
+        for step in range(12):
+            if step == 8:
+                saver = session.runtime.saver()
+                assert saver is not None and saver.resting
+                told.clear()
+            model(torch.randn(256, 64)).square().mean().backward()
+            optimizer.step()
+    assert told == ["step over"] * 4
