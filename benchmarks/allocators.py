@@ -4,7 +4,7 @@
 ``python -m benchmarks.allocators --workload checkpointed_gpt,unet,changing_gpt --rounds 40 --apart``
 ``python -m benchmarks.allocators --rounds 60 --variants pages:auto,pages:capuchin --hbm 24GiB --apart``
 ``python -m benchmarks.allocators --workload resnet152 --compiled 0.4 --variants expandable,pages:auto --hbm 16GiB``
-``python -m benchmarks.allocators --workload resnet152 --rounds 40 --starts 6 --variants expandable,pages``
+``python -m benchmarks.allocators --workload resnet152 --rounds 40 --starts 6 --variants expandable,expandable#2,pages``
 
 An allocator is chosen before CUDA is initialised, so each variant is a process of its own; they take turns
 step by step, so that a clock that drifts hits all of them. The GPU must hold all of them at once, or with ``--apart``
@@ -18,7 +18,8 @@ in itself.
 
 Two processes of the same variant differ: where the driver puts their pages, and what they have tuned, is another each
 time they start. An interval within one start says nothing of that. With ``--starts`` all variants are started anew so
-many times, and the ratio of each start is told.
+many times, and the ratio of each start is told; a variant beside itself (``expandable,expandable#2``) shows by how much
+starts differ.
 
 "Lost" is what the steps from the second one to the first round took beyond the median of the rounds: to learn the
 program, to lay out its memory, and to try plans.
@@ -88,8 +89,8 @@ def moves(variant: str) -> bool:
 
 
 def environment(variant: str, hbm: str | None) -> dict[str, str]:
-    """What makes a process the variant: ``NAME`` or ``NAME:POLICY``; policies have `hbm` as their budget."""
-    name, _, policy = variant.partition(":")
+    """What makes a process the variant: ``NAME[:POLICY][#ANY]``; policies have `hbm` as their budget."""
+    name, _, policy = variant.partition("#")[0].partition(":")
     if not policy:
         return VARIANTS[name]
     return {**VARIANTS[name], "TIERS_POLICY": policy, **({"TIERS_HBM": hbm} if hbm else {})}
@@ -271,7 +272,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.allocators", description=__doc__)
     parser.add_argument("--workload", default="reference_gpt", help="one or more of benchmarks/workloads.py")
     parser.add_argument(
-        "--variants", default="plain,pages", help=f"{', '.join(VARIANTS)}; with a policy that moves: pages:auto"
+        "--variants",
+        default="plain,pages",
+        help=f"{', '.join(VARIANTS)}; with a policy that moves: pages:auto; again: plain#2",
     )
     parser.add_argument("--hbm", help="the budget of variants that move, such as 24GiB")
     parser.add_argument("--compiled", type=float, metavar="SHARE", help="compile blocks, with an activation budget")

@@ -63,3 +63,8 @@ def test_a_variant_may_have_a_policy_and_that_a_budget() -> None:
         "TIERS_POLICY": "auto",
         "TIERS_HBM": "24GiB",
     }
+
+
+def test_a_variant_may_run_beside_itself() -> None:
+    assert environment("expandable#2", None) == environment("expandable", None)
+    assert environment("pages:auto#2", "24GiB") == environment("pages:auto", "24GiB")
