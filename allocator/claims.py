@@ -46,6 +46,7 @@ class DramClaims:
 
         In need the program is out of memory without: then what lies idle elsewhere is asked for, too.
         """
+        least = round_up(max(least, PAGE), PAGE)
         lender = self.lender if in_need else None  # once: another thread may be ending the session
         with self._lock:
             if self._claim(device, core, nbytes, least, last=lender is None):
@@ -75,7 +76,7 @@ class DramClaims:
         return bool(claimed) and self._grant(device, core, claimed)
 
     def _grant(self, device: int, core: Core, claimed: int) -> bool:
-        granted = self._granted.get(device, 0) + claimed
+        granted = self.granted(device) + claimed
         try:
             core.limit(DRAM, granted)
         except CoreError as error:  # some containers may not have the driver's host memory: it will not come later
@@ -87,10 +88,13 @@ class DramClaims:
         self._granted[device] = granted
         return True
 
+    def granted(self, device: int) -> int:
+        """Bytes of DRAM that a core may map."""
+        return self._granted.get(device, 0)
+
     def period_over(self, device: int, core: Core, used: int) -> None:
         """A period ends in which a core had mapped `used` bytes: what was not used for long is somebody else's."""
-        granted = self._granted.get(device, 0)
-        if not granted:
+        if not self.granted(device):
             return
         self._most[device] = max(used, self._most.get(device, 0))
         self._periods[device] = self._periods.get(device, 0) + 1
@@ -104,7 +108,7 @@ class DramClaims:
 
         Others may take it, so whether it can be had again is to be asked then.
         """
-        if self._granted.get(device, 0):
+        if self.granted(device):
             self._keep(device, core, core.counts().dram)
 
     def _keep(self, device: int, core: Core, nbytes: int) -> None:

@@ -20,19 +20,20 @@ class _AtStep(NamedTuple):
 
 
 class Evaluations:
-    """Tells them from the periods of all GPUs."""
+    """Tells them from the periods of one GPU."""
 
-    def __init__(self) -> None:
-        self._at_step: dict[int, _AtStep] = {}  # when the last optimizer had stepped
-        self._last: dict[int, Log] = {}  # of the last period, where it was cut, what is left
-        self._before: dict[int, Log] = {}  # the same of the one before
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._at_step: _AtStep | None = None  # when the last optimizer had stepped
+        self._last: Log | None = None  # of the last period, where it was cut, what is left
+        self._before: Log | None = None  # the same of the one before
 
-    def step_over(self, device: int, core: Core) -> None:
+    def step_over(self) -> None:
         """An optimizer has stepped: if it was the last, what comes until the period is over may be an evaluation's."""
-        now = core.glance()
-        self._at_step[device] = _AtStep(now.requests, now.departed, now.dram)
+        now = self._core.glance()
+        self._at_step = _AtStep(now.requests, now.departed, now.dram)
 
-    def period_over(self, device: int, core: Core, dram: int, *, may_be: bool) -> int | None:
+    def period_over(self, dram: int, *, may_be: bool) -> int | None:
         """The period ends, with `dram` bytes of DRAM mapped; whether it is cut where its steps were over.
 
         Parameters
@@ -45,29 +46,31 @@ class Evaluations:
         int or None
             Departures, since the core was opened, until these were over; None if it is not cut.
         """
-        before, at_step = self._last.pop(device, None), self._at_step.pop(device, None)
-        self._before.pop(device, None)
-        if before is not None:
-            self._before[device] = before
+        at_step, self._at_step = self._at_step, None
+        before, self._before, self._last = self._last, self._last, None
         # Two periods in a row that end so are like that: what comes after their steps is theirs.
         if not may_be or at_step is None or before is not None or dram <= at_step.dram:
             return None
-        log = Log(*core.log(0))
+        log = Log(*self._core.log(0))
         cut = log.until(at_step.requests)
         # A log that is too long to be laid out has no requests.
-        if len(log.requests) and log.most_alive() <= max(_room(core), cut.most_alive()):
+        if len(log.requests) and log.most_alive() <= max(_room(self._core), cut.most_alive()):
             return None
-        self._last[device] = cut
+        self._last = cut
         return at_step.departed
 
-    def has_cut(self, device: int) -> bool:
-        """Whether the last period or the one before it was cut: then the core's own logs are not theirs."""
-        return device in self._last or device in self._before
+    def pass_by(self) -> None:
+        """A period ends as the one before it did, neither of them cut."""
+        self._at_step = None
 
-    def logs(self, device: int, core: Core) -> tuple[Log, Log]:
+    @property
+    def has_cut(self) -> bool:
+        """Whether the last period or the one before it was cut: then the core's own logs are not theirs."""
+        return self._last is not None or self._before is not None
+
+    def logs(self) -> tuple[Log, Log]:
         """The last period's log and that of the one before, without what was cut."""
-        last, before = self._last.get(device), self._before.get(device)
-        return last or Log(*core.log(0)), before or Log(*core.log(1))
+        return self._last or Log(*self._core.log(0)), self._before or Log(*self._core.log(1))
 
 
 def _room(core: Core) -> int:

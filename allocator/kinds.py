@@ -61,6 +61,16 @@ class Kinds:
         self._period += 1
         return self._came()
 
+    @property
+    def may_return(self) -> bool:
+        """Whether a kind that has returned is not the last period's: its memory may have to go back one day."""
+        return any(kind.returned and kind is not self._present for kind in self._known)
+
+    def pass_by(self, periods: int) -> None:
+        """Take note of so many periods that were like the last; none of those that have returned was another's."""
+        self._period += periods
+        self._came()
+
     def _came(self) -> bool:
         if self._present is not None:
             self._present.seen = self._period

@@ -76,7 +76,7 @@ int main(int, char **arguments) {
   std::vector<uint64_t> addresses(blocks);
   tn_stats before{}, after{};
   for (int period = 0; period < periods + 2; ++period) {
-    tn_mark(core);
+    tn_mark(core, nullptr);
     uint64_t count = bytes.size();
     if (period == 1 && count)
       check(tn_plan(core, 0, 1, &count, bytes.data(), offsets.data(), order.size(), order.data()));

@@ -156,7 +156,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_trim": [U64],
         "tn_trim_outside": [],
         "tn_share": [ctypes.c_int],
-        "tn_mark": [],
+        "tn_mark": [ctypes.POINTER(Glance)],
         "tn_log": [ctypes.c_int, ctypes.c_void_p, U64, P64],
         "tn_plan": [U64, U64, *[ctypes.c_void_p] * 3, U64, ctypes.c_void_p],
         "tn_forget_plan": [U64],

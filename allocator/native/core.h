@@ -83,8 +83,17 @@ typedef struct {
   int64_t lifetime_class;
 } tn_request;
 
-/* A period ends and the next begins. */
-TN_API void tn_mark(tn_core *core);
+/* What is asked for after every period, without a look at the blocks. */
+typedef struct {
+  int64_t departed;   /* requests that came otherwise than laid out, since the core was opened */
+  int64_t dram_bytes; /* physical pages */
+  int64_t present;    /* which of the sequences that are laid out came last */
+  int64_t came;       /* how many of its requests had come when the last period ended */
+  int64_t requests;   /* of the period under way, so far */
+  int64_t repeated;   /* whether the last period had the same requests, at the same events, as the one before it */
+} tn_glance;
+/* A period ends and the next begins; what there is to tell of it then, unless `out` is null. */
+TN_API void tn_mark(tn_core *core, tn_glance *out);
 /* The log of the period before the present one (0), or the one before that (1), of pool 0. Returns how many requests
  * it has; copies at most `capacity`. A period of more than 32768 has none: nobody could lay it out. */
 TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events);
@@ -132,15 +141,6 @@ typedef struct {
   int64_t planned, departed, misplaced; /* requests served where planned; not as planned; whose place was taken */
 } tn_stats;
 TN_API void tn_get_stats(tn_core *core, tn_stats *out);
-/* What is asked for after every period, without a look at the blocks. */
-typedef struct {
-  int64_t departed;   /* requests that came otherwise than laid out, since the core was opened */
-  int64_t dram_bytes; /* physical pages */
-  int64_t present;    /* which of the sequences that are laid out came last */
-  int64_t came;       /* how many of its requests had come when the last period ended */
-  int64_t requests;   /* of the period under way, so far */
-  int64_t repeated;   /* whether the last period had the same requests, at the same events, as the one before it */
-} tn_glance;
 TN_API void tn_get_glance(tn_core *core, tn_glance *out);
 TN_API void tn_reset_peaks(tn_core *core);
 /* The most bytes in use now, or after a request since the last lap; no other peak begins anew. To the next lap what is

@@ -149,9 +149,11 @@ class Core:
         """Change how much physical memory may be taken."""
         checked(self._library.tn_limit(self._core, tier, nbytes))
 
-    def mark(self) -> None:
-        """A period ends, and the next begins."""
-        self._library.tn_mark(self._core)
+    def mark(self) -> Glance:
+        """A period ends, and the next begins; what there is to tell of it then."""
+        glance = Glance()
+        self._library.tn_mark(self._core, ctypes.byref(glance))
+        return glance
 
     def log(self, ago: int = 0) -> tuple[npt.NDArray[Any], int]:
         """The requests of the last whole period, or of the one before it, as `REQUEST`; and its number of events.

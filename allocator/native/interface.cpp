@@ -20,6 +20,15 @@ int enter(tn_core *core, Body body) {
   }
 }
 
+tn_glance glance(const tn_core &core) {
+  return {core.stats.departed + core.stats.misplaced,
+          int64_t(core.pages[kDram].made() * kPage),
+          int64_t(core.plan.present),
+          int64_t(core.plan.came),
+          int64_t(core.log[0].requests.size()),
+          core.log[1].repeats(core.log[2])};
+}
+
 }  // namespace
 
 extern "C" {
@@ -197,7 +206,7 @@ int tn_trim_outside(tn_core *core) {
   });
 }
 
-void tn_mark(tn_core *core) {
+void tn_mark(tn_core *core, tn_glance *out) {
   std::lock_guard<std::mutex> guard(core->mutex);
   std::swap(core->log[2], core->log[1]);
   std::swap(core->log[1], core->log[0]);
@@ -208,6 +217,7 @@ void tn_mark(tn_core *core) {
   core->plan.came = core->plan.next;
   core->plan.next = 0;
   core->plan.back = kNone;  // `lost` stays: where one period was not foreseen, the next may not be either
+  if (out) *out = glance(*core);
 }
 
 uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events) {
@@ -310,13 +320,7 @@ void tn_get_stats(tn_core *core, tn_stats *out) {
 
 void tn_get_glance(tn_core *core, tn_glance *out) {
   std::lock_guard<std::mutex> guard(core->mutex);
-  const int64_t departed = core->stats.departed + core->stats.misplaced;
-  *out = {departed,
-          int64_t(core->pages[kDram].made() * kPage),
-          int64_t(core->plan.present),
-          int64_t(core->plan.came),
-          int64_t(core->log[0].requests.size()),
-          core->log[1].repeats(core->log[2])};
+  *out = glance(*core);
 }
 
 void tn_reset_peaks(tn_core *core) {

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -183,29 +184,37 @@ class Runtime:
         return mover
 
     def _period_begins(self, saver: Saver) -> None:
-        if self._optimizers.period_due and torch.is_grad_enabled() and not saver.capturing():
-            # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
-            # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
-            self._optimizers.period_due = False
-            # Else others are in the middle of their periods; or this one's is not over: it stepped in backward.
-            # And while hooks rest nobody asks for a peak.
-            if self._is_alone and not saver.place.in_backward and not saver.resting:
+        """The allocator's period begins, if one is due. The device has nothing to do meanwhile: this is to be short."""
+        if not self._optimizers.period_due or not torch.is_grad_enabled() or saver.capturing():
+            return
+        # Here, not where the optimizer ends: by now the gradients are gone, and next to nothing is alive
+        # that does not live as long as the program. Not within a capture, where nobody may wait for a stream.
+        self._optimizers.period_due = False
+        # Else others are in the middle of their periods; or this one's is not over: it stepped in backward.
+        # And while hooks rest nobody asks for a peak.
+        if not saver.resting and self._is_alone and not saver.place.in_backward:
+            for mover in saver.armed_movers:
+                mover.pass_by()
+        pages = self.options.pages()
+        if pages is None:
+            return
+        if not self._steps.count:
+            pages.begin()
+            return
+        with nullcontext() if saver.resting else saver.aside():
+            pages.period_over(alone=self._is_alone)
+        if saver.resting and any(pages.overflow(mover.engine.compute.device) for mover in saver.armed_movers):
+            self._wake(saver)
+
+    def _wake(self, saver: Saver) -> None:
+        """HBM is full while hooks rest: look at what is saved again."""
+        self._learned = self.learned
+        self._advice.forget()
+        if saver.wake():
+            self._happened("hbm was full")
+            if self._is_alone:
                 for mover in saver.armed_movers:
-                    mover.pass_by()
-            if (pages := self.options.pages()) is not None:
-                if self._steps.count:
-                    with saver.aside():  # the device has nothing to do meanwhile
-                        pages.period_over(alone=self._is_alone)
-                    if saver.resting and any(pages.overflow(m.engine.compute.device) for m in saver.armed_movers):
-                        self._learned = self.learned
-                        self._advice.forget()
-                        if saver.wake():
-                            self._happened("hbm was full")
-                            if self._is_alone:
-                                for mover in saver.armed_movers:
-                                    mover.engine.compute.pass_by(counts=False)
-                else:
-                    pages.begin()
+                    mover.engine.compute.pass_by(counts=False)
 
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
         self._period_begins(saver)

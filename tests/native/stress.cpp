@@ -117,7 +117,7 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
       uint32_t order[2] = {1, 0};
       int status = tn_plan(core, thread % 4, 2, counts, sizes, offsets, 2, order);
       expect(status == TN_OK || status == TN_FULL, "a layout is taken, or the tiers are full");
-      tn_mark(core);
+      tn_mark(core, nullptr);
     } else if (dice < 995) {
       expect(tn_pool_retire(core, pool) == TN_OK, "a pool can be retired");
       pool += kThreads;

@@ -8,6 +8,7 @@ from pathlib import Path
 from allocator.ledger import Ledger
 from allocator.native import Core
 from allocator.pages import PageAllocator
+from allocator.periods import Periods
 from allocator.room import Room
 
 
@@ -19,9 +20,15 @@ class OnOneCore(PageAllocator):
     ) -> None:
         super().__init__(Path(), core.counts().hbm_limit, dram, ledger and ledger.open_account("dram", dram), room)
         self.core = core
+        self.claims = self._claims
+        self._known[0] = Periods(0, core, self._claims)
 
-    def cores(self) -> Iterator[tuple[int, Core]]:
-        yield 0, self.core
+    def more(self, nbytes: int) -> bool:
+        """Claim DRAM for what can do without it."""
+        return self.claims.more(0, self.core, nbytes)
+
+    def _all(self) -> Iterator[tuple[int, Periods]]:
+        yield 0, self._known[0]
 
 
 def step(core: Core, *sizes: int) -> None:

@@ -19,21 +19,21 @@ from tests.unit.one_core import OnOneCore, step
 
 def test_dram_is_claimed_from_the_ledger_when_hbm_is_full(pages: OnOneCore, core: Core, tmp_path: Path) -> None:
     core.allocate(60 * MiB)
-    assert pages._more(0, 16 * MiB)
+    assert pages.more(16 * MiB)
     assert core.on(core.allocate(16 * MiB), DRAM) == 16 * MiB
     assert Ledger(tmp_path / "ledger").used("dram") == 64 * MiB
-    assert not pages._more(0, 16 * MiB)  # all that it may have
+    assert not pages.more(16 * MiB)  # all that it may have
 
 
 def test_no_more_dram_is_claimed_than_the_system_leaves(core: Core, caplog: pytest.LogCaptureFixture) -> None:
     left = 4 * MiB
     pages = OnOneCore(core, 64 * MiB, None, lambda: Room(left, "the others are many"))
     core.allocate(64 * MiB)
-    assert pages._more(0, 16 * MiB)
+    assert pages.more(16 * MiB)
     assert core.on(core.allocate(4 * MiB), DRAM) == 4 * MiB
     left = 0
     time.sleep(2 * FRESH)
-    assert not pages._more(0, 16 * MiB) and not pages._more(0, 16 * MiB)
+    assert not pages.more(16 * MiB) and not pages.more(16 * MiB)
     assert [record.getMessage() for record in caplog.records] == [
         "dram stays at 4.0 MiB of 64.0 MiB for now: the others are many"
     ]
@@ -65,7 +65,7 @@ def test_where_no_dram_is_left_what_the_arena_has_idle_makes_room(
     assert pages._full(0, 8 * MiB)
     assert (core.counts().dram_limit, arena.grown) == (8 * MiB, 56 * MiB)
     assert not caplog.records, "of what was had in the end"
-    assert not pages._more(0, 8 * MiB), "which a layout can do without"
+    assert not pages.more(8 * MiB), "which a layout can do without"
     assert not pages._full(0, 60 * MiB), "the rest is in use"
     arena.close()
 
@@ -101,14 +101,14 @@ def test_dram_that_is_not_used_any_more_goes_back_to_the_node(
 ) -> None:
     monkeypatch.setattr("allocator.claims.STEP", 4 * MiB)
     ledger = Ledger(tmp_path / "ledger")
-    assert pages._more(0, 32 * MiB)
+    assert pages.more(32 * MiB)
     pages.begin()
     for _ in range(UNUSED):
         assert ledger.used("dram") == 32 * MiB
         step(core, 4 * MiB)
         pages.period_over()
     assert ledger.used("dram") == core.counts().dram_limit == 0
-    assert pages._more(0, 32 * MiB)
+    assert pages.more(32 * MiB)
     lies = core.allocate(64 * MiB), core.allocate(8 * MiB)
     for _ in range(2 * UNUSED):
         pages.period_over()
@@ -133,7 +133,7 @@ def test_where_the_driver_gives_no_host_memory_hbm_is_all_there_is_and_that_is_s
 def test_nothing_is_claimed_for_what_is_asked_for_aside(pages: OnOneCore, core: Core) -> None:
     with aside():
         assert not pages._full(0, 4 * MiB)
-        assert pages._more(0, 4 * MiB)  # for a layout, which is made aside in recorded periods
+        assert pages.more(4 * MiB)  # for a layout, which is made aside in recorded periods
 
 
 def test_gpus_share_the_dram_that_there_is(pages: OnOneCore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_gpus_share_the_dram_that_there_is(pages: OnOneCore, monkeypatch: pytest
     monkeypatch.setattr(adapter, "core_of", lambda library, device: cores[device])
     monkeypatch.setattr("allocator.claims.STEP", PAGE)
     for device, core in enumerate(cores):
-        assert pages._more(device, 24 * MiB)
+        assert pages.claims.more(device, core, 24 * MiB)
         core.allocate(24 * MiB)
         with pytest.raises(CoreFull):
             core.allocate(PAGE)
@@ -153,7 +153,7 @@ def test_what_another_thread_maps_while_claims_go_back_stays_claimed(
     """It was mapped, and the node was told that it is free: others would take what is no longer there."""
     monkeypatch.setattr("allocator.claims.STEP", 4 * MiB)
     ledger = Ledger(tmp_path / "ledger")
-    assert pages._more(0, 32 * MiB)
+    assert pages.more(32 * MiB)
     core.allocate(64 * MiB)  # all of HBM
     counts, late = core.counts, list[int]()
 
@@ -164,5 +164,5 @@ def test_what_another_thread_maps_while_claims_go_back_stays_claimed(
         return before
 
     monkeypatch.setattr(core, "counts", then_another_thread)
-    pages._claims.trimmed(0, core)
+    pages.claims.trimmed(0, core)
     assert core.on(late[0], DRAM) == 16 * MiB == ledger.used("dram") == counts().dram_limit

@@ -9,7 +9,7 @@ import torch
 
 from allocator.ledger import Ledger
 from allocator.native import HBM, Core
-from allocator.pages import PATIENCE
+from allocator.periods import PATIENCE
 from allocator.sizes import PAGE, MiB
 from tests.unit.one_core import OnOneCore, step
 
@@ -26,7 +26,7 @@ def test_an_evaluation_that_hbm_has_no_room_for_leaves_no_trace(pages: OnOneCore
         assert planned == 3 * period, "all that trains lies as laid out"
         pages.step_over()
         if period in (3, 9):
-            pages._more(0, 32 * MiB)  # as the adapter would ask
+            pages.more(32 * MiB)  # as the adapter would ask
             step(core, *[4 * MiB] * 20)
             assert core.counts().dram > 0
         pages.period_over()
@@ -89,7 +89,7 @@ def test_a_little_that_comes_after_every_step_from_some_period_on_is_laid_out(
 
 def test_training_that_needs_dram_is_not_taken_for_an_evaluation(pages: OnOneCore, core: Core) -> None:
     """Whatever comes after its step: that is no larger."""
-    pages._more(0, 64 * MiB)
+    pages.more(64 * MiB)
     pages.begin()
     for _ in range(6):
         step(core, 30 * MiB, 50 * MiB)
@@ -106,7 +106,7 @@ def test_an_evaluation_that_hbm_has_room_for_is_laid_out_with_the_rest(pages: On
         step(core, 20 * MiB, 20 * MiB)
         pages.step_over()
         if period % 4 == 3:
-            pages._more(0, 32 * MiB)
+            pages.more(32 * MiB)
             step(core, 30 * MiB, 6 * MiB)
         pages.period_over()
     assert core.counts().dram == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from allocator.native import DRAM, HBM, Core
-from allocator.pages import PATIENCE
+from allocator.periods import PATIENCE
 from allocator.sizes import PAGE, MiB
 from tests.unit.one_core import OnOneCore, step
 
@@ -15,7 +15,7 @@ def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) ->
     core.state(True)
     state = [core.allocate(16 * MiB) for _ in range(3)]
     core.state(False)
-    pages._more(0, 64 * MiB)
+    pages.more(64 * MiB)
     pages.begin()
     for _ in range(PATIENCE):
         step(core, 24 * MiB, 16 * MiB)
@@ -31,7 +31,7 @@ def test_state_does_not_move_while_another_thread_trains(pages: OnOneCore, core:
     core.state(True)
     state = core.allocate(48 * MiB)
     core.state(False)
-    pages._more(0, 64 * MiB)
+    pages.more(64 * MiB)
     pages.begin()
     for _ in range(2 * PATIENCE):
         step(core, 24 * MiB, 16 * MiB)
@@ -43,7 +43,7 @@ def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> N
     core.state(True)
     state = core.allocate(16 * MiB)
     core.state(False)
-    pages._more(0, 64 * MiB)
+    pages.more(64 * MiB)
     core.move(state, DRAM)
     pages.begin()
     for _ in range(PATIENCE):
@@ -65,11 +65,11 @@ def test_a_block_larger_than_what_is_claimed_at_a_time_sinks_whole(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("allocator.claims.STEP", PAGE)
-    monkeypatch.setattr("allocator.pages.GiB", 4 * MiB)
+    monkeypatch.setattr("allocator.periods.GiB", 4 * MiB)
     core.state(True)
     state = core.allocate(40 * MiB)
     core.state(False)
-    pages._more(0, 8 * MiB)
+    pages.more(8 * MiB)
     pages.begin()
     for _ in range(PATIENCE):
         step(core, 24 * MiB, 8 * MiB)
