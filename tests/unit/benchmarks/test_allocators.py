@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -28,6 +29,13 @@ def test_ratios_are_told_start_by_start() -> None:
     heading, _, line = by_start(rows).splitlines()
     assert "start by start" in heading
     assert line.startswith(f"| expandable | {first:.4f}, {second:.4f} |")
+
+
+def test_ratios_of_the_fastest_steps_are_told_beside_those_of_all() -> None:
+    rows = compare("reference_gpt", ["plain", "expandable"], 2, device="cpu", tiny=True)
+    times = {"plain": [1.0] * 10 + [3.0] * 10, "expandable": [1.1] * 10 + [2.0] * 10}
+    rows = [replace(row, steps=times[row.variant]) for row in rows]
+    assert by_start(rows).endswith("| 1.1000 (1.1000 to 1.1000) |")
 
 
 def test_variants_can_run_one_after_the_other() -> None:
