@@ -59,8 +59,8 @@ class Evaluations:
         self._last = cut
         return at_step.departed
 
-    def pass_by(self) -> None:
-        """A period ends as the one before it did, neither of them cut."""
+    def forget_step(self) -> None:
+        """A period ends that is not cut, nor was the one before."""
         self._at_step = None
 
     @property

@@ -66,8 +66,8 @@ class Kinds:
         """Whether a kind that has returned is not the last period's: its memory may have to go back one day."""
         return any(kind.returned and kind is not self._present for kind in self._known)
 
-    def pass_by(self, periods: int) -> None:
-        """Take note of so many periods that were like the last; none of those that have returned was another's."""
+    def repeated_often(self, periods: int) -> None:
+        """Take note of so many periods that were like the last, while no other could return (`may_return`)."""
         self._period += periods
         self._came()
 

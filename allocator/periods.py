@@ -82,8 +82,7 @@ class Periods:
         self._let_go(self.core.trim if self._bare else self.core.trim_outside)
 
     def expect_news(self, peak: int, *, now: bool) -> None:
-        """From the next period on other tensors stay and move; see `PageAllocator.expect_news`."""
-        self._stir()
+        """From the next period on other tensors stay and move; see `PageAllocator.expect_news`. From any thread."""
         self._news, self._spilled = peak, 0
         if now:
             self._let_go(partial(self.core.trim, peak))
@@ -91,8 +90,9 @@ class Periods:
     def period_over(self, *, alone: bool) -> None:
         """One ends: where its sequence of requests is new, plan the next one's layout after it.
 
-        The device has nothing to do meanwhile, and most periods of most programs are as the one before: to be found
-        calm takes a few microseconds, where a whole look took 0.1 ms with caches as cold as they are then.
+        The device has nothing to do meanwhile, and most periods of most programs are as the one before, after which
+        nothing was done. To find that out takes microseconds, where a whole look took 0.1 ms with caches as cold as
+        they are then. Anything may have changed by another thread's doing, so it is asked for here, not remembered.
 
         Parameters
         ----------
@@ -103,39 +103,34 @@ class Periods:
         now = self.core.mark()
         before, self._departed = self._departed, now.departed
         since, calm = now.departed - before, self._calm
-        if calm is not None and now.repeated and since == calm.departed and not now.dram:
+        repeated = now.repeated and not now.dram and not self._claims.granted(self._device) and self._news is None
+        if calm is not None and repeated and since == calm.departed:
             calm.periods += 1
-            self._evaluations.pass_by()
+            self._evaluations.forget_step()
             return
-        self._stir()
-        if self._is_done(now, before, alone) and self._stays_calm(now):
+        if calm is not None:
+            self._watch.repeated_often(calm.periods)
+            self._kinds.repeated_often(calm.periods)
+            self._calm = None
+        nothing_done = self._look(now, before, alone)
+        if nothing_done and repeated and not self._evaluations.has_cut and not self._kinds.may_return:
             self._calm = _Calm(since)
 
-    def _stir(self) -> None:
-        """It may not be calm any more: have those periods counted that nobody looked at."""
-        calm, self._calm = self._calm, None
-        if calm is not None:
-            self._watch.pass_by(calm.periods)
-            self._kinds.pass_by(calm.periods)
-
-    def _stays_calm(self, now: Glance) -> bool:
-        """Whether nothing has to be done after another period that is as this one, however often it comes."""
-        counted = self._claims.granted(self._device) or self._evaluations.has_cut or self._kinds.may_return
-        return bool(now.repeated) and not now.dram and not counted
-
-    def _is_done(self, now: Glance, departed_before: int, alone: bool) -> bool:
-        """Do what is to be done after a period that has ended; whether that was nothing, and its log not read."""
+    def _look(self, now: Glance, departed_before: int, alone: bool) -> bool:
+        """Do what is to be done after a period; True if that was nothing, and found out without its log."""
         core, watch, kinds = self.core, self._watch, self._kinds
         departed, dram = now.departed, now.dram
-        until_steps = self._evaluations.period_over(dram, may_be=alone and self._news is None)
+        news = self._news  # once: what another thread says from here on is of the period after
+        until_steps = self._evaluations.period_over(dram, may_be=alone and news is None)
         if until_steps is not None:
             self._lay_out_again()
             departed, dram = until_steps, core.glance().dram
         since = departed - departed_before
         self._claims.period_over(self._device, core, dram)
         sank = self._sink(dram, alone)
-        self._bare, news, self._news = self._news is not None, self._news, None
+        self._bare = news is not None
         if news is not None:
+            self._news = None
             core.forget_plan(news)
             self._let_go(partial(core.trim, news))  # gradients, too, are gone by now
             watch.expect_news()

@@ -171,7 +171,7 @@ class Watch:
         """Take note of a period that was the same as the one before; False if it is to be looked at all the same."""
         return departed <= TOLERATED and self.nothing_departed()
 
-    def pass_by(self, periods: int) -> None:
+    def repeated_often(self, periods: int) -> None:
         """Take note of so many periods that were as the last, which was not to be looked at."""
         self._period += periods
 

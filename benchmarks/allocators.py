@@ -86,7 +86,7 @@ class Row:
 
 def moves(variant: str) -> bool:
     """Whether the variant's policy moves anything."""
-    return ":" in variant
+    return ":" in variant.partition("#")[0]
 
 
 def environment(variant: str, hbm: str | None) -> dict[str, str]:
@@ -259,8 +259,11 @@ def table(rows: list[Row], rounds: int) -> str:
 
 
 def by_start(rows: list[Row]) -> str:
-    """The ratios of each start, of each variant but the first, as a Markdown table; "at best", of its fastest steps."""
-    lines = ["| variant | ratio, start by start | median (lowest to highest) | at best |", "|---|---|---|---|"]
+    """The ratios of each start, of each variant but the first, as a Markdown table; at best: of its fastest steps."""
+    lines = [
+        "| variant | ratio, start by start | median (lowest to highest) | at best, the same |",
+        "|---|---|---|---|",
+    ]
     variants = list(dict.fromkeys(row.variant for row in rows))
     best = {(row.variant, row.start): float(np.quantile(row.steps, FASTEST)) for row in rows}
     for variant in variants[1:]:
@@ -327,7 +330,9 @@ def main() -> None:
             print(table(compared, arguments.rounds))
             print(f"\nreserved / live is to be at most {limit} with pages\n", flush=True)
             if arguments.json:  # after each start: whoever cuts the run short keeps those that are over
-                arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+                part = arguments.json.with_name(arguments.json.name + ".part")
+                part.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+                part.replace(arguments.json)
         if arguments.starts > 1 and len(variants) > 1:
             print(by_start([row for row in rows if row.workload == workload]) + "\n", flush=True)
 

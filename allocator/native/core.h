@@ -141,6 +141,7 @@ typedef struct {
   int64_t planned, departed, misplaced; /* requests served where planned; not as planned; whose place was taken */
 } tn_stats;
 TN_API void tn_get_stats(tn_core *core, tn_stats *out);
+/* The same of the period under way, without an end to it. */
 TN_API void tn_get_glance(tn_core *core, tn_glance *out);
 TN_API void tn_reset_peaks(tn_core *core);
 /* The most bytes in use now, or after a request since the last lap; no other peak begins anew. To the next lap what is

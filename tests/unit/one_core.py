@@ -19,8 +19,7 @@ class OnOneCore(PageAllocator):
         self, core: Core, dram: int = 0, ledger: Ledger | None = None, room: Callable[[], Room] | None = None
     ) -> None:
         super().__init__(Path(), core.counts().hbm_limit, dram, ledger and ledger.open_account("dram", dram), room)
-        self.core = core
-        self.claims = self._claims
+        self.core, self.claims = core, self._claims
         self._known[0] = Periods(0, core, self._claims)
 
     def more(self, nbytes: int) -> bool:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from allocator.kinds import REMEMBERED
-from allocator.ledger import Ledger
-from allocator.native import Core, CoreBusy, CoreError, CoreFull, Counts, aside
-from allocator.periods import Periods
+from allocator.native import Core, CoreBusy, CoreError, CoreFull, aside
 from allocator.sizes import MiB
 from tests.unit.one_core import OnOneCore, step
 
@@ -306,46 +300,3 @@ def test_what_a_program_was_like_before_its_plans_changed_takes_no_memory_after(
         pages.period_over()
         step(core, 2 * MiB, 6 * MiB)
     assert core.counts().hbm == 8 * MiB
-
-
-@pytest.mark.parametrize("hbm", [32 * MiB, 64 * MiB])
-def test_what_is_done_without_a_look_comes_to_the_same_as_with_one(
-    hbm: int, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Calm periods are counted later, and nothing is done after them: a program of several moods, twice."""
-    dice = random.Random(seed)
-    kinds = [[dice.choice((1, 2, 3, 4, 6, 8)) * MiB for _ in range(dice.randint(2, 5))] for _ in range(4)]
-    moods = [(dice.choice((kinds[:1], kinds[:2], kinds)), dice.choice((1, 4, 40, REMEMBERED + 8))) for _ in range(24)]
-    periods = [(dice.choice(mood), dice.random() < 0.02, dice.random() < 0.02) for mood, n in moods for _ in range(n)]
-
-    def run(name: str) -> tuple[list[Counts], int]:
-        core = Core("memfd", hbm=hbm, dram=0)
-        pages = OnOneCore(core, 64 * MiB, Ledger(tmp_path / name))
-        looks, look = [0], Periods._is_done
-
-        def looked(*arguments: Any) -> bool:
-            looks[0] += 1
-            return look(*arguments)
-
-        pages.begin()
-        seen = []
-        with monkeypatch.context() as patched:
-            patched.setattr(Periods, "_is_done", looked)
-            for sizes, evaluates, news in periods:
-                step(core, *sizes)
-                pages.step_over()
-                if evaluates:
-                    step(core, 24 * MiB)
-                if news:
-                    pages.expect_news(torch.device("cuda", 0), sum(sizes), now=True)
-                pages.period_over()
-                seen.append(core.counts())
-        core.close()
-        return seen, looks[0]
-
-    calm, looks = run("calm")
-    assert looks < len(periods)
-    monkeypatch.setattr(Periods, "_stays_calm", lambda self, now: False)
-    watchful, all_looks = run("watchful")
-    assert all_looks == len(periods)
-    assert calm == watchful

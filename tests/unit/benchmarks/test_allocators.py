@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from torch._dynamo.utils import counters
 
-from benchmarks.allocators import WARMUP, by_start, compare, environment, reserved_to_live, table, work
+from benchmarks.allocators import WARMUP, by_start, compare, environment, moves, reserved_to_live, table, work
 
 
 def test_two_processes_take_turns_and_are_compared() -> None:
@@ -76,3 +76,5 @@ def test_a_variant_may_have_a_policy_and_that_a_budget() -> None:
 def test_a_variant_may_run_beside_itself() -> None:
     assert environment("expandable#2", None) == environment("expandable", None)
     assert environment("pages:auto#2", "24GiB") == environment("pages:auto", "24GiB")
+    assert moves("pages:auto#2")
+    assert not moves("pages#2:auto")
