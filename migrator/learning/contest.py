@@ -6,8 +6,10 @@ hardly differ. So once a plan has settled, a *rival* is made with the other cost
 worth it. The faster is kept, and what it was made with are the costs from then on.
 
 The rival has to win clearly, and against two rounds of the holder's: hosts that others use change their speed by two
-within seconds. All rounds are of the same number of periods, none of them right after a change of plans, nor while the
-rival is made, which takes processors. Pure: who has plans made and carried out is for the caller to say.
+within seconds. And cards that get warm slow down, by 1 to 2% in the first ten seconds, so that whoever comes last seems
+slower: a rival that loses by little is held against the holder's rounds before and after its own. All rounds are of the
+same number of periods, none of them right after a change of plans, nor while the rival is made, which takes processors.
+Pure: who has plans made and carried out is for the caller to say.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import chain
 from statistics import median
+from typing import NamedTuple
 
 from allocator.sizes import format_size
 from migrator.learning.background import give_up
@@ -34,7 +37,7 @@ log = logging.getLogger("tiers")
 
 LAPS = 9  # of a round
 BEST = 3  # of these, the shortest, count: the host makes some longer, and nothing makes one shorter
-ALIKE = 0.01  # of a lap: if these differ by more, they tell nothing
+ALIKE = 0.01  # of a lap: if these differ by more, they tell nothing; a card that gets warm drifts by less in a round
 MARGIN = 0.002  # of a lap: by how much the rival has to be shorter
 WORTH = 0.004  # of the step: what a rival has to promise, as to try it costs some periods
 SPARE = 0.01  # of the budget, for the rival: its peak is predicted, and that of the holder was corrected
@@ -80,6 +83,14 @@ class Round:
         self._settling = SETTLING
 
 
+class _Close(NamedTuple):
+    """A rival that lost by so little that it may have been the card, and what it is to be compared by."""
+
+    rival: Made
+    laps: Sequence[float]
+    before: Sequence[float]  # of the holder
+
+
 class Contest:
     """One contest between the plan that there is, the holder, and its rival; another one only after `renew`.
 
@@ -106,12 +117,13 @@ class Contest:
         self._rounds: list[Sequence[float]] = []  # the holder's that are over
         self._asked: Future[tuple[Made, ...]] | None = None
         self._rival: Made | None = None  # once it is made, until it is carried out
+        self._close: _Close | None = None  # while the holder's round after it lasts
         self.holder: Made | None = None  # while its rival is carried out
 
     @property
     def is_over(self) -> bool:
         """Whether the plan stays that is carried out."""
-        return self._over and self.holder is None
+        return self._over and self.holder is None and self._close is None
 
     @property
     def racing(self) -> bool:
@@ -135,12 +147,12 @@ class Contest:
         """There is another holder."""
         self._round, self._rounds = Round(), []
         give_up(self._asked)
-        self._asked = self._rival = self.holder = None
+        self._asked = self._rival = self._close = self.holder = None
 
     def withdraw(self) -> Made | None:
         """Break it off; the holder, if it is to come back. Nothing is decided by that, so there may be another race."""
         holder = self.holder
-        if holder is not None:
+        if holder is not None or self._close is not None:
             self._over = self._tries >= TRIES
         self.adopted()
         return holder
@@ -168,6 +180,8 @@ class Contest:
             return self._decide(made, unfit=unfit) if unfit or self._round.is_over or self._round.failed else None
         if self._asked is not None:
             self._take_over(self._asked)
+        elif self._close is not None:
+            return self._decide_by_both(self._close)
         elif not self._over:
             return self._next_round(made)
         return None
@@ -206,6 +220,8 @@ class Contest:
         assert holder is not None
         self.adopted()
         wins = not unfit and all(beats(now, before) for before in rounds)
+        if not (wins or unfit) and is_close(now, rounds[-1]):
+            self._close = _Close(rival, now, rounds[-1])
         log.info(
             "contest: a plan that moves %s took %s, its rival that moves %s %s%s; %s",
             format_size(holder.plan.moved_bytes),
@@ -213,10 +229,27 @@ class Contest:
             format_size(rival.plan.moved_bytes),
             _told(now),
             " and did not fit" if unfit else "",
-            "the rival takes its place" if wins else "the first plan stays",
+            "the rival takes its place" if wins else "once more the first" if self._close else "the first plan stays",
         )
-        if not wins:
-            return holder
+        return self._won(rival) if wins else holder
+
+    def _decide_by_both(self, close: _Close) -> Made | None:
+        """After the holder's round after it, whether the rival was faster than the two around its own."""
+        if self._round.failed:
+            self.adopted()
+        if not self._round.is_over:
+            return None
+        after = self._round.seconds
+        self.adopted()
+        wins = beats_both(close.laps, close.before, after)
+        log.info(
+            "contest: before and after its rival, which took %s, the plan took %s and %s; %s",
+            *map(_told, (close.laps, close.before, after)),
+            "the rival takes its place" if wins else "it stays",
+        )
+        return self._won(close.rival) if wins else None
+
+    def _won(self, rival: Made) -> Made:
         self.costs, self._others = self._others, self.costs
         return rival
 
@@ -256,6 +289,20 @@ def beats(rival: Sequence[float], holder: Sequence[float]) -> bool:
     """Whether a rival with these laps, in seconds, is clearly faster than the holder with those."""
     one, other = period_of(rival), period_of(holder)
     return one is not None and other is not None and one < other * (1 - MARGIN)
+
+
+def is_close(rival: Sequence[float], holder: Sequence[float]) -> bool:
+    """Whether a rival is slower by less than a card slows down meanwhile."""
+    one, other = period_of(rival), period_of(holder)
+    return one is not None and other is not None and one < other * (1 + ALIKE)
+
+
+def beats_both(rival: Sequence[float], before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether a rival is clearly faster than a holder is between these rounds, if that changes its speed steadily."""
+    one, first, last = period_of(rival), period_of(before), period_of(after)
+    if one is None or first is None or last is None or abs(last - first) > ALIKE * first:
+        return False
+    return one < (first + last) / 2 * (1 - MARGIN)
 
 
 def period_of(laps: Sequence[float]) -> float | None:

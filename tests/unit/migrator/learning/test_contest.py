@@ -169,13 +169,56 @@ def raced() -> Contest:
     return contest
 
 
-@pytest.mark.parametrize(("seconds", "winner", "costs"), [(0.99, RIVAL, HARDLY), (1.01, HOLDER, MEASURED)])
+@pytest.mark.parametrize(("seconds", "winner", "costs"), [(0.99, RIVAL, HARDLY), (1.02, HOLDER, MEASURED)])
 def test_the_winner_stays_and_so_do_its_costs(seconds: float, winner: Made, costs: Costs) -> None:
     contest = raced()
     decided = [contest.period_over(RIVAL, Lap(seconds, {})) for _ in range(ROUND)]
     assert decided == [None] * (ROUND - 1) + [winner]
     assert contest.costs == costs
     assert contest.is_over
+
+
+def close(seconds: float) -> Contest:
+    """A contest whose rival took so long, with the holder carried out again: it lost, but not by much."""
+    contest = raced()
+    assert [contest.period_over(RIVAL, Lap(seconds, {})) for _ in range(ROUND)][-1] is HOLDER
+    assert not contest.racing and not contest.is_over
+    return contest
+
+
+@pytest.mark.parametrize(
+    ("rival", "after", "wins"), [(1.002, 1.009, True), (1.002, 1.003, False), (1.002, 1.02, False)]
+)
+def test_a_rival_that_a_card_getting_warm_made_slower_is_held_against_the_rounds_around_its_own(
+    rival: float, after: float, wins: bool
+) -> None:
+    """It comes last, and by then a card is slower by more than two plans differ: the first plan always stayed."""
+    contest = close(rival)
+    decided = [contest.period_over(HOLDER, Lap(after, {})) for _ in range(ROUND)]
+    assert decided == [None] * (ROUND - 1) + [RIVAL if wins else None]
+    assert contest.is_over and not contest.racing
+    assert contest.costs == (HARDLY if wins else MEASURED)
+    assert not any(contest.period_over(HOLDER, Lap(0.1, {})) for _ in range(PERIODS)), "and that is that"
+
+
+def test_a_rival_that_cannot_be_told_from_the_holder_by_any_round_does_not_come_back() -> None:
+    contest = close(1.001)
+    assert not any(contest.period_over(HOLDER, None) for _ in range(PATIENCE))
+    assert contest.is_over and contest.costs == MEASURED
+
+
+def test_another_plan_ends_a_contest_whose_last_round_is_under_way() -> None:
+    contest = close(1.001)
+    contest.adopted()
+    assert contest.is_over
+
+
+def test_a_contest_that_is_broken_off_in_its_last_round_is_held_again() -> None:
+    contest = close(1.001)
+    assert contest.withdraw() is None, "the holder is carried out already"
+    assert not contest.is_over
+    decided = [contest.period_over(HOLDER, Lap(1.0, {})) for _ in range(BEFORE - LATE)]
+    assert decided[-1] is RIVAL
 
 
 def test_a_rival_of_which_nobody_knows_what_it_takes_goes() -> None:

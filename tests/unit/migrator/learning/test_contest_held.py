@@ -108,6 +108,16 @@ def test_the_faster_plan_stays_that_of_the_rival(caplog: pytest.LogCaptureFixtur
     assert program.learner.settled
 
 
+@pytest.mark.parametrize(("moving", "story"), [(0.996, ["moves"]), (1.0, []), (1.004, [])])
+def test_on_a_card_that_gets_warm_the_faster_plan_is_told_all_the_same(moving: float, story: list[str]) -> None:
+    """By 2% in 60 periods, as an H100 with a GPT does: a rival that was faster by less than that never stayed."""
+    program = Program(learner(), lambda plan: 0.0)
+    steady = takes(1.0, moving)
+    program.seconds = lambda plan: steady(plan) * (1 + 0.02 * min(1, len(program.plans) / 60))
+    assert program.run() == ["recomputes", "moves", "recomputes", *story]
+    assert program.learner.settled
+
+
 def test_the_faster_plan_stays_that_of_the_holder_without_its_being_made_again() -> None:
     asked: list[Costs] = []
 
