@@ -6,10 +6,11 @@ hardly differ. So once a plan has settled, a *rival* is made with the other cost
 worth it. The faster is kept, and what it was made with are the costs from then on.
 
 The rival has to win clearly, and against two rounds of the holder's: hosts that others use change their speed by two
-within seconds. And cards that get warm slow down, by 1 to 2% in the first ten seconds, so that whoever comes last seems
-slower: a rival that loses by little is held against the holder's rounds before and after its own. All rounds are of the
-same number of periods, none of them right after a change of plans, nor while the rival is made, which takes processors.
-Pure: who has plans made and carried out is for the caller to say.
+within seconds. And cards that get warm slow down, by 1 to 2% in the first ten seconds, less and less, so that whoever
+comes last seems slower: where the holder's rounds tell of that, and the rival loses by little, it is held against the
+holder's rounds before and after its own. All rounds are of the same number of periods, none of them right after a
+change of plans, nor while the rival is made, which takes processors. Pure: who has plans made and carried out is for
+the caller to say.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger("tiers")
 
 LAPS = 9  # of a round
 BEST = 3  # of these, the shortest, count: the host makes some longer, and nothing makes one shorter
-ALIKE = 0.01  # of a lap: if these differ by more, they tell nothing; a card that gets warm drifts by less in a round
+ALIKE = 0.01  # of a lap: if these differ by more, they tell nothing; nor do rounds of a plan
 MARGIN = 0.002  # of a lap: by how much the rival has to be shorter
 WORTH = 0.004  # of the step: what a rival has to promise, as to try it costs some periods
 SPARE = 0.01  # of the budget, for the rival: its peak is predicted, and that of the holder was corrected
@@ -88,7 +89,7 @@ class _Close(NamedTuple):
 
     rival: Made
     laps: Sequence[float]
-    before: Sequence[float]  # of the holder
+    before: Sequence[Sequence[float]]  # the holder's rounds
 
 
 class Contest:
@@ -137,7 +138,7 @@ class Contest:
 
     def rearranged(self) -> None:
         """Memory is asked for in another order from now on: the first periods tell nothing, as after another plan."""
-        self._round = Round()
+        self._round, self._close = Round(), None
 
     def renew(self) -> None:
         """The program is another one: there may be a contest again."""
@@ -152,7 +153,7 @@ class Contest:
     def withdraw(self) -> Made | None:
         """Break it off; the holder, if it is to come back. Nothing is decided by that, so there may be another race."""
         holder = self.holder
-        if holder is not None or self._close is not None:
+        if holder is not None:
             self._over = self._tries >= TRIES
         self.adopted()
         return holder
@@ -174,6 +175,7 @@ class Contest:
         self._round.period_over(lap)
         if drifted:
             self._round.disturbed()
+            self._close = None  # its rounds are no neighbours any more
         if self.holder is not None:
             # What the allocator caches fits the plan before, at first.
             unfit = drifted or (pressed and self._round.periods > SETTLING)
@@ -220,8 +222,8 @@ class Contest:
         assert holder is not None
         self.adopted()
         wins = not unfit and all(beats(now, before) for before in rounds)
-        if not (wins or unfit) and is_close(now, rounds[-1]):
-            self._close = _Close(rival, now, rounds[-1])
+        if not (wins or unfit) and is_close(now, rounds):
+            self._close = _Close(rival, now, rounds)
         log.info(
             "contest: a plan that moves %s took %s, its rival that moves %s %s%s; %s",
             format_size(holder.plan.moved_bytes),
@@ -241,10 +243,10 @@ class Contest:
             return None
         after = self._round.seconds
         self.adopted()
-        wins = beats_both(close.laps, close.before, after)
+        wins = beats_between(close.laps, close.before, after)
         log.info(
             "contest: before and after its rival, which took %s, the plan took %s and %s; %s",
-            *map(_told, (close.laps, close.before, after)),
+            *map(_told, (close.laps, close.before[-1], after)),
             "the rival takes its place" if wins else "it stays",
         )
         return self._won(close.rival) if wins else None
@@ -291,18 +293,26 @@ def beats(rival: Sequence[float], holder: Sequence[float]) -> bool:
     return one is not None and other is not None and one < other * (1 - MARGIN)
 
 
-def is_close(rival: Sequence[float], holder: Sequence[float]) -> bool:
-    """Whether a rival is slower by less than a card slows down meanwhile."""
-    one, other = period_of(rival), period_of(holder)
-    return one is not None and other is not None and one < other * (1 + ALIKE)
-
-
-def beats_both(rival: Sequence[float], before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether a rival is clearly faster than a holder is between these rounds, if that changes its speed steadily."""
-    one, first, last = period_of(rival), period_of(before), period_of(after)
-    if one is None or first is None or last is None or abs(last - first) > ALIKE * first:
+def is_close(rival: Sequence[float], holder: Sequence[Sequence[float]]) -> bool:
+    """Whether a rival lost because the card slows down, perhaps: by less than it can be, and the holder's rounds do."""
+    one, first, second = period_of(rival), period_of(holder[0]), period_of(holder[-1])
+    if one is None or first is None or second is None or not MARGIN < second / first - 1 < ALIKE:
         return False
-    return one < (first + last) / 2 * (1 - MARGIN)
+    return 1 - ALIKE < one / second < (1 + ALIKE / 2) * (1 - MARGIN)
+
+
+def beats_between(rival: Sequence[float], before: Sequence[Sequence[float]], after: Sequence[float]) -> bool:
+    """Whether a rival is clearly faster than its holder, which slows down, was by then.
+
+    The two rounds on both sides of the rival's are twice as far apart as the first two, at most. A card that slows down
+    less and less does so by no more than twice as much between them: more is something else.
+    """
+    one, last = period_of(rival), period_of(after)
+    first, second = map(period_of, (before[0], before[-1]))
+    if one is None or first is None or second is None or last is None:
+        return False
+    steady = 0 <= last - second <= min(2 * (second - first), ALIKE * second)
+    return steady and one < (second + last) / 2 * (1 - MARGIN)
 
 
 def period_of(laps: Sequence[float]) -> float | None:

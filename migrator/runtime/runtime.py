@@ -279,7 +279,7 @@ class Runtime:
             if mover.recorder is not None and not recorded:
                 self._happened("learns anew", device=str(device))
             if mover.learner.racing != racing:
-                self._happened("contest is over" if racing else "a rival is tried", device=str(device))
+                self._happened("its trial is over" if racing else "a rival is tried", device=str(device))
         movers = saver.armed_movers
         if pages is not None and (new := [mover for mover in movers if mover.take_news()]):
             self._tell_pages(pages, saver, new)
