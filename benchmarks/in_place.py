@@ -150,10 +150,10 @@ def main() -> None:
     with tiers.session(**arguments) as session:  # before CUDA is initialised, for the allocator's sake
         workload = getattr(workloads, options.workload)(device, tiny=options.tiny)
         rows = measure(session, workload.step, options.steps)
-        (now,) = plans(session).now or (None,)
-    if now is not None:
-        does = f"{len(now.recompute)} recomputed, {now.moved_bytes / MiB:.0f} MiB moved"
-        print(f"{options.workload}, {options.policy}: {does}\n")
+        now = plans(session)
+    for plan in now.now:
+        does = f"{len(plan.recompute)} recomputed, {plan.moved_bytes / MiB:.0f} MiB moved"
+        print(f"{options.workload}, {options.policy}: {does}{'' if now.stay else '; the plans had not settled'}\n")
     print("\n".join(table(rows, options.steps)))
 
 
