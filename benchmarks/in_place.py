@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count as count_from
 from typing import Any
 from unittest import mock
 
@@ -24,14 +25,14 @@ from torch import Tensor
 import tiers
 from allocator.sizes import MiB
 from benchmarks import workloads
-from benchmarks.settling import plans
+from benchmarks.settling import PLANNING, plans
 from migrator.plan import Plan
 from migrator.recompute import dropped
 from migrator.recompute.formulas import Formula, operation
 from migrator.trace import Trace
 from tiers.session import Session
 
-LEAST, MOST = 12, 120  # steps until plans stay
+LEAST = 12  # steps until plans stay
 
 Kind = tuple[str, int]
 """An operation, and the bytes of what it makes."""
@@ -96,9 +97,11 @@ def of_trials(plan: Plan, trace: Trace) -> Iterator[tuple[Kind, float]]:
 
 def measure(session: Session, step: Callable[[], Tensor], steps: int) -> dict[Kind, Row]:
     """Train until the plans stay, and so many steps more; the rows of these."""
-    for count in range(MOST):
+    patience = time.monotonic() + PLANNING
+    for count in count_from(1):
         step()
-        if count >= LEAST and plans(session).stay:
+        now = plans(session)
+        if count >= LEAST and ((now.now and now.stay) or time.monotonic() > patience):
             break
     rows: dict[Kind, Row] = defaultdict(Row)
     saver = session.runtime.saver()
