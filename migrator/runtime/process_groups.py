@@ -35,11 +35,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`."""
+    """Undo `install`. Whoever ends a group from now on gives the threads no time, so they have it here."""
     global _plain
     if _plain is not None:
         _put(_plain)
         _plain = None
+        if torch.distributed.is_initialized():
+            time.sleep(PAUSE)
 
 
 def _put(function: Any) -> None:

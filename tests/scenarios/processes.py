@@ -6,7 +6,9 @@ import hashlib
 import os
 import tempfile
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -138,28 +140,38 @@ def ddp_over_gloo(device: torch.device) -> None:
             assert plain == ours
 
 
-def _end_groups(rank: int, directory: str, device: str) -> None:
+def _end_groups(rank: int, directory: str, device: str, within: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/groups", rank=rank, world_size=2)
     model = perceptron(torch.device(device), depth=2)
 
-    def end_one() -> None:
+    def end_one(session: AbstractContextManager[Any]) -> None:
         group = dist.new_group([0, 1])
         model_of_group = DistributedDataParallel(model, process_group=group)  # the last that holds it
-        model_of_group(batch(torch.device(device), rank)).sum().backward()
-        dist.barrier(group)
+        with session:
+            model_of_group(batch(torch.device(device), rank)).sum().backward()
+            dist.barrier(group)
         dist.destroy_process_group(group)
 
-    with moving(room=MiB):
+    with moving(room=MiB) if within else nullcontext():
         for _ in range(10):
-            end_one()
+            end_one(nullcontext() if within else moving(room=MiB))
     dist.destroy_process_group()
 
 
 def process_groups_that_end_with_ddp(device: torch.device) -> None:
     """Threads of gloo let go of our hooks, for which they need the interpreter: who waits for them must not have it."""
+    _end_them(device, within=True)
+
+
+def process_groups_that_end_after_the_session(device: torch.device) -> None:
+    """Threads of gloo may have its hooks still."""
+    _end_them(device, within=False)
+
+
+def _end_them(device: torch.device, *, within: bool) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        ranks = mp.spawn(_end_groups, (directory, str(device)), nprocs=2, join=False)
+        ranks = mp.spawn(_end_groups, (directory, str(device), within), nprocs=2, join=False)
         deadline = time.monotonic() + 120
         while not ranks.join(timeout=5):
             if time.monotonic() > deadline:
