@@ -133,6 +133,7 @@ def _train_rank(rank: int, directory: str, device: str, with_tiers: bool) -> Non
 def ddp_over_gloo(device: torch.device) -> None:
     with tempfile.TemporaryDirectory() as directory:
         for with_tiers in (False, True):
+            print("  with tiers" if with_tiers else "  plain")  # which of them hung, if one does
             mp.spawn(_train_rank, (directory, str(device), with_tiers), nprocs=2)
         for rank in range(2):
             plain, ours = (bits(torch.load(Path(directory) / f"{how}-{rank}")) for how in (False, True))
