@@ -134,9 +134,14 @@ def _exact(device: torch.device, dtype: torch.dtype, affine: torch.dtype, add: b
     return makes("batch normalisation", lambda: _at_once(x, given, addend if add else None, clamp), expected)
 
 
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton is there, and has kernels for the device."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 def numbers(device: torch.device) -> Callable[..., Tensor] | None:
     """Makes tensors of a shape and type, with numbers of every size; None on devices that Triton has no kernels for."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not has_triton(device):
         return None
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""The kernels of `fused` and `fused_layer_norm`, in Triton. Imported only where that is installed."""
+"""The kernels of `fused`, `fused_layer_norm` and `fused_gelu`, in Triton. Imported only where that is installed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ROWS, CHANNELS = 64, 64  # of one program: 32 values a thread, in loads of 16 by
 NUMBERS = 8192  # of one program, where a row is long
 COLUMNS, PIECE = 2048, 256  # of a row, at most and at least: whole rows take 6% less than pieces
 IDLE = 8  # one in so many columns may lie past the row's end
+PIECES = 1024  # numbers of one program that looks at each alone
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -63,7 +64,37 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + at, (w * (i * (value - m)) + b).to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _gelu_kernel(  # type: ignore[no-untyped-def]
+    x, out, numbers, c0, c1, c2, c3, c4, c5, c6, NUMBERS: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    value = tl.load(x + at, mask=at < numbers).to(tl.float32)
+    z = value * 0.70710678118654752440  # the root of 1/2
+    size = tl.abs(z)
+    power = (((((c6 * size + c5) * size + c4) * size + c3) * size + c2) * size + c1) * size + c0
+    # Through 1 - erfc, as PyTorch: near -1 the result has steps of 2^-24, and what they make of it is not small.
+    error = _with_sign(1.0 - tl.exp2(power * size), z)
+    tl.store(out + at, (value * 0.5 * (1.0 + error)).to(out.dtype.element_ty), mask=at < numbers)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tanh_gelu_kernel(x, out, numbers, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    value = tl.load(x + at, mask=at < numbers).to(tl.float32)
+    z = 0.79788456080286535588 * (value + 0.044715 * (value * value * value))  # the root of 2/pi
+    tangent = _with_sign(1.0 - 2.0 / (1.0 + tl.exp2(tl.abs(z) * 2.88539008177792681472)), z)  # e^2 as a power of 2
+    tl.store(out + at, (0.5 * value * (1.0 + tangent)).to(out.dtype.element_ty), mask=at < numbers)
+
+
+@triton.jit
+def _with_sign(size, of):  # type: ignore[no-untyped-def]
+    bits = (size.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (of.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
+
+
 _launch, _launch_rows = Launcher(_kernel), Launcher(_rows_kernel)
+_launch_gelu, _launch_tanh_gelu = Launcher(_gelu_kernel), Launcher(_tanh_gelu_kernel)
 
 
 def launch(x: Tensor, addend: Tensor | None, affine: Affine, out: Tensor, *, channels: int, clamp: bool) -> None:
@@ -89,6 +120,16 @@ def launch_rows(
     tensors = (x, weight, bias, mean, inverse, out)
     arguments = (*tensors, rows, length, block, columns)
     _on_device(_launch_rows, special(tensors, rows, length, (x.get_device(), columns)), grid, arguments)
+
+
+def launch_gelu(x: Tensor, out: Tensor, coefficients: Sequence[float]) -> None:
+    """Write the GELU of each number of `x` into `out`, on the present stream; without coefficients, that by tanh.
+
+    Both lie as if they had one dimension, of fewer than 2^31 numbers, and are aligned.
+    """
+    numbers = x.numel()
+    launcher = _launch_gelu if coefficients else _launch_tanh_gelu
+    _on_device(launcher, x.get_device(), (-(-numbers // PIECES), 1, 1), (x, out, numbers, *coefficients, PIECES))
 
 
 def _on_device(

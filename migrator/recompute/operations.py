@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from migrator.recompute import fused, fused_layer_norm
+from migrator.recompute import fused, fused_gelu, fused_layer_norm
 from migrator.recompute.formulas import Build, Formula, Operands, Table
 from migrator.recompute.origins import tells_epsilon
 
@@ -266,7 +266,7 @@ TABLE: Table = {
     "CudnnBatchNormBackward0": _batch_norm(torch.cudnn_batch_norm, "epsilon"),
     "DivBackward0": _of_two(torch.div),
     "FusedRmsNormBackward0": _rms_norm,
-    "GeluBackward0": _of_saved(lambda x, approximate: _ops.gelu(x, approximate=approximate), "approximate"),
+    "GeluBackward0": _of_saved(fused_gelu.gelu, "approximate"),
     "HardtanhBackward0": _of_saved(_ops.hardtanh, "min_val", "max_val"),
     "LeakyReluBackward0": _of_saved(_ops.leaky_relu, "negative_slope"),
     "MmBackward0": _product,
