@@ -164,6 +164,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_on": [U64, ctypes.c_int],
         "tn_get_stats": [ctypes.POINTER(Stats)],
         "tn_get_glance": [ctypes.POINTER(Glance)],
+        "tn_retries": [],
         "tn_reset_peaks": [],
         "tn_lap": [ctypes.c_int],
         "tn_blocks": [ctypes.c_void_p, U64],

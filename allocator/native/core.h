@@ -143,6 +143,8 @@ typedef struct {
 TN_API void tn_get_stats(tn_core *core, tn_stats *out);
 /* The same of the period under way, without an end to it. */
 TN_API void tn_get_glance(tn_core *core, tn_glance *out);
+/* `retries` of the statistics alone. */
+TN_API int64_t tn_retries(tn_core *core);
 TN_API void tn_reset_peaks(tn_core *core);
 /* The most bytes in use now, or after a request since the last lap; no other peak begins anew. To the next lap what is
    in use now counts only if asked for: `with_present`. */

@@ -239,6 +239,10 @@ class Core:
             **{name: plain[name] for name in COUNTED},
         )
 
+    def retries(self) -> int:
+        """How often HBM was full and what lay idle went back, see `Counts`."""
+        return int(self._library.tn_retries(self._core))
+
     def reset_peaks(self) -> None:
         """Peaks begin anew at what is in use now."""
         self._library.tn_reset_peaks(self._core)

@@ -323,6 +323,11 @@ void tn_get_glance(tn_core *core, tn_glance *out) {
   *out = glance(*core);
 }
 
+int64_t tn_retries(tn_core *core) {
+  std::lock_guard<std::mutex> guard(core->mutex);
+  return core->stats.retries;
+}
+
 void tn_reset_peaks(tn_core *core) {
   std::lock_guard<std::mutex> guard(core->mutex);
   tn_stats &stats = core->stats;

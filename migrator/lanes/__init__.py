@@ -125,13 +125,20 @@ class Lane(Protocol):
         """Wait for what was submitted and end."""
 
 
-class Peak(Protocol):
-    """Tells the most bytes that were in use since it was last called, or are now.
+class Peaks(Protocol):
+    """Tells the most bytes that were in use: of periods, and of laps, the parts of a period that are measured."""
 
-    What is in use as it is called need not count the next time, unless it is called `with_present`.
-    """
+    def lap(self, *, with_present: bool = ...) -> int:
+        """The most since the last lap or restart, or now.
 
-    def __call__(self, *, with_present: bool = ...) -> int: ...
+        What is in use now need not count the next time, unless this is called `with_present`.
+        """
+
+    def restart(self) -> tuple[int, int]:
+        """Begin a new peak, at what is in use; the one since the last restart, and what `retries` tells."""
+
+    def retries(self) -> int:
+        """How often the allocator gave back what it had cached, as there was no room."""
 
 
 class Memory(NamedTuple):
@@ -139,7 +146,7 @@ class Memory(NamedTuple):
 
     Attributes
     ----------
-    lap : Peak
+    peaks : Peaks
         Of what it hands out.
     aside : callable
         Within it this thread asks for memory that the program alone would not, and gives all of it back.
@@ -149,7 +156,7 @@ class Memory(NamedTuple):
         Has all that is cached return to the system.
     """
 
-    lap: Peak
+    peaks: Peaks
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
     tidy: Callable[[], None] = lambda: None
     renew: Callable[[], None] = lambda: None

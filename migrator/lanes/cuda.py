@@ -43,8 +43,9 @@ class CudaCompute:
     def __init__(self, device: torch.device, counters: Counters, memory: Memory | None = None) -> None:
         self.device = device
         # Our own allocator, where it is there, knows by itself what to give back; see `PageAllocator.expect_news`.
-        memory = memory or Memory(functools.partial(peaks.lap, device), renew=torch.cuda.empty_cache)
-        self.lap, self.aside, self.tidy, self.renew = memory
+        memory = memory or Memory(peaks.Peaks(device), renew=torch.cuda.empty_cache)
+        self._peaks, self.aside, self.tidy, self.renew = memory
+        self.lap = self._peaks.lap
         # PyTorch's own, without a frame of ours around them: both are asked for with every tensor that moves. What
         # `torch.cuda.current_stream` does with the first takes seven microseconds.
         self.stream: Callable[[], tuple[int, int, int]] = functools.partial(
@@ -53,10 +54,9 @@ class CudaCompute:
         self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self._counters = counters
         self._laps = Laps(str(device), counters)
-        self._retries = peaks.retries(device)
         self._before = 0  # the most in use since the last period ended, as far as it counts
         self.waited: list[Gap] | None = None  # what a meter leaves out
-        peaks.restart(device)
+        _, self._retries = self._peaks.restart()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -130,28 +130,26 @@ class CudaCompute:
         return CudaMeter(self, head_start)
 
     def peak(self, resident: int) -> int:
-        peak = max(self._before, peaks.since_restart(self.device))
-        self._before = 0
-        peaks.restart(self.device)
+        peak, self._before = max(self._before, self._peaks.restart()[0]), 0
         return peak
 
     def pass_by(self, *, counts: bool) -> None:
+        peak, retries = self._peaks.restart()
         if counts:
-            self._before = max(self._before, peaks.since_restart(self.device))
-        retries = peaks.restart(self.device)
-        if not counts:
+            self._before = max(self._before, peak)
+        else:
             self._flushed(retries)  # what did so was no period either
 
     def pressed(self) -> bool:
-        return self._flushed(peaks.retries(self.device))
+        return self._flushed(self._peaks.retries())
 
     def _flushed(self, retries: int) -> bool:
         """Whether the allocator has flushed its cache since this was last asked."""
         before, self._retries = self._retries, retries
-        self._counters.flushes += self._retries - before
-        if self._retries > before and self._counters.timeline is not None:
+        self._counters.flushes += max(0, retries - before)  # fewer: the program has PyTorch count anew
+        if retries > before and self._counters.timeline is not None:
             self._counters.timeline.happened("hbm was full", device=str(self.device))
-        return self._retries > before
+        return retries > before
 
     def reserved(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)

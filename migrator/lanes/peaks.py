@@ -1,6 +1,6 @@
 """Peaks of single periods, out of PyTorch's peak counters, without the program noticing.
 
-PyTorch has one peak per statistic since the last reset, and the program may be reading it. `restart`
+PyTorch has one peak per statistic since the last reset, and the program may be reading it. `Peaks.restart`
 resets it and remembers what it was; while it is remembered, PyTorch's own functions report the larger
 of the two, until the program itself resets.
 """
@@ -16,52 +16,50 @@ from torch.cuda import memory
 _before: dict[int, dict[str, Any]] = {}
 _unread: dict[int, list[dict[str, Any]]] = {}  # what there was at restarts, which `_before` does not have yet
 _remembering = threading.RLock()  # a signal's handler may ask for peaks, in the middle of any of this
-_highest: dict[int, int] = {}  # of the laps since the last restart
 _plain_stats = memory.memory_stats_as_nested_dict
 _plain_reset = memory.reset_peak_memory_stats
 
 
-def restart(device: torch.device) -> int:
-    """Begin a new peak on `device`; what `retries` tells by then.
+class Peaks:
+    """Those of one device; they are `migrator.lanes.Peaks`."""
 
-    Steps begin with this, while the device has nothing to do: what has been is looked through later.
-    """
-    index = _index(device)
-    with _remembering:
-        now = _plain_stats(device)
-        _unread.setdefault(index, []).append(now)
-        _highest[index] = 0
-        _plain_reset(device)
-    return int(now["num_alloc_retries"])
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._index = device, _index(device)
+        self._highest = 0  # of the laps since the last restart
+
+    def restart(self) -> tuple[int, int]:
+        """Begin a new peak; the most bytes allocated since the last restart, and what `retries` tells.
+
+        Steps begin with this, while the device has nothing to do: what has been is looked through later.
+        """
+        with _remembering:
+            now = _plain_stats(self._device)
+            _unread.setdefault(self._index, []).append(now)
+            peak, self._highest = max(_peak(now), self._highest), 0
+            _plain_reset(self._device)
+        return peak, int(now["num_alloc_retries"])
+
+    def lap(self, *, with_present: bool = True) -> int:
+        """The most bytes allocated since the last lap, or restart; a restart alone forgets it.
+
+        PyTorch's peaks begin anew with what is allocated, whether or not it is asked for `with_present`.
+        """
+        with _remembering:
+            now = _plain_stats(self._device)
+            _read(self._index)
+            _keep_peaks(_before.setdefault(self._index, {}), now)
+            peak = _peak(now)
+            self._highest = max(peak, self._highest)
+            _plain_reset(self._device)
+        return peak
+
+    def retries(self) -> int:
+        """How often PyTorch's allocator has flushed its cache because a request exceeded the budget."""
+        return int(_plain_stats(self._device)["num_alloc_retries"])
 
 
-def lap(device: torch.device, *, with_present: bool = True) -> int:
-    """The most bytes allocated since the last lap, or restart; a restart alone forgets it.
-
-    PyTorch's peaks begin anew with what is allocated, whether or not it is asked for `with_present`.
-    """
-    index = _index(device)
-    with _remembering:
-        now = _plain_stats(device)
-        _read(index)
-        _keep_peaks(_before.setdefault(index, {}), now)
-        peak = int(now["allocated_bytes"]["all"]["peak"])
-        _highest[index] = max(peak, _highest.get(index, 0))
-        _plain_reset(device)
-    return peak
-
-
-def since_restart(device: torch.device) -> int:
-    """The most bytes allocated since `restart`."""
-    index = _index(device)
-    _read(index)
-    peak = int(_plain_stats(device)["allocated_bytes"]["all"]["peak"])
-    return max(peak, _highest.get(index, 0))
-
-
-def retries(device: torch.device) -> int:
-    """How often PyTorch's allocator has flushed its cache because a request exceeded the budget."""
-    return int(_plain_stats(device)["num_alloc_retries"])
+def _peak(stats: dict[str, Any]) -> int:
+    return int(stats["allocated_bytes"]["all"]["peak"])
 
 
 def install() -> None:
@@ -76,7 +74,6 @@ def uninstall() -> None:
     memory.reset_peak_memory_stats = torch.cuda.reset_peak_memory_stats = _plain_reset
     _before.clear()
     _unread.clear()
-    _highest.clear()
 
 
 def _stats(device: Any = None) -> dict[str, Any]:

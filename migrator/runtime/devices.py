@@ -125,7 +125,7 @@ class Devices:
     def _open(self, device: torch.device, options: Options) -> Device:
         budget = options.hbm(device)
         pages = options.pages() if device.type == "cuda" else None
-        memory = None if pages is None else Memory(pages.lap(device), aside, partial(pages.tidy, device))
+        memory = None if pages is None else Memory(pages.peaks(device), aside, partial(pages.tidy, device))
         shared = open_device(device, self._counters, budget, memory, native=options.native_lanes)
         if device.type == "cuda" and pages is None:
             shared = replace(shared, holes=holes(device))

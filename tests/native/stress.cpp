@@ -46,6 +46,7 @@ void ask(tn_core *core, std::mt19937 &random, const std::vector<Block> &blocks, 
   uint64_t events = 0;
   tn_log(core, random() % 2, requests.data(), requests.size(), &events);
   tn_lap(core, 0);
+  tn_retries(core);
   tn_pool_used(core, own_pool);
   if (random() % 4 == 0) tn_reset_peaks(core);
   if (random() % 4 == 0) tn_reset_totals(core);

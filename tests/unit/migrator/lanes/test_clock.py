@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from migrator.lanes import Memory, cuda
+from migrator.lanes import Memory
 from migrator.lanes.clock import DeviceClock
 from migrator.lanes.cuda import CudaCompute
 from migrator.telemetry.counters import Counters
@@ -91,17 +91,40 @@ class Event:
         return 1e3 * (end.passed - self.passed)
 
 
+class Peaks:
+    """Of an allocator whose use the test tells."""
+
+    def __init__(self) -> None:
+        self.highest = self.flushes = 0
+
+    def use(self, nbytes: int) -> None:
+        self.highest = max(self.highest, nbytes)
+
+    def lap(self, *, with_present: bool = False) -> int:
+        return self.highest
+
+    def restart(self) -> tuple[int, int]:
+        highest, self.highest = self.highest, 0
+        return highest, self.flushes
+
+    def retries(self) -> int:
+        return self.flushes
+
+
 @pytest.fixture
-def compute(monkeypatch: pytest.MonkeyPatch) -> CudaCompute:
+def peaks() -> Peaks:
+    return Peaks()
+
+
+@pytest.fixture
+def compute(monkeypatch: pytest.MonkeyPatch, peaks: Peaks) -> CudaCompute:
     """That of a GPU, which passes every event at once, and waits 10 ms for every lane."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (0, 0, 0), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    monkeypatch.setattr(cuda.peaks, "retries", lambda device: 0)
-    monkeypatch.setattr(cuda.peaks, "restart", lambda device: 0)
     monkeypatch.setattr(CudaCompute, "mark", lambda self, stream: Event())
     monkeypatch.setattr(CudaCompute, "follow", lambda self, stream, event: (Event(), Event(late=0.01)))
     monkeypatch.setattr(CudaCompute, "hold", lambda self, stream, event: None)
-    return CudaCompute(torch.device("cuda", 0), Counters(timeline=Timeline()), Memory(lambda: 0))
+    return CudaCompute(torch.device("cuda", 0), Counters(timeline=Timeline()), Memory(peaks))
 
 
 def period(compute: CudaCompute, *causes: str) -> None:
@@ -119,37 +142,30 @@ def slices(compute: CudaCompute, kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] == "X" and event["cat"] == kind]
 
 
-def test_flushes_of_the_allocator_s_cache_are_counted(compute: CudaCompute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flushes_of_the_allocator_s_cache_are_counted(compute: CudaCompute, peaks: Peaks) -> None:
+    """Also those since the program had PyTorch count anew."""
     told = []
-    for flushes in (0, 2, 2, 3):
-        monkeypatch.setattr(cuda.peaks, "retries", lambda device, so_far=flushes: so_far)
+    for peaks.flushes in (0, 2, 2, 3, 0, 1):
         told.append(compute.pressed())
-    assert told == [False, True, False, True]
-    assert compute._counters.flushes == 3
+    assert told == [False, True, False, True, False, True]
+    assert compute._counters.flushes == 4
 
 
-def test_what_an_evaluation_between_two_periods_takes_is_no_peak_of_theirs(
-    compute: CudaCompute, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a second optimizer takes is."""
-    highest = [0]
-
-    def use(nbytes: int) -> None:
-        highest[0] = max(highest[0], nbytes)
-
-    monkeypatch.setattr(cuda.peaks, "since_restart", lambda device: highest[0])
-    monkeypatch.setattr(cuda.peaks, "restart", lambda device: highest.__setitem__(0, 0) or 0)
-    use(100)
+def test_what_an_evaluation_between_two_periods_takes_is_no_peak_of_theirs(compute: CudaCompute, peaks: Peaks) -> None:
+    """What a second optimizer takes is. Nor is a flush theirs, which is counted all the same."""
+    peaks.use(100)
     assert compute.peak(0) == 100
-    use(130)
+    peaks.use(130)
     compute.pass_by(counts=True)
-    use(500)
+    peaks.use(500)
+    peaks.flushes = 2
     compute.pass_by(counts=False)
-    use(90)
-    assert compute.peak(0) == 130
-    use(90)
+    peaks.use(90)
+    assert (compute.peak(0), compute.pressed()) == (130, False)
+    assert compute._counters.flushes == 2
+    peaks.use(90)
     compute.pass_by(counts=False)
-    use(80)
+    peaks.use(80)
     assert compute.peak(0) == 80
 
 

@@ -34,7 +34,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     monkeypatch.setattr(peaks, "_plain_stats", allocator.stats)
     monkeypatch.setattr(peaks, "_plain_reset", allocator.reset)
     monkeypatch.setattr(peaks, "_index", lambda device: 0)
-    remembered: tuple[dict[int, Any], ...] = (peaks._before, peaks._unread, peaks._highest)
+    remembered: tuple[dict[int, Any], ...] = (peaks._before, peaks._unread)
     for each in remembered:
         each.clear()
     yield allocator
@@ -47,30 +47,31 @@ def seen_by_the_program() -> int:
 
 
 def test_laps_tell_peaks_of_their_own_and_the_period_its_highest(allocator: Allocator) -> None:
-    peaks.restart(DEVICE)
+    of_device = peaks.Peaks(DEVICE)
+    of_device.restart()
     laps = []
     for up, down in ((5, 3), (9, 9), (1, 0)):
         allocator.use(up)
         allocator.use(-down)
-        laps.append(peaks.lap(DEVICE))
+        laps.append(of_device.lap())
     assert laps == [5, 11, 3]
-    assert peaks.since_restart(DEVICE) == 11
-    peaks.restart(DEVICE)
-    assert peaks.since_restart(DEVICE) == 3
+    assert of_device.restart() == (11, 3)
+    assert of_device.restart() == (3, 3)
 
 
 def test_the_program_sees_the_peak_since_its_own_reset(allocator: Allocator) -> None:
     allocator.use(20)
     allocator.use(-20)
-    peaks.restart(DEVICE)
+    of_device = peaks.Peaks(DEVICE)
+    of_device.restart()
     allocator.use(7)
-    peaks.lap(DEVICE)
+    of_device.lap()
     assert seen_by_the_program() == 20
     peaks._reset()
     assert seen_by_the_program() == 7
     allocator.use(1)
     allocator.use(-1)
-    peaks.lap(DEVICE)
+    of_device.lap()
     assert seen_by_the_program() == 8
     assert peaks._stats()["num_alloc_retries"] == 3
 
@@ -79,16 +80,16 @@ def test_what_there_was_at_restarts_is_looked_through_when_somebody_asks(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps begin with a restart, while the device has nothing to do."""
+    of_device = peaks.Peaks(DEVICE)
     with monkeypatch.context() as patched:
         patched.setattr(peaks, "_keep_peaks", lambda *_: pytest.fail("looked through"))
-        for size in (5, 9, 2):
+        for size, peak in ((5, 5), (9, 9), (2, 9)):
             allocator.use(size)
-            assert peaks.restart(DEVICE) == 3
+            assert of_device.restart() == (peak, 3)
             allocator.use(-size)
     assert seen_by_the_program() == 9
-    peaks.restart(DEVICE)
+    of_device.restart()
     allocator.use(4)
-    assert peaks.since_restart(DEVICE) == 4
-    peaks.restart(DEVICE)
+    assert of_device.restart() == (4, 3)
     peaks._reset()
     assert seen_by_the_program() == 4
