@@ -37,12 +37,13 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from allocator.sizes import GiB
 from benchmarks.alternate import Ratio, median_ratio, sm_clock
+from benchmarks.kernels import Span, recorded
 
 if TYPE_CHECKING:
     from benchmarks.workloads import Workload
@@ -52,6 +53,7 @@ VARIANTS = {
     "expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     "pages": {"TIERS_ALLOCATOR": "pages", "TIERS_POLICY": "keep"},
 }
+KERNELS = "kernels"  # what a worker is asked for beside steps
 WARMUP = 8
 SETTLING = 64  # the same where plans are made, and compete
 FASTEST = 0.05  # of the steps: where others use the host's cores, the GPU waits in most of them
@@ -117,15 +119,22 @@ class Worker:
 
     def step(self) -> dict[str, float]:
         """Train one step; what the process measured."""
+        measured: dict[str, float] = self._ask("step")
+        return measured
+
+    def kernels(self) -> list[Span]:
+        """Train one step; its kernels, or without a GPU its operations."""
+        return [(name, start, end) for name, start, end in self._ask(KERNELS)[KERNELS]]
+
+    def _ask(self, command: str) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("step\n")
+        self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the worker ended with code {self._process.wait()}")
-        measured: dict[str, float] = json.loads(line)
-        return measured
+        return json.loads(line)
 
     def close(self) -> None:
         """End the process."""
@@ -135,7 +144,7 @@ class Worker:
 def work(
     workload: str, device: str, *, tiny: bool, commands: IO[str], answers: IO[str], share: float | None = None
 ) -> None:
-    """Be a worker: a step for every line of `commands`."""
+    """Be a worker: a step for every line of `commands`, with its kernels where these are asked for."""
     from benchmarks import workloads
     from benchmarks.fractions.methods import compiled
 
@@ -148,24 +157,28 @@ def work(
 def _train(job: Workload, cuda: bool, commands: IO[str], answers: IO[str]) -> None:
     import torch
 
-    for _ in commands:
+    for command in commands:
         # One that hangs says where, and ends: else whoever waits for what it prints waits for ever.
         faulthandler.dump_traceback_later(STUCK, exit=True)
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        loss = job.step()
-        queued = time.perf_counter() - start
-        loss.item()
-        if cuda:
-            torch.cuda.synchronize()
-        answer = {
+        asked = command.strip() == KERNELS
+        with recorded(asked, cuda=cuda) as kernels:
+            start = time.perf_counter()
+            loss = job.step()
+            queued = time.perf_counter() - start
+            loss.item()
+            if cuda:
+                torch.cuda.synchronize()
+        answer: dict[str, Any] = {
             "step": time.perf_counter() - start,
             "queued": queued,
             "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
             "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
         }
+        if asked:
+            answer[KERNELS] = kernels
         print(json.dumps(answer), file=answers, flush=True)
         faulthandler.cancel_dump_traceback_later()  # to wait for the next command is not to hang
 

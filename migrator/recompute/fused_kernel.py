@@ -48,20 +48,25 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _rows_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, mean, inverse, out, rows, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, weight, bias, mean, inverse, out, rows, length,
+    CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < length
     w = tl.load(weight + column, mask=real).to(tl.float32)[None, :]
-    b = tl.load(bias + column, mask=real).to(tl.float32)[None, :]
-    m = tl.load(mean + row, mask=row < rows)[:, None]
     i = tl.load(inverse + row, mask=row < rows)[:, None]
     at = row[:, None] * length + column[None, :]
     mask = (row < rows)[:, None] & real[None, :]
     value = tl.load(x + at, mask=mask).to(tl.float32)
     # In PyTorch's order.
-    tl.store(out + at, (w * (i * (value - m)) + b).to(out.dtype.element_ty), mask=mask)
+    if CENTRED:
+        m = tl.load(mean + row, mask=row < rows)[:, None]
+        b = tl.load(bias + column, mask=real).to(tl.float32)[None, :]
+        made = w * (i * (value - m)) + b
+    else:
+        made = w * (i * value)
+    tl.store(out + at, made.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -108,18 +113,29 @@ def launch(x: Tensor, addend: Tensor | None, affine: Affine, out: Tensor, *, cha
 
 
 def launch_rows(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, out: Tensor, *, length: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    inverse: Tensor,
+    out: Tensor,
+    *,
+    length: int,
 ) -> None:
-    """Write into `out`, on the present stream; rows of `length` lie one after the other in `x` and `out`."""
+    """Write into `out`, on the present stream; rows of `length` lie one after the other in `x` and `out`.
+
+    Without a bias and means they are only scaled.
+    """
     rows = x.numel() // length
     columns = COLUMNS
     while columns > PIECE and -length % columns * IDLE > length:
         columns //= 2
     block = NUMBERS // columns
     grid = (-(-rows // block), -(-length // columns), 1)
-    tensors = (x, weight, bias, mean, inverse, out)
-    arguments = (*tensors, rows, length, block, columns)
-    _on_device(_launch_rows, special(tensors, rows, length, (x.get_device(), columns)), grid, arguments)
+    centred = bias is not None and mean is not None
+    tensors = (x, weight, bias if centred else x, mean if centred else x, inverse, out)
+    arguments = (*tensors, rows, length, centred, block, columns)
+    _on_device(_launch_rows, special(tensors, rows, length, (x.get_device(), centred, columns)), grid, arguments)
 
 
 def launch_gelu(x: Tensor, out: Tensor, coefficients: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""A layer normalisation again, by the mean and deviation of each row that were saved: one pass over memory.
+"""A layer normalisation again, or one by the root mean square, by what was saved of each row: one pass over memory.
 
 PyTorch's kernel reads each row for its statistics first, and reaches half of the memory's speed. Backward keeps those,
 so that what is left is a product and a sum. Where Triton is there, one kernel makes the same bits; whether it does so
@@ -8,7 +8,7 @@ for rows of this length on this device is seen once, and otherwise PyTorch's own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 import torch
@@ -19,8 +19,11 @@ from migrator.recompute.launches import is_aligned
 
 MOST = 1 << 20  # numbers on which it is seen, or one row: this may be in the midst of backward
 
-Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What is normalised, weight, bias, and for each row the mean and the inverse of the standard deviation."""
+Rows = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
+"""What is normalised, weight, bias, and for each row the mean and the inverse of the standard deviation.
+
+Of root mean squares there is no bias and no mean.
+"""
 
 
 def layer_norm(
@@ -53,9 +56,19 @@ def layer_norm(
     """
     if weight is not None and bias is not None and at_once():
         rows = (x, weight, bias, mean, inverse)
-        if _fits(rows, length := prod(shape)) and _exact(x.device, x.dtype, length):
+        if _fits(rows, length := prod(shape)) and _exact(x.device, x.dtype, length, centred=True):
             return _at_once(rows, length)
     return by_pytorch(x, weight, bias, inverse, shape, epsilon, guessed=guessed)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, inverse: Tensor, shape: Sequence[int], epsilon: float) -> Tensor:
+    """``weight * inverse * x`` by rows; the parameters are those of `layer_norm`."""
+    if weight is not None and at_once():
+        rows = (x, weight, None, None, inverse)
+        if _fits(rows, length := prod(shape)) and _exact(x.device, x.dtype, length, centred=False):
+            return _at_once(rows, length)
+    made: Tensor = torch._fused_rms_norm(x, list(shape), weight, epsilon)[0]
+    return made
 
 
 def by_pytorch(
@@ -101,23 +114,30 @@ def _launch() -> Callable[..., None]:
 def _fits(rows: Rows, length: int) -> bool:
     """Whether the kernel knows the layout: rows one after the other, that begin at multiples of 16 bytes."""
     x, weight, bias, mean, inverse = rows
+    given = [tensor for tensor in rows if tensor is not None]
     return (
         x.dtype in DTYPES
-        and weight.dtype is bias.dtype is x.dtype
-        and mean.dtype is inverse.dtype is torch.float32
-        and mean.numel() * length == x.numel() > 0
-        and all(tensor.is_contiguous() for tensor in rows)
-        and is_aligned(rows, length)
+        and all(tensor.dtype is x.dtype for tensor in (weight, bias) if tensor is not None)
+        and all(tensor.dtype is torch.float32 for tensor in (mean, inverse) if tensor is not None)
+        and inverse.numel() * length == x.numel() > 0
+        and all(tensor.is_contiguous() for tensor in given)
+        and is_aligned(given, length)
     )
 
 
 @cache
-def _exact(device: torch.device, dtype: torch.dtype, length: int) -> bool:
+def _exact(device: torch.device, dtype: torch.dtype, length: int, *, centred: bool) -> bool:
     """Whether the kernel gives the bits of PyTorch's own for rows of this length on this device."""
     random = numbers(device)
     if random is None:
         return False
     rows = max(1, min(37, MOST // length))
     x, weight, bias = random(rows, length, dtype=dtype), random(length, dtype=dtype), random(length, dtype=dtype)
-    expected, mean, inverse = torch.native_layer_norm(x, [length], weight, bias, 1e-5)
-    return makes("layer normalisation", lambda: _at_once((x, weight, bias, mean, inverse), length), expected)
+    given: Rows
+    if centred:
+        expected, mean, inverse = torch.native_layer_norm(x, [length], weight, bias, 1e-5)
+        given = x, weight, bias, mean, inverse
+    else:
+        expected, inverse = torch._fused_rms_norm(x, [length], weight, 1e-5)
+        given = x, weight, None, None, inverse
+    return makes("normalisation by rows", partial(_at_once, given, length), expected)

@@ -116,8 +116,11 @@ def _rms_norm(operands: Operands) -> Formula | None:
     if epsilon is None or not operands.ask(tells_epsilon):  # a guess is good for as long as nobody changes his mind
         return None
     return operands.join(
-        lambda x, *affine: torch._fused_rms_norm(x, shape, affine[0] if affine else None, epsilon)[0],
+        lambda x, inverse, *affine: fused_layer_norm.rms_norm(
+            x, affine[0] if affine else None, inverse, shape, epsilon
+        ),
         operands.saved("input"),
+        operands.saved("result1"),
         *([weight] if weight else []),
     )
 
