@@ -15,7 +15,7 @@ from allocator import adapter
 from allocator.claims import DramClaims
 from allocator.ledger import Account
 from allocator.native import Core, is_aside
-from allocator.peaks import Peaks
+from allocator.peaks import PeaksOfCore
 from allocator.periods import Periods
 from allocator.room import Room
 
@@ -86,14 +86,14 @@ class PageAllocator:
         periods = self._of(device.index) if device.type == "cuda" else None
         return periods.core.counts().hbm_limit if periods is not None else 0
 
-    def peaks(self, device: torch.device) -> Peaks:
+    def peaks(self, device: torch.device) -> PeaksOfCore:
         """What tells the most bytes that a GPU's program had in use; for one caller, as each peak is told once."""
 
         def core() -> Core | None:
             periods = self._of(device.index)
             return periods.core if periods is not None else None
 
-        return Peaks(core)
+        return PeaksOfCore(core)
 
     def state(self, on: bool) -> None:
         """Whether what is asked for from now on lives as long as the program, as an optimizer's state does."""

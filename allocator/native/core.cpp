@@ -256,7 +256,7 @@ void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
     add(stats.active[size], block->bytes);
     add(stats.active_blocks[size], 1);
   }
-  lap = std::max(lap, stats.allocated[TN_ALL].current);
+  for (int64_t &lap : laps) lap = std::max(lap, stats.allocated[TN_ALL].current);
 }
 
 Status tn_core::free(uint64_t address) {

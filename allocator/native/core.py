@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from allocator.native.binding import BLOCK, PLAIN, REQUEST, U64, Glance, Stats, checked, library
+from allocator.native.binding import BLOCK, PARTS, PLAIN, REQUEST, U64, Glance, Stats, checked, library
 
 if TYPE_CHECKING:
     from allocator.sequence import Foreseen
@@ -247,12 +247,12 @@ class Core:
         """Peaks begin anew at what is in use now."""
         self._library.tn_reset_peaks(self._core)
 
-    def lap(self, *, with_present: bool = False) -> int:
-        """The most bytes in use now, or after a request since this was last called; no other peak begins anew.
+    def lap(self, of: int = PARTS, *, with_present: bool = False) -> int:
+        """The most bytes in use now, or after a request since the last lap `of` the same; no other peak begins anew.
 
         What is in use now counts the next time only `with_present`.
         """
-        return int(self._library.tn_lap(self._core, with_present))
+        return int(self._library.tn_lap(self._core, of, with_present))
 
     def blocks(self) -> npt.NDArray[Any]:
         """All mapped blocks, as `BLOCK`, by heap and address."""

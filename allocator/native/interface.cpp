@@ -336,10 +336,11 @@ void tn_reset_peaks(tn_core *core) {
   for (Pages &tier : core->pages) tier.reset_most();
 }
 
-uint64_t tn_lap(tn_core *core, int with_present) {
+uint64_t tn_lap(tn_core *core, int of, int with_present) {
   std::lock_guard<std::mutex> guard(core->mutex);
   int64_t present = core->stats.allocated[TN_ALL].current;
-  return uint64_t(std::max(std::exchange(core->lap, with_present ? present : 0), present));
+  int64_t &lap = core->laps[of == TN_PERIODS];
+  return uint64_t(std::max(std::exchange(lap, with_present ? present : 0), present));
 }
 
 void tn_reset_totals(tn_core *core) {

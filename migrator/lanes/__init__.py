@@ -129,7 +129,7 @@ class Peaks(Protocol):
     """Tells the most bytes that were in use: of periods, and of laps, the parts of a period that are measured."""
 
     def lap(self, *, with_present: bool = ...) -> int:
-        """The most since the last lap or restart, or now.
+        """The most since the last lap, or now.
 
         What is in use now need not count the next time, unless this is called `with_present`.
         """

@@ -43,7 +43,7 @@ class CudaCompute:
     def __init__(self, device: torch.device, counters: Counters, memory: Memory | None = None) -> None:
         self.device = device
         # Our own allocator, where it is there, knows by itself what to give back; see `PageAllocator.expect_news`.
-        memory = memory or Memory(peaks.Peaks(device), renew=torch.cuda.empty_cache)
+        memory = memory or Memory(peaks.PeaksOfPyTorch(device), renew=torch.cuda.empty_cache)
         self._peaks, self.aside, self.tidy, self.renew = memory
         self.lap = self._peaks.lap
         # PyTorch's own, without a frame of ours around them: both are asked for with every tensor that moves. What
@@ -146,10 +146,11 @@ class CudaCompute:
     def _flushed(self, retries: int) -> bool:
         """Whether the allocator has flushed its cache since this was last asked."""
         before, self._retries = self._retries, retries
-        self._counters.flushes += max(0, retries - before)  # fewer: the program has PyTorch count anew
-        if retries > before and self._counters.timeline is not None:
+        new = retries - before if retries >= before else retries  # fewer: the program has PyTorch count anew
+        self._counters.flushes += new
+        if new and self._counters.timeline is not None:
             self._counters.timeline.happened("hbm was full", device=str(self.device))
-        return retries > before
+        return new > 0
 
     def reserved(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)

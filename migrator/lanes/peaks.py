@@ -1,6 +1,6 @@
 """Peaks of single periods, out of PyTorch's peak counters, without the program noticing.
 
-PyTorch has one peak per statistic since the last reset, and the program may be reading it. `Peaks.restart`
+PyTorch has one peak per statistic since the last reset, and the program may be reading it. `restart`
 resets it and remembers what it was; while it is remembered, PyTorch's own functions report the larger
 of the two, until the program itself resets.
 """
@@ -15,13 +15,14 @@ from torch.cuda import memory
 
 _before: dict[int, dict[str, Any]] = {}
 _unread: dict[int, list[dict[str, Any]]] = {}  # what there was at restarts, which `_before` does not have yet
+MOST_UNREAD = 16  # each is some KiB
 _remembering = threading.RLock()  # a signal's handler may ask for peaks, in the middle of any of this
 _plain_stats = memory.memory_stats_as_nested_dict
 _plain_reset = memory.reset_peak_memory_stats
 
 
-class Peaks:
-    """Those of one device; they are `migrator.lanes.Peaks`."""
+class PeaksOfPyTorch:
+    """Those of one device; `migrator.lanes.Peaks`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, _index(device)
@@ -30,16 +31,19 @@ class Peaks:
     def restart(self) -> tuple[int, int]:
         """Begin a new peak; the most bytes allocated since the last restart, and what `retries` tells.
 
-        Steps begin with this, while the device has nothing to do: what has been is looked through later.
+        Steps begin with this, while the device has nothing to do: what has been is looked through later, all at once.
         """
         with _remembering:
             now = _plain_stats(self._device)
-            _unread.setdefault(self._index, []).append(now)
+            unread = _unread.setdefault(self._index, [])
+            unread.append(now)
+            if len(unread) == MOST_UNREAD:
+                _read(self._index)
             peak, self._highest = max(_peak(now), self._highest), 0
             _plain_reset(self._device)
         return peak, int(now["num_alloc_retries"])
 
-    def lap(self, *, with_present: bool = True) -> int:
+    def lap(self, *, with_present: bool = False) -> int:
         """The most bytes allocated since the last lap, or restart; a restart alone forgets it.
 
         PyTorch's peaks begin anew with what is allocated, whether or not it is asked for `with_present`.

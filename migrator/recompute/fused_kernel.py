@@ -124,8 +124,9 @@ def launch_rows(
 ) -> None:
     """Write into `out`, on the present stream; rows of `length` lie one after the other in `x` and `out`.
 
-    Without a bias and means they are only scaled.
+    With neither a bias nor means they are only scaled.
     """
+    assert (bias is None) is (mean is None)
     rows = x.numel() // length
     columns = COLUMNS
     while columns > PIECE and -length % columns * IDLE > length:

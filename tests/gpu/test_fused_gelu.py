@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from migrator.recompute import fused_gelu as again
+from tests.unit.migrator.recompute.test_formulas import Packer
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -33,9 +34,32 @@ def test_gives_the_bits_of_the_kernel_that_it_replaces(approximate: str, count: 
     assert torch.equal(bits(again._at_once(x, way)), bits(F.gelu(x, approximate=approximate)))
 
 
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("approximate", APPROXIMATE)
+def test_gelus_are_made_again_by_it(filled: bool, approximate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where PyTorch fills the memory that it is asked for: then its own is faster."""
+    assert again._exact(torch.device("cuda", 0), approximate) is not None  # which calls it, too
+    at_once, calls = again._at_once, list[int]()
+
+    def counted(x: Tensor, way: again.Coefficients) -> Tensor:
+        calls.append(x.numel())
+        return at_once(x, way)
+
+    monkeypatch.setattr(again, "_at_once", counted)
+    packer = Packer()
+    with packer.on():
+        made = F.gelu(torch.randn(64, 64, device="cuda", requires_grad=True).bfloat16(), approximate=approximate)
+    torch.use_deterministic_algorithms(filled)
+    try:
+        made_again = packer.again(made)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made_again is not None
+    assert torch.equal(bits(made_again), bits(made.detach()))
+    assert calls == ([] if filled else [64 * 64])
+
+
 def test_an_error_function_that_is_never_off_has_a_polynomial_too() -> None:
-    """That of CUDA 13 is, so its own is found first."""
-    assert again._exact(torch.device("cuda", 0), "none") in again.WAYS["none"]
     x = every_number()
     half, root = torch.tensor([0.5, 0.5**0.5], device="cuda").unbind()
     error = torch.erf((x.float() * root).double()).float()

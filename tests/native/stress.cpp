@@ -45,7 +45,7 @@ void ask(tn_core *core, std::mt19937 &random, const std::vector<Block> &blocks, 
   std::vector<tn_request> requests(4096);
   uint64_t events = 0;
   tn_log(core, random() % 2, requests.data(), requests.size(), &events);
-  tn_lap(core, 0);
+  tn_lap(core, TN_PARTS, 0);
   tn_retries(core);
   tn_pool_used(core, own_pool);
   if (random() % 4 == 0) tn_reset_peaks(core);

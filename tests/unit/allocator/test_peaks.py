@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 from allocator.native import Core
-from allocator.peaks import Peaks
+from allocator.peaks import PeaksOfCore
 from allocator.sizes import MiB
 
 
 def test_laps_tell_peaks_of_their_own_and_the_period_its_highest(core: Core) -> None:
-    peaks = Peaks(lambda: core)
+    peaks = PeaksOfCore(lambda: core)
     kept = core.allocate(2 * MiB)
     laps = []
     for size in (6, 8, 1):
@@ -23,8 +20,15 @@ def test_laps_tell_peaks_of_their_own_and_the_period_its_highest(core: Core) -> 
     assert [peaks.restart()[0], peaks.restart()[0]] == [2 * MiB, 0]
 
 
+def test_a_period_that_ends_takes_nothing_from_what_another_thread_measures(core: Core) -> None:
+    peaks = PeaksOfCore(lambda: core)
+    core.free(core.allocate(20 * MiB))
+    peaks.restart()
+    assert peaks.lap() == 20 * MiB
+
+
 def test_what_the_program_sees_is_as_if_nobody_had_asked(core: Core) -> None:
-    peaks = Peaks(lambda: core)
+    peaks = PeaksOfCore(lambda: core)
     core.free(core.allocate(6 * MiB))
     peaks.restart()
     peaks.lap()
@@ -32,41 +36,16 @@ def test_what_the_program_sees_is_as_if_nobody_had_asked(core: Core) -> None:
 
 
 def test_before_the_first_request_nothing_is_in_use() -> None:
-    peaks = Peaks(lambda: None)
+    peaks = PeaksOfCore(lambda: None)
     assert (peaks.lap(), peaks.restart(), peaks.retries()) == (0, (0, 0), 0)
 
 
 def test_requests_for_which_idle_pages_went_back_are_retries(core: Core) -> None:
-    """One of the budget's size, where others lie idle in a part of it that cannot be joined to the rest."""
-    peaks = Peaks(lambda: core)
+    """Here pages that lie idle for one stream each, and another stream asks for all there are."""
+    peaks = PeaksOfCore(lambda: core)
     assert peaks.retries() == core.counts().retries == 0
-    low, high = core.allocate(32 * MiB, stream=1), core.allocate(32 * MiB, stream=2)
-    core.free(low)
-    core.free(high)
+    for block in [core.allocate(32 * MiB, stream=stream) for stream in (1, 2)]:
+        core.free(block)
     core.free(core.allocate(64 * MiB, stream=3))
     assert peaks.retries() == core.counts().retries == 1
     assert peaks.restart() == (64 * MiB, 1)
-
-
-def test_no_peak_is_lost_between_threads(core: Core) -> None:
-    """One that restarts while another is at a lap: each peak is told by the one or the other."""
-    peaks, told = Peaks(lambda: core), []
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        done = threading.Event()
-
-        def laps() -> None:
-            while not done.is_set():
-                peaks.lap()
-
-        thread = threading.Thread(target=laps)
-        thread.start()
-        for _ in range(500):
-            core.free(core.allocate(6 * MiB))
-            told.append(peaks.restart()[0])
-        done.set()
-        thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert told == [6 * MiB] * 500

@@ -47,7 +47,7 @@ def seen_by_the_program() -> int:
 
 
 def test_laps_tell_peaks_of_their_own_and_the_period_its_highest(allocator: Allocator) -> None:
-    of_device = peaks.Peaks(DEVICE)
+    of_device = peaks.PeaksOfPyTorch(DEVICE)
     of_device.restart()
     laps = []
     for up, down in ((5, 3), (9, 9), (1, 0)):
@@ -62,7 +62,7 @@ def test_laps_tell_peaks_of_their_own_and_the_period_its_highest(allocator: Allo
 def test_the_program_sees_the_peak_since_its_own_reset(allocator: Allocator) -> None:
     allocator.use(20)
     allocator.use(-20)
-    of_device = peaks.Peaks(DEVICE)
+    of_device = peaks.PeaksOfPyTorch(DEVICE)
     of_device.restart()
     allocator.use(7)
     of_device.lap()
@@ -80,7 +80,7 @@ def test_what_there_was_at_restarts_is_looked_through_when_somebody_asks(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps begin with a restart, while the device has nothing to do."""
-    of_device = peaks.Peaks(DEVICE)
+    of_device = peaks.PeaksOfPyTorch(DEVICE)
     with monkeypatch.context() as patched:
         patched.setattr(peaks, "_keep_peaks", lambda *_: pytest.fail("looked through"))
         for size, peak in ((5, 5), (9, 9), (2, 9)):
@@ -93,3 +93,14 @@ def test_what_there_was_at_restarts_is_looked_through_when_somebody_asks(
     assert of_device.restart() == (4, 3)
     peaks._reset()
     assert seen_by_the_program() == 4
+
+
+def test_what_nobody_asks_for_does_not_pile_up(allocator: Allocator) -> None:
+    """In a planned period there is no lap, and a program may never ask for its peaks."""
+    of_device = peaks.PeaksOfPyTorch(DEVICE)
+    allocator.use(20)
+    allocator.use(-20)
+    for _ in range(1000):
+        of_device.restart()
+        assert len(peaks._unread.get(0, [])) < peaks.MOST_UNREAD
+    assert seen_by_the_program() == 20
