@@ -33,8 +33,9 @@ WAYS: dict[str, tuple[Coefficients, ...]] = {
 """What the kernel takes, by what PyTorch's takes for ``approximate``; the first that gives its bits is used.
 
 With coefficients c, erfc(z) = 2^(z (c0 + c1 z + ... + c6 z^6)) for z >= 0. How far that may be off for bfloat16 to come
-out as PyTorch's are two bounds for each number, linear in c when the logarithm is taken: a linear program gave the c
-that are farthest from all of these, 41 units in the last place of float32.
+out as PyTorch's are two bounds for each number, linear in c when the logarithm is taken: of the first set, a linear
+program gave the c that are farthest from all of these, 41 units in the last place of float32. The second is fitted by
+least squares, weighed by what rounds away.
 """
 
 

@@ -117,8 +117,10 @@ def _fits(rows: Rows, length: int) -> bool:
     given = [tensor for tensor in rows if tensor is not None]
     return (
         x.dtype in DTYPES
-        and all(tensor.dtype is x.dtype for tensor in (weight, bias) if tensor is not None)
-        and all(tensor.dtype is torch.float32 for tensor in (mean, inverse) if tensor is not None)
+        and weight.dtype is x.dtype
+        and (bias is None or bias.dtype is x.dtype)
+        and (mean is None or mean.dtype is torch.float32)
+        and inverse.dtype is torch.float32
         and inverse.numel() * length == x.numel() > 0
         and all(tensor.is_contiguous() for tensor in given)
         and is_aligned(given, length)

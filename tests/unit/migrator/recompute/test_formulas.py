@@ -272,6 +272,24 @@ def test_on_a_gpu_layer_norm_takes_the_statistics_that_were_saved(
     assert calls == ([48] if affine and length == 48 else [])
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_rms_norm_takes_the_root_mean_square_that_was_saved(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rows, without a mean or a bias, where they are of a kind that the kernel knows. On a CPU no node keeps it."""
+    calls = []
+
+    def kernel(rows: fused_layer_norm.Rows, length: int) -> Tensor:
+        x, weight, *centre, inverse = rows
+        calls.append((length, centre))
+        return weight * (inverse * x)
+
+    monkeypatch.setattr(fused_layer_norm, "_exact", lambda *_, centred: known and not centred)
+    monkeypatch.setattr(fused_layer_norm, "_at_once", kernel)
+    x, weight = torch.randn(4, 5, 48), torch.rand(48)
+    made, inverse = torch._fused_rms_norm(x, [48], weight, 1e-3)
+    torch.testing.assert_close(fused_layer_norm.rms_norm(x, weight, inverse, [48], 1e-3), made)
+    assert calls == ([(48, [None, None])] if known else [])
+
+
 def normalised(x: Tensor) -> Tensor:
     return F.batch_norm(x, torch.zeros(8), torch.ones(8), WEIGHT, BIAS, True)
 
