@@ -121,7 +121,7 @@ class Standby:
 
     def forget(self) -> None:
         """What it all was made for is not so any more."""
-        self._aside = None
+        self._drop_aside()
         self.outdated()
 
     def outdated(self) -> None:
@@ -146,8 +146,18 @@ class Standby:
         aside = self._aside
         if aside is None or aside.feedback.given != links:
             return None
+        if correction < aside.feedback.correction:
+            self._drop_aside()
+            return None
         self._aside = None
-        return aside if correction >= aside.feedback.correction else None
+        return aside
+
+    def _drop_aside(self) -> None:
+        """What was set aside does not come back, nor is anything of use that is made ahead for it alone."""
+        aside, self._aside = self._aside, None
+        for ahead in () if aside is None else aside.ahead:
+            if ahead not in self._ahead:
+                give_up(ahead.made)
 
     def restore(self, aside: SetAside) -> None:
         """What had been made ahead is good again, as those plans are carried out again that were set aside."""

@@ -79,6 +79,20 @@ def test_who_makes_plans_ahead_is_told_to_end_once_they_are_outdated() -> None:
     assert ahead.given_up
 
 
+@pytest.mark.parametrize("how", ["less fits by now", "it is all forgotten"])
+def test_who_makes_plans_for_what_does_not_come_back_is_told_to_end(how: str) -> None:
+    standby, feedback = Standby(), Feedback(GiB, PCIE_GEN5)
+    ahead = Beside[tuple[Made, ...]]()
+    standby.add(ahead, PCIE_GEN5, BUSY)
+    standby.set_aside((), (), feedback)
+    standby.outdated()
+    if how == "less fits by now":
+        assert standby.take_back(PCIE_GEN5, feedback.correction - 1) is None
+    else:
+        standby.forget()
+    assert ahead.given_up and not standby.has_aside
+
+
 def test_when_others_need_the_bus_they_are_carried_out_at_once_and_again_the_next_time() -> None:
     learner, later = standing_by()
     alone = learner.plans
