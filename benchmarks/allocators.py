@@ -28,36 +28,17 @@ program, to lay out its memory, and to try plans.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
-import os
-import subprocess
-import sys
-import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from allocator.sizes import GiB
 from benchmarks.alternate import Ratio, median_ratio, sm_clock
-from benchmarks.kernels import Span, recorded
+from benchmarks.turns import VARIANTS, Worker, environment, learning, moves
 
-if TYPE_CHECKING:
-    from benchmarks.workloads import Workload
-
-VARIANTS = {
-    "plain": {},
-    "expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-    "pages": {"TIERS_ALLOCATOR": "pages", "TIERS_POLICY": "keep"},
-}
-KERNELS = "kernels"  # what a worker is asked for beside steps
-WARMUP = 8
-SETTLING = 64  # the same where plans are made, and compete
 FASTEST = 0.05  # of the steps: where others use the host's cores, the GPU waits in most of them
-STUCK = 300  # seconds without a step
 LIMITS = {"changing_gpt": 1.03}  # of reserved / live
 LIMIT = 1.01
 MOVING = 1.03  # with migration
@@ -86,103 +67,6 @@ class Row:
     shares: list[float]
 
 
-def moves(variant: str) -> bool:
-    """Whether the variant's policy moves anything."""
-    return ":" in variant.partition("#")[0]
-
-
-def environment(variant: str, hbm: str | None) -> dict[str, str]:
-    """What makes a process the variant: ``NAME[:POLICY][#ANY]``; policies have `hbm` as their budget."""
-    name, _, policy = variant.partition("#")[0].partition(":")
-    if not policy:
-        return VARIANTS[name]
-    return {**VARIANTS[name], "TIERS_POLICY": policy, **({"TIERS_HBM": hbm} if hbm else {})}
-
-
-class Worker:
-    """A variant's process, which trains one step when asked."""
-
-    def __init__(
-        self, workload: str, device: str, tiny: bool, environ: dict[str, str], share: float | None = None
-    ) -> None:
-        command = [sys.executable, "-m", "benchmarks.allocators", "--worker", workload, "--device", device]
-        if tiny:
-            command.append("--tiny")
-        if share is not None:
-            command += ["--compiled", str(share)]
-        started = time.perf_counter()
-        self._process = subprocess.Popen(
-            command, env={**os.environ, **environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.first = self.step()
-        self.startup = time.perf_counter() - started
-
-    def step(self) -> dict[str, float]:
-        """Train one step; what the process measured."""
-        measured: dict[str, float] = self._ask("step")
-        return measured
-
-    def kernels(self) -> list[Span]:
-        """Train one step; its kernels, or without a GPU its operations."""
-        return [(name, start, end) for name, start, end in self._ask(KERNELS)[KERNELS]]
-
-    def _ask(self, command: str) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{command}\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the worker ended with code {self._process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
-
-
-def work(
-    workload: str, device: str, *, tiny: bool, commands: IO[str], answers: IO[str], share: float | None = None
-) -> None:
-    """Be a worker: a step for every line of `commands`, with its kernels where these are asked for."""
-    from benchmarks import workloads
-    from benchmarks.fractions.methods import compiled
-
-    arguments = {"tiny": True} if tiny else {}
-    job = getattr(workloads, workload)(device, **arguments)
-    with ExitStack() as stack:
-        _train(job if share is None else compiled(job, share, stack), device == "cuda", commands, answers)
-
-
-def _train(job: Workload, cuda: bool, commands: IO[str], answers: IO[str]) -> None:
-    import torch
-
-    for command in commands:
-        # One that hangs says where, and ends: else whoever waits for what it prints waits for ever.
-        faulthandler.dump_traceback_later(STUCK, exit=True)
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        asked = command.strip() == KERNELS
-        with recorded(asked, cuda=cuda) as kernels:
-            start = time.perf_counter()
-            loss = job.step()
-            queued = time.perf_counter() - start
-            loss.item()
-            if cuda:
-                torch.cuda.synchronize()
-        answer: dict[str, Any] = {
-            "step": time.perf_counter() - start,
-            "queued": queued,
-            "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
-            "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
-        }
-        if asked:
-            answer[KERNELS] = kernels
-        print(json.dumps(answer), file=answers, flush=True)
-        faulthandler.cancel_dump_traceback_later()  # to wait for the next command is not to hang
-
-
 def compare(
     workload: str,
     variants: list[str],
@@ -209,7 +93,7 @@ def compare(
                 startups[name] = workers[name].startup
                 seen[name] = [workers[name].first]
             for name in together:
-                seen[name] += [workers[name].step() for _ in range(SETTLING if moves(name) else WARMUP)]
+                seen[name] += [workers[name].step() for _ in range(learning(name))]
             for k in range(rounds):
                 turn = k % len(together)
                 for name in together[turn:] + together[:turn]:
@@ -308,18 +192,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--apart", action="store_true", help="one variant after the other: their times do not compare")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", metavar="WORKLOAD", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.compiled is not None and not 0 <= arguments.compiled <= 1:
         parser.error("--compiled takes a share, from 0 to 1")
     if arguments.starts < 1:
         parser.error("--starts takes a number from 1 on")
-    if arguments.worker:
-        answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # whatever a library prints must not get between the answers
-        how = {"tiny": arguments.tiny, "share": arguments.compiled}
-        work(arguments.worker, arguments.device, **how, commands=sys.stdin, answers=answers)
-        return
     rows = []
     variants = arguments.variants.split(",")
     for workload in arguments.workload.split(","):

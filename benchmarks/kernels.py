@@ -3,7 +3,7 @@
 ``python -m benchmarks.kernels --workload reference_gpt --hbm 29.15GiB``
 ``python -m benchmarks.kernels --workload resnet152 --variants expandable,expandable#2``
 
-The variants are those of `benchmarks.allocators`, a process each: the GPU must hold both. Steps of the rounds tell what
+The variants are those of `benchmarks.turns`, a process each: the GPU must hold both. Steps of the rounds tell what
 each takes; profiled ones, which take longer, where that goes: the kernels by name, and what lies between kernels, where
 the GPU starts the next, or waits for the host. It does among the first of a step, which begins with nothing queued.
 """
@@ -13,14 +13,11 @@ from __future__ import annotations
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
 
 from benchmarks.alternate import median_ratio, sm_clock
-
-Span = tuple[str, float, float]
-"""A kernel, and when it began and ended, in microseconds."""
+from benchmarks.turns import Span, Worker, environment, learning
 
 Steps = Sequence[Sequence[Span]]
 """The kernels of some steps, in order."""
@@ -28,29 +25,6 @@ Steps = Sequence[Sequence[Span]]
 COPY = "Memcpy"  # lanes do that beside kernels
 FIRST = 8  # kernels, until when the host may be behind the GPU
 SHOWN = 12
-
-
-@contextmanager
-def recorded(on: bool, *, cuda: bool) -> Iterator[list[Span]]:
-    """Record the kernels that run inside, if `on`; without a GPU the operations."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    spans: list[Span] = []
-    if not on:
-        yield spans
-        return
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as record:
-        yield spans
-        if cuda:
-            torch.cuda.synchronize()
-    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    found = (event for event in record.events() or [] if event.device_type == wanted)
-    spans += sorted(((event.name, event.time_range.start, event.time_range.end) for event in found), key=_begin)
-
-
-def _begin(span: Span) -> float:
-    return span[1]
 
 
 def by_name(steps: Steps) -> dict[str, tuple[int, float]]:
@@ -102,11 +76,9 @@ def _short(name: str) -> str:
 
 def main() -> None:
     """Run from the command line."""
-    from benchmarks.allocators import SETTLING, WARMUP, Worker, environment, moves
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="reference_gpt", help="one of benchmarks/workloads.py")
-    parser.add_argument("--variants", default="expandable,pages:auto", help="two; see benchmarks/allocators.py")
+    parser.add_argument("--variants", default="expandable,pages:auto", help="two; see benchmarks/turns.py")
     parser.add_argument("--hbm", help="the budget of variants that move, such as 29.15GiB")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--profiled", type=int, default=7, help="steps of each variant")
@@ -123,7 +95,7 @@ def main() -> None:
         for name in names:
             workers[name] = Worker(options.workload, options.device, options.tiny, environment(name, options.hbm))
         for name in names:
-            for _ in range(SETTLING if moves(name) else WARMUP):
+            for _ in range(learning(name)):
                 workers[name].step()
         for k in range(options.rounds + options.profiled):
             for name in names[:: 1 if k % 2 else -1]:

@@ -9,7 +9,8 @@ from io import StringIO
 import pytest
 from torch._dynamo.utils import counters
 
-from benchmarks.allocators import WARMUP, by_start, compare, environment, moves, reserved_to_live, table, work
+from benchmarks.allocators import by_start, compare, reserved_to_live, table
+from benchmarks.turns import WARMUP, environment, moves, work
 
 
 def test_two_processes_take_turns_and_are_compared() -> None:

@@ -8,8 +8,8 @@ from io import StringIO
 import pytest
 
 from benchmarks import kernels
-from benchmarks.allocators import work
-from benchmarks.kernels import Span, between, by_name, table
+from benchmarks.kernels import between, by_name, table
+from benchmarks.turns import Span, work
 
 PLAIN: list[Span] = [("gemm", 0, 10), ("gelu", 12, 15), ("gemm", 16, 26)]
 AUTO: list[Span] = [("gemm", 0, 10), ("Memcpy DtoH", 5, 30), ("gelu", 13, 16), ("gelu", 18, 22), ("gemm", 24, 35)]
