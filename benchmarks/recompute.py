@@ -65,8 +65,8 @@ def found_by_operation(step: Callable[[], torch.Tensor], arguments: dict[str, st
         for _ in range(8):  # some are recorded
             step()
         patience = time.monotonic() + PLANNING  # what was recorded tells without a plan, too
-        while plans(session).coming and time.monotonic() < patience:  # they are made beside the program
-            step()
+        while plans(session).coming and time.monotonic() < patience:  # beside the program, which would be in the way
+            time.sleep(0.02)
         step()
         saver = session.runtime.saver()
         assert saver is not None
