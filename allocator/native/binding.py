@@ -15,10 +15,10 @@ LIBRARY = Path(__file__).with_name("libtiers_core.so")
 U64, P64 = ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)
 
 HBM, DRAM = 0, 1
-PARTS, PERIODS = 0, 1  # that laps are of
+PARTS, PERIODS = 0, 1
 FREE, USED, HELD = 1, 2, 3
 STATE = 1
-"""Tiers, kinds of blocks, and the class of what lives as long as the program: the enumerations of `core.h`."""
+"""Tiers, laps, kinds of blocks, and the class of what lives as long as the program: the enumerations of `core.h`."""
 
 REQUEST = np.dtype([("bytes", "u8"), ("stream", "u8"), ("birth", "i8"), ("death", "i8"), ("class", "i8")])
 """One request of a period's log: rounded bytes, the events of its birth and death (-1: alive), and its class."""

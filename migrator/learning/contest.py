@@ -9,8 +9,9 @@ The rival has to win clearly, and against two rounds of the holder's: hosts that
 within seconds. And cards that get warm slow down, by 1 to 2% in the first ten seconds, less and less, so that whoever
 comes last seems slower: where the holder's rounds tell of that, and the rival loses by little, it is held against the
 holder's rounds before and after its own. A card at its power limit makes laps longer and shorter, by 0.7%: there their
-median tells what they take. By the shortest ones, which tell it where others use the host, a plan won against itself in
-6 of 100 contests, and one that was 1% faster in 30; by medians in none, and in 74 (laps of a GPT on H100s).
+median tells what they take. By the shortest ones, which tell it where others use the host, a plan that was 1% faster
+won 30 of 100 contests, and by medians 74 (54 contests out of laps of a GPT on H100s). With noise alone, and no card
+that gets warm, one that is 0.5% slower wins 1 in 100, and one that is as fast 16, which costs nothing.
 
 All rounds are of the same number of periods, none of them right after a change of plans, nor while the rival is made,
 which takes processors. Pure: who has plans made and carried out is for the caller to say.
