@@ -32,7 +32,7 @@ from migrator.hooks.saver import Saver
 from migrator.lanes.host import HostCompute
 from migrator.learning.made import Made
 from migrator.plan import NoPlanFits, Plan
-from migrator.runtime import entry
+from migrator.runtime import entry, log_softmax
 from migrator.runtime.advice import Advice
 from migrator.runtime.devices import Devices, has_tiers, name_of
 from migrator.runtime.models import BudgetTooSmall, Models
@@ -97,6 +97,7 @@ class Runtime:
         self.closed = True
         self._allowance.close()
         entry.uninstall()
+        log_softmax.uninstall()
         if self._thread.saver is not None:
             self._thread.saver.end_period()
         for saver in self._all_savers():
@@ -162,6 +163,7 @@ class Runtime:
                     self._tensors = self.options.tensors()
                 except TiersError as error:
                     self._refuse(error)
+        log_softmax.install()  # before the hooks are on: it looks at gradients of its own
         saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance, self._tensors)
         saver.push()
         self._thread.saver = saver
