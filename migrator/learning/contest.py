@@ -11,10 +11,12 @@ comes last seems slower: where the holder's rounds tell of that, and the rival l
 holder's rounds before and after its own. A card at its power limit makes laps longer and shorter, by 0.7%: there their
 median tells what they take. By the shortest ones, which tell it where others use the host, a plan that was 1% faster
 won 30 of 100 contests, and by medians 74 (54 contests out of laps of a GPT on H100s). With noise alone, and no card
-that gets warm, one that is 0.5% slower wins 1 in 100, and one that is as fast 16, which costs nothing.
+that gets warm, one that is 0.5% slower wins 1 in 100, and one that is as fast 16, which costs nothing. And it rings: the
+periods in which plans change are half idle, after which laps are up to 6% shorter and longer by turns, for about ten. So
+a round waits for laps that are alike, as long as another round at most.
 
-All rounds are of the same number of periods, none of them right after a change of plans, nor while the rival is made,
-which takes processors. Pure: who has plans made and carried out is for the caller to say.
+No round is right after a change of plans, nor while the rival is made, which takes processors. Pure: who has plans made
+and carried out is for the caller to say.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 
-LAPS = 9  # of a round
+LAPS = 9  # of a round: its last ones
+MOST = 2 * LAPS  # after which it is over, alike or not
 ENDS = 2  # of these, as many of the shortest and of the longest may be anything
 STEADY = 0.02  # of a lap: by no more the others differ where the median counts
 BEST = 3  # where they do, the shortest count: the host makes some longer, and nothing makes one shorter
@@ -62,11 +65,13 @@ class Round:
         self.periods = 0
         self.seconds: deque[float] = deque(maxlen=LAPS)
         self._settling = SETTLING
+        self._laps = 0
 
     @property
     def is_over(self) -> bool:
         """Whether it can be compared with another."""
-        return len(self.seconds) == LAPS
+        late = self._laps >= MOST or self.periods >= PATIENCE
+        return len(self.seconds) == LAPS and (late or _alike(sorted(self.seconds)))
 
     @property
     def failed(self) -> bool:
@@ -82,11 +87,12 @@ class Round:
             self._settling -= 1
         else:
             self.seconds.append(lap.seconds)
+            self._laps += 1
 
     def disturbed(self) -> None:
         """What came so far, and what comes right now, tells nothing."""
         self.seconds.clear()
-        self._settling = SETTLING
+        self._settling, self._laps = SETTLING, 0
 
 
 class _Close(NamedTuple):
@@ -328,11 +334,16 @@ def periods_of(*rounds: Sequence[float]) -> list[float] | None:
     each = [sorted(laps) for laps in rounds]
     if min(map(len, each)) < BEST:
         return None
-    if all(len(laps) > 2 * ENDS and laps[-1 - ENDS] <= laps[ENDS] * (1 + STEADY) for laps in each):
+    if all(map(_alike, each)):
         return [median(laps) for laps in each]
     if all(laps[BEST - 1] <= laps[0] * (1 + ALIKE) for laps in each):
         return [median(laps[:BEST]) for laps in each]
     return None
+
+
+def _alike(laps: Sequence[float]) -> bool:
+    """Whether these, from short to long, are such that their median tells."""
+    return len(laps) > 2 * ENDS and laps[-1 - ENDS] <= laps[ENDS] * (1 + STEADY)
 
 
 def _does(plan: Plan) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from migrator.learning.contest import (
     BEST,
     LAPS,
     MARGIN,
+    MOST,
     PATIENCE,
     SPARE,
     STEADY,
@@ -114,6 +115,28 @@ def test_laps_right_after_a_change_of_plans_do_not_count() -> None:
     assert laps.is_over
     laps.disturbed()
     assert not laps.seconds
+
+
+def periods_of_round(laps: Sequence[float | None]) -> int:
+    """After how many a round is over."""
+    now = Round()
+    for k, seconds in enumerate(laps, 1):
+        now.period_over(None if seconds is None else Lap(seconds, {}))
+        if now.is_over:
+            return k
+    raise AssertionError("it is not")
+
+
+def test_a_round_lasts_until_laps_are_alike() -> None:
+    """A card at its power limit rings after a change of plans: the laps of a GPT on an H100, in milliseconds."""
+    ringing = [267, 266, 291, 269, 270, 281, 276, 267, 273, 279, 272, 271]
+    assert periods_of_round([*ringing, *[273] * MOST]) == len(ringing) + 1
+    assert periods_of_round([273] * MOST) == SETTLING + LAPS
+
+
+def test_a_round_of_laps_that_never_are_alike_is_over_all_the_same() -> None:
+    assert periods_of_round([1.0, 1.1, 1.2] * MOST) == SETTLING + MOST
+    assert periods_of_round([1.0, None, 1.1, 1.2] * MOST) == PATIENCE
 
 
 def test_a_flush_while_groups_come_back_in_another_order_costs_a_rival_nothing() -> None:
