@@ -11,9 +11,9 @@ comes last seems slower: where the holder's rounds tell of that, and the rival l
 holder's rounds before and after its own. A card at its power limit makes laps longer and shorter, by 0.7%: there their
 median tells what they take. By the shortest ones, which tell it where others use the host, a plan that was 1% faster
 won 30 of 100 contests, and by medians 74 (54 contests out of laps of a GPT on H100s). With noise alone, and no card
-that gets warm, one that is 0.5% slower wins 1 in 100, and one that is as fast 16, which costs nothing. And it rings: the
-periods in which plans change are half idle, after which laps are up to 6% shorter and longer by turns, for about ten. So
-a round waits for laps that are alike, as long as another round at most.
+that gets warm, one that is 0.5% slower wins 1 in 100, and one that is as fast 16, which costs nothing. And it rings:
+the periods in which plans change are half idle, after which laps are up to 6% shorter and longer by turns, for about
+ten. So a round waits for laps that are alike, for as long as another round at most.
 
 No round is right after a change of plans, nor while the rival is made, which takes processors. Pure: who has plans made
 and carried out is for the caller to say.
