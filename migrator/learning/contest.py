@@ -50,7 +50,7 @@ ALIKE = 0.01  # of a lap: if these differ by more, they tell nothing; nor do rou
 MARGIN = 0.002  # of a lap: by how much the rival has to be shorter
 WORTH = 0.004  # of the step: what a rival has to promise, as to try it costs some periods
 SPARE = 0.01  # of the budget, for the rival: its peak is predicted, and that of the holder was corrected
-PATIENCE = 24  # periods in which a round has to be over: without a GPU there are no laps
+PATIENCE = 36  # periods in which a round has to be over: without a GPU there are no laps
 MAKING = 4096  # periods in which a rival has to be made
 TRIES = 3  # races that may be broken off
 

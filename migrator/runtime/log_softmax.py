@@ -8,7 +8,8 @@ by number: with one memory for both they make the same bits.
 They are PyTorch's own, called with their output given. What may be written over is told by counting references, as
 PyTorch does where it adds up gradients in place. Who else has a gradient, its memory, or one of Python's objects for
 these (a hook, another node that is still to run, a view, `torch.func`) raises one of four counts above what they are
-of a gradient that nobody has; and what that is, is seen once in each process.
+of a gradient that nobody has. What that is, is seen once in each process, when a backward first asks, with gradients of
+a few bytes: on the host and in a thread of its own, where nothing of the program's is on, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,55 +29,78 @@ from allocator.sizes import MiB
 NAME = "_log_softmax_backward_data"
 NODE = "LogSoftmaxBackward0"
 LEAST = MiB  # bytes of a gradient for which it is worth the microseconds of looking
+HALF_TO_FLOAT = (torch.float32, torch.float16)  # of a gradient and an input: what is made has the input's type
+TRIES = 3  # to see what counts are; each may come at a time at which nothing can be seen
 
 Counts = tuple[int, ...]
-Kernel = Callable[[Tensor, Tensor, int, torch.dtype], Tensor]
 
-_into: Any = torch.ops.aten._log_softmax_backward_data.out
-_registered: Any = None
-_guard = threading.Lock()
+_operation: Any = torch.ops.aten._log_softmax_backward_data
+_registered: dict[str, Any] = {}  # by dispatch key; for good, as other threads may be calling it
+_kind = ""  # of the devices on which it is on
+_free: Counts | None = None  # the counts of a gradient that nobody else has
+_tries = 0
+
+
+class _OfThread(threading.local):
+    seen: list[Counts] | None = None  # while it looks at gradients of its own
+
+
+_present = _OfThread()
 
 
 def install() -> None:
-    """Have backward do so on the devices whose tensors move; no more than once, and only where it is to train."""
-    global _registered
+    """Have backward do so on the devices whose tensors move. Only where it is to train, and as often as one likes."""
+    global _kind
     cuda = torch.cuda.is_initialized()
-    if not cuda and torch.cuda.is_available():
-        return  # it trains on the host, which has no tiers
-    with _guard:
-        if _registered is None and torch._C._len_torch_dispatch_stack() == 0 and _free() is not None:
-            _registered = _register(_backward, "CUDA" if cuda else "CPU")
+    if cuda or not torch.cuda.is_available():  # else it trains on the host, which has no tiers
+        _register("CPU")
+        if cuda:
+            _register("CUDA")
+        _kind = "cuda" if cuda else "cpu"
 
 
 def uninstall() -> None:
     """Undo `install`."""
-    global _registered
-    with _guard:
-        if _registered is not None:
-            _registered._destroy()
-            _registered = None
+    global _kind
+    _kind = ""
 
 
-def _register(kernel: Kernel, key: str) -> Any:
-    library = torch.library.Library("aten", "IMPL")
+def _register(key: str) -> None:
+    others = getattr(torch.library, "_impls", ())
+    if key in _registered or f"aten/{NAME}/{key}" in others:  # who has put a kernel there wants it to run
+        return
+    library = _registered[key] = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():  # of taking the place of another
         warnings.simplefilter("ignore")
-        library.impl(NAME, kernel, key)
-    return library
+        library.impl(NAME, _backward, key)
 
 
 def _backward(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    over = grad.nbytes >= LEAST and _belongs(grad, dtype) and _counts(grad) == _free()
-    made: Tensor = _into(grad, output, dim, dtype, out=grad if over else _new(grad, dtype))
+    with torch._C.DisableTorchFunction():  # autograd's own kernel calls none
+        if _may_write_over(grad, dtype):
+            # Another tensor: neither attributes of one, nor its history, nor weak references to it are the other's.
+            made = torch.empty(0, dtype=grad.dtype, device=grad.device)
+            made.set_(grad.untyped_storage(), 0, grad.shape, grad.stride())
+        else:
+            kind = dtype if (grad.dtype, dtype) == HALF_TO_FLOAT else grad.dtype
+            made = torch.empty(grad.shape, dtype=kind, device=grad.device)
+        _operation.out(grad, output, dim, dtype, out=made)
     return made
 
 
-def _new(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(grad.shape, dtype=dtype, device=grad.device)
+def _may_write_over(grad: Tensor, dtype: torch.dtype) -> bool:
+    """Whether nobody has the gradient any more."""
+    if _present.seen is not None:
+        _present.seen.append(_counts(grad))
+        return False
+    if grad.device.type != _kind or grad.nbytes < LEAST or not _belongs(grad, dtype):
+        return False
+    free = _free_counts()
+    return free is not None and _counts(grad) == free
 
 
 def _belongs(grad: Tensor, dtype: torch.dtype) -> bool:
-    """Whether this is autograd's own call, with nothing to differentiate later, and all of the memory is PyTorch's."""
+    """Whether this is autograd's own call, with nothing to differentiate later, and all of the memory PyTorch's."""
     node: Any = torch._C._current_autograd_node()
     storage: Any = grad.untyped_storage()
     return (
@@ -84,9 +108,11 @@ def _belongs(grad: Tensor, dtype: torch.dtype) -> bool:
         and node.name() == NODE
         and not torch.is_grad_enabled()
         and grad.dtype is dtype
-        and grad.is_contiguous()
+        and grad.stride() == torch.empty(grad.shape, device="meta").stride()
         and storage.nbytes() == grad.nbytes
         and storage.resizable()  # else of another library, which may have it still
+        and (grad.is_cuda or not storage.is_shared())  # with another process
+        and weakref.getweakrefcount(storage) == 0
     )
 
 
@@ -97,33 +123,38 @@ def _counts(grad: Tensor) -> Counts:
     return grad._use_count(), sys.getrefcount(grad), uses, sys.getrefcount(storage)  # type: ignore[attr-defined]
 
 
-@cache
-def _free() -> Counts | None:
-    """Counts of a gradient that nobody else has; None if this PyTorch does not let others be seen by them."""
-    seen: list[Counts] = []
+def _free_counts() -> Counts | None:
+    """Counts of a gradient that nobody else has; None if it could not be seen what they are."""
+    global _free, _tries
+    if _free is None and _tries < TRIES:
+        _tries += 1
+        looking = threading.Thread(target=_look, name="tiers-counts")
+        looking.start()
+        looking.join()
+    return _free
 
-    def look(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        seen.append(_counts(grad))
-        made: Tensor = _into(grad, output, dim, dtype, out=_new(grad, dtype))
-        return made
 
+def _look() -> None:
+    """See what the counts are in backwards of this thread, and whether they tell who else has a gradient."""
+    global _free
+    if sys.gettrace() is not None or sys.getprofile() is not None:  # which may have references of their own
+        return
     held: list[object] = []
-    hooks: tuple[Callable[[Tensor], None] | None, ...] = (
-        None,
+    hooks: tuple[Callable[[Tensor], None], ...] = (
+        lambda grad: None,
         held.append,
         lambda grad: held.append(grad.detach()),
         lambda grad: held.append(grad.untyped_storage()),
     )
-    library = _register(look, "CPU")
+    seen = _present.seen = []
     try:
         for hook in hooks:
-            made = torch.log_softmax(torch.zeros(1, 2, dtype=torch.float32, device="cpu", requires_grad=True), 1)
-            if hook is not None:
-                made.register_hook(hook)
+            x = torch.zeros(1, 2, dtype=torch.float32, device="cpu", requires_grad=True)
+            made = torch.log_softmax(x, 1)
+            made.register_hook(hook)
             (2 * made).sum().backward()
-    except AttributeError:  # the counts are no part of what PyTorch promises
-        return None
-    finally:
-        library._destroy()
+    except (AttributeError, RuntimeError):  # the counts are no part of what PyTorch promises
+        return
     free, *others = seen
-    return None if free in others else free
+    if len(others) == len(hooks) - 1 and free not in others:
+        _free = free

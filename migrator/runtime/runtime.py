@@ -115,6 +115,7 @@ class Runtime:
         """In the child of a fork: the engine's threads, streams and files belong to the parent."""
         self.armed = False
         self._allowance.close()
+        log_softmax.uninstall()
         if self._thread.saver is not None:
             self._thread.saver.pop()
             self._thread.saver = None
@@ -163,7 +164,7 @@ class Runtime:
                     self._tensors = self.options.tensors()
                 except TiersError as error:
                     self._refuse(error)
-        log_softmax.install()  # before the hooks are on: it looks at gradients of its own
+        log_softmax.install()
         saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance, self._tensors)
         saver.push()
         self._thread.saver = saver

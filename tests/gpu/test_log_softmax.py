@@ -52,6 +52,17 @@ def test_bits_are_the_same(device: torch.device, shape: tuple[int, ...], dtype: 
     assert torch.equal(x.grad, plain)
 
 
+def test_input_of_another_type_has_a_gradient_of_its_own(device: torch.device) -> None:
+    """PyTorch casts and normalises in one kernel there."""
+    log_softmax.install()
+    x = torch.randn(2048, 4096, device=device, dtype=torch.float16, requires_grad=True)
+    out = F.log_softmax(x, 1, dtype=torch.float32)
+    F.nll_loss(out, torch.zeros(2048, dtype=torch.long, device=device)).backward()
+    assert x.grad is not None
+    assert x.grad.dtype is torch.float16
+    assert x.grad.untyped_storage().nbytes() == x.grad.nbytes
+
+
 def test_takes_one_gradient_less(device: torch.device) -> None:
     x = torch.randn(2048, 32_768, device=device, requires_grad=True)
     targets = torch.randint(32_768, (2048,), device=device)

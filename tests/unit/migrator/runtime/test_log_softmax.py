@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, multiprocessing, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import tiers
 from migrator.runtime import log_softmax
 
 ROWS, CLASSES = 256, 1024  # 1 MiB
@@ -211,6 +214,11 @@ def _node_hooks() -> list[Tensor]:
     return [x.grad, *kept]  # type: ignore[list-item]
 
 
+def _unwrapped(tensor: Tensor) -> Tensor:
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    return functorch.get_unwrapped(tensor) if functorch.is_functorch_wrapped_tensor(tensor) else tensor
+
+
 def _functional() -> list[Tensor]:
     kept: list[Tensor] = []
 
@@ -220,7 +228,8 @@ def _functional() -> list[Tensor]:
         return F.nll_loss(out, TARGETS)
 
     with torch.no_grad():
-        return [torch.func.grad(loss)(logits().detach())]
+        made = torch.func.grad(loss)(logits().detach())
+    return [made, *map(_unwrapped, kept)]
 
 
 def _batched() -> list[Tensor]:
@@ -300,6 +309,110 @@ def _called_by_hand() -> list[Tensor]:
     return [x.grad, *kept]  # type: ignore[list-item]
 
 
+def _differentiable_gradient() -> list[Tensor]:
+    out, w = F.log_softmax(x := logits(), 1), torch.ones(ROWS, CLASSES, requires_grad=True)
+
+    def weigh(grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return grad * w
+
+    out.register_hook(weigh)
+    (grad,) = torch.autograd.grad(F.nll_loss(out, TARGETS), x)
+    ((grad * x).sum() + 0 * w.sum()).backward()
+    return [x.grad, w.grad]  # type: ignore[list-item]
+
+
+def _inference_gradient() -> list[Tensor]:
+    class Foreign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            with torch.inference_mode():
+                return grads[0] * 2
+
+    mid = (x := logits()) * 1
+    mid.register_hook(lambda grad: grad.mul_(2))
+    F.nll_loss(Foreign.apply(F.log_softmax(mid, 1)), TARGETS).backward()
+    return [x.grad]  # type: ignore[list-item]
+
+
+class _Marked(torch.Tensor):
+    """Nothing may be done with it in Python."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(func)
+
+
+def _marked() -> list[Tensor]:
+    found: list[bool] = []
+    mid = (x := logits()) * 1
+    out = F.log_softmax(mid, 1)
+    out.register_hook(lambda grad: setattr(grad, "mark", 5))
+    mid.register_hook(lambda grad: found.append(hasattr(grad, "mark")))
+    F.nll_loss(out, TARGETS).backward()
+    return [x.grad, torch.tensor(found)]  # type: ignore[list-item]
+
+
+def _of_another_class() -> list[Tensor]:
+    found: list[bool] = []
+    mid = (x := logits()) * 1
+    out = F.log_softmax(mid, 1)
+    out.register_hook(lambda grad: grad.as_subclass(_Marked))
+    mid.register_hook(lambda grad: found.append(type(grad) is Tensor))
+    F.nll_loss(out, TARGETS).backward()
+    return [x.grad, torch.tensor(found)]  # type: ignore[list-item]
+
+
+def _half_of_a_tensor() -> list[Tensor]:
+    out = F.log_softmax(x := logits(), 1)
+    out.register_hook(lambda grad: torch.cat([grad, grad])[ROWS:])
+    F.nll_loss(out, TARGETS).backward()
+    assert x.grad is not None
+    return [x.grad, torch.tensor(x.grad.untyped_storage().nbytes())]
+
+
+def _weakly_held() -> list[Tensor]:
+    refs: list[Any] = []
+    out = F.log_softmax(x := logits(), 1)
+    out.register_hook(lambda grad: refs.append(weakref.ref(grad)))
+    out.register_hook(lambda grad: refs.append(weakref.ref(grad.untyped_storage())))
+    F.nll_loss(out, TARGETS).backward()
+    return [x.grad, torch.tensor([ref() is None for ref in refs])]  # type: ignore[list-item]
+
+
+def _strides() -> list[Tensor]:
+    found: list[tuple[int, ...]] = []
+    mid = logits(ROWS, CLASSES, 1, 1) * 1
+    mid.register_hook(lambda grad: found.append(grad.stride()))
+    out = F.log_softmax(mid, 1)
+    (out * torch.ones_like(out).to(memory_format=torch.channels_last)).sum().backward()
+    return [torch.tensor(found)]
+
+
+def _of_two_processes() -> list[Tensor]:
+    shared: list[Tensor] = []
+
+    def share(grad: Tensor) -> None:
+        grad.share_memory_()
+        name, size = grad.untyped_storage()._share_filename_cpu_()[1:]  # what another process opens it by
+        again = torch.UntypedStorage._new_shared_filename_cpu(b"", name, size)
+        shared.append(torch.empty(0).set_(again, 0, grad.shape))  # type: ignore[arg-type]
+
+    sharing = multiprocessing.get_sharing_strategy()
+    multiprocessing.set_sharing_strategy("file_system")
+    try:
+        out = F.log_softmax(x := logits(), 1)
+        out.register_hook(share)
+        F.nll_loss(out, TARGETS).backward()
+    finally:
+        multiprocessing.set_sharing_strategy(sharing)
+    return [x.grad, *shared]  # type: ignore[list-item]
+
+
 def _checkpointed() -> list[Tensor]:
     checkpoint(lambda x: F.cross_entropy(x, TARGETS), x := logits(), use_reentrant=True).backward()
     checkpoint(lambda x: F.cross_entropy(x, TARGETS), x, use_reentrant=False).backward()
@@ -331,6 +444,14 @@ PROGRAMS = {
     "watched by a mode": _watched,
     "a subclass": _wrapped,
     "called by hand": _called_by_hand,
+    "a gradient to be differentiated": _differentiable_gradient,
+    "a gradient made in inference mode": _inference_gradient,
+    "a gradient with attributes": _marked,
+    "a gradient of another class": _of_another_class,
+    "half of a tensor": _half_of_a_tensor,
+    "held weakly": _weakly_held,
+    "strides of one": _strides,
+    "of two processes": _of_two_processes,
     "checkpointed": _checkpointed,
     "anomaly mode": _anomaly,
 }
@@ -346,19 +467,90 @@ def _not_there(storage: int) -> int:
     raise AttributeError
 
 
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process in which nobody has looked what counts are."""
+    monkeypatch.setattr(log_softmax, "_free", None)
+    monkeypatch.setattr(log_softmax, "_tries", 0)
+
+
+@pytest.mark.usefixtures("unseen", "installed")
 @pytest.mark.parametrize("uses", [_not_there, lambda storage: 1])
 def test_pytorch_that_does_not_tell_counts_is_left_alone(
     uses: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log_softmax._free.cache_clear()
     monkeypatch.setattr(torch._C, "_storage_Use_Count", uses)
+    made_of, made = step(logits())
+    assert made != made_of
+    assert log_softmax._free is None
+
+
+@pytest.mark.usefixtures("unseen", "installed")
+def test_counts_are_looked_at_once_and_not_under_a_tracer() -> None:
+    """A debugger that looks at frames has references to what is in them."""
+    threading.settrace(lambda *args: None)
     try:
-        log_softmax.install()
         made_of, made = step(logits())
     finally:
-        log_softmax.uninstall()
-        log_softmax._free.cache_clear()
+        threading.settrace(None)  # type: ignore[arg-type]
     assert made != made_of
+    for _ in range(3):
+        made_of, made = step(logits())
+        assert made == made_of
+    assert log_softmax._tries == 2
+
+
+@pytest.mark.usefixtures("unseen", "installed")
+def test_counts_are_those_of_this_thread_while_others_train() -> None:
+    over = threading.Event()
+
+    def train() -> None:
+        x = logits(4, 8)
+        while not over.is_set():
+            F.log_softmax(x, 1).sum().backward()
+
+    others = [threading.Thread(target=train) for _ in range(2)]
+    for other in others:
+        other.start()
+    try:
+        made_of, made = step(logits())
+    finally:
+        over.set()
+        for other in others:
+            other.join()
+    assert made == made_of
+
+
+def test_kernel_that_somebody_has_put_there_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_softmax, "_registered", {})
+    monkeypatch.setattr(torch.library, "_impls", {f"aten/{log_softmax.NAME}/CPU"}, raising=False)
+    log_softmax.install()
+    log_softmax.uninstall()
+    assert not log_softmax._registered
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)])
+def test_called_by_hand_it_makes_what_it_made(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    ones = torch.ones(4, 8, dtype=dtypes[0])
+    assert torch.ops.aten._log_softmax_backward_data(ones, ones, 1, dtypes[1]).dtype is dtypes[0]
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda m, x: torch.vmap(m)(x),
+        lambda m, x: torch.func.jvp(m, (x,), (x,)),
+        lambda m, x: torch.func.jacfwd(m)(x),
+        pytest.param(
+            lambda m, x: torch.jit.trace(m, (x,)), marks=pytest.mark.filterwarnings("ignore::DeprecationWarning")
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unseen")
+def test_a_session_begins_within_whatever_is_on(transformed: Callable[[nn.Module, Tensor], object]) -> None:
+    with tiers.session():
+        transformed(nn.Linear(64, 8), torch.randn(4, 64))
 
 
 def test_small_ones_are_not_looked_at(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
