@@ -27,7 +27,7 @@ VARIANTS = {
 }
 KERNELS = "kernels"  # what a worker is asked for beside steps
 WARMUP = 8
-SETTLING = 64  # the same where plans are made, and compete
+SETTLING = 96  # the same where plans are made, and compete
 STUCK = 300  # seconds without a step
 
 Span = tuple[str, float, float]

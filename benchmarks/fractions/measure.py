@@ -53,7 +53,7 @@ class Lengths:
 
     warmup: int = 2
     timed: int = 6
-    learning: tuple[int, int] = (12, 96)
+    learning: tuple[int, int] = (12, 128)
     settled: int = 10
     seconds: float = 15.0
     warm: float = 12.0
