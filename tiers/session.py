@@ -20,11 +20,13 @@ from allocator.errors import TiersError
 from allocator.extension import CannotBuild
 from allocator.nvme.store import NvmeStore
 from allocator.pinning import return_what_is_freed
+from migrator import log_softmax
 from migrator.engine import native
 from migrator.engine import tensors as in_python
 from migrator.engine.backing import Backing
 from migrator.engine.tensors import Tensors
 from migrator.links import Links, links_from
+from migrator.log_softmax import Overwriting
 from migrator.runtime.options import Options
 from migrator.runtime.runtime import Runtime
 from migrator.telemetry.counters import Counters
@@ -84,6 +86,7 @@ class Session:
                 links=self._links(),
                 advisor=self._monitor,
                 tensors=self._tensors,
+                overwriting=self._overwriting,
                 # Not earlier: by now the program has its own handlers, and who never trains is left alone.
                 armed=self._before_sigterm.set if self._run is not None else lambda: None,
                 native_lanes=config.native != "off",
@@ -110,8 +113,15 @@ class Session:
                 return native.load(native.build(cache_directory()))
             except CannotBuild as error:
                 raise CannotBuild(f"{error}; with TIERS_NATIVE=auto the hooks go on in Python") from error
-        wanted = self._config.native == "auto" and torch.cuda.is_available()
-        return native.best(cache_directory()) if wanted else in_python
+        return native.best(cache_directory()) if self._natively else in_python
+
+    def _overwriting(self) -> Overwriting | None:
+        return log_softmax.find(cache_directory()) if self._natively else None
+
+    @property
+    def _natively(self) -> bool:
+        """Whether C++ is to be built for what runs with every tensor."""
+        return self._config.native == "on" or (self._config.native == "auto" and torch.cuda.is_available())
 
     def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
         shares, nvme = self._shares, self._config.nvme

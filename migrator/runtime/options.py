@@ -14,6 +14,7 @@ from migrator.engine import tensors as in_python
 from migrator.engine.backing import Backing
 from migrator.engine.tensors import Tensors
 from migrator.links import PCIE_GEN5, Links
+from migrator.log_softmax import Overwriting
 from migrator.runtime.backoff import Response
 from migrator.telemetry.counters import Counters
 from migrator.telemetry.timeline import Timeline
@@ -59,6 +60,8 @@ class Options:
         Asked at the end of every period; without one the links are used in full.
     tensors : callable
         What is done with each tensor, in Python or natively; called when the first thread trains.
+    overwriting : callable
+        What has log-softmax's backward take less memory, if it can be had; called when the first thread trains.
     armed : callable
         Called in each thread when it begins to train.
     native_lanes : bool
@@ -76,6 +79,7 @@ class Options:
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
     tensors: Callable[[], Tensors] = lambda: in_python
+    overwriting: Callable[[], Overwriting | None] = lambda: None
     armed: Callable[[], None] = lambda: None
     native_lanes: bool = True
     timeline: Timeline | None = None

@@ -31,8 +31,9 @@ from migrator.hooks.garbage import Allowance
 from migrator.hooks.saver import Saver
 from migrator.lanes.host import HostCompute
 from migrator.learning.made import Made
+from migrator.log_softmax import Overwriting
 from migrator.plan import NoPlanFits, Plan
-from migrator.runtime import entry, log_softmax
+from migrator.runtime import entry
 from migrator.runtime.advice import Advice
 from migrator.runtime.devices import Devices, has_tiers, name_of
 from migrator.runtime.models import BudgetTooSmall, Models
@@ -61,13 +62,14 @@ class Runtime:
         self.closed = False
         self._learned: tuple[Trace, Plan] | None = None
         self._tensors: Tensors | None = None
+        self._overwriting: Overwriting | None = None
         self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()
         self._unmanaged = 0
         self._rounds = 0  # steps of all optimizers together
         self._devices = Devices(self._counters)
         self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
-        self._lock = threading.Lock()  # guards the choice of `_tensors`
+        self._lock = threading.Lock()  # guards the choice of `_tensors` and `_overwriting`
         # Guards the savers, to which threads add while others go through them. Reentrant: a signal's handler, which
         # writes down what happened so far, comes in the middle of whatever the main thread is doing, this included.
         self._listing = threading.RLock()
@@ -97,7 +99,7 @@ class Runtime:
         self.closed = True
         self._allowance.close()
         entry.uninstall()
-        log_softmax.uninstall()
+        self._write_over_nothing()
         if self._thread.saver is not None:
             self._thread.saver.end_period()
         for saver in self._all_savers():
@@ -115,10 +117,14 @@ class Runtime:
         """In the child of a fork: the engine's threads, streams and files belong to the parent."""
         self.armed = False
         self._allowance.close()
-        log_softmax.uninstall()
+        self._write_over_nothing()
         if self._thread.saver is not None:
             self._thread.saver.pop()
             self._thread.saver = None
+
+    def _write_over_nothing(self) -> None:
+        if self._overwriting is not None:
+            self._overwriting.uninstall()
 
     def saver(self) -> Saver | None:
         """The hooks of this thread, if they are on."""
@@ -164,7 +170,9 @@ class Runtime:
                     self._tensors = self.options.tensors()
                 except TiersError as error:
                     self._refuse(error)
-        log_softmax.install()
+                self._overwriting = self.options.overwriting()
+                if self._overwriting is not None:
+                    self._overwriting.install()
         saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance, self._tensors)
         saver.push()
         self._thread.saver = saver

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tiers
-from migrator.runtime import log_softmax
+from migrator import log_softmax
+from migrator.log_softmax import Overwriting
+from tiers.places import cache_directory
 
 ROWS, CLASSES = 256, 1024  # 1 MiB
 TARGETS = torch.arange(ROWS)
 
 
+@pytest.fixture(scope="module")
+def overwriting() -> Overwriting:
+    return log_softmax.load(log_softmax.build(cache_directory()))
+
+
 @pytest.fixture
-def installed() -> Iterator[None]:
-    log_softmax.install()
-    yield
-    log_softmax.uninstall()
+def installed(overwriting: Overwriting) -> Iterator[Overwriting]:
+    assert overwriting.install()
+    yield overwriting
+    overwriting.uninstall()
 
 
 def logits(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -35,58 +42,46 @@ def logits(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape or (ROWS, CLASSES)).to(dtype).requires_grad_()
 
 
-def step(x: Tensor, hook: Callable[[Tensor], Any] | None = None, dim: int = 1) -> tuple[int, int]:
-    """One backward; where log-softmax's gradient lay, and where the one made of it does."""
-    at = []
-
-    def look(grad: Tensor) -> None:
-        at.append(grad.data_ptr())
-        if hook is not None:
-            hook(grad)
-
-    out = F.log_softmax(x, dim)
-    out.register_hook(look)
+def step(x: Tensor, hook: Callable[[Tensor], Any] | None = None) -> Tensor:
+    """The gradient of a loss, whose log-softmax has the hook."""
+    x.grad = None
+    out = F.log_softmax(x, 1)
+    if hook is not None:
+        out.register_hook(hook)
     F.nll_loss(out, torch.zeros(out.shape[:1] + out.shape[2:], dtype=torch.long)).backward()
     assert x.grad is not None
-    return at[0], x.grad.data_ptr()
+    return x.grad
 
 
-def plain(x: Tensor, **how: Any) -> Tensor:
-    """The gradient without us."""
-    log_softmax.uninstall()
-    other = x.detach().clone().requires_grad_()
-    step(other, **how)
-    assert other.grad is not None
-    return other.grad
+def test_gradient_that_nobody_has_is_written_over(installed: Overwriting) -> None:
+    before = installed.count
+    step(logits())
+    assert installed.count == before + 1
 
 
-@pytest.mark.usefixtures("installed")
-def test_gradient_that_nobody_has_is_written_over() -> None:
-    made_of, made = step(logits())
-    assert made == made_of
+def test_after_uninstalling_none_is(installed: Overwriting) -> None:
+    installed.uninstall()
+    before = installed.count
+    step(logits())
+    assert installed.count == before
 
 
-def test_installing_says_nothing_and_is_undone() -> None:
+def test_installing_says_nothing(overwriting: Overwriting) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        log_softmax.install()
-        log_softmax.install()
-        step(logits())
-    log_softmax.uninstall()
-    log_softmax.uninstall()
-    made_of, made = step(logits())
-    assert made != made_of
+        overwriting.install()
+        overwriting.install()
+    overwriting.uninstall()
 
 
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("shape", "dim"), [((600, 1001), 1), ((8, 70_001), 1), ((70_000, 8), 1), ((8, 21, 64, 64), 1)])
-def test_bits_are_the_same(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
-    x = logits(*shape, dtype=dtype)
-    made_of, made = step(x, dim=dim)
-    assert made == made_of
-    assert x.grad is not None
-    assert torch.equal(x.grad, plain(x, dim=dim))
+@pytest.mark.parametrize("shape", [(600, 1001), (8, 70_001), (70_000, 8), (8, 21, 64, 64)])
+def test_bits_are_the_same(installed: Overwriting, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, before = logits(*shape, dtype=dtype), installed.count
+    made = step(x)
+    assert installed.count == before + 1
+    installed.uninstall()
+    assert torch.equal(made, step(x))
 
 
 HOLDERS: dict[str, Callable[[Tensor], object]] = {
@@ -101,30 +96,28 @@ HOLDERS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_gradient_that_a_hook_keeps_is_left_alone(holder: str) -> None:
+def test_gradient_that_a_hook_keeps_is_left_alone(installed: Overwriting, holder: str) -> None:
     held: list[object] = []
-    made_of, made = step(x := logits(), lambda grad: held.append(HOLDERS[holder](grad)))
-    assert made != made_of
+    x, before = logits(), installed.count
+    made = step(x, lambda grad: held.append(HOLDERS[holder](grad)))
+    assert installed.count == before
     TARGETS.__dict__.clear()
-    assert x.grad is not None
-    assert torch.equal(x.grad, plain(x))
+    assert torch.equal(made, step(x))
 
 
-@pytest.mark.usefixtures("installed")
-def test_gradient_that_a_hook_looked_at_only_is_written_over() -> None:
-    made_of, made = step(logits(), lambda grad: (grad.view(-1), grad.detach(), grad.untyped_storage()))
-    assert made == made_of
+@pytest.mark.parametrize("looks", [lambda grad: None, lambda grad: grad * 2, lambda grad: grad.mul_(2)])
+def test_gradient_that_a_hook_has_seen_is_left_alone(installed: Overwriting, looks: Callable[[Tensor], Any]) -> None:
+    """It may have begun a copy of it on another stream, or have told another process where it is."""
+    x, before = logits(), installed.count
+    step(x, looks)
+    assert installed.count == before
 
 
-def both(loss_and_grads: Callable[[], list[Tensor]]) -> None:
+def both(installed: Overwriting, loss_and_grads: Callable[[], list[Tensor]]) -> None:
     """The same bits with it and without."""
-    log_softmax.install()
-    try:
-        ours = loss_and_grads()
-    finally:
-        log_softmax.uninstall()
+    ours = loss_and_grads()
+    installed.uninstall()
     theirs = loss_and_grads()
     assert len(ours) == len(theirs)
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
@@ -413,6 +406,24 @@ def _of_two_processes() -> list[Tensor]:
     return [x.grad, *shared]  # type: ignore[list-item]
 
 
+def _compiled() -> list[Tensor]:
+    """Dynamo has another way to call Python while it is on."""
+    held: list[Tensor] = []
+
+    def loss(x: Tensor) -> Tensor:
+        return F.nll_loss(F.log_softmax(x, 1), torch.zeros(len(x), dtype=torch.long))
+
+    grads = []
+    compiled = torch.compile(loss, backend="aot_eager")
+    for rows in (ROWS, ROWS, ROWS + 44):
+        compiled(x := logits(rows, CLASSES)).backward()
+        grads.append(x.grad)
+    out = F.log_softmax(x := logits(), 1)
+    out.register_hook(lambda grad: held.extend([grad, grad]))
+    F.nll_loss(out, TARGETS).backward()
+    return [*grads, x.grad, *held]  # type: ignore[list-item]
+
+
 def _checkpointed() -> list[Tensor]:
     checkpoint(lambda x: F.cross_entropy(x, TARGETS), x := logits(), use_reentrant=True).backward()
     checkpoint(lambda x: F.cross_entropy(x, TARGETS), x, use_reentrant=False).backward()
@@ -452,81 +463,33 @@ PROGRAMS = {
     "held weakly": _weakly_held,
     "strides of one": _strides,
     "of two processes": _of_two_processes,
+    "compiled": _compiled,
     "checkpointed": _checkpointed,
     "anomaly mode": _anomaly,
 }
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_whoever_has_a_gradient_finds_it_as_it_was(program: str) -> None:
-    both(PROGRAMS[program])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_whoever_has_a_gradient_finds_it_as_it_was(installed: Overwriting, program: str) -> None:
+    both(installed, PROGRAMS[program])
 
 
-def _not_there(storage: int) -> int:
-    raise AttributeError
+def test_kernel_that_somebody_puts_there_runs(installed: Overwriting) -> None:
+    def sevens(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        return torch.full_like(grad, 7)
 
-
-@pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process in which nobody has looked what counts are."""
-    monkeypatch.setattr(log_softmax, "_free", None)
-    monkeypatch.setattr(log_softmax, "_tries", 0)
-
-
-@pytest.mark.usefixtures("unseen", "installed")
-@pytest.mark.parametrize("uses", [_not_there, lambda storage: 1])
-def test_pytorch_that_does_not_tell_counts_is_left_alone(
-    uses: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._C, "_storage_Use_Count", uses)
-    made_of, made = step(logits())
-    assert made != made_of
-    assert log_softmax._free is None
-
-
-@pytest.mark.usefixtures("unseen", "installed")
-def test_counts_are_looked_at_once_and_not_under_a_tracer() -> None:
-    """A debugger that looks at frames has references to what is in them."""
-    threading.settrace(lambda *args: None)
+    x, library = logits(), torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("_log_softmax_backward_data", sevens, "CPU")
     try:
-        made_of, made = step(logits())
+        assert (step(x) == 7).all()
     finally:
-        threading.settrace(None)  # type: ignore[arg-type]
-    assert made != made_of
-    for _ in range(3):
-        made_of, made = step(logits())
-        assert made == made_of
-    assert log_softmax._tries == 2
-
-
-@pytest.mark.usefixtures("unseen", "installed")
-def test_counts_are_those_of_this_thread_while_others_train() -> None:
-    over = threading.Event()
-
-    def train() -> None:
-        x = logits(4, 8)
-        while not over.is_set():
-            F.log_softmax(x, 1).sum().backward()
-
-    others = [threading.Thread(target=train) for _ in range(2)]
-    for other in others:
-        other.start()
-    try:
-        made_of, made = step(logits())
-    finally:
-        over.set()
-        for other in others:
-            other.join()
-    assert made == made_of
-
-
-def test_kernel_that_somebody_has_put_there_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_softmax, "_registered", {})
-    monkeypatch.setattr(torch.library, "_impls", {f"aten/{log_softmax.NAME}/CPU"}, raising=False)
-    log_softmax.install()
-    log_softmax.uninstall()
-    assert not log_softmax._registered
+        library._destroy()
+    before = installed.count
+    step(x)
+    assert installed.count == before + 1
 
 
 @pytest.mark.usefixtures("installed")
@@ -536,23 +499,29 @@ def test_called_by_hand_it_makes_what_it_made(dtypes: tuple[torch.dtype, torch.d
     assert torch.ops.aten._log_softmax_backward_data(ones, ones, 1, dtypes[1]).dtype is dtypes[0]
 
 
-@pytest.mark.parametrize(
-    "transformed",
-    [
-        lambda m, x: torch.vmap(m)(x),
-        lambda m, x: torch.func.jvp(m, (x,), (x,)),
-        lambda m, x: torch.func.jacfwd(m)(x),
-        pytest.param(
-            lambda m, x: torch.jit.trace(m, (x,)), marks=pytest.mark.filterwarnings("ignore::DeprecationWarning")
-        ),
-    ],
-)
-@pytest.mark.usefixtures("unseen")
-def test_a_session_begins_within_whatever_is_on(transformed: Callable[[nn.Module, Tensor], object]) -> None:
-    with tiers.session():
-        transformed(nn.Linear(64, 8), torch.randn(4, 64))
-
-
-def test_small_ones_are_not_looked_at(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_softmax, "_counts", lambda grad: pytest.fail("it is"))
+def test_small_ones_are_not_looked_at(installed: Overwriting) -> None:
+    before = installed.count
     step(logits(8, 16))
+    assert installed.count == before
+
+
+def test_a_session_has_it_from_its_first_forward_to_its_end(overwriting: Overwriting) -> None:
+    model = nn.Linear(64, CLASSES)
+
+    def train() -> int:
+        before = overwriting.count
+        F.cross_entropy(model(torch.randn(ROWS, 64)), TARGETS).backward()
+        return overwriting.count - before
+
+    with tiers.session(native="on"):
+        assert train() == 1
+    assert train() == 0
+
+
+def test_without_a_compiler_there_is_none_which_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level("INFO", "tiers"):
+        assert log_softmax.find(tmp_path) is None
+    assert "no-such-compiler" in caplog.text
