@@ -170,6 +170,13 @@ def _beside(other_first: bool) -> Callable[[], list[Tensor]]:
     return run
 
 
+def _beside_a_view() -> list[Tensor]:
+    """Autograd gives the leaf the gradient itself, seen as of another shape."""
+    out, leaf = F.log_softmax(x := logits(), 1), torch.zeros(ROWS * CLASSES, requires_grad=True)
+    F.nll_loss(out + leaf.view(ROWS, CLASSES), TARGETS).backward()
+    return [x.grad, leaf.grad]  # type: ignore[list-item]
+
+
 def _two_of_them() -> list[Tensor]:
     x, y = logits(), (logits() * 2).detach().requires_grad_()
     F.nll_loss(F.log_softmax(x, 1) + F.log_softmax(y, 1), TARGETS).backward()
@@ -444,6 +451,7 @@ PROGRAMS = {
     "broadcast": _broadcast,
     "beside a leaf": _beside(other_first=False),
     "beside a leaf before it": _beside(other_first=True),
+    "beside a view": _beside_a_view,
     "two of them": _two_of_them,
     "a later node": _later_node,
     "twice": _twice,
