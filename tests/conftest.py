@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from migrator.log_softmax import Overwriting
 
 settings.register_profile("tiers", deadline=None, print_blob=True)
 settings.load_profile("tiers")
@@ -48,3 +53,23 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
     print(f"{request.node.name}: TEST_SEED={value}")
     return value
+
+
+@pytest.fixture(scope="session")
+def overwriting() -> Overwriting:
+    """What has log-softmax's backward take less memory; built once, and kept where a program would find it."""
+    from allocator.extension import compiler, obstacle_to
+    from migrator import log_softmax
+    from tiers.places import cache_directory
+
+    if (missing := obstacle_to(compiler)) is not None:
+        pytest.skip(missing)
+    return log_softmax.load(log_softmax.build(cache_directory()))
+
+
+@pytest.fixture
+def writing_over(overwriting: Overwriting) -> Iterator[Overwriting]:
+    """The same, at work."""
+    assert overwriting.install()
+    yield overwriting
+    overwriting.uninstall()

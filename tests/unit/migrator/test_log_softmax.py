@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import tiers
 from migrator import log_softmax
 from migrator.log_softmax import Overwriting
-from tiers.places import cache_directory
 
 ROWS, CLASSES = 256, 1024  # 1 MiB
 TARGETS = torch.arange(ROWS)
-
-
-@pytest.fixture(scope="module")
-def overwriting() -> Overwriting:
-    return log_softmax.load(log_softmax.build(cache_directory()))
-
-
-@pytest.fixture
-def installed(overwriting: Overwriting) -> Iterator[Overwriting]:
-    assert overwriting.install()
-    yield overwriting
-    overwriting.uninstall()
 
 
 def logits(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,17 +40,17 @@ def step(x: Tensor, hook: Callable[[Tensor], Any] | None = None) -> Tensor:
     return x.grad
 
 
-def test_gradient_that_nobody_has_is_written_over(installed: Overwriting) -> None:
-    before = installed.count
+def test_gradient_that_nobody_has_is_written_over(writing_over: Overwriting) -> None:
+    before = writing_over.count
     step(logits())
-    assert installed.count == before + 1
+    assert writing_over.count == before + 1
 
 
-def test_after_uninstalling_none_is(installed: Overwriting) -> None:
-    installed.uninstall()
-    before = installed.count
+def test_after_uninstalling_none_is(writing_over: Overwriting) -> None:
+    writing_over.uninstall()
+    before = writing_over.count
     step(logits())
-    assert installed.count == before
+    assert writing_over.count == before
 
 
 def test_installing_says_nothing(overwriting: Overwriting) -> None:
@@ -76,11 +63,11 @@ def test_installing_says_nothing(overwriting: Overwriting) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(600, 1001), (8, 70_001), (70_000, 8), (8, 21, 64, 64)])
-def test_bits_are_the_same(installed: Overwriting, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, before = logits(*shape, dtype=dtype), installed.count
+def test_bits_are_the_same(writing_over: Overwriting, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, before = logits(*shape, dtype=dtype), writing_over.count
     made = step(x)
-    assert installed.count == before + 1
-    installed.uninstall()
+    assert writing_over.count == before + 1
+    writing_over.uninstall()
     assert torch.equal(made, step(x))
 
 
@@ -97,27 +84,27 @@ HOLDERS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_gradient_that_a_hook_keeps_is_left_alone(installed: Overwriting, holder: str) -> None:
+def test_gradient_that_a_hook_keeps_is_left_alone(writing_over: Overwriting, holder: str) -> None:
     held: list[object] = []
-    x, before = logits(), installed.count
+    x, before = logits(), writing_over.count
     made = step(x, lambda grad: held.append(HOLDERS[holder](grad)))
-    assert installed.count == before
+    assert writing_over.count == before
     TARGETS.__dict__.clear()
     assert torch.equal(made, step(x))
 
 
 @pytest.mark.parametrize("looks", [lambda grad: None, lambda grad: grad * 2, lambda grad: grad.mul_(2)])
-def test_gradient_that_a_hook_has_seen_is_left_alone(installed: Overwriting, looks: Callable[[Tensor], Any]) -> None:
+def test_gradient_that_a_hook_has_seen_is_left_alone(writing_over: Overwriting, looks: Callable[[Tensor], Any]) -> None:
     """It may have begun a copy of it on another stream, or have told another process where it is."""
-    x, before = logits(), installed.count
+    x, before = logits(), writing_over.count
     step(x, looks)
-    assert installed.count == before
+    assert writing_over.count == before
 
 
-def both(installed: Overwriting, loss_and_grads: Callable[[], list[Tensor]]) -> None:
+def both(writing_over: Overwriting, loss_and_grads: Callable[[], list[Tensor]]) -> None:
     """The same bits with it and without."""
     ours = loss_and_grads()
-    installed.uninstall()
+    writing_over.uninstall()
     theirs = loss_and_grads()
     assert len(ours) == len(theirs)
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
@@ -479,11 +466,11 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_whoever_has_a_gradient_finds_it_as_it_was(installed: Overwriting, program: str) -> None:
-    both(installed, PROGRAMS[program])
+def test_whoever_has_a_gradient_finds_it_as_it_was(writing_over: Overwriting, program: str) -> None:
+    both(writing_over, PROGRAMS[program])
 
 
-def test_kernel_that_somebody_puts_there_runs(installed: Overwriting) -> None:
+def test_kernel_that_somebody_puts_there_runs(writing_over: Overwriting) -> None:
     def sevens(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         return torch.full_like(grad, 7)
 
@@ -495,22 +482,22 @@ def test_kernel_that_somebody_puts_there_runs(installed: Overwriting) -> None:
         assert (step(x) == 7).all()
     finally:
         library._destroy()
-    before = installed.count
+    before = writing_over.count
     step(x)
-    assert installed.count == before + 1
+    assert writing_over.count == before + 1
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("writing_over")
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)])
 def test_called_by_hand_it_makes_what_it_made(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     ones = torch.ones(4, 8, dtype=dtypes[0])
     assert torch.ops.aten._log_softmax_backward_data(ones, ones, 1, dtypes[1]).dtype is dtypes[0]
 
 
-def test_small_ones_are_not_looked_at(installed: Overwriting) -> None:
-    before = installed.count
+def test_small_ones_are_not_looked_at(writing_over: Overwriting) -> None:
+    before = writing_over.count
     step(logits(8, 16))
-    assert installed.count == before
+    assert writing_over.count == before
 
 
 def test_a_session_has_it_from_its_first_forward_to_its_end(overwriting: Overwriting) -> None:
