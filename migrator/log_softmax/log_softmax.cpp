@@ -1,10 +1,10 @@
-// Log-softmax's backward, before PyTorch's own kernel, which it calls in any case: with the gradient's own memory for
-// what it makes, if nobody else has that gradient; and as it would have been called, if anybody may.
+// Log-softmax's backward, before PyTorch's own kernel, which does the work in any case: with the gradient's own memory
+// for what it makes, if nobody else has that gradient; and as it would have been called, if anybody may.
 //
 // PyTorch's kernels add up a row of the gradient, and then write where they have just read, number by number: with one
 // memory for both they make the same bits. That nobody else has it is told as autograd tells it where it adds up
 // gradients in place: there is one reference, that of the node whose backward this is. An object of Python's is one
-// more, and stays for as long as the gradient: where any hook has seen it, it is left alone, whatever that did.
+// more, and stays for as long as the tensor: where a hook has seen this very one, it is left alone, whatever that did.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_log_softmax_backward_data.h>
 #include <ATen/ops/empty.h>
@@ -15,6 +15,7 @@
 #include <array>
 #include <atomic>
 #include <optional>
+#include <string>
 
 namespace {
 
@@ -63,7 +64,8 @@ struct Kernel {
   torch::Library registration;
 };
 
-std::array<std::optional<Kernel>, 2> kernels;  // never taken away again: other threads may be calling them
+// Never taken away again, not even at the end: other threads may be calling them.
+auto &kernels = *new std::array<std::optional<Kernel>, 2>;
 
 template <size_t index>
 at::Tensor backward(c10::DispatchKeySet keys, const at::Tensor &grad, const at::Tensor &output, int64_t dim,
@@ -81,11 +83,13 @@ at::Tensor backward(c10::DispatchKeySet keys, const at::Tensor &grad, const at::
   return std::move(stack.front()).toTensor();
 }
 
+// Only before PyTorch's own: another one wants to be called with every gradient, and may be gone tomorrow.
 template <size_t index>
-void put(c10::DispatchKey key) {
-  if (kernels[index]) return;
+bool put(c10::DispatchKey key) {
+  if (kernels[index]) return true;
   auto operation = c10::Dispatcher::singleton().findSchemaOrThrow(kOperation, "");
   auto plain = operation.getComputedKernelForDispatchKey(key);
+  if (plain.debug().find(index ? "RegisterCUDA" : "RegisterCPU") == std::string::npos) return false;
   kernels[index].emplace(operation, std::move(plain),
                          torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
   // That it takes the place of another is no news to anybody.
@@ -93,7 +97,13 @@ void put(c10::DispatchKey key) {
     void process(const c10::Warning &) override {}
   } nothing;
   c10::WarningUtils::WarningHandlerGuard guard(&nothing);
-  kernels[index]->registration.impl(kOperation, torch::dispatch(key, TORCH_FN(backward<index>)));
+  try {
+    kernels[index]->registration.impl(kOperation, torch::dispatch(key, TORCH_FN(backward<index>)));
+  } catch (...) {
+    kernels[index].reset();
+    throw;
+  }
+  return true;
 }
 
 }  // namespace
@@ -103,12 +113,11 @@ void put(c10::DispatchKey key) {
 // From now on; for tensors of the host, or on CUDA. Whether it could.
 EXPORT bool tls_install(bool cuda) {
   try {
-    cuda ? put<1>(c10::DispatchKey::CUDA) : put<0>(c10::DispatchKey::CPU);
+    on = cuda ? put<1>(c10::DispatchKey::CUDA) : put<0>(c10::DispatchKey::CPU);
   } catch (const std::exception &) {
-    return false;
+    on = false;
   }
-  on = true;
-  return true;
+  return on;
 }
 
 EXPORT void tls_uninstall() { on = false; }
