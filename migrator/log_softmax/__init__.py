@@ -34,9 +34,7 @@ class Overwriting:
         """Have backward do so, on the devices whose tensors move, from now on; whether it could."""
         done: bool = self._library.tls_install(torch.cuda.is_available())
         if not done:
-            log.info(
-                "another kernel than PyTorch's is log-softmax's backward: a language model's loss needs a third more"
-            )
+            log.info("log-softmax's backward is not PyTorch's, or cannot be told from it: its loss needs a third more")
         return done
 
     def uninstall(self) -> None:
