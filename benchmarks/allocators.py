@@ -1,14 +1,19 @@
-"""Allocators side by side on one GPU: step time, reserved memory and start-up, a process each, step by step in turn.
+"""Allocators side by side on one GPU: step time, reserved memory and start-up, a process each, in turns.
 
 ``python -m benchmarks.allocators --workload reference_gpt --rounds 200 --variants plain,expandable,pages``
 ``python -m benchmarks.allocators --workload checkpointed_gpt,unet,changing_gpt --rounds 40 --apart``
 ``python -m benchmarks.allocators --rounds 60 --variants pages:auto,pages:capuchin --hbm 24GiB --apart``
 ``python -m benchmarks.allocators --workload resnet152 --compiled 0.4 --variants expandable,pages:auto --hbm 16GiB``
 ``python -m benchmarks.allocators --workload resnet152 --rounds 40 --starts 6 --variants expandable,expandable#2,pages``
+``python -m benchmarks.allocators --variants expandable,pages:auto --hbm 29GiB --rounds 12 --turn 14``
 
 An allocator is chosen before CUDA is initialised, so each variant is a process of its own; they take turns
 step by step, so that a clock that drifts hits all of them. The GPU must hold all of them at once, or with ``--apart``
 they run one after the other, and their times do not compare.
+
+A card at its power limit sets its clocks by what it took over more than one step: after a variant whose kernels
+wait for memory the other finds a higher clock than it leaves itself, and seems faster than it is alone. With ``--turn``
+each trains so many steps at a time, of which the first few are not timed; a round is their median then.
 
 "Reserved / live" is, of each step from the third on, the most that was mapped in it by the most that was alive in any
 step so far: of what a long step needs, a short one after it leaves some idle. When the second step begins, what the
@@ -31,6 +36,7 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -39,6 +45,7 @@ from benchmarks.alternate import Ratio, median_ratio, sm_clock
 from benchmarks.turns import VARIANTS, Worker, environment, learning, moves
 
 FASTEST = 0.05  # of the steps: where others use the host's cores, the GPU waits in most of them
+SETTLING = 4  # steps of a turn, until the card's clocks are those of the variant
 LIMITS = {"changing_gpt": 1.03}  # of reserved / live
 LIMIT = 1.01
 MOVING = 1.03  # with migration
@@ -49,12 +56,14 @@ class Row:
     """One variant; times in seconds, sizes in bytes, `ratio` to the first variant's steps.
 
     `start` counts how often all variants were started anew. `compiled` is the activation budget with which blocks were.
-    `steps` are those of the rounds, `before` those between the first one and the rounds. `shares` is reserved / live of
-    each step from the third on, with a policy that moves from the second on, or NaN without a GPU.
+    `steps` are those of the rounds, of turns of `turn` steps the medians, `before` those between the first one and the
+    rounds. `shares` is reserved / live of each step from the third on, with a policy that moves from the second on, or
+    NaN without a GPU.
     """
 
     workload: str
     start: int
+    turn: int
     compiled: float | None
     variant: str
     startup: float
@@ -78,12 +87,14 @@ def compare(
     hbm: str | None = None,
     share: float | None = None,
     start: int = 0,
+    turn: int = 1,
 ) -> list[Row]:
-    """Let the variants take turns for `rounds` rounds; `apart`, one after the other.
+    """Let the variants take turns of `turn` steps for `rounds` rounds; `apart`, one after the other.
 
     With `share` each block is compiled, to save that share of its activations.
     """
     seen: dict[str, list[dict[str, float]]] = {}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     startups: dict[str, float] = {}
     for together in [[name] for name in variants] if apart else [variants]:
         workers: dict[str, Worker] = {}
@@ -95,20 +106,22 @@ def compare(
             for name in together:
                 seen[name] += [workers[name].step() for _ in range(learning(name))]
             for k in range(rounds):
-                turn = k % len(together)
-                for name in together[turn:] + together[:turn]:
-                    seen[name].append(workers[name].step())
+                first = k % len(together)
+                for name in together[first:] + together[:first]:
+                    steps = [workers[name].step() for _ in range(turn)]
+                    seen[name] += steps
+                    times[name].append(median(one["step"] for one in steps[-max(turn - SETTLING, 1) :]))
         finally:
             for worker in workers.values():
                 worker.close()
     shares = {name: reserved_to_live(measured, each=moves(name)) for name, measured in seen.items()}
-    before = {name: [one["step"] for one in measured[1:-rounds]] for name, measured in seen.items()}
-    seen = {name: measured[-rounds:] for name, measured in seen.items()}
-    times = {name: [one["step"] for one in measured] for name, measured in seen.items()}
+    before = {name: [one["step"] for one in measured[1 : -rounds * turn]] for name, measured in seen.items()}
+    seen = {name: measured[-rounds * turn :] for name, measured in seen.items()}
     return [
         Row(
             workload,
             start,
+            turn,
             share,
             name,
             startups[name],
@@ -136,7 +149,7 @@ def reserved_to_live(steps: list[dict[str, float]], *, each: bool = False) -> li
     ]
 
 
-def table(rows: list[Row], rounds: int) -> str:
+def table(rows: list[Row]) -> str:
     """Rows as a Markdown table."""
     lines = [
         "| variant | start-up, first step | lost | step | ratio (95%) | allocated | reserved "
@@ -145,12 +158,12 @@ def table(rows: list[Row], rounds: int) -> str:
     ]
     for row in rows:
         ratio = f"{row.ratio.median:.4f} ({row.ratio.low:.4f} to {row.ratio.high:.4f})"
-        step = np.median(row.steps)
+        step, of_rounds = np.median(row.steps), row.shares[-len(row.steps) * row.turn :]
         lines.append(
             f"| {row.variant} | {row.startup:.1f} s | {sum(row.before) - step * len(row.before):.1f} s "
             f"| {step * 1e3:.1f} ms | {ratio} "
             f"| {row.allocated / GiB:.3f} GiB | {row.reserved / GiB:.3f} GiB "
-            f"| {max(row.shares):.4f} | {max(row.shares[-rounds:]):.4f} | {np.median(row.shares):.4f} |"
+            f"| {max(row.shares):.4f} | {max(of_rounds):.4f} | {np.median(row.shares):.4f} |"
         )
     return "\n".join(lines)
 
@@ -187,6 +200,7 @@ def main() -> None:
     parser.add_argument("--hbm", help="the budget of variants that move, such as 24GiB")
     parser.add_argument("--compiled", type=float, metavar="SHARE", help="compile blocks, with an activation budget")
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--turn", type=int, default=1, help="steps that each trains at a time")
     parser.add_argument("--starts", type=int, default=1, help="how often all variants are started anew")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
@@ -195,8 +209,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.compiled is not None and not 0 <= arguments.compiled <= 1:
         parser.error("--compiled takes a share, from 0 to 1")
-    if arguments.starts < 1:
-        parser.error("--starts takes a number from 1 on")
+    if min(arguments.starts, arguments.turn) < 1:
+        parser.error("--starts and --turn take a number from 1 on")
     rows = []
     variants = arguments.variants.split(",")
     for workload in arguments.workload.split(","):
@@ -213,11 +227,13 @@ def main() -> None:
                 hbm=arguments.hbm,
                 share=arguments.compiled,
                 start=start,
+                turn=arguments.turn,
             )
             rows += compared
             how = "" if arguments.compiled is None else f", blocks compiled with {arguments.compiled:g}"
+            how += f", turns of {arguments.turn} steps" * (arguments.turn > 1)
             print(f"{workload}{how}, {arguments.rounds} rounds, SM clock {before} to {sm_clock()} MHz\n")
-            print(table(compared, arguments.rounds))
+            print(table(compared))
             print(f"\nreserved / live is to be at most {limit} with pages\n", flush=True)
             if arguments.json:  # after each start: whoever cuts the run short keeps those that are over
                 part = arguments.json.with_name(arguments.json.name + ".part")

@@ -25,7 +25,7 @@ def test_two_processes_take_turns_and_are_compared(rows: list[Row]) -> None:
     assert rows[0].ratio.median == 1
     assert all(row.startup > max(row.steps) > 0 for row in rows)
     assert [len(row.before) for row in rows] == [WARMUP] * 2
-    assert table(rows, 3).count("\n") == 3
+    assert table(rows).count("\n") == 3
 
 
 def test_ratios_are_told_start_by_start(rows: list[Row]) -> None:
@@ -42,8 +42,10 @@ def test_ratios_of_the_fastest_steps_are_told_beside_those_of_all(rows: list[Row
 
 
 def test_variants_can_run_one_after_the_other() -> None:
-    rows = compare("changing_gpt", ["plain", "expandable"], 2, device="cpu", tiny=True, apart=True)
+    rows = compare("changing_gpt", ["plain", "expandable"], 2, device="cpu", tiny=True, apart=True, turn=3)
     assert [row.variant for row in rows] == ["plain", "expandable"]
+    assert all((len(row.before), len(row.steps)) == (WARMUP, 2) for row in rows), "a round is a turn's median"
+    assert all(len(row.shares) == 1 + WARMUP + 2 * 3 - 2 for row in rows)
 
 
 @pytest.mark.filterwarnings("default")  # PyTorch's own, while it compiles
