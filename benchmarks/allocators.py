@@ -7,13 +7,13 @@
 ``python -m benchmarks.allocators --workload resnet152 --rounds 40 --starts 6 --variants expandable,expandable#2,pages``
 ``python -m benchmarks.allocators --variants expandable,pages:auto --hbm 29GiB --rounds 12 --turn 14``
 
-An allocator is chosen before CUDA is initialised, so each variant is a process of its own; they take turns
-step by step, so that a clock that drifts hits all of them. The GPU must hold all of them at once, or with ``--apart``
-they run one after the other, and their times do not compare.
+An allocator is chosen before CUDA is initialised, so each variant is a process of its own; they take turns, step by
+step unless told otherwise, so that a clock that drifts hits all of them. The GPU must hold all of them at once, or with
+``--apart`` they run one after the other, and their times do not compare.
 
-A card at its power limit sets its clocks by what it took over more than one step: after a variant whose kernels
-wait for memory the other finds a higher clock than it leaves itself, and seems faster than it is alone. With ``--turn``
-each trains so many steps at a time, of which the first few are not timed; a round is their median then.
+What clock a step finds may be another variant's doing, as a card at its power limit sets it by what it took before.
+With ``--turn`` each trains so many steps at a time, of which the first four are not timed; a round is the median of the
+others then.
 
 "Reserved / live" is, of each step from the third on, the most that was mapped in it by the most that was alive in any
 step so far: of what a long step needs, a short one after it leaves some idle. When the second step begins, what the

@@ -23,6 +23,8 @@ from migrator.learning.contest import (
     Contest,
     Round,
     beats,
+    beats_between,
+    is_close,
     make_rival,
     may_be,
     periods_of,
@@ -80,22 +82,45 @@ def test_at_a_power_limit_few_contests_are_decided_wrongly(seed: int) -> None:
 
 
 def test_all_rounds_are_held_against_one_another_by_the_same_measure() -> None:
-    """Where the holder's laps differ there are only its shortest ones to tell, and the rival's, whatever these do."""
+    """One whose laps differ has only its shortest ones to tell, and so have those that it is compared with then."""
     busy_host = [0.99, 0.991, 0.992, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]
     steady = [0.994, 0.995, 0.996, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert periods_of(steady, busy_host) == [0.995, 0.991]
-    assert periods_of(steady, steady, busy_host) == [0.995, 0.995, 0.991]
+    assert periods_of(busy_host, steady) == [0.991, 0.995]
     assert periods_of(steady, steady) == [1.0, 1.0]
     assert periods_of(steady[:2], steady) is None
     assert periods_of(steady[:3], steady) == [0.995, 0.995]
 
 
+MOVES = [273.4, 272.7, 286.2, 286.8, 272.6, 295.1, 275.8, 285.2, 283.6]
+"""Laps of a GPT on an H100 under a plan that moves 3.6 GiB, in milliseconds."""
+
+RECOMPUTES = [276.4, 276.9, 278.7, 277.6, 279.3, 275.3, 278.9, 279.0, 277.3]
+"""The same under one that moves nothing, on the same machine."""
+
+
 def test_a_rival_whose_laps_differ_where_the_holders_do_not_makes_them_so_itself() -> None:
-    """Laps of a GPT on an H100: its plan that moves 3.6 GiB had the shortest ones, and took 0.7% more."""
-    recomputes = [276.4, 276.9, 278.7, 277.6, 279.3, 275.3, 278.9, 279.0, 277.3]
-    moves = [273.4, 272.7, 286.2, 286.8, 272.6, 295.1, 275.8, 285.2, 283.6]
-    assert periods_of(moves, recomputes) == [283.6, 277.6]
-    assert not beats(moves, recomputes, recomputes)
+    """Its shortest laps are the shortest of all, and yet it is slower; faster by 3% it wins."""
+    assert periods_of(MOVES, RECOMPUTES) == [272.7, 276.4]
+    assert not beats(MOVES, RECOMPUTES, RECOMPUTES)
+    assert beats([0.97 * lap for lap in MOVES], RECOMPUTES, RECOMPUTES)
+    busy_host = [*RECOMPUTES[:3], *[1.5 * lap for lap in RECOMPUTES[3:]]]
+    assert beats(MOVES, busy_host, busy_host), "there its shortest laps are all that tells"
+
+
+@pytest.mark.parametrize("best", [[0.90, 0.95, 0.97, 0.98, 0.99], [0.90, 0.92, 0.94, 0.96, 0.97]])
+def test_nor_does_its_median_win_where_even_its_shortest_laps_differ(best: list[float]) -> None:
+    assert not beats([*best, 1.08, 1.1, 1.2, 1.3], [1.0] * LAPS, [1.0] * LAPS)
+
+
+def test_a_rival_that_was_close_does_not_win_as_the_host_gets_busy_after_it() -> None:
+    """By the shortest laps of all four rounds it would."""
+    before = [1.0] * LAPS, [1.004] * LAPS
+    rival = [0.999, 1.0, 1.001, 1.002, 1.0035, 1.004, 1.005, 1.006, 1.007]
+    steady = [1.0065] * LAPS
+    busy = [1.0055, 1.006, 1.0065, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06]
+    assert is_close(rival, before)
+    assert beats_between(rival, before, [lap + 0.002 for lap in steady])
+    assert not beats_between(rival, before, busy)
 
 
 def test_a_rival_wins_by_more_than_a_margin_only() -> None:
@@ -106,8 +131,8 @@ def test_a_rival_wins_by_more_than_a_margin_only() -> None:
 def test_where_the_best_laps_differ_nobody_wins() -> None:
     one_short = [0.9, 0.9 * (1 + 1.1 * ALIKE), *[1.0 + k * STEADY for k in range(LAPS - 2)]]
     assert not beats(one_short, [1.0] * LAPS)
-    assert not beats(one_short, one_short)
     assert not beats([0.5] * LAPS, one_short)
+    assert not beats(one_short, [1.2, 1.2, 1.2, *[1.3 + k * STEADY for k in range(LAPS - 3)]])
 
 
 def test_too_few_laps_tell_nothing() -> None:
