@@ -209,8 +209,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.compiled is not None and not 0 <= arguments.compiled <= 1:
         parser.error("--compiled takes a share, from 0 to 1")
-    if min(arguments.starts, arguments.turn) < 1:
-        parser.error("--starts and --turn take a number from 1 on")
+    if min(arguments.rounds, arguments.starts, arguments.turn) < 1:
+        parser.error("--rounds, --starts and --turn take a number from 1 on")
     rows = []
     variants = arguments.variants.split(",")
     for workload in arguments.workload.split(","):

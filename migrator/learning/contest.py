@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from statistics import median
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class Round:
     def is_over(self) -> bool:
         """Whether it can be compared with another."""
         late = self._laps >= MOST or self.periods >= PATIENCE
-        return len(self.seconds) == LAPS and (late or _alike(sorted(self.seconds)))
+        return len(self.seconds) == LAPS and (late or _are_alike(self.seconds))
 
     @property
     def failed(self) -> bool:
@@ -346,21 +346,17 @@ def periods_of(*rounds: Sequence[float]) -> list[float] | None:
     each = [sorted(laps) for laps in rounds]
     if min(map(len, each)) < BEST:
         return None
-    if _are_alike(*each):
+    if _are_alike(*rounds):
         return [median(laps) for laps in each]
     if all(laps[BEST - 1] <= laps[0] * (1 + ALIKE) for laps in each):
         return [median(laps[:BEST]) for laps in each]
     return None
 
 
-def _are_alike(*rounds: Sequence[float]) -> bool:
+def _are_alike(*rounds: Iterable[float]) -> bool:
     """Whether the laps of each round are such that their median tells."""
-    return all(_alike(sorted(laps)) for laps in rounds)
-
-
-def _alike(laps: Sequence[float]) -> bool:
-    """Whether these, from short to long, are such that their median tells."""
-    return len(laps) > 2 * ENDS and laps[-1 - ENDS] <= laps[ENDS] * (1 + STEADY)
+    each = map(sorted, rounds)
+    return all(len(laps) > 2 * ENDS and laps[-1 - ENDS] <= laps[ENDS] * (1 + STEADY) for laps in each)
 
 
 def _does(plan: Plan) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
