@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from allocator import native
-from allocator.extension import CannotBuild, Extension, compiler, obstacle_to
+from torch_tiers.allocator import native
+from torch_tiers.allocator.extension import CannotBuild, Extension, compiler, obstacle_to
 
 _More = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int, ctypes.c_uint64)
 _called_for_good: list[object] = []

@@ -6,10 +6,10 @@ import logging
 import threading
 from collections.abc import Callable
 
-from allocator.ledger import Account
-from allocator.native import DRAM, Core, CoreError
-from allocator.room import Room, RoomWatch
-from allocator.sizes import PAGE, MiB, format_size, round_up
+from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.native import DRAM, Core, CoreError
+from torch_tiers.allocator.room import Room, RoomWatch
+from torch_tiers.allocator.sizes import PAGE, MiB, format_size, round_up
 
 log = logging.getLogger("tiers")
 

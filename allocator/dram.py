@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from allocator.at_exit import close_at_exit
-from allocator.extents import Extent
-from allocator.keeper import Keeper
-from allocator.ledger import Account
-from allocator.mappings import Mapping, Mappings
-from allocator.room import Room
-from allocator.sizes import PAGE, GiB, round_up
+from torch_tiers.allocator.at_exit import close_at_exit
+from torch_tiers.allocator.extents import Extent
+from torch_tiers.allocator.keeper import Keeper
+from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.mappings import Mapping, Mappings
+from torch_tiers.allocator.room import Room
+from torch_tiers.allocator.sizes import PAGE, GiB, round_up
 
 LOOK_EVERY = 0.5  # seconds between two looks of the keeper
 LOOK_CLOSELY = 0.05  # the same while little is left

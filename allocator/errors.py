@@ -5,7 +5,7 @@ The facts travel as ``args`` and the text is made from them, so an error survive
 
 from __future__ import annotations
 
-from allocator.sizes import format_size
+from torch_tiers.allocator.sizes import format_size
 
 _REMEDIES = {
     "make a file in": "name another directory (TIERS_NVME_PATH)",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from allocator.native import DRAM, USED, Core
-from allocator.sequence import Log
+from torch_tiers.allocator.native import DRAM, USED, Core
+from torch_tiers.allocator.sequence import Log
 
 
 class _AtStep(NamedTuple):

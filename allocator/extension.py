@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from allocator.errors import TiersError
+from torch_tiers.allocator.errors import TiersError
 
 log = logging.getLogger("tiers")
 

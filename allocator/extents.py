@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from allocator.sizes import round_up
+from torch_tiers.allocator.sizes import round_up
 
 
 @dataclass(frozen=True, slots=True)

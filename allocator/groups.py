@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from allocator.lifetimes import Lifetime
+from torch_tiers.allocator.lifetimes import Lifetime
 
 
 def group_by_death(lifetimes: Iterable[Lifetime], group_bytes: int) -> list[tuple[Lifetime, ...]]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from allocator.packing import Ints
-from allocator.sequence import TOLERATED, TOLERATED_SHARE, Foreseen, Log
+from torch_tiers.allocator.packing import Ints
+from torch_tiers.allocator.sequence import TOLERATED, TOLERATED_SHARE, Foreseen, Log
 
 MOST = 8  # kinds to remember: the layout is made for all of them that come back
 REMEMBERED = 64  # periods without a kind until it is forgotten, and what it alone had memory for

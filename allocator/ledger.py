@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from allocator.sizes import PAGE, format_size
+from torch_tiers.allocator.sizes import PAGE, format_size
 
 log = logging.getLogger("tiers")
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from allocator.extents import ExtentMap
-from allocator.ledger import Account
-from allocator.pinning import PinningRefused, map_pages, pin, touch
-from allocator.room import Room, RoomWatch
-from allocator.sizes import PAGE, format_size, round_up
+from torch_tiers.allocator.extents import ExtentMap
+from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.pinning import PinningRefused, map_pages, pin, touch
+from torch_tiers.allocator.room import Room, RoomWatch
+from torch_tiers.allocator.sizes import PAGE, format_size, round_up
 
 log = logging.getLogger("tiers")
 

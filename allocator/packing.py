@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from allocator.native import checked, library
+from torch_tiers.allocator.native import checked, library
 
 Ints = npt.NDArray[np.int64]
 

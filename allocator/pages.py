@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from allocator import adapter
-from allocator.claims import DramClaims
-from allocator.ledger import Account
-from allocator.native import Core, is_aside
-from allocator.peaks import PeaksOfCore
-from allocator.periods import Periods
-from allocator.room import Room
+from torch_tiers.allocator import adapter
+from torch_tiers.allocator.claims import DramClaims
+from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.native import Core, is_aside
+from torch_tiers.allocator.peaks import PeaksOfCore
+from torch_tiers.allocator.periods import Periods
+from torch_tiers.allocator.room import Room
 
 
 class PageAllocator:

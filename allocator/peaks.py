@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from allocator.native import PERIODS, Core
+from torch_tiers.allocator.native import PERIODS, Core
 
 
 class PeaksOfCore:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from allocator.claims import DramClaims
-from allocator.evaluations import Evaluations
-from allocator.kinds import Kinds
-from allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, Glance
-from allocator.sequence import Foreseen, Watch, foresee, repeats
-from allocator.sinking import State, sink_or_rise
-from allocator.sizes import PAGE, GiB
+from torch_tiers.allocator.claims import DramClaims
+from torch_tiers.allocator.evaluations import Evaluations
+from torch_tiers.allocator.kinds import Kinds
+from torch_tiers.allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, Glance
+from torch_tiers.allocator.sequence import Foreseen, Watch, foresee, repeats
+from torch_tiers.allocator.sinking import State, sink_or_rise
+from torch_tiers.allocator.sizes import PAGE, GiB
 
 log = logging.getLogger("tiers")
 

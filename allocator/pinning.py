@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from allocator.errors import TiersError
-from allocator.sizes import PAGE, format_size
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import PAGE, format_size
 
 log = logging.getLogger("tiers")
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from allocator.sizes import format_size
+from torch_tiers.allocator.sizes import format_size
 
 log = logging.getLogger("tiers")
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from allocator.native.binding import STATE
-from allocator.packing import Ints, Layout, pack
-from allocator.sizes import PAGE
+from torch_tiers.allocator.native.binding import STATE
+from torch_tiers.allocator.packing import Ints, Layout, pack
+from torch_tiers.allocator.sizes import PAGE
 
 ELSEWHERE = 2**64 - 1
 

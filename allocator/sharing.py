@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from allocator.packing import Ints
-from allocator.sizes import PAGE
+from torch_tiers.allocator.packing import Ints
+from torch_tiers.allocator.sizes import PAGE
 
 
 def shared_share(

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-import tiers
-from allocator.sizes import GiB, format_size
+import torch_tiers as tiers
 from benchmarks import workloads
 from benchmarks.alternate import sm_clock
 from benchmarks.hook_times import report
+from torch_tiers.allocator.sizes import GiB, format_size
 
 LEARNING = 8
 """Steps before timing: three at most are recorded, then the room settles."""

@@ -40,9 +40,9 @@ from statistics import median
 
 import numpy as np
 
-from allocator.sizes import GiB
 from benchmarks.alternate import Ratio, median_ratio, sm_clock
 from benchmarks.turns import VARIANTS, Worker, environment, learning, moves
+from torch_tiers.allocator.sizes import GiB
 
 FASTEST = 0.05  # of the steps: where others use the host's cores, the GPU waits in most of them
 SETTLING = 4  # steps of a turn, until the card's clocks are those of the variant

@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-import tiers
-from allocator.sizes import format_size
+import torch_tiers as tiers
 from benchmarks import workloads
 from benchmarks.alternate import sm_clock
 from benchmarks.contention_report import NONE, Cell, table
@@ -36,8 +35,9 @@ from benchmarks.loads import Copies, Jpegs, Load, Span
 from benchmarks.plain import Plain
 from benchmarks.settling import plans
 from benchmarks.switch import Switch
-from tiers.monitor.calibration import Calibration
-from tiers.session import Session
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.monitor.calibration import Calibration
+from torch_tiers.session import Session
 
 BATCHES = {"reference_gpt": 8, "resnet152": 256}
 WARM = 4  # steps of plain training before the first that counts

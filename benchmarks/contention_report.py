@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from allocator.sizes import GiB
-from tiers.monitor.verdict import ENTER
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.monitor.verdict import ENTER
 
 NONE = "none"
 WHAT = ("training", "preprocessing")

@@ -12,7 +12,7 @@ def per_step(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[
     -------
     dict
         ``moved``, bytes by lane; ``stalls``, seconds by cause; and of the allocator, if it is ours, ``pages``, see
-        `tiers.paging.account`, of which ``dram`` is what lies there in the end; else ``flushes`` of its cache.
+        `paging.account`, of which ``dram`` is what lies there in the end; else ``flushes`` of its cache.
     """
     earlier = {cause: stall["seconds"] for cause, stall in before["stalls"].items()}
     stalls = {cause: stall["seconds"] - earlier.get(cause, 0.0) for cause, stall in after["stalls"].items()}

@@ -21,8 +21,8 @@ from typing import Any
 
 from rich.console import Console
 
-from allocator.sizes import PAGE, MiB, format_size, parse_size, round_up
 from benchmarks.demo_report import render
+from torch_tiers.allocator.sizes import PAGE, MiB, format_size, parse_size, round_up
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 STEP = re.compile(r"^step \d+ loss (\S+) time (\S+) ms$", re.MULTILINE)

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from allocator.sizes import format_size
+from torch_tiers.allocator.sizes import format_size
 
 if TYPE_CHECKING:
     from benchmarks.demo import Demo

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from allocator.dram import DramArena
-from allocator.nvme.backend import Backend
-from allocator.nvme.posix import PosixFile
-from allocator.nvme.store import DEPTH, STRIPE, NvmeStore
-from allocator.sizes import MiB, format_size, parse_size
 from benchmarks.alternate import alternate
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.nvme.backend import Backend
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.store import DEPTH, STRIPE, NvmeStore
+from torch_tiers.allocator.sizes import MiB, format_size, parse_size
 
 GROUP = 64 * MiB  # about what the engine moves at once: up to 192
 PLAIN = "plain O_DIRECT"

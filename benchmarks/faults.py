@@ -25,14 +25,14 @@ from unittest import mock
 
 import torch
 
-from allocator.dram import DramArena
-from allocator.errors import CorruptionError, StoreError
-from allocator.nvme import store
-from allocator.nvme.posix import PosixFile
-from allocator.sizes import MiB, format_size
 from benchmarks.kills import Row, kills
 from tests.scenarios import bits, moving, perceptron, train
 from tests.unit.store_faults import Fault, FaultyFile, fail, short
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.errors import CorruptionError, StoreError
+from torch_tiers.allocator.nvme import store
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.sizes import MiB, format_size
 
 CPU = torch.device("cpu")
 DRAM, NVME = "20MiB", "64MiB"  # DRAM alone would just do, so that a drive that fails can be done without

@@ -21,16 +21,16 @@ from unittest import mock
 
 import torch
 
-import tiers
-from allocator.native import lane
+import torch_tiers as tiers
 from benchmarks import workloads
 from benchmarks.alternate import host_us
-from migrator.hooks.stack import Hooks, OnStack
-from migrator.lanes import Event, Piece, Stream
-from migrator.lanes.host import HostEvent
-from migrator.runtime import devices
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.transfers import Transfer
+from torch_tiers.allocator.native import lane
+from torch_tiers.migrator.hooks.stack import Hooks, OnStack
+from torch_tiers.migrator.lanes import Event, Piece, Stream
+from torch_tiers.migrator.lanes.host import HostEvent
+from torch_tiers.migrator.runtime import devices
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.transfers import Transfer
 
 LEARNING = 40
 STEPS = 20

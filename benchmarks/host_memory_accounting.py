@@ -25,12 +25,12 @@ from pathlib import Path
 
 import torch
 
-from allocator.errors import TiersError
-from allocator.native import Core
-from allocator.pinning import Pages, map_pages, pin, touch
-from allocator.sizes import PAGE, GiB, KiB, format_size
 from tests.unit.limited import Cgroup, cgroup_refusal
-from tiers.topology.memory import hierarchies
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.native import Core
+from torch_tiers.allocator.pinning import Pages, map_pages, pin, touch
+from torch_tiers.allocator.sizes import PAGE, GiB, KiB, format_size
+from torch_tiers.topology.memory import hierarchies
 
 SIZE, LIMIT, BEYOND = GiB, 4 * GiB, 6 * GiB
 MEMLOCK = 64 * KiB

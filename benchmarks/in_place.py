@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import tiers
-from allocator.sizes import MiB
+import torch_tiers as tiers
 from benchmarks import workloads
 from benchmarks.settling import PLANNING, plans
-from migrator.plan import Plan
-from migrator.recompute import dropped
-from migrator.recompute.formulas import Formula, operation
-from migrator.trace import Trace
-from tiers.session import Session
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.recompute import dropped
+from torch_tiers.migrator.recompute.formulas import Formula, operation
+from torch_tiers.migrator.trace import Trace
+from torch_tiers.session import Session
 
 LEAST = 12  # steps until plans stay
 

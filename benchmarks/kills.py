@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from allocator.ledger import Ledger
-from allocator.sizes import format_size
-from tiers.monitor import board
+from torch_tiers.allocator.ledger import Ledger
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.monitor import board
 
 ROOT = Path(__file__).parents[1]
 TIERS = ("dram", "nvme")
@@ -33,7 +33,7 @@ class Row:
 
 TRAINING = """
 import runpy, sys, torch
-from tiers.autoload import gate
+from torch_tiers.autoload import gate
 gate()
 sys.argv = ["train_gpt.py", "--steps", "1000000", "--device", "cpu"]
 runpy.run_path("examples/train_gpt.py", run_name="__main__")

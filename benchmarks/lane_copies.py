@@ -28,12 +28,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from allocator.dram import DramArena
-from allocator.sizes import KiB, MiB, format_size
 from benchmarks.alternate import Ratio, median_ratio, self_timed, sm_clock
-from migrator.lanes import Event, Lane, Piece
-from migrator.runtime.devices import Device, open_device
-from migrator.telemetry.counters import Counters
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.sizes import KiB, MiB, format_size
+from torch_tiers.migrator.lanes import Event, Lane, Piece
+from torch_tiers.migrator.runtime.devices import Device, open_device
+from torch_tiers.migrator.telemetry.counters import Counters
 
 SIZES = (4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB)
 PIECES, SMALLEST = 8, MiB  # a group of several leaves in so many pieces, of at least that

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import tiers
+import torch_tiers as tiers
 from benchmarks import workloads
 from benchmarks.activation_path import LEARNING
 

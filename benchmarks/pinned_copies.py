@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from allocator.pinning import Pages, map_pages, pin, touch
-from allocator.sizes import MiB, format_size
 from benchmarks.alternate import median_ratio, self_timed, sm_clock
+from torch_tiers.allocator.pinning import Pages, map_pages, pin, touch
+from torch_tiers.allocator.sizes import MiB, format_size
 
 SIZES = (4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB)
 WINDOW = 64 * MiB  # bytes that are queued together

@@ -18,21 +18,21 @@ from unittest import mock
 
 import torch
 
-import tiers
-from allocator.sizes import GiB
+import torch_tiers as tiers
 from benchmarks import workloads
 from benchmarks.activation_path import Sitting, run_variant, table
 from benchmarks.settling import PLANNING, plans
-from migrator.hooks import saver as hooks
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.planner.build import make_plan
-from migrator.planner.effects import obtainable
-from migrator.policies import POLICIES
-from migrator.recompute.finder import base_of
-from migrator.runtime import devices
-from migrator.timing import product_in
-from migrator.trace import Trace
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.migrator.hooks import saver as hooks
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.build import make_plan
+from torch_tiers.migrator.planner.effects import obtainable
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.recompute.finder import base_of
+from torch_tiers.migrator.runtime import devices
+from torch_tiers.migrator.timing import product_in
+from torch_tiers.migrator.trace import Trace
 
 
 def light(trace: Trace, budget: int, links: Links) -> Plan:

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from allocator import native
-from allocator.sequence import Foreseen, Log, foresee
-from allocator.sizes import MiB
+from torch_tiers.allocator import native
+from torch_tiers.allocator.sequence import Foreseen, Log, foresee
+from torch_tiers.allocator.sizes import MiB
 
 ROOT = Path(__file__).parents[1]
 SEQUENCES = ROOT / "tests" / "data" / "sequences"

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from migrator.runtime.backoff import Response
-from migrator.telemetry.transfers import Transfer
-from tiers.monitor.build import available_sensors
-from tiers.monitor.calibration import Calibration
-from tiers.monitor.sensors import copies as own
-from tiers.monitor.thread import NAME, Monitor
-from tiers.monitor.verdict import LANES, Judge
-from tiers.monitor.watch import Watch
+from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.monitor.build import available_sensors
+from torch_tiers.monitor.calibration import Calibration
+from torch_tiers.monitor.sensors import copies as own
+from torch_tiers.monitor.thread import NAME, Monitor
+from torch_tiers.monitor.verdict import LANES, Judge
+from torch_tiers.monitor.watch import Watch
 
 
 class Switch:

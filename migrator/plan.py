@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
 
-from allocator.errors import TiersError
-from allocator.sizes import PAGE, format_at_least, format_size, round_up
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import PAGE, format_at_least, format_size, round_up
 
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
 

@@ -20,13 +20,13 @@ from itertools import islice
 
 import numpy as np
 
-from allocator.sizes import PAGE, round_up
-from migrator.links import Links
-from migrator.plan import READ_AHEAD, PageGroup, Plan
-from migrator.planner.effects import Effect, effect
-from migrator.planner.intervals import Bytes, durations
-from migrator.planner.schedule import Span, limits_by_position, spans_of
-from migrator.trace import Trace
+from torch_tiers.allocator.sizes import PAGE, round_up
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import READ_AHEAD, PageGroup, Plan
+from torch_tiers.migrator.planner.effects import Effect, effect
+from torch_tiers.migrator.planner.intervals import Bytes, durations
+from torch_tiers.migrator.planner.schedule import Span, limits_by_position, spans_of
+from torch_tiers.migrator.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

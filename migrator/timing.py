@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
-from allocator.sizes import MiB
-from migrator.trace import Recipe, Region, Trace
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.trace import Recipe, Region, Trace
 
 Timed = TypeVar("Timed", Recipe, Region)
 

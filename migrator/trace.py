@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from allocator.lifetimes import Lifetime
+from torch_tiers.allocator.lifetimes import Lifetime
 
 FORMAT = 2
 KEPT = 6  # tensors that one operation saves at most: a batch normalisation

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from migrator.log_softmax import Overwriting
+    from torch_tiers.migrator.log_softmax import Overwriting
 
 settings.register_profile("tiers", deadline=None, print_blob=True)
 settings.load_profile("tiers")
@@ -58,9 +58,9 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def overwriting() -> Overwriting:
     """What has log-softmax's backward take less memory; built once, and kept where a program would find it."""
-    from allocator.extension import compiler, obstacle_to
-    from migrator import log_softmax
-    from tiers.places import cache_directory
+    from torch_tiers.allocator.extension import compiler, obstacle_to
+    from torch_tiers.migrator import log_softmax
+    from torch_tiers.places import cache_directory
 
     if (missing := obstacle_to(compiler)) is not None:
         pytest.skip(missing)

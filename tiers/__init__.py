@@ -11,17 +11,20 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+if __name__ != "torch_tiers":
+    raise ImportError("import torch_tiers: the folder tiers/ is its source and no package of its own")
+
 if TYPE_CHECKING:
-    from tiers.config import Config, ConfigError, load
-    from tiers.session import session
+    from torch_tiers.config import Config, ConfigError, load
+    from torch_tiers.session import session
 
 __all__ = ["session", "load", "Config", "ConfigError", "__version__"]
 
 _HOME = {
-    "session": "tiers.session",
-    "load": "tiers.config",
-    "Config": "tiers.config",
-    "ConfigError": "tiers.config",
+    "session": "torch_tiers.session",
+    "load": "torch_tiers.config",
+    "Config": "torch_tiers.config",
+    "ConfigError": "torch_tiers.config",
 }
 
 
@@ -43,7 +46,7 @@ class _Package(ModuleType):
     """The package, on which `session` is always the class.
 
     The import system binds a submodule as an attribute of its package. Without this, the first
-    `from tiers.session import ...` anywhere would turn `tiers.session(...)` into a call of a module.
+    `from torch_tiers.session import ...` anywhere would turn `tiers.session(...)` into a call of a module.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

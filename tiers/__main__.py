@@ -1,9 +1,9 @@
-"""``python -m tiers`` is ``tiers``, for where the console script is not on the path."""
+"""``python -m torch_tiers`` is ``tiers``, for where the console script is not on the path."""
 
 from __future__ import annotations
 
 import sys
 
-from tiers.cli.entry import main
+from torch_tiers.cli.entry import main
 
 sys.exit(main())

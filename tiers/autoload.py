@@ -28,7 +28,7 @@ def gate() -> None:
         if others and not allocator:
             _tell_off(others)
         return
-    session = sys.modules.get("tiers.session")
+    session = sys.modules.get("torch_tiers.session")
     if session is not None and not hasattr(session, "install"):
         # It is the session itself that imports torch, and half-made: it calls `catch_up` when it is whole.
         global _put_off
@@ -52,7 +52,7 @@ def _half_made() -> str | None:
     """Which module of ours it is that imports torch, if one does: what needs it cannot be imported meanwhile."""
     for name, module in list(sys.modules.items()):  # the outermost comes first
         begun = getattr(getattr(module, "__spec__", None), "_initializing", False)
-        if begun and name.startswith(("allocator.", "migrator.", "tiers.")):
+        if begun and name.startswith("torch_tiers."):
             return name
     return None
 
@@ -64,7 +64,7 @@ def _tell_off(names: Iterable[str]) -> None:
     """
     import multiprocessing
 
-    from tiers.config_keys import BY_ENV, CONFIG_ENV, nearest
+    from torch_tiers.config_keys import BY_ENV, CONFIG_ENV, nearest
 
     known = {*BY_ENV, CONFIG_ENV}
     if multiprocessing.parent_process() is not None:
@@ -82,7 +82,7 @@ def _tell_off(names: Iterable[str]) -> None:
 
 
 def _tell_unread(name: str) -> None:
-    if "tiers.session" not in sys.modules and "tiers.cli" not in sys.modules:
+    if "torch_tiers.session" not in sys.modules and "torch_tiers.cli" not in sys.modules:
         print(f"tiers was off: {name} is set, and TIERS_ALLOCATOR is not", file=sys.stderr)
 
 
@@ -96,7 +96,7 @@ def catch_up() -> None:
 
 def _hand_on_paths() -> None:
     """Have the processes that this one starts, in whatever directory by then, find the same files."""
-    from tiers.config_keys import BY_ENV, CONFIG_ENV, PATH, PATHS
+    from torch_tiers.config_keys import BY_ENV, CONFIG_ENV, PATH, PATHS
 
     parsers = {CONFIG_ENV: PATH} | {name: key.parser for name, key in BY_ENV.items() if key.parser in (PATH, PATHS)}
     for name, parser in parsers.items():
@@ -109,8 +109,8 @@ def _install() -> None:
     import logging
     import multiprocessing
 
-    from tiers.config import ConfigError, load
-    from tiers.log import set_up
+    from torch_tiers.config import ConfigError, load
+    from torch_tiers.log import set_up
 
     try:
         try:
@@ -127,7 +127,7 @@ def _install() -> None:
             for warning in resolved.warnings:
                 logging.getLogger("tiers").warning(warning)
 
-        from tiers.session import install
+        from torch_tiers.session import install
 
         install(resolved.config)
     except ConfigError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tiers.run_directory import STATS, step_seconds
+from torch_tiers.run_directory import STATS, step_seconds
 
 GRACE = 30.0  # seconds from the request to end until a program is killed: it may be writing a checkpoint
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from allocator.sizes import PAGE, format_size
-from tiers.config_keys import CONFIG_ENV, KNOWN_POLICIES, ConfigError
-from tiers.config_sources import from_arguments, from_environment, from_file, from_user, said
+from torch_tiers.allocator.sizes import PAGE, format_size
+from torch_tiers.config_keys import CONFIG_ENV, KNOWN_POLICIES, ConfigError
+from torch_tiers.config_sources import from_arguments, from_environment, from_file, from_user, said
 
 __all__ = [
     "KNOWN_POLICIES",
@@ -234,7 +234,7 @@ def _check_nvme(nvme: NvmeConfig, dram: int | None, origin: Mapping[str, str]) -
 
 
 def _check_directory(path: Path, where: str) -> list[str]:
-    from tiers.topology import filesystem_of
+    from torch_tiers.topology import filesystem_of
 
     if not path.exists():
         raise ConfigError(f"{where} does not exist; create it or name another directory")

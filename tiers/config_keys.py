@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from allocator.errors import TiersError
-from allocator.sizes import likely_size, parse_size
-from migrator.policies import MODULES
-from tiers.log import LEVELS
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import likely_size, parse_size
+from torch_tiers.log import LEVELS
+from torch_tiers.migrator.policies import MODULES
 
 ALLOCATORS = ("off", "torch", "pages")
 GDS_MODES = ("require", "prefer", "off")

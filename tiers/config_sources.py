@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiers.config_keys import BY_ARGUMENT, BY_ENV, BY_NAME, CONFIG_ENV, ConfigError, Key, nearest
+from torch_tiers.config_keys import BY_ARGUMENT, BY_ENV, BY_NAME, CONFIG_ENV, ConfigError, Key, nearest
 
 _PREFIX = "TIERS_"
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from allocator.sizes import format_size
-from tiers.config import Config, NvmeConfig
-from tiers.monitor.sensors import TRAFFIC, Choice
-from tiers.topology import Filesystem, Memory, Topology, default_dram_capacity, filesystem_of, gds_obstacle
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.config import Config, NvmeConfig
+from torch_tiers.monitor.sensors import TRAFFIC, Choice
+from torch_tiers.topology import Filesystem, Memory, Topology, default_dram_capacity, filesystem_of, gds_obstacle
 
 Status = Literal["ok", "degraded", "missing"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 
-from tiers.config_keys import ConfigError
+from torch_tiers.config_keys import ConfigError
 
 
 def processes(variable: str) -> int:

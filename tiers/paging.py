@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from allocator import adapter
-from allocator.ledger import Account
-from allocator.native import Counts
-from allocator.pages import PageAllocator
-from tiers.places import cache_directory
-from tiers.shares import room
+from torch_tiers.allocator import adapter
+from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.native import Counts
+from torch_tiers.allocator.pages import PageAllocator
+from torch_tiers.places import cache_directory
+from torch_tiers.shares import room
 
 log = logging.getLogger("tiers")
 

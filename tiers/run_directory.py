@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from migrator.plan import Plan
-from migrator.telemetry.timeline import Timeline
-from migrator.trace import Trace
-from tiers.config import Config, ConfigError
-from tiers.launcher import is_started_beside_others, processes
+from torch_tiers.config import Config, ConfigError
+from torch_tiers.launcher import is_started_beside_others, processes
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.migrator.trace import Trace
 
 STATS = "stats.json"
 TRACE = "trace.json"

@@ -15,30 +15,30 @@ from typing import Any
 
 import torch
 
-from allocator.dram import DramArena
-from allocator.errors import TiersError
-from allocator.extension import CannotBuild
-from allocator.nvme.store import NvmeStore
-from allocator.pinning import return_what_is_freed
-from migrator import log_softmax
-from migrator.engine import native
-from migrator.engine import tensors as in_python
-from migrator.engine.backing import Backing
-from migrator.engine.tensors import Tensors
-from migrator.links import Links, links_from
-from migrator.log_softmax import Overwriting
-from migrator.runtime.options import Options
-from migrator.runtime.runtime import Runtime
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.timeline import Timeline
-from tiers import paging, run_directory
-from tiers.autoload import catch_up
-from tiers.config import Config, ConfigError, load
-from tiers.log import set_up
-from tiers.monitor.build import build as build_monitor
-from tiers.places import cache_directory
-from tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
-from tiers.sigterm import BeforeSigterm
+from torch_tiers import paging, run_directory
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.extension import CannotBuild
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.pinning import return_what_is_freed
+from torch_tiers.autoload import catch_up
+from torch_tiers.config import Config, ConfigError, load
+from torch_tiers.log import set_up
+from torch_tiers.migrator import log_softmax
+from torch_tiers.migrator.engine import native
+from torch_tiers.migrator.engine import tensors as in_python
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.links import Links, links_from
+from torch_tiers.migrator.log_softmax import Overwriting
+from torch_tiers.migrator.runtime.options import Options
+from torch_tiers.migrator.runtime.runtime import Runtime
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.monitor.build import build as build_monitor
+from torch_tiers.places import cache_directory
+from torch_tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
+from torch_tiers.sigterm import BeforeSigterm
 
 log = logging.getLogger("tiers")
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from allocator.ledger import Account, Ledger
-from allocator.room import Room
-from allocator.sizes import PAGE, GiB, MiB
-from tiers.config import Config, ConfigError
-from tiers.launcher import processes
-from tiers.places import LEDGERS, of_user
-from tiers.topology import default_dram_capacity, filesystem_of, memory_left, numa_node, read_memory
+from torch_tiers.allocator.ledger import Account, Ledger
+from torch_tiers.allocator.room import Room
+from torch_tiers.allocator.sizes import PAGE, GiB, MiB
+from torch_tiers.config import Config, ConfigError
+from torch_tiers.launcher import processes
+from torch_tiers.places import LEDGERS, of_user
+from torch_tiers.topology import default_dram_capacity, filesystem_of, memory_left, numa_node, read_memory
 
 log = logging.getLogger("tiers")
 

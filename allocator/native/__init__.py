@@ -1,6 +1,6 @@
 """The allocator's native core: pages, heaps and the layout of a period, behind a plain C interface."""
 
-from allocator.native.binding import (
+from torch_tiers.allocator.native.binding import (
     BLOCK,
     DRAM,
     FREE,
@@ -19,7 +19,7 @@ from allocator.native.binding import (
     checked,
     library,
 )
-from allocator.native.core import Core, Counts, aside, is_aside
+from torch_tiers.allocator.native.core import Core, Counts, aside, is_aside
 
 __all__ = [
     "BLOCK",

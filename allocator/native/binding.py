@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from allocator.errors import TiersError
+from torch_tiers.allocator.errors import TiersError
 
 LIBRARY = Path(__file__).with_name("libtiers_core.so")
 U64, P64 = ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)

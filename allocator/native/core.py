@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from allocator.native.binding import BLOCK, PARTS, PLAIN, REQUEST, U64, Glance, Stats, checked, library
+from torch_tiers.allocator.native.binding import BLOCK, PARTS, PLAIN, REQUEST, U64, Glance, Stats, checked, library
 
 if TYPE_CHECKING:
-    from allocator.sequence import Foreseen
+    from torch_tiers.allocator.sequence import Foreseen
 
 
 COUNTED = ("maps", "unmaps", "waits", "retries", "planned", "departed", "misplaced")

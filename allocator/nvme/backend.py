@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from allocator.errors import StoreError
-from allocator.sizes import KiB
+from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.sizes import KiB
 
 BLOCK = 4 * KiB
 """Unit of offsets, lengths and addresses: what O_DIRECT and GPUDirect Storage ask for on any drive."""

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from allocator.errors import TiersError
-from allocator.nvme.backend import Backend
-from allocator.nvme.kvikio import KvikioFile, gds_refusal, kvikio_refusal
-from allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.nvme.backend import Backend
+from torch_tiers.allocator.nvme.kvikio import KvikioFile, gds_refusal, kvikio_refusal
+from torch_tiers.allocator.nvme.posix import PosixFile
 
 log = logging.getLogger("tiers")
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
-from allocator.errors import StoreError
-from allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.nvme.posix import PosixFile
 
 Mode = Literal["gds", "auto", "compat"]
 """Nothing but GPUDirect Storage; that where it serves and kvikio's bounce buffers elsewhere; those alone."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from allocator.errors import StoreError
+from torch_tiers.allocator.errors import StoreError
 
 log = logging.getLogger("tiers")
 

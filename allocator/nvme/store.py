@@ -17,16 +17,16 @@ from pathlib import Path
 
 import torch
 
-from allocator.at_exit import close_at_exit
-from allocator.errors import StoreError
-from allocator.ledger import Account
-from allocator.nvme.backend import BLOCK, Backend, read_all, write_all
-from allocator.nvme.choose import Gds, choose_backend
-from allocator.nvme.requests import Request, RequestPool, Rest, Transfer
-from allocator.nvme.stripe import Stripe
-from allocator.nvme.volume import Volume
-from allocator.room import Room
-from allocator.sizes import GiB, MiB, round_up
+from torch_tiers.allocator.at_exit import close_at_exit
+from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.nvme.backend import BLOCK, Backend, read_all, write_all
+from torch_tiers.allocator.nvme.choose import Gds, choose_backend
+from torch_tiers.allocator.nvme.requests import Request, RequestPool, Rest, Transfer
+from torch_tiers.allocator.nvme.stripe import Stripe
+from torch_tiers.allocator.nvme.volume import Volume
+from torch_tiers.allocator.room import Room
+from torch_tiers.allocator.sizes import GiB, MiB, round_up
 
 _SUMMING_THREADS = 4  # or half of the cores; reads are summed up by the threads that read
 STRIPE, DEPTH = 8 * MiB, 12

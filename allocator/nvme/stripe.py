@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from allocator.errors import CorruptionError
-from allocator.extents import Extent
-from allocator.nvme.checksum import Sum, sum_for
-from allocator.nvme.volume import Volume
+from torch_tiers.allocator.errors import CorruptionError
+from torch_tiers.allocator.extents import Extent
+from torch_tiers.allocator.nvme.checksum import Sum, sum_for
+from torch_tiers.allocator.nvme.volume import Volume
 
 
 @dataclass(slots=True, eq=False)

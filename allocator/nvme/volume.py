@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from allocator.extents import Extent, ExtentMap
-from allocator.ledger import Account
-from allocator.nvme.backend import BLOCK, Backend
-from allocator.room import Room, RoomWatch
-from allocator.sizes import format_size
+from torch_tiers.allocator.extents import Extent, ExtentMap
+from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.nvme.backend import BLOCK, Backend
+from torch_tiers.allocator.room import Room, RoomWatch
+from torch_tiers.allocator.sizes import format_size
 
 log = logging.getLogger("tiers")
 

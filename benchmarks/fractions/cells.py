@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from migrator.policies import POLICIES
+from torch_tiers.migrator.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKLOADS = ("reference_gpt", "long_context_gpt", "resnet152")

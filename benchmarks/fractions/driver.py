@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from allocator.sizes import format_size
 from benchmarks.fractions.cells import Cell, Method, code, commit, parse
 from benchmarks.fractions.processes import Failed, Setting, TooLong, Worker
 from benchmarks.fractions.results import Record, Results, fits
+from torch_tiers.allocator.sizes import format_size
 
 GUESS = 60.0  # seconds that a cell takes, before one is known
 LAST = 6.0  # seconds that stay for the end of the worker

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-import tiers
+import torch_tiers as tiers
 from benchmarks.alternate import host_us, sm_clock
 from benchmarks.counts import per_step
 from benchmarks.fractions.cells import Method
 from benchmarks.fractions.methods import Step, blocks_of, prepare
 from benchmarks.settling import PLANNING, plans
 from benchmarks.workloads import Workload
-from migrator.simulator import simulate
-from tiers.session import Session
+from torch_tiers.migrator.simulator import simulate
+from torch_tiers.session import Session
 
 COMPARED = 8  # losses, of the first steps
 STEADY = 4  # steps after which plans that stayed as they are count as settled

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from allocator.sizes import GiB
 from benchmarks.fractions.cells import COMPILED, WORKLOADS, parse
 from benchmarks.fractions.results import Record, Results, fits
+from torch_tiers.allocator.sizes import GiB
 
 Table = list[list[str]]
 REASON = 60  # letters of a reason; the file has all

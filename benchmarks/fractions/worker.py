@@ -18,8 +18,8 @@ LEFT = 256 << 20  # bytes that a failed method may leave in HBM before a new pro
 
 def serve(bench: Any, requests: IO[str], answers: IO[str], allocated: Callable[[], int]) -> None:
     """Answer requests until there are no more, or this process cannot be trusted any more."""
-    from allocator.errors import TiersError
     from benchmarks.fractions.cells import parse
+    from torch_tiers.allocator.errors import TiersError
 
     for line in requests:
         request = json.loads(line)

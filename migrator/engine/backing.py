@@ -20,14 +20,14 @@ from collections.abc import Callable, Collection
 from concurrent.futures import wait
 from typing import Any, Protocol
 
-from allocator.dram import LOOK_CLOSELY, DramArena, DramBlock
-from allocator.errors import StoreError, TierFull, TiersError, TierTooSmall
-from allocator.nvme.store import NvmeStore
-from migrator.engine.disk import Disk
-from migrator.engine.guards import Guards
-from migrator.engine.parcel import Parcel
-from migrator.lanes import Event
-from migrator.telemetry.counters import Counters
+from torch_tiers.allocator.dram import LOOK_CLOSELY, DramArena, DramBlock
+from torch_tiers.allocator.errors import StoreError, TierFull, TiersError, TierTooSmall
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.migrator.engine.disk import Disk
+from torch_tiers.migrator.engine.guards import Guards
+from torch_tiers.migrator.engine.parcel import Parcel
+from torch_tiers.migrator.lanes import Event
+from torch_tiers.migrator.telemetry.counters import Counters
 
 log = logging.getLogger("tiers")
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from allocator.dram import DramBlock
-from allocator.nvme.store import NvmeExtent, NvmeStore
-from migrator.lanes import Event
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.timeline import HOST
+from torch_tiers.allocator.dram import DramBlock
+from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.migrator.lanes import Event
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.timeline import HOST
 
 DISK_THREADS = 2  # per direction: while one waits for a copy or a result, the other keeps the store busy
 

@@ -18,16 +18,16 @@ from itertools import islice
 
 import torch
 
-from migrator.engine import tensors as in_python
-from migrator.engine.backing import Backing
-from migrator.engine.group import NEVER, Claim, ClaimOn, Group, State, unclaimed
-from migrator.engine.moved import Saved, nothing
-from migrator.engine.parcel import Parcel
-from migrator.engine.tensors import Tensors
-from migrator.lanes import Compute, Lane, Leaving, Meter, Stream, whole
-from migrator.plan import READ_AHEAD
-from migrator.planner.paces import Pace
-from migrator.timing import Lap
+from torch_tiers.migrator.engine import tensors as in_python
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.group import NEVER, Claim, ClaimOn, Group, State, unclaimed
+from torch_tiers.migrator.engine.moved import Saved, nothing
+from torch_tiers.migrator.engine.parcel import Parcel
+from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.lanes import Compute, Lane, Leaving, Meter, Stream, whole
+from torch_tiers.migrator.plan import READ_AHEAD
+from torch_tiers.migrator.planner.paces import Pace
+from torch_tiers.migrator.timing import Lap
 
 EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it
 

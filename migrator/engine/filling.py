@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from allocator.errors import TierFull
-from migrator.engine.engine import Engine
-from migrator.engine.group import NEVER, Group, State
-from migrator.lanes import Stream
-from migrator.plan import PageGroup, Plan
-from migrator.planner.sizes import WORTH, group_bytes
+from torch_tiers.allocator.errors import TierFull
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.group import NEVER, Group, State
+from torch_tiers.migrator.lanes import Stream
+from torch_tiers.migrator.plan import PageGroup, Plan
+from torch_tiers.migrator.planner.sizes import WORTH, group_bytes
 
 log = logging.getLogger("tiers")
 

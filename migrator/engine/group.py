@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from migrator.engine.moved import Saved
-from migrator.engine.parcel import Parcel
-from migrator.lanes import Stream
+from torch_tiers.migrator.engine.moved import Saved
+from torch_tiers.migrator.engine.parcel import Parcel
+from torch_tiers.migrator.lanes import Stream
 
 NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from migrator.lanes import FULL_SPEED, SLOT
+from torch_tiers.migrator.lanes import FULL_SPEED, SLOT
 
 if TYPE_CHECKING:
-    from migrator.engine.group import Claim, Group
-    from migrator.engine.mover import Mover
-    from migrator.hooks.actions import Go
-    from migrator.recording.recorder import Record
+    from torch_tiers.migrator.engine.group import Claim, Group
+    from torch_tiers.migrator.engine.mover import Mover
+    from torch_tiers.migrator.hooks.actions import Go
+    from torch_tiers.migrator.recording.recorder import Record
 
 
 class Saved:

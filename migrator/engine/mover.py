@@ -11,23 +11,23 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from allocator.errors import TierFull
-from migrator.engine.engine import EVERY, Engine
-from migrator.engine.filling import Filling
-from migrator.engine.group import State
-from migrator.engine.moved import Moved, Saved
-from migrator.hooks.actions import Action, Go, Recompute, Stay
-from migrator.lanes import Stream
-from migrator.learning.learner import Learner
-from migrator.links import BOUNDLESS, Links, usable
-from migrator.plan import Plan
-from migrator.planner.paces import paces as paces_of
-from migrator.planner.sizes import learning_room, unseen
-from migrator.recompute.dropped import Dropped, Recomputed
-from migrator.recompute.finder import Finder, Verified, base_of
-from migrator.recompute.origins import Origins
-from migrator.recording.recorder import Recorder
-from migrator.trace import Trace
+from torch_tiers.allocator.errors import TierFull
+from torch_tiers.migrator.engine.engine import EVERY, Engine
+from torch_tiers.migrator.engine.filling import Filling
+from torch_tiers.migrator.engine.group import State
+from torch_tiers.migrator.engine.moved import Moved, Saved
+from torch_tiers.migrator.hooks.actions import Action, Go, Recompute, Stay
+from torch_tiers.migrator.lanes import Stream
+from torch_tiers.migrator.learning.learner import Learner
+from torch_tiers.migrator.links import BOUNDLESS, Links, usable
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.paces import paces as paces_of
+from torch_tiers.migrator.planner.sizes import learning_room, unseen
+from torch_tiers.migrator.recompute.dropped import Dropped, Recomputed
+from torch_tiers.migrator.recompute.finder import Finder, Verified, base_of
+from torch_tiers.migrator.recompute.origins import Origins
+from torch_tiers.migrator.recording.recorder import Recorder
+from torch_tiers.migrator.trace import Trace
 
 HEAD_START = 0.1  # seconds for which the device is held up where the host is to be ahead of it throughout a period
 CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from allocator.dram import DramBlock
-from allocator.nvme.store import NvmeExtent
-from migrator.lanes import Event
+from torch_tiers.allocator.dram import DramBlock
+from torch_tiers.allocator.nvme.store import NvmeExtent
+from torch_tiers.migrator.lanes import Event
 
 
 @dataclass(eq=False, slots=True)

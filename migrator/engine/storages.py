@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from migrator.lanes import SLOT
+from torch_tiers.migrator.lanes import SLOT
 
 if TYPE_CHECKING:
-    from migrator.engine.moved import Saved
-    from migrator.recompute.dropped import Recomputed
+    from torch_tiers.migrator.engine.moved import Saved
+    from torch_tiers.migrator.recompute.dropped import Recomputed
 
 
 class Known:

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from migrator.engine.moved import Moved, Saved, arrange, let_go, spans
-from migrator.engine.storages import Storages, memory_of
-from migrator.recompute import ways
+from torch_tiers.migrator.engine.moved import Moved, Saved, arrange, let_go, spans
+from torch_tiers.migrator.engine.storages import Storages, memory_of
+from torch_tiers.migrator.recompute import ways
 
 if TYPE_CHECKING:
-    from migrator.engine.group import Claim, Group
-    from migrator.engine.mover import Mover
-    from migrator.hooks.actions import Action, Go
-    from migrator.hooks.saver import Saver
-    from migrator.hooks.sites import Place
-    from migrator.hooks.stack import Hooks
-    from migrator.recompute.origins import Origins
-    from migrator.recompute.ways import Way
-    from migrator.recording.recorder import Record
+    from torch_tiers.migrator.engine.group import Claim, Group
+    from torch_tiers.migrator.engine.mover import Mover
+    from torch_tiers.migrator.hooks.actions import Action, Go
+    from torch_tiers.migrator.hooks.saver import Saver
+    from torch_tiers.migrator.hooks.sites import Place
+    from torch_tiers.migrator.hooks.stack import Hooks
+    from torch_tiers.migrator.recompute.origins import Origins
+    from torch_tiers.migrator.recompute.ways import Way
+    from torch_tiers.migrator.recording.recorder import Record
 
 __all__ = ["Moved", "Saved", "Storages", "Tensors", "arrange", "follow", "hooks", "let_go", "memory_of", "spans"]
 

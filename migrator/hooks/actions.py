@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from migrator.hooks.garbage import KEPT, MADE, MOVED, REPEATED
-from migrator.plan import PageGroup
-from migrator.planner.paces import Pace
-from migrator.recompute.finder import Finder, Verified
+from torch_tiers.migrator.hooks.garbage import KEPT, MADE, MOVED, REPEATED
+from torch_tiers.migrator.plan import PageGroup
+from torch_tiers.migrator.planner.paces import Pace
+from torch_tiers.migrator.recompute.finder import Finder, Verified
 
 if TYPE_CHECKING:
-    from migrator.engine.mover import Mover
+    from torch_tiers.migrator.engine.mover import Mover
 
 
 @dataclass(frozen=True, slots=True)

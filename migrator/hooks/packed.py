@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from migrator.engine.moved import Moved
-from migrator.hooks.actions import Stay
-from migrator.recompute.dropped import MODIFIED, Dropped, Recomputed
+from torch_tiers.migrator.engine.moved import Moved
+from torch_tiers.migrator.hooks.actions import Stay
+from torch_tiers.migrator.recompute.dropped import MODIFIED, Dropped, Recomputed
 
 if TYPE_CHECKING:
-    from migrator.recording.recorder import Record
+    from torch_tiers.migrator.recording.recorder import Record
 
 
 Kept: TypeAlias = "tuple[Tensor, int, Stay | None, Record | None]"

@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from migrator.engine.tensors import Tensors
-from migrator.hooks import weights
-from migrator.hooks.actions import Action, Agenda, Go, Recompute, Stay
-from migrator.hooks.compiled import is_compiled
-from migrator.hooks.garbage import Allowance
-from migrator.hooks.packed import Look, Packed, alias_of, check, keep, modified
-from migrator.hooks.sites import Modules, Node
-from migrator.hooks.stack import OnStack
-from migrator.recompute.dropped import Dropped
-from migrator.recompute.origins import note, note_epsilon
-from migrator.recompute.regions import Regions
-from migrator.recording.observer import Observer
-from migrator.recording.recorder import Record
+from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.hooks import weights
+from torch_tiers.migrator.hooks.actions import Action, Agenda, Go, Recompute, Stay
+from torch_tiers.migrator.hooks.compiled import is_compiled
+from torch_tiers.migrator.hooks.garbage import Allowance
+from torch_tiers.migrator.hooks.packed import Look, Packed, alias_of, check, keep, modified
+from torch_tiers.migrator.hooks.sites import Modules, Node
+from torch_tiers.migrator.hooks.stack import OnStack
+from torch_tiers.migrator.recompute.dropped import Dropped
+from torch_tiers.migrator.recompute.origins import note, note_epsilon
+from torch_tiers.migrator.recompute.regions import Regions
+from torch_tiers.migrator.recording.observer import Observer
+from torch_tiers.migrator.recording.recorder import Record
 
 if TYPE_CHECKING:
-    from migrator.engine.mover import Mover
+    from torch_tiers.migrator.engine.mover import Mover
 
 log = logging.getLogger("tiers")
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from allocator.sizes import MiB
-from migrator.telemetry.transfers import Transfer
-from migrator.timing import Lap
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.migrator.timing import Lap
 
 if TYPE_CHECKING:
-    from migrator.engine.moved import Saved
-    from migrator.lanes.meter import Measures
+    from torch_tiers.migrator.engine.moved import Saved
+    from torch_tiers.migrator.lanes.meter import Measures
 
 SLOT = 512
 """Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose

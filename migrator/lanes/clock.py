@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from migrator.lanes.laps import TimedEvent
+    from torch_tiers.migrator.lanes.laps import TimedEvent
 
 
 class DeviceClock:

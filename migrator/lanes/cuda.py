@@ -11,8 +11,8 @@ from typing import cast
 
 import torch
 
-from allocator.sizes import PAGE, MiB, round_up
-from migrator.lanes import (
+from torch_tiers.allocator.sizes import PAGE, MiB, round_up
+from torch_tiers.migrator.lanes import (
     FULL_SPEED,
     SLOT,
     TIMED,
@@ -25,11 +25,11 @@ from migrator.lanes import (
     flat,
     peaks,
 )
-from migrator.lanes.laps import Gap, Laps, TimedEvent
-from migrator.lanes.meter import CudaMeter
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.transfers import Transfer
-from migrator.timing import Lap
+from torch_tiers.migrator.lanes.laps import Gap, Laps, TimedEvent
+from torch_tiers.migrator.lanes.meter import CudaMeter
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.migrator.timing import Lap
 
 STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
 CLOCK = 1.5e9  # cycles a second of a GPU whose clock PyTorch does not tell: somewhat less than today's have

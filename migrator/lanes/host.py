@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import torch
 
-from migrator.lanes import TIMED, Event, Piece, Stream, at_full_speed, flat
-from migrator.lanes.meter import HostMeter
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.transfers import Transfer
+from torch_tiers.migrator.lanes import TIMED, Event, Piece, Stream, at_full_speed, flat
+from torch_tiers.migrator.lanes.meter import HostMeter
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.transfers import Transfer
 
 
 class HostEvent:

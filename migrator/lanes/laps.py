@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from migrator.lanes import Event
-from migrator.lanes.clock import DeviceClock
-from migrator.telemetry.counters import Counters
-from migrator.timing import CALL, Lap
+from torch_tiers.migrator.lanes import Event
+from torch_tiers.migrator.lanes.clock import DeviceClock
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.timing import CALL, Lap
 
 
 class TimedEvent(Event, Protocol):

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from migrator.lanes.cuda import CudaCompute
-    from migrator.lanes.host import HostCompute
-    from migrator.lanes.laps import TimedEvent
+    from torch_tiers.migrator.lanes.cuda import CudaCompute
+    from torch_tiers.migrator.lanes.host import HostCompute
+    from torch_tiers.migrator.lanes.laps import TimedEvent
 
 
 class Measures(NamedTuple):

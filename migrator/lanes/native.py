@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from allocator.native import lane
-from migrator.lanes import Event, Leaving, Memory, Piece, Stream
-from migrator.lanes.cuda import CudaCompute, CudaLane, wrapped
-from migrator.telemetry.counters import Counters
+from torch_tiers.allocator.native import lane
+from torch_tiers.migrator.lanes import Event, Leaving, Memory, Piece, Stream
+from torch_tiers.migrator.lanes.cuda import CudaCompute, CudaLane, wrapped
+from torch_tiers.migrator.telemetry.counters import Counters
 
 
 class NativeCompute(CudaCompute):

@@ -65,7 +65,7 @@ def give_up(future: Future[T] | None) -> None:
         future.give_up()
 
 
-_SERVE = "from migrator.learning.background import serve; serve()"
+_SERVE = "from torch_tiers.migrator.learning.background import serve; serve()"
 
 
 def in_background(job: Callable[[], T]) -> Future[T]:
@@ -103,7 +103,7 @@ def _elsewhere(job: Callable[[], T], future: Beside[T]) -> T:
         sent = pickle.dumps(job)
     except (AttributeError, TypeError, pickle.PicklingError):
         return job()
-    here = str(Path(__file__).parents[2])  # where this program has the package from
+    here = str(Path(__file__).parents[3])  # where this program has the package from
     # Without what would make the new process train, or look like a rank that does.
     quiet = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
     path = os.pathsep.join(filter(None, (here, quiet.get("PYTHONPATH"))))

@@ -30,16 +30,16 @@ from concurrent.futures import Future
 from statistics import median
 from typing import NamedTuple
 
-from allocator.sizes import format_size
-from migrator.learning.background import give_up
-from migrator.learning.feedback import SETTLING
-from migrator.learning.made import Made, make_all
-from migrator.links import HARDLY, MEASURED, Costs, Links
-from migrator.plan import Plan
-from migrator.policies import Policy
-from migrator.simulator import simulate
-from migrator.timing import Lap
-from migrator.trace import Trace
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.learning.background import give_up
+from torch_tiers.migrator.learning.feedback import SETTLING
+from torch_tiers.migrator.learning.made import Made, make_all
+from torch_tiers.migrator.links import HARDLY, MEASURED, Costs, Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.policies import Policy
+from torch_tiers.migrator.simulator import simulate
+from torch_tiers.migrator.timing import Lap
+from torch_tiers.migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 

@@ -22,11 +22,11 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import pairwise
 
-from allocator.sizes import format_size
-from migrator.learning.made import Made
-from migrator.links import Links
-from migrator.simulator import Simulated
-from migrator.timing import Lap
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.learning.made import Made
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.simulator import Simulated
+from torch_tiers.migrator.timing import Lap
 
 PRESSED = 0.03  # of the target: what the budget gives back when the allocator was pressed
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is

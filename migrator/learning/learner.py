@@ -15,19 +15,19 @@ import logging
 from concurrent.futures import Future
 from dataclasses import replace
 
-from migrator.learning.background import at_once
-from migrator.learning.contest import Contest, may_be
-from migrator.learning.feedback import SETTLED, Feedback
-from migrator.learning.made import Made, after, are_the_same, foresee, with_plans_of
-from migrator.learning.orders import Orders, Submit
-from migrator.learning.standby import SetAside, Standby, staying
-from migrator.links import PCIE_GEN5, Costs, Links
-from migrator.plan import Plan
-from migrator.policies import Policy
-from migrator.recording.recordings import Recordings
-from migrator.simulator import Simulated
-from migrator.timing import Lap, alike, at_pace
-from migrator.trace import Trace
+from torch_tiers.migrator.learning.background import at_once
+from torch_tiers.migrator.learning.contest import Contest, may_be
+from torch_tiers.migrator.learning.feedback import SETTLED, Feedback
+from torch_tiers.migrator.learning.made import Made, after, are_the_same, foresee, with_plans_of
+from torch_tiers.migrator.learning.orders import Orders, Submit
+from torch_tiers.migrator.learning.standby import SetAside, Standby, staying
+from torch_tiers.migrator.links import PCIE_GEN5, Costs, Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.policies import Policy
+from torch_tiers.migrator.recording.recordings import Recordings
+from torch_tiers.migrator.simulator import Simulated
+from torch_tiers.migrator.timing import Lap, alike, at_pace
+from torch_tiers.migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from allocator.sizes import format_size
-from migrator.links import Links
-from migrator.plan import NoPlanFits, Plan
-from migrator.planner.quiet import is_quiet
-from migrator.policies import Policy
-from migrator.simulator import Simulated, simulate
-from migrator.trace import Trace
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.planner.quiet import is_quiet
+from torch_tiers.migrator.policies import Policy
+from torch_tiers.migrator.simulator import Simulated, simulate
+from torch_tiers.migrator.trace import Trace
 
 GAIN = 0.002  # of the step: what other plans have to promise, as to begin with one costs steps of seconds
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from migrator.learning.background import at_once, give_up
-from migrator.learning.contest import make_rival
-from migrator.learning.made import Made, make_all
-from migrator.links import Links
-from migrator.policies import Policy
-from migrator.trace import Trace
+from torch_tiers.migrator.learning.background import at_once, give_up
+from torch_tiers.migrator.learning.contest import make_rival
+from torch_tiers.migrator.learning.made import Made, make_all
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.policies import Policy
+from torch_tiers.migrator.trace import Trace
 
 AT_ONCE = 100  # sites with times, up to which planning takes but some milliseconds
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from migrator.learning.background import give_up
-from migrator.learning.feedback import Feedback
-from migrator.learning.made import Made, foresee
-from migrator.links import WORSE, Links
-from migrator.planner.quiet import is_quiet
-from migrator.trace import Trace
+from torch_tiers.migrator.learning.background import give_up
+from torch_tiers.migrator.learning.feedback import Feedback
+from torch_tiers.migrator.learning.made import Made, foresee
+from torch_tiers.migrator.links import WORSE, Links
+from torch_tiers.migrator.planner.quiet import is_quiet
+from torch_tiers.migrator.trace import Trace
 
 LOADED = {"d2h": 0.9, "h2d": 0.8, "bus": 0.8}
 """What is left of each lane where others need the bus; on an H100 beside 100 GB/s of copies 0.94 to 1 and 0.76 to 0.85.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from allocator.extension import CannotBuild, Extension
+from torch_tiers.allocator.extension import CannotBuild, Extension
 
 log = logging.getLogger("tiers")
 

@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from migrator.links import Links
-from migrator.planner.intervals import Bytes, Floats, occupancy, room
-from migrator.trace import Trace
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.planner.intervals import Bytes, Floats, occupancy, room
+from torch_tiers.migrator.trace import Trace
 
 _OPPOSITE: Mapping[str, str] = MappingProxyType({"d2h": "h2d", "h2d": "d2h"})
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from allocator.groups import group_by_death
-from allocator.lifetimes import Lifetime
-from migrator.plan import Keep, PageGroup, Plan
-from migrator.planner.effects import Effect, effect
-from migrator.planner.sizes import group_bytes
-from migrator.trace import Trace
+from torch_tiers.allocator.groups import group_by_death
+from torch_tiers.allocator.lifetimes import Lifetime
+from torch_tiers.migrator.plan import Keep, PageGroup, Plan
+from torch_tiers.migrator.planner.effects import Effect, effect
+from torch_tiers.migrator.planner.sizes import group_bytes
+from torch_tiers.migrator.trace import Trace
 
 _NOWHERE: Mapping[int, str] = MappingProxyType({})
 

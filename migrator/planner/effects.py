@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from migrator.planner.intervals import Bytes
-from migrator.trace import Region, Site, Trace, checkpoint_key
+from torch_tiers.migrator.planner.intervals import Bytes
+from torch_tiers.migrator.trace import Region, Site, Trace, checkpoint_key
 
 
 class Unobtainable(ValueError):

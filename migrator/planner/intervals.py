@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from allocator.lifetimes import Lifetime
-from allocator.sizes import format_size
-from migrator.trace import Trace
+from torch_tiers.allocator.lifetimes import Lifetime
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.trace import Trace
 
 Floats = NDArray[np.float64]
 Bytes = NDArray[np.int64]

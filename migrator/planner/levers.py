@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from migrator.links import Links
-from migrator.planner.intervals import Bytes, Floats, in_hbm, room
-from migrator.planner.sizes import group_bytes
-from migrator.trace import Region, Trace
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.planner.intervals import Bytes, Floats, in_hbm, room
+from torch_tiers.migrator.planner.sizes import group_bytes
+from torch_tiers.migrator.trace import Region, Trace
 
 KEEP, MOVE, DROP, WITHIN = range(4)
 CHAIN = 0.03  # of the positions: how much earlier than for itself a storage may be recomputed for another

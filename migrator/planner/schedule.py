@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from migrator.plan import PageGroup, Plan
-from migrator.planner.build import plan_of
-from migrator.planner.effects import Effect, Held, Holder, effect
-from migrator.planner.intervals import Bytes, room
-from migrator.trace import Trace
+from torch_tiers.migrator.plan import PageGroup, Plan
+from torch_tiers.migrator.planner.build import plan_of
+from torch_tiers.migrator.planner.effects import Effect, Held, Holder, effect
+from torch_tiers.migrator.planner.intervals import Bytes, room
+from torch_tiers.migrator.trace import Trace
 
 
 def scheduled(plan: Plan, trace: Trace, outcome: Effect, budget: int, lingering: Bytes | int = 0) -> Plan:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from migrator.planner.intervals import Bytes, Floats
-from migrator.planner.levers import DROP, KEEP, MOVE, Ints, Levers, State
+from torch_tiers.migrator.planner.intervals import Bytes, Floats
+from torch_tiers.migrator.planner.levers import DROP, KEEP, MOVE, Ints, Levers, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # the configuration reads the names inside `import torch`, and must load nothing for them
-    from migrator.links import Links
-    from migrator.plan import Plan
-    from migrator.trace import Trace
+    from torch_tiers.migrator.links import Links
+    from torch_tiers.migrator.plan import Plan
+    from torch_tiers.migrator.trace import Trace
 
 Policy: TypeAlias = Callable[["Trace", int, "Links"], "Plan"]
 

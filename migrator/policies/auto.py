@@ -15,17 +15,17 @@ from functools import partial
 
 import numpy as np
 
-from migrator.links import PCIE_GEN5, Links
-from migrator.plan import NoPlanFits, Plan
-from migrator.planner.effects import obtainable
-from migrator.planner.intervals import Bytes, where_fullest
-from migrator.planner.levers import Choice, State, extremes
-from migrator.planner.quiet import is_quiet
-from migrator.planner.schedule import fit
-from migrator.planner.search import PLAIN, How, Search
-from migrator.policies import capuchin, flashneuron, superneurons
-from migrator.simulator import Simulated, simulate
-from migrator.trace import Trace
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.planner.effects import obtainable
+from torch_tiers.migrator.planner.intervals import Bytes, where_fullest
+from torch_tiers.migrator.planner.levers import Choice, State, extremes
+from torch_tiers.migrator.planner.quiet import is_quiet
+from torch_tiers.migrator.planner.schedule import fit
+from torch_tiers.migrator.planner.search import PLAIN, How, Search
+from torch_tiers.migrator.policies import capuchin, flashneuron, superneurons
+from torch_tiers.migrator.simulator import Simulated, simulate
+from torch_tiers.migrator.trace import Trace
 
 WEIGHS_COSTS = True
 

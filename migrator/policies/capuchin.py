@@ -27,11 +27,11 @@ from collections import deque
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.planner.draft import Draft
-from migrator.planner.intervals import Interval
-from migrator.trace import Trace
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.draft import Draft
+from torch_tiers.migrator.planner.intervals import Interval
+from torch_tiers.migrator.trace import Trace
 
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.planner.effects import effect
-from migrator.planner.intervals import Bytes, room
-from migrator.planner.schedule import fit, occupied
-from migrator.trace import Region, Trace
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.effects import effect
+from torch_tiers.migrator.planner.intervals import Bytes, room
+from torch_tiers.migrator.planner.schedule import fit, occupied
+from torch_tiers.migrator.trace import Region, Trace
 
 BOUNDS = 64  # at most as many are tried
 

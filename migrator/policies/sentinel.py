@@ -26,13 +26,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.planner.draft import Draft
-from migrator.planner.layers import layers
-from migrator.planner.sizes import least_room
-from migrator.simulator import simulate
-from migrator.trace import Trace
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.draft import Draft
+from torch_tiers.migrator.planner.layers import layers
+from torch_tiers.migrator.planner.sizes import least_room
+from torch_tiers.migrator.simulator import simulate
+from torch_tiers.migrator.trace import Trace
 
 TRIALS = 16  # lengths that are tried at most
 

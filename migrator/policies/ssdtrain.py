@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from allocator.sizes import MiB
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.planner.draft import Draft
-from migrator.planner.layers import Layer, layers
-from migrator.trace import Trace
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.draft import Draft
+from torch_tiers.migrator.planner.layers import Layer, layers
+from torch_tiers.migrator.trace import Trace
 
 SMALL = MiB  # tensors below this many bytes stay
 

@@ -19,12 +19,12 @@ from collections import deque
 
 import numpy as np
 
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.planner.draft import Draft
-from migrator.planner.layers import layers
-from migrator.timing import product_in
-from migrator.trace import Trace
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.draft import Draft
+from torch_tiers.migrator.planner.layers import layers
+from torch_tiers.migrator.timing import product_in
+from torch_tiers.migrator.trace import Trace
 
 CHECKPOINTS = ("AddBackward", "Cat", "Stack")  # operations with recipes that join or concatenate
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from migrator.hooks.compiled import is_wrapper
-from migrator.hooks.packed import modified
-from migrator.recompute.dropped import FOR_RECOMPUTING
-from migrator.recompute.numbers import GENERATORS, Numbers
-from migrator.recompute.watch import CONTAINERS, OF_EVERY_MODULE, SETTINGS, keeps_statistics
+from torch_tiers.migrator.hooks.compiled import is_wrapper
+from torch_tiers.migrator.hooks.packed import modified
+from torch_tiers.migrator.recompute.dropped import FOR_RECOMPUTING
+from torch_tiers.migrator.recompute.numbers import GENERATORS, Numbers
+from torch_tiers.migrator.recompute.watch import CONTAINERS, OF_EVERY_MODULE, SETTINGS, keeps_statistics
 
 _WITHOUT_TENSORS = (np.ndarray, np.generic, Enum, Decimal, Fraction, FunctionType, BuiltinFunctionType, type)
 MOST = 100  # things in a container that is given back what it held

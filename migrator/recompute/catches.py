@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 
 from torch import nn
 
-from migrator.recompute.watch import contents_of, functions_of, is_torch, names_in
+from torch_tiers.migrator.recompute.watch import contents_of, functions_of, is_torch, names_in
 
 
 def catches(module: nn.Module) -> bool:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from migrator.engine.moved import view
-from migrator.recompute.formulas import Formula
+from torch_tiers.migrator.engine.moved import view
+from torch_tiers.migrator.recompute.formulas import Formula
 
 if TYPE_CHECKING:
-    from migrator.engine.engine import Engine
-    from migrator.hooks.actions import Recompute
-    from migrator.recording.recorder import Record
+    from torch_tiers.migrator.engine.engine import Engine
+    from torch_tiers.migrator.hooks.actions import Recompute
+    from torch_tiers.migrator.recording.recorder import Record
 
 Peek = Callable[[Any], Tensor]
 """Hands a packed tensor out without counting that as a use."""

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from migrator.recompute.formulas import Formula, Pattern, search
-from migrator.recompute.operations import TABLE
-from migrator.recompute.ways import Way, follow, one_of
+from torch_tiers.migrator.recompute.formulas import Formula, Pattern, search
+from torch_tiers.migrator.recompute.operations import TABLE
+from torch_tiers.migrator.recompute.ways import Way, follow, one_of
 
 if TYPE_CHECKING:
-    from migrator.recompute.origins import Origins
+    from torch_tiers.migrator.recompute.origins import Origins
 
 
 Follow: TypeAlias = "Callable[[Way, Any, Origins], list[Any] | None]"

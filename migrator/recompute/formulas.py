@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from migrator.recompute.ways import (
+from torch_tiers.migrator.recompute.ways import (
     Absent,
     Again,
     Answer,
@@ -32,7 +32,7 @@ from migrator.recompute.ways import (
     is_leaf,
     shapes,
 )
-from migrator.timing import product_in
+from torch_tiers.migrator.timing import product_in
 
 DEPTH = 6  # operations in one formula
 SAVE_WHAT_THEY_MAKE = frozenset({"ReluBackward0", "SigmoidBackward0", "TanhBackward0"})

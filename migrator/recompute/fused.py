@@ -108,7 +108,7 @@ def _at_once(x: Tensor, affine: Affine, addend: Tensor | None, clamp: bool) -> T
 
 @cache
 def _launch() -> Callable[..., None]:
-    from migrator.recompute.fused_kernel import launch  # which needs Triton
+    from torch_tiers.migrator.recompute.fused_kernel import launch  # which needs Triton
 
     return launch
 

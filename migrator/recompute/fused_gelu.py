@@ -15,8 +15,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from migrator.recompute.fused import at_once, has_triton, makes
-from migrator.recompute.launches import is_aligned
+from torch_tiers.migrator.recompute.fused import at_once, has_triton, makes
+from torch_tiers.migrator.recompute.launches import is_aligned
 
 _gelu = torch.ops.aten.gelu
 
@@ -55,7 +55,7 @@ def _at_once(x: Tensor, way: Coefficients) -> Tensor:
 
 @cache
 def _launch() -> Callable[..., None]:
-    from migrator.recompute.fused_kernel import launch_gelu  # which needs Triton
+    from torch_tiers.migrator.recompute.fused_kernel import launch_gelu  # which needs Triton
 
     return launch_gelu
 

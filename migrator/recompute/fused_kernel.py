@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from migrator.recompute.fused import Affine
-from migrator.recompute.launches import Launcher, is_aligned
+from torch_tiers.migrator.recompute.fused import Affine
+from torch_tiers.migrator.recompute.launches import Launcher, is_aligned
 
 ROWS, CHANNELS = 64, 64  # of one program: 32 values a thread, in loads of 16 bytes
 NUMBERS = 8192  # of one program, where a row is long

@@ -14,8 +14,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from migrator.recompute.fused import DTYPES, at_once, makes, numbers
-from migrator.recompute.launches import is_aligned
+from torch_tiers.migrator.recompute.fused import DTYPES, at_once, makes, numbers
+from torch_tiers.migrator.recompute.launches import is_aligned
 
 MOST = 1 << 20  # numbers on which it is seen, or one row: this may be in the midst of backward
 
@@ -106,7 +106,7 @@ def _at_once(rows: Rows, length: int) -> Tensor:
 
 @cache
 def _launch() -> Callable[..., None]:
-    from migrator.recompute.fused_kernel import launch_rows  # which needs Triton
+    from torch_tiers.migrator.recompute.fused_kernel import launch_rows  # which needs Triton
 
     return launch_rows
 

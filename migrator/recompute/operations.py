@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from migrator.recompute import fused, fused_gelu, fused_layer_norm
-from migrator.recompute.formulas import Build, Formula, Operands, Table
-from migrator.recompute.origins import tells_epsilon
+from torch_tiers.migrator.recompute import fused, fused_gelu, fused_layer_norm
+from torch_tiers.migrator.recompute.formulas import Build, Formula, Operands, Table
+from torch_tiers.migrator.recompute.origins import tells_epsilon
 
 
 def _setting(*names: str) -> Callable[[Any], Any]:

@@ -26,12 +26,12 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from migrator.hooks import compiled
-from migrator.hooks.sites import Modules, Node
-from migrator.recompute.arguments import copy_of, tensors_in
-from migrator.recompute.as_it_was import Snapshot, same, standing
-from migrator.recompute.catches import catches
-from migrator.trace import checkpoint_key
+from torch_tiers.migrator.hooks import compiled
+from torch_tiers.migrator.hooks.sites import Modules, Node
+from torch_tiers.migrator.recompute.arguments import copy_of, tensors_in
+from torch_tiers.migrator.recompute.as_it_was import Snapshot, same, standing
+from torch_tiers.migrator.recompute.catches import catches
+from torch_tiers.migrator.trace import checkpoint_key
 
 _graph_task = torch._C._current_graph_task_id
 

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from allocator.errors import TiersError
-from migrator.lanes import Meter, flat
-from migrator.recompute.dropped import Peek, run
-from migrator.recompute.finder import Took, Verified, layout
-from migrator.recompute.formulas import Formula, operation
-from migrator.recompute.fused import plainly
-from migrator.recompute.origins import Origins
-from migrator.trace import Recipe
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.migrator.lanes import Meter, flat
+from torch_tiers.migrator.recompute.dropped import Peek, run
+from torch_tiers.migrator.recompute.finder import Took, Verified, layout
+from torch_tiers.migrator.recompute.formulas import Formula, operation
+from torch_tiers.migrator.recompute.fused import plainly
+from torch_tiers.migrator.recompute.origins import Origins
+from torch_tiers.migrator.trace import Recipe
 
 
 class Inputs(NamedTuple):

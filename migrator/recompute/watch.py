@@ -305,7 +305,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def is_torch(module: str) -> bool:
     """Whether a module is PyTorch's, Python's own or ours."""
-    return module.partition(".")[0] in ("torch", "migrator", "tiers", "builtins")
+    return module.partition(".")[0] in ("torch", "torch_tiers", "builtins")
 
 
 def functions_of(kind: type) -> Iterator[FunctionType]:

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from migrator.engine.mover import Mover
-from migrator.hooks import weights
-from migrator.hooks.packed import Packed, keep
-from migrator.recompute.arguments import changeable
-from migrator.recompute.as_it_was import Choices, choices
-from migrator.recompute.dropped import Dropped
-from migrator.recompute.finder import Took, Verified, base_of, find, layout
-from migrator.recompute.formulas import Formula, given_at_last
-from migrator.recompute.origins import Origins, Versions, note_epsilon
-from migrator.recompute.regions import Regions
-from migrator.recompute.trials import Inputs, Trial
-from migrator.recompute.watch import Watch
-from migrator.recording.recorder import Recorder
-from migrator.timing import product_in
+from torch_tiers.migrator.engine.mover import Mover
+from torch_tiers.migrator.hooks import weights
+from torch_tiers.migrator.hooks.packed import Packed, keep
+from torch_tiers.migrator.recompute.arguments import changeable
+from torch_tiers.migrator.recompute.as_it_was import Choices, choices
+from torch_tiers.migrator.recompute.dropped import Dropped
+from torch_tiers.migrator.recompute.finder import Took, Verified, base_of, find, layout
+from torch_tiers.migrator.recompute.formulas import Formula, given_at_last
+from torch_tiers.migrator.recompute.origins import Origins, Versions, note_epsilon
+from torch_tiers.migrator.recompute.regions import Regions
+from torch_tiers.migrator.recompute.trials import Inputs, Trial
+from torch_tiers.migrator.recompute.watch import Watch
+from torch_tiers.migrator.recording.recorder import Recorder
+from torch_tiers.migrator.timing import product_in
 
 EPSILONS = (1e-5, 1e-6)
 """What normalisations are tried with that are no modules: neither node nor module tells."""

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from migrator.engine.group import State
-from migrator.engine.storages import Known, holders
-from migrator.lanes import Meter
-from migrator.recompute.dropped import Peek
-from migrator.recompute.finder import Verified
-from migrator.recompute.trials import Trial, Trials
-from migrator.recompute.watch import Sums, Watch, same_sums
-from migrator.trace import Region, Site, Trace
+from torch_tiers.migrator.engine.group import State
+from torch_tiers.migrator.engine.storages import Known, holders
+from torch_tiers.migrator.lanes import Meter
+from torch_tiers.migrator.recompute.dropped import Peek
+from torch_tiers.migrator.recompute.finder import Verified
+from torch_tiers.migrator.recompute.trials import Trial, Trials
+from torch_tiers.migrator.recompute.watch import Sums, Watch, same_sums
+from torch_tiers.migrator.trace import Region, Site, Trace
 
 SELDOM = 8  # what the program has held for so many positions is looked at after one more
 PARTS = 64  # of one storage, of which each moves alone, that are gone through to see who else holds it

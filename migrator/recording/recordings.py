@@ -7,8 +7,8 @@ pauses between two looks at it grow longer. Pure.
 
 from __future__ import annotations
 
-from migrator.timing import together
-from migrator.trace import Trace
+from torch_tiers.migrator.timing import together
+from torch_tiers.migrator.trace import Trace
 
 PERIODS_AFTER_DRIFT = 4  # recorded when something unforeseen was saved: programs alternate between kinds of periods
 LONGEST_PAUSE = 128  # periods

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from allocator.pages import PageAllocator
-from migrator.engine.mover import Mover
-from migrator.lanes import Compute, Event
-from migrator.links import Links
-from migrator.runtime.devices import Devices
-from migrator.runtime.options import Advisor
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.transfers import Transfer
+from torch_tiers.allocator.pages import PageAllocator
+from torch_tiers.migrator.engine.mover import Mover
+from torch_tiers.migrator.lanes import Compute, Event
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.runtime.devices import Devices
+from torch_tiers.migrator.runtime.options import Advisor
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.transfers import Transfer
 
 
 class Advice:

@@ -8,21 +8,21 @@ from functools import partial
 
 import torch
 
-from allocator.native import aside, lane
-from migrator.engine.backing import Backing
-from migrator.engine.engine import Engine
-from migrator.engine.mover import Mover
-from migrator.engine.tensors import Tensors
-from migrator.lanes import Compute, Lane, Memory
-from migrator.lanes.cuda import CudaCompute, CudaLane
-from migrator.lanes.host import HostCompute, HostLane
-from migrator.lanes.native import NativeCompute, NativeLane
-from migrator.learning.background import in_background
-from migrator.learning.feedback import SETTLED
-from migrator.learning.learner import Learner
-from migrator.policies import POLICIES, weighs_costs
-from migrator.runtime.options import Options
-from migrator.telemetry.counters import Counters
+from torch_tiers.allocator.native import aside, lane
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.mover import Mover
+from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.lanes import Compute, Lane, Memory
+from torch_tiers.migrator.lanes.cuda import CudaCompute, CudaLane
+from torch_tiers.migrator.lanes.host import HostCompute, HostLane
+from torch_tiers.migrator.lanes.native import NativeCompute, NativeLane
+from torch_tiers.migrator.learning.background import in_background
+from torch_tiers.migrator.learning.feedback import SETTLED
+from torch_tiers.migrator.learning.learner import Learner
+from torch_tiers.migrator.policies import POLICIES, weighs_costs
+from torch_tiers.migrator.runtime.options import Options
+from torch_tiers.migrator.telemetry.counters import Counters
 
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
 LAYOUTS = 0.005  # the same of ours, which goes on in DRAM should a plan hold more than was predicted

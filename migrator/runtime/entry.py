@@ -19,14 +19,14 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.optim import optimizer as optimizer_hooks
 
-from allocator.errors import TiersError
-from migrator.engine.engine import Engine
-from migrator.engine.mover import Mover
-from migrator.hooks import compiled
-from migrator.hooks.saver import Saver
-from migrator.lanes import peaks
-from migrator.lanes.host import HostCompute
-from migrator.runtime import process_groups
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.mover import Mover
+from torch_tiers.migrator.hooks import compiled
+from torch_tiers.migrator.hooks.saver import Saver
+from torch_tiers.migrator.lanes import peaks
+from torch_tiers.migrator.lanes.host import HostCompute
+from torch_tiers.migrator.runtime import process_groups
 
 log = logging.getLogger("tiers")
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from allocator.errors import TiersError
-from allocator.sizes import format_at_least, format_size
-from migrator.hooks import weights
-from migrator.runtime.devices import has_tiers
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import format_at_least, format_size
+from torch_tiers.migrator.hooks import weights
+from torch_tiers.migrator.runtime.devices import has_tiers
 
 
 class BudgetTooSmall(TiersError):

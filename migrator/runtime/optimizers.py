@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from migrator.hooks import weights
+from torch_tiers.migrator.hooks import weights
 
 LEADERLESS = 2048  # steps of others, after which one of them leads: there may be one for each parameter
 FEW = 8  # of these the last ends what a period trains; of more the first few tell enough

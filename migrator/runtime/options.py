@@ -8,17 +8,17 @@ from typing import Protocol
 
 import torch
 
-from allocator.errors import TiersError
-from allocator.pages import PageAllocator
-from migrator.engine import tensors as in_python
-from migrator.engine.backing import Backing
-from migrator.engine.tensors import Tensors
-from migrator.links import PCIE_GEN5, Links
-from migrator.log_softmax import Overwriting
-from migrator.runtime.backoff import Response
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.timeline import Timeline
-from migrator.telemetry.transfers import Transfer
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.pages import PageAllocator
+from torch_tiers.migrator.engine import tensors as in_python
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.log_softmax import Overwriting
+from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.migrator.telemetry.transfers import Transfer
 
 
 class Advisor(Protocol):

@@ -21,27 +21,27 @@ import torch
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from allocator.errors import TierFull, TiersError
-from allocator.pages import PageAllocator
-from migrator.engine import tensors as in_python
-from migrator.engine.mover import Mover
-from migrator.engine.tensors import Tensors
-from migrator.hooks import weights
-from migrator.hooks.garbage import Allowance
-from migrator.hooks.saver import Saver
-from migrator.lanes.host import HostCompute
-from migrator.learning.made import Made
-from migrator.log_softmax import Overwriting
-from migrator.plan import NoPlanFits, Plan
-from migrator.runtime import entry
-from migrator.runtime.advice import Advice
-from migrator.runtime.devices import Devices, has_tiers, name_of
-from migrator.runtime.models import BudgetTooSmall, Models
-from migrator.runtime.optimizers import Optimizers
-from migrator.runtime.options import Advisor, Options
-from migrator.runtime.steps import StepTimes
-from migrator.telemetry.counters import Counters
-from migrator.trace import Trace
+from torch_tiers.allocator.errors import TierFull, TiersError
+from torch_tiers.allocator.pages import PageAllocator
+from torch_tiers.migrator.engine import tensors as in_python
+from torch_tiers.migrator.engine.mover import Mover
+from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.hooks import weights
+from torch_tiers.migrator.hooks.garbage import Allowance
+from torch_tiers.migrator.hooks.saver import Saver
+from torch_tiers.migrator.lanes.host import HostCompute
+from torch_tiers.migrator.learning.made import Made
+from torch_tiers.migrator.log_softmax import Overwriting
+from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.runtime import entry
+from torch_tiers.migrator.runtime.advice import Advice
+from torch_tiers.migrator.runtime.devices import Devices, has_tiers, name_of
+from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
+from torch_tiers.migrator.runtime.optimizers import Optimizers
+from torch_tiers.migrator.runtime.options import Advisor, Options
+from torch_tiers.migrator.runtime.steps import StepTimes
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 

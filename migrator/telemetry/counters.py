@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from migrator.telemetry.timeline import HOST, Timeline
+from torch_tiers.migrator.telemetry.timeline import HOST, Timeline
 
 LANES = ("d2h", "h2d", "disk_write", "disk_read")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from allocator.dram import DramArena
-from allocator.sizes import PAGE, MiB
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.sizes import PAGE, MiB
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allocator.nvme.checksum import lane_sum, lane_sum_numpy, sum_for
-from allocator.sizes import KiB, MiB
+from torch_tiers.allocator.nvme.checksum import lane_sum, lane_sum_numpy, sum_for
+from torch_tiers.allocator.sizes import KiB, MiB
 
 
 @pytest.mark.gpu

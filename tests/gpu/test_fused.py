@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from migrator.recompute import fused
+from torch_tiers.migrator.recompute import fused
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -41,7 +41,7 @@ def test_gives_the_bits_of_the_kernels_that_it_replaces(dtype: torch.dtype, add:
 
 
 def test_arguments_as_they_mostly_are_are_launched_the_short_way() -> None:
-    from migrator.recompute import fused_kernel
+    from torch_tiers.migrator.recompute import fused_kernel
 
     assert fused._exact(torch.device("cuda", 0), torch.bfloat16, torch.float32, True, True)
     assert fused_kernel._launch.is_short

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from migrator.recompute import fused_gelu as again
 from tests.unit.migrator.recompute.test_formulas import Packer
+from torch_tiers.migrator.recompute import fused_gelu as again
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from migrator.recompute import fused_layer_norm as again
-from migrator.recompute.origins import note_epsilon
 from tests.unit.migrator.recompute.test_formulas import Packer
+from torch_tiers.migrator.recompute import fused_layer_norm as again
+from torch_tiers.migrator.recompute.origins import note_epsilon
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")

@@ -8,11 +8,11 @@ from random import Random
 import pytest
 import torch
 
-from allocator.sizes import KiB, MiB, round_up
-from migrator.lanes import SLOT, Event, Piece
-from migrator.lanes.native import NativeLane
-from migrator.runtime.devices import open_device
-from migrator.telemetry.counters import Counters
+from torch_tiers.allocator.sizes import KiB, MiB, round_up
+from torch_tiers.migrator.lanes import SLOT, Event, Piece
+from torch_tiers.migrator.lanes.native import NativeLane
+from torch_tiers.migrator.runtime.devices import open_device
+from torch_tiers.migrator.telemetry.counters import Counters
 
 SIZES = ((1, 600), (SLOT, 64 * KiB), (64 * KiB, MiB), (MiB, 20 * MiB))
 GROUPS, UNDER_WAY = 12, 3

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from allocator.sizes import MiB
-from migrator.log_softmax import Overwriting
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.log_softmax import Overwriting
 
 pytestmark = pytest.mark.gpu
 

@@ -7,12 +7,12 @@ from pathlib import Path as Folder
 
 import pytest
 
-from allocator.sizes import KiB, MiB
-from tiers.probe.affinity import Node
-from tiers.probe.catalogue import Disks, Gpu, catalogue
-from tiers.probe.host import HostMemory
-from tiers.probe.machine import look
-from tiers.probe.measure import Effort, measure, window
+from torch_tiers.allocator.sizes import KiB, MiB
+from torch_tiers.probe.affinity import Node
+from torch_tiers.probe.catalogue import Disks, Gpu, catalogue
+from torch_tiers.probe.host import HostMemory
+from torch_tiers.probe.machine import look
+from torch_tiers.probe.measure import Effort, measure, window
 
 NODE = Node(0, frozenset(os.sched_getaffinity(0)))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiers
+import torch_tiers as tiers
 from tests.programs import deterministic_kernels
 from tests.scenarios import moving
 

@@ -27,19 +27,19 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import tiers
-from allocator.sizes import MiB
-from migrator.engine import mover
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.planner.build import plan_of
-from migrator.planner.effects import effect
-from migrator.planner.schedule import scheduled
-from migrator.policies import POLICIES, Policy
-from migrator.runtime import devices
-from migrator.trace import Region, Trace
+import torch_tiers as tiers
 from tests.programs import deterministic_kernels
-from tiers.session import Session
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.engine import mover
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.build import plan_of
+from torch_tiers.migrator.planner.effects import effect
+from torch_tiers.migrator.planner.schedule import scheduled
+from torch_tiers.migrator.policies import POLICIES, Policy
+from torch_tiers.migrator.runtime import devices
+from torch_tiers.migrator.trace import Region, Trace
+from torch_tiers.session import Session
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from migrator.recompute import regions
 from tests.scenarios import WHOLE, batch, main, moving, recomputed
 from tests.scenarios.parts import AT, WIDTH, Part, assert_same_later
+from torch_tiers.migrator.recompute import regions
 
 
 class Dropping(Part):

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import migrator
 from tests.scenarios import assert_same, batch, gradients, main, moved, moving, perceptron, train
+from torch_tiers import migrator
 
 Compile = Callable[[nn.Module], nn.Module]
 

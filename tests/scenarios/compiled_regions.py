@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from migrator.hooks.compiled import may_run_twice
-from migrator.hooks.sites import Modules
-from migrator.recompute.regions import Regions
 from tests.scenarios import WHOLE, Own, assert_same, batch, blocks, main, moving, perceptron, recomputed, train
+from torch_tiers.migrator.hooks.compiled import may_run_twice
+from torch_tiers.migrator.hooks.sites import Modules
+from torch_tiers.migrator.recompute.regions import Regions
 
 
 def _compilable(device: torch.device, *extra: nn.Module) -> nn.Sequential:

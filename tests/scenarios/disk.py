@@ -21,12 +21,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from allocator.errors import StoreError, TierFull
-from allocator.nvme import store
-from allocator.nvme.posix import PosixFile
-from allocator.sizes import MiB
 from tests.scenarios import assert_same, main, moved, moving, perceptron, train
 from tests.unit.store_faults import FaultyFile, fail, flip
+from torch_tiers.allocator.errors import StoreError, TierFull
+from torch_tiers.allocator.nvme import store
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.sizes import MiB
 
 
 def _program(device: torch.device, *, depth: int = 8, steps: int = 4) -> list[Tensor]:

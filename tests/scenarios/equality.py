@@ -11,13 +11,13 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from allocator.sizes import MiB
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.policies import POLICIES
-from migrator.trace import Trace
 from tests.programs import PROGRAMS, run
 from tests.scenarios import moving
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.trace import Trace
 
 STEPS = 20
 DISK = {"nvme": "256MiB", "nvme_gds": "off"}

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from allocator.sizes import MiB
 from tests.scenarios import assert_same, batch, gradients, main, moved, moving, perceptron, train
+from torch_tiers.allocator.sizes import MiB
 
 
 class _Unlucky(nn.Module):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from allocator.sizes import MiB
 from tests.scenarios import assert_same, batch, bits, gradients, main, moving, perceptron, train
+from torch_tiers.allocator.sizes import MiB
 
 
 def saved_tensors_hooks_around_a_part(device: torch.device) -> None:

@@ -12,8 +12,8 @@ import psutil
 import torch
 from torch import nn
 
-from allocator.sizes import MiB
 from tests.scenarios import batch, main, moved, moving, perceptron
+from torch_tiers.allocator.sizes import MiB
 
 WARM_UP = 150  # steps: until caches of PyTorch's, of Python's and of the C library have their size
 GROWTH = 4 * MiB  # of resident memory that is noise: a leak of one small tensor a step is seen

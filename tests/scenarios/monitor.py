@@ -12,10 +12,10 @@ from unittest import mock
 
 import torch
 
-from migrator.lanes import cuda as lanes_of_gpu
-from migrator.runtime.backoff import Response
-from migrator.telemetry.transfers import Transfer
 from tests.scenarios import Program, assert_same, main, moving, perceptron, train
+from torch_tiers.migrator.lanes import cuda as lanes_of_gpu
+from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.telemetry.transfers import Transfer
 
 LEFT = {"d2h": 0.5, "h2d": 0.4, "bus": 0.4}
 
@@ -40,7 +40,7 @@ class _Fickle:
 def _advised() -> Iterator[_Fickle]:
     advisor = _Fickle()
     # By its name: `tiers.session` is the function, which hides the module.
-    with mock.patch.object(importlib.import_module("tiers.session"), "build_monitor", lambda *_: advisor):
+    with mock.patch.object(importlib.import_module("torch_tiers.session"), "build_monitor", lambda *_: advisor):
         yield advisor
 
 

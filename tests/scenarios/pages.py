@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from allocator.sizes import GiB, MiB
 from tests.programs import deterministic_kernels
 from tests.scenarios import batch, main, moving, perceptron, train
+from torch_tiers.allocator.sizes import GiB, MiB
 
 TRIES = 8  # where other processes use the device, too, what it has left changes at any time
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from allocator.sizes import MiB
 from tests.programs import deterministic_kernels
 from tests.scenarios import assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
+from torch_tiers.allocator.sizes import MiB
 
 
 class _Augmented(Dataset):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from migrator.hooks import saver
-from migrator.hooks.actions import Stay
-from migrator.lanes.host import HostCompute
 from tests.scenarios import assert_same, batch, main, moving, train
-from tiers.session import Session
+from torch_tiers.migrator.hooks import saver
+from torch_tiers.migrator.hooks.actions import Stay
+from torch_tiers.migrator.lanes.host import HostCompute
+from torch_tiers.session import Session
 
 STEPS = 8  # the first two are recorded
 

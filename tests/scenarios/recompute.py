@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from migrator.recompute.dropped import Dropped
 from tests.scenarios import assert_same, batch, gradients, main, moving, train
-from tiers.session import Session
+from torch_tiers.migrator.recompute.dropped import Dropped
+from torch_tiers.session import Session
 
 LIGHT = {"recompute": True, "share": 0}
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
-import migrator.recompute.regions
 from tests.scenarios import WHOLE, Block, Program, assert_same, batch, blocks, main, moved, moving, recomputed, train
+from torch_tiers.migrator.recompute import regions
 
 
 def gives_the_same_gradients_and_random_numbers(device: torch.device) -> None:
@@ -54,8 +54,11 @@ def foresees_the_inputs_where_the_checkpoint_saves_an_empty_tensor_first(device:
         _Saves.apply(torch.empty(0, requires_grad=True))
         return plain(*args, **kwargs)
 
-    plain = migrator.recompute.regions.checkpoint
-    with mock.patch.object(migrator.recompute.regions, "checkpoint", older), moving(regions=True) as session:
+    plain = regions.checkpoint
+    with (
+        mock.patch.object(regions, "checkpoint", older),
+        moving(regions=True) as session,
+    ):
         model = blocks(device)
         train(model, device)
         assert recomputed(session)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
-import tiers
-from allocator.errors import TiersError
-from allocator.sizes import MiB
+import torch_tiers as tiers
 from tests.scenarios import batch, bits, gradients, main, moved, moving, perceptron, train
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import MiB
 
 
 def _footprint() -> dict[str, object]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from allocator.sizes import KiB, MiB
 from tests.scenarios import assert_same, batch, gradients, main, moved, moving, perceptron, train
+from torch_tiers.allocator.sizes import KiB, MiB
 
 View = Callable[[Tensor], Tensor]
 

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from migrator.runtime import runtime
 from tests.scenarios import assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
+from torch_tiers.migrator.runtime import runtime
 
 
 def _in_a_thread(work: Callable[[], list[Tensor]]) -> list[Tensor]:

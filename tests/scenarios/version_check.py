@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from allocator.sizes import MiB
 from tests.scenarios import assert_same, batch, main, moved, moving, perceptron, train
+from torch_tiers.allocator.sizes import MiB
 
 LEAVING = 16 * MiB  # of room: what was sent is never let go
 AWAY = 0

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from allocator.sizes import GiB, MiB
 from tests.unit.limited import Cgroup, cgroup_refusal, run_under
+from torch_tiers.allocator.sizes import GiB, MiB
 
 
 @pytest.mark.stress

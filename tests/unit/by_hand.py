@@ -10,12 +10,12 @@ from concurrent.futures import Future
 
 import torch
 
-from allocator.nvme.store import NvmeExtent
-from allocator.sizes import KiB, round_up
-from migrator.lanes import Event, Piece, Stream, flat
-from migrator.lanes.host import HostCompute, HostEvent
-from migrator.lanes.meter import HostMeter
-from migrator.telemetry.counters import Counters
+from torch_tiers.allocator.nvme.store import NvmeExtent
+from torch_tiers.allocator.sizes import KiB, round_up
+from torch_tiers.migrator.lanes import Event, Piece, Stream, flat
+from torch_tiers.migrator.lanes.host import HostCompute, HostEvent
+from torch_tiers.migrator.lanes.meter import HostMeter
+from torch_tiers.migrator.telemetry.counters import Counters
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

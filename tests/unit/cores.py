@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from allocator.native import Core
-from allocator.sequence import ELSEWHERE, Foreseen
-from allocator.sizes import MiB
+from torch_tiers.allocator.native import Core
+from torch_tiers.allocator.sequence import ELSEWHERE, Foreseen
+from torch_tiers.allocator.sizes import MiB
 
 PAGE = 2 * MiB
 HBM, DRAM = 0, 1

@@ -26,7 +26,7 @@ START = """
 import ctypes, sys
 from array import array
 from pathlib import Path
-from allocator.native import lane
+from torch_tiers.allocator.native import lane
 library = lane.load(Path(sys.argv[1]) / "liblane.so")
 fake = ctypes.CDLL("libcuda.so.1")
 def flush(): ctypes.CDLL(None).fflush(None)

@@ -7,17 +7,17 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from allocator.sizes import MiB
-from migrator.learning.learner import Learner
-from migrator.learning.made import Made
-from migrator.learning.orders import Job
-from migrator.plan import Plan
-from migrator.planner.intervals import occupancy
-from migrator.planner.sizes import look_ahead
-from migrator.policies import POLICIES, Policy
-from migrator.trace import Trace
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.learning.learner import Learner
+from torch_tiers.migrator.learning.made import Made
+from torch_tiers.migrator.learning.orders import Job
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.intervals import occupancy
+from torch_tiers.migrator.planner.sizes import look_ahead
+from torch_tiers.migrator.policies import POLICIES, Policy
+from torch_tiers.migrator.trace import Trace
 
 TARGET = 1000 * MiB
 FLASHNEURON = POLICIES["flashneuron"]

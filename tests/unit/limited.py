@@ -78,7 +78,7 @@ if options["cgroup"]:
     (pathlib.Path(options["cgroup"]) / "cgroup.procs").write_text(str(os.getpid()))
 import torch
 from contextlib import nullcontext
-import tiers
+import torch_tiers as tiers
 
 OTHER = "import sys, time\\nheld, count, start = [], int(sys.argv[1]) >> 23, time.monotonic()\\n"
 OTHER += "for k in range(count):\\n"

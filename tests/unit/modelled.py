@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from allocator.sizes import KiB
-from migrator.trace import Recipe, Region, Site, Trace
+from torch_tiers.allocator.sizes import KiB
+from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
 
 MATMUL = 620e12  # floating-point operations a second
 ATTENTION = 380e12

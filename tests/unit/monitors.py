@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from migrator.runtime.backoff import Response
-from migrator.telemetry.timeline import Timeline
-from migrator.telemetry.transfers import Transfer
-from tiers.monitor.calibration import Calibration
-from tiers.monitor.sensors import Choice, Reading
-from tiers.monitor.sensors.copies import Copies
-from tiers.monitor.verdict import Judge
-from tiers.monitor.watch import EVERY, Watch
+from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.monitor.calibration import Calibration
+from torch_tiers.monitor.sensors import Choice, Reading
+from torch_tiers.monitor.sensors.copies import Copies
+from torch_tiers.monitor.verdict import Judge
+from torch_tiers.monitor.watch import EVERY, Watch
 
 MiB = 1 << 20
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from migrator.engine import native
-from migrator.engine.tensors import Tensors
-from tiers.places import cache_directory
+from torch_tiers.migrator.engine import native
+from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.places import cache_directory
 
 needs_compiler = pytest.mark.skipif(native.obstacle() is not None, reason="it cannot be built here")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from allocator.ledger import Ledger
-from allocator.native import Core
-from allocator.pages import PageAllocator
-from allocator.periods import Periods
-from allocator.room import Room
+from torch_tiers.allocator.ledger import Ledger
+from torch_tiers.allocator.native import Core
+from torch_tiers.allocator.pages import PageAllocator
+from torch_tiers.allocator.periods import Periods
+from torch_tiers.allocator.room import Room
 
 
 class OnOneCore(PageAllocator):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from allocator.sizes import MiB
-from tiers.probe.measure import Run, window
-from tiers.probe.results import (
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.probe.measure import Run, window
+from torch_tiers.probe.results import (
     Directory,
     GpuFacts,
     LoadedSample,

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from allocator.dram import DramArena
-from allocator.sizes import GiB, KiB, MiB
-from migrator.engine.backing import Backing
-from migrator.engine.engine import Engine
-from migrator.engine.moved import Moved
-from migrator.engine.mover import Go, Mover, Stay
-from migrator.learning.learner import Learner
-from migrator.plan import PageGroup
-from migrator.policies import POLICIES
-from migrator.telemetry.counters import Counters
 from tests.unit.by_hand import HandLane, StreamCompute
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.sizes import GiB, KiB, MiB
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.moved import Moved
+from torch_tiers.migrator.engine.mover import Go, Mover, Stay
+from torch_tiers.migrator.learning.learner import Learner
+from torch_tiers.migrator.plan import PageGroup
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.telemetry.counters import Counters
 
 NBYTES = 64 * KiB
 

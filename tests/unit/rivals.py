@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allocator.sizes import MiB
-from migrator.learning.contest import (
+from tests.unit.traces import chain
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.learning.contest import (
     LAPS,
     WORTH,
 )
-from migrator.learning.feedback import SETTLING
-from migrator.learning.made import Made
-from migrator.links import HARDLY, PCIE_GEN5, Links
-from migrator.plan import Plan
-from migrator.planner.build import make_plan
-from migrator.simulator import simulate
-from migrator.trace import Recipe, Trace
-from tests.unit.traces import chain
+from torch_tiers.migrator.learning.feedback import SETTLING
+from torch_tiers.migrator.learning.made import Made
+from torch_tiers.migrator.links import HARDLY, PCIE_GEN5, Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.build import make_plan
+from torch_tiers.migrator.simulator import simulate
+from torch_tiers.migrator.trace import Recipe, Trace
 
 STEP = 0.1  # seconds
 LATE = 1  # periods by which laps come late, from a learner's program

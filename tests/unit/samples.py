@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from allocator.sizes import GiB, MiB
-from migrator.trace import Recipe, Region, Site, Trace
 from tests.unit import modelled
+from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
 
 FLOPS = 450e12  # a second, bf16, as matrix products reach it
 STREAMED = 2.0e12  # bytes a second that an elementwise kernel reads and writes

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from allocator.nvme.backend import BLOCK, Backend
-from allocator.sizes import round_up
+from torch_tiers.allocator.nvme.backend import BLOCK, Backend
+from torch_tiers.allocator.sizes import round_up
 
 Move = Callable[[torch.Tensor, int], int]
 Fault = Callable[[Move, torch.Tensor, int], int]

@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 import torch
 
-import tiers
-from migrator.policies import POLICIES
+import torch_tiers as tiers
 from tests.programs import PROGRAMS, build, run
 from tests.scenarios.equality import BUDGETS, PLANNED, STEPS, check, check_policy, plain
+from torch_tiers.migrator.policies import POLICIES
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,8 +7,8 @@ from itertools import accumulate
 
 from hypothesis import strategies as st
 
-from allocator.sizes import KiB, MiB
-from migrator.trace import Recipe, Region, Site, Trace
+from torch_tiers.allocator.sizes import KiB, MiB
+from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
 
 
 def chain(sizes: Sequence[int], name: str = "layer") -> Trace:

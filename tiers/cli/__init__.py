@@ -1,1 +1,1 @@
-"""The command line: a file per verb, each a class that `tiers.cli.main` lists."""
+"""The command line: a file per verb, each a class that `cli.main` lists."""

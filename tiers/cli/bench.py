@@ -14,12 +14,12 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from allocator.sizes import format_size
-from tiers.bench import IDEAL, Outcome, Variant, ended_in_order, run
-from tiers.cli.run import options_for, refuse_without_autoload
-from tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
-from tiers.config import load
-from tiers.run_directory import by_period
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.bench import IDEAL, Outcome, Variant, ended_in_order, run
+from torch_tiers.cli.run import options_for, refuse_without_autoload
+from torch_tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
+from torch_tiers.config import load
+from torch_tiers.run_directory import by_period
 
 
 class BenchVerb:

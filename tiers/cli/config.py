@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
-from allocator.sizes import format_size
-from tiers.cli.verb import print_json, print_tables
-from tiers.config import flatten, load
-from tiers.topology import default_dram_capacity, read_memory
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.cli.verb import print_json, print_tables
+from torch_tiers.config import flatten, load
+from torch_tiers.topology import default_dram_capacity, read_memory
 
 
 class ConfigVerb:

@@ -10,11 +10,11 @@ from importlib.metadata import entry_points
 from rich.table import Column, Table
 from rich.text import Text
 
-from tiers.cli.verb import print_json, print_tables
-from tiers.config import Config, ConfigError, load
-from tiers.doctor import Finding, TorchFacts, examine
-from tiers.monitor.build import available_sensors, read_curves
-from tiers.topology import discover
+from torch_tiers.cli.verb import print_json, print_tables
+from torch_tiers.config import Config, ConfigError, load
+from torch_tiers.doctor import Finding, TorchFacts, examine
+from torch_tiers.monitor.build import available_sensors, read_curves
+from torch_tiers.topology import discover
 
 _STYLE = {"ok": "green", "degraded": "yellow", "missing": "red"}
 
@@ -67,8 +67,8 @@ def _torch_facts() -> TorchFacts | None:
         import torch
     except (ImportError, OSError):
         return None
-    from allocator import adapter
-    from migrator.engine import native
+    from torch_tiers.allocator import adapter
+    from torch_tiers.migrator.engine import native
 
     return TorchFacts(
         version=torch.__version__,

@@ -6,7 +6,7 @@ from __future__ import annotations
 def main() -> int:
     """Run ``tiers`` and return its exit code."""
     try:
-        from tiers.cli.main import main as run
+        from torch_tiers.cli.main import main as run
 
         return run()
     except KeyboardInterrupt:

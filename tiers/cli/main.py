@@ -7,18 +7,18 @@ import inspect
 import sys
 from collections.abc import Sequence
 
-import tiers
-from allocator.errors import TiersError
-from tiers.cli.bench import BenchVerb
-from tiers.cli.config import ConfigVerb
-from tiers.cli.doctor import DoctorVerb
-from tiers.cli.plan import PlanVerb
-from tiers.cli.probe import ProbeVerb
-from tiers.cli.report import ReportVerb
-from tiers.cli.run import RunVerb
-from tiers.cli.top import TopVerb
-from tiers.cli.verb import BAD_INPUT, Verb
-from tiers.config_keys import nearest
+import torch_tiers as tiers
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.cli.bench import BenchVerb
+from torch_tiers.cli.config import ConfigVerb
+from torch_tiers.cli.doctor import DoctorVerb
+from torch_tiers.cli.plan import PlanVerb
+from torch_tiers.cli.probe import ProbeVerb
+from torch_tiers.cli.report import ReportVerb
+from torch_tiers.cli.run import RunVerb
+from torch_tiers.cli.top import TopVerb
+from torch_tiers.cli.verb import BAD_INPUT, Verb
+from torch_tiers.config_keys import nearest
 
 VERBS: tuple[Verb, ...] = (
     ProbeVerb(),

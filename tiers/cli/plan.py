@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from allocator.sizes import parse_size
-from migrator.policies import MODULES
-from migrator.trace import Trace
-from tiers.cli.run_files import LANES, known_below, known_links, read_json
-from tiers.cli.verb import FAILED, CliError, print_json, print_tables
-from tiers.config_keys import RATE, nearest
-from tiers.run_directory import TRACE
+from torch_tiers.allocator.sizes import parse_size
+from torch_tiers.cli.run_files import LANES, known_below, known_links, read_json
+from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables
+from torch_tiers.config_keys import RATE, nearest
+from torch_tiers.migrator.policies import MODULES
+from torch_tiers.migrator.trace import Trace
+from torch_tiers.run_directory import TRACE
 
 
 class PlanVerb:
@@ -67,10 +67,10 @@ class PlanVerb:
 
     def run(self, args: argparse.Namespace) -> int:
         """Plan, simulate and print."""
-        from tiers.planning import plot
-        from tiers.planning.compare import Candidate, compare, render, to_json
-        from tiers.planning.explain import explain
-        from tiers.probe.plot import check
+        from torch_tiers.planning import plot
+        from torch_tiers.planning.compare import Candidate, compare, render, to_json
+        from torch_tiers.planning.explain import explain
+        from torch_tiers.probe.plot import check
 
         if args.plot:
             check(args.plot, force=args.force)

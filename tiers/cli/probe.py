@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
-from tiers.config import load
-from tiers.config_keys import CONFIG_ENV
-from tiers.log import set_up
+from torch_tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
+from torch_tiers.config import load
+from torch_tiers.config_keys import CONFIG_ENV
+from torch_tiers.log import set_up
 
 _SECONDS = 40.0
 _QUICK_SECONDS = 10.0
@@ -63,9 +63,9 @@ class ProbeVerb:
         resolved = load()
         # Importing torch must not start the runtime beside its own measurement.
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-        from tiers.probe import links, plot, run, table
-        from tiers.probe.measure import QUICK_SIZES, SIZES, Effort
-        from tiers.probe.results import to_json
+        from torch_tiers.probe import links, plot, run, table
+        from torch_tiers.probe.measure import QUICK_SIZES, SIZES, Effort
+        from torch_tiers.probe.results import to_json
 
         nvme = resolved.config.nvme
         options = run.Options(

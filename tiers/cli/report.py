@@ -11,14 +11,14 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from allocator.errors import TiersError
-from allocator.sizes import format_size
-from migrator.plan import Plan
-from migrator.trace import Trace
-from tiers.cli.run_files import known_links, read_json
-from tiers.cli.verb import CliError, print_json, print_tables
-from tiers.planning import why
-from tiers.run_directory import ENOUGH, PLAN, TRACE, by_period
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.cli.run_files import known_links, read_json
+from torch_tiers.cli.verb import CliError, print_json, print_tables
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.trace import Trace
+from torch_tiers.planning import why
+from torch_tiers.run_directory import ENOUGH, PLAN, TRACE, by_period
 
 _BAR = 20
 

@@ -9,9 +9,9 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping
 
-from tiers.cli.verb import CliError
-from tiers.config import load
-from tiers.config_keys import BY_ENV, CONFIG_ENV, PATHS, Key
+from torch_tiers.cli.verb import CliError
+from torch_tiers.config import load
+from torch_tiers.config_keys import BY_ENV, CONFIG_ENV, PATHS, Key
 
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126

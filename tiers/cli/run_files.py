@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from migrator.links import Links, links_from
-from tiers.cli.verb import CliError
-from tiers.config import load
+from torch_tiers.cli.verb import CliError
+from torch_tiers.config import load
+from torch_tiers.migrator.links import Links, links_from
 
 LANES = ("d2h", "h2d", "disk_write", "disk_read")
 

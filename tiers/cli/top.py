@@ -11,11 +11,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from tiers.cli.verb import print_json, print_tables, writing
-from tiers.config import load
-from tiers.monitor.board import read_all
-from tiers.monitor.verdict import said
-from tiers.places import LEDGERS, of_user
+from torch_tiers.cli.verb import print_json, print_tables, writing
+from torch_tiers.config import load
+from torch_tiers.monitor.board import read_all
+from torch_tiers.monitor.verdict import said
+from torch_tiers.places import LEDGERS, of_user
 
 _EVERY = 1.0  # seconds
 _FEW = 2  # programs that a terminal of 24 lines has room for in full; of more, such as a node's ranks, one line each

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rich.console import Console, RenderableType
 
-from allocator.errors import TiersError
+from torch_tiers.allocator.errors import TiersError
 
 BAD_INPUT = 2
 FAILED = 1

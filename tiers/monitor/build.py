@@ -6,21 +6,21 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from migrator.telemetry.timeline import Timeline
-from tiers.config import Config, ConfigError
-from tiers.monitor.board import Board
-from tiers.monitor.calibration import Calibration, Curve, curves_of
-from tiers.monitor.sensors import Choice, Sensor, choose
-from tiers.monitor.sensors.copies import Copies
-from tiers.monitor.sensors.copy import TimedCopy
-from tiers.monitor.sensors.cores import Cores
-from tiers.monitor.sensors.pcie import Pcie
-from tiers.monitor.sensors.pressure import Pressure
-from tiers.monitor.sensors.resctrl import Resctrl
-from tiers.monitor.sensors.uncore import Uncore
-from tiers.monitor.thread import Monitor
-from tiers.monitor.verdict import Judge
-from tiers.monitor.watch import Watch
+from torch_tiers.config import Config, ConfigError
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.monitor.board import Board
+from torch_tiers.monitor.calibration import Calibration, Curve, curves_of
+from torch_tiers.monitor.sensors import Choice, Sensor, choose
+from torch_tiers.monitor.sensors.copies import Copies
+from torch_tiers.monitor.sensors.copy import TimedCopy
+from torch_tiers.monitor.sensors.cores import Cores
+from torch_tiers.monitor.sensors.pcie import Pcie
+from torch_tiers.monitor.sensors.pressure import Pressure
+from torch_tiers.monitor.sensors.resctrl import Resctrl
+from torch_tiers.monitor.sensors.uncore import Uncore
+from torch_tiers.monitor.thread import Monitor
+from torch_tiers.monitor.verdict import Judge
+from torch_tiers.monitor.watch import Watch
 
 
 def available_sensors(*, probe: bool) -> Choice:

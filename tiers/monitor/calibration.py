@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-from allocator.sizes import MiB
+from torch_tiers.allocator.sizes import MiB
 
 FULL = (16 * MiB).bit_length()  # copies from here on run at the link's full speed
 SUSTAINED = 5  # readings that a bandwidth must last for to count as what the lane can give ...

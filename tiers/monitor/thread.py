@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from migrator.runtime.backoff import Response
-from migrator.telemetry.transfers import Transfer
-from tiers.monitor.allowance import Allowance
-from tiers.monitor.board import Board
-from tiers.monitor.watch import Watch
+from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.monitor.allowance import Allowance
+from torch_tiers.monitor.board import Board
+from torch_tiers.monitor.watch import Watch
 
 log = logging.getLogger("tiers")
 

@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-from migrator.runtime.backoff import Cause, State, Verdict
-from tiers.monitor.calibration import Calibration
-from tiers.monitor.sensors import Reading
+from torch_tiers.migrator.runtime.backoff import Cause, State, Verdict
+from torch_tiers.monitor.calibration import Calibration
+from torch_tiers.monitor.sensors import Reading
 
 LANES = ("d2h", "h2d")  # those that cross the bus and the PCIe link
 ENTER = 0.85  # below this part of a lane the bus is saturated ...

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from migrator.runtime.backoff import Backoff, Response, Verdict
-from migrator.telemetry.timeline import Timeline
-from migrator.telemetry.transfers import Transfer
-from tiers.monitor.allowance import Allowance
-from tiers.monitor.sensors import Choice, Sensor
-from tiers.monitor.sensors.copies import Copies
-from tiers.monitor.verdict import Judge, said
+from torch_tiers.migrator.runtime.backoff import Backoff, Response, Verdict
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.monitor.allowance import Allowance
+from torch_tiers.monitor.sensors import Choice, Sensor
+from torch_tiers.monitor.sensors.copies import Copies
+from torch_tiers.monitor.verdict import Judge, said
 
 log = logging.getLogger("tiers")
 

@@ -10,12 +10,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Column, Table
 
-from allocator.sizes import format_at_least, format_size
-from migrator.links import BOUNDLESS, Links
-from migrator.plan import NoPlanFits, Plan
-from migrator.policies import POLICIES
-from migrator.simulator import Simulated, simulate
-from migrator.trace import Trace
+from torch_tiers.allocator.sizes import format_at_least, format_size
+from torch_tiers.migrator.links import BOUNDLESS, Links
+from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.simulator import Simulated, simulate
+from torch_tiers.migrator.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from allocator.errors import TiersError
-from allocator.sizes import format_size
-from migrator.links import Links
-from migrator.planner.intervals import inactive
-from migrator.trace import Region, Site, Trace
-from tiers.planning.compare import Candidate, Outcomes
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.planner.intervals import inactive
+from torch_tiers.migrator.trace import Region, Site, Trace
+from torch_tiers.planning.compare import Candidate, Outcomes
 
 
 def explain(trace: Trace, links: Links, outcomes: Outcomes, key: str) -> Iterator[str]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from allocator.errors import TiersError
-from allocator.sizes import GiB, MiB
-from migrator.trace import Trace
-from tiers.planning.compare import Candidate, Outcomes
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.migrator.trace import Trace
+from torch_tiers.planning.compare import Candidate, Outcomes
 
 _ACROSS = 4  # more charts than that go into further rows
 

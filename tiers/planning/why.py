@@ -10,13 +10,13 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from allocator.sizes import format_size
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.planner.intervals import where_fullest
-from migrator.simulator import Simulated, simulate
-from migrator.trace import Trace
-from tiers.run_directory import step_seconds
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.intervals import where_fullest
+from torch_tiers.migrator.simulator import Simulated, simulate
+from torch_tiers.migrator.trace import Trace
+from torch_tiers.run_directory import step_seconds
 
 CLOSE = 0.98  # of ideal: nothing worth a word is left
 LATE = 1.1  # times the predicted period: something happens that no plan knows of

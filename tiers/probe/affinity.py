@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiers.topology.memory import numa_nodes
+from torch_tiers.topology.memory import numa_nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from allocator.dram import DramBlock
-from allocator.nvme.backend import BLOCK
-from allocator.nvme.store import NvmeExtent, NvmeStore
-from migrator.lanes import Event, Piece, whole
-from tiers.probe.affinity import Node
-from tiers.probe.gpu import RuntimeLane
-from tiers.probe.host import HostMemory
-from tiers.probe.measure import window
+from torch_tiers.allocator.dram import DramBlock
+from torch_tiers.allocator.nvme.backend import BLOCK
+from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.migrator.lanes import Event, Piece, whole
+from torch_tiers.probe.affinity import Node
+from torch_tiers.probe.gpu import RuntimeLane
+from torch_tiers.probe.host import HostMemory
+from torch_tiers.probe.measure import window
 
 Slice: TypeAlias = tuple[int, int, int]
 """The index of a part, and from which byte of it how many."""

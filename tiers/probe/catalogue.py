@@ -8,18 +8,18 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path as Folder
 
-from allocator.nvme.backend import Backend
-from allocator.nvme.kvikio import KvikioFile, kvikio_refusal
-from allocator.nvme.posix import PosixFile
-from allocator.nvme.store import NvmeStore
-from tiers.probe.affinity import Node
-from tiers.probe.buffers import BouncedBuffer, Buffer, DramBuffer, HbmBuffer
-from tiers.probe.disk import STEP, DiskPath, Way
-from tiers.probe.gds import gds_obstacle
-from tiers.probe.gpu import Direction, HbmDramPath, cuda_refusal
-from tiers.probe.host import HostMemory, MemcpyPath
-from tiers.probe.measure import ProbePath
-from tiers.probe.results import Path
+from torch_tiers.allocator.nvme.backend import Backend
+from torch_tiers.allocator.nvme.kvikio import KvikioFile, kvikio_refusal
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.probe.affinity import Node
+from torch_tiers.probe.buffers import BouncedBuffer, Buffer, DramBuffer, HbmBuffer
+from torch_tiers.probe.disk import STEP, DiskPath, Way
+from torch_tiers.probe.gds import gds_obstacle
+from torch_tiers.probe.gpu import Direction, HbmDramPath, cuda_refusal
+from torch_tiers.probe.host import HostMemory, MemcpyPath
+from torch_tiers.probe.measure import ProbePath
+from torch_tiers.probe.results import Path
 
 _DIRECTIONS: dict[str, tuple[Direction, ...]] = {"d2h": ("d2h",), "h2d": ("h2d",), "both": ("d2h", "h2d")}
 _WAYS: tuple[Way, ...] = ("write", "read")

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from allocator.errors import TiersError
-from tiers.probe.affinity import on_cores
-from tiers.probe.load import BYTES_PER_WORKER, HostLoad
-from tiers.probe.measure import ProbePath, prepared, repeat
-from tiers.probe.results import LoadedSample, PathResult
-from tiers.topology import read_memory
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.probe.affinity import on_cores
+from torch_tiers.probe.load import BYTES_PER_WORKER, HostLoad
+from torch_tiers.probe.measure import ProbePath, prepared, repeat
+from torch_tiers.probe.results import LoadedSample, PathResult
+from torch_tiers.topology import read_memory
 
 _SETTLING = 0.1  # seconds until the workers have heard of it and run
 _OWN_TRAFFIC = ("memcpy", "memcpy.all_cores")

@@ -12,13 +12,13 @@ from typing import Literal
 
 import torch
 
-from allocator.errors import TierFull
-from allocator.nvme.store import NvmeExtent, NvmeStore
-from allocator.sizes import MiB, format_size
-from tiers.probe.buffers import Buffer
-from tiers.probe.measure import Run, Waived, copies, window
-from tiers.probe.pattern import fill, matches
-from tiers.probe.results import Path
+from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.sizes import MiB, format_size
+from torch_tiers.probe.buffers import Buffer
+from torch_tiers.probe.measure import Run, Waived, copies, window
+from torch_tiers.probe.pattern import fill, matches
+from torch_tiers.probe.results import Path
 
 Way = Literal["write", "read"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from allocator.errors import StoreError
-from allocator.nvme.kvikio import KvikioFile, gds_refusal
+from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.nvme.kvikio import KvikioFile, gds_refusal
 
 
 def gds_obstacle(directories: Sequence[Path]) -> str | None:

@@ -8,17 +8,17 @@ from typing import Literal, Protocol, cast
 
 import torch
 
-from allocator.dram import DramBlock
-from allocator.errors import TiersError
-from migrator.lanes import Event, Piece, Stream, flat, whole
-from migrator.lanes.cuda import wrapped
-from migrator.runtime.devices import open_device
-from migrator.telemetry.counters import Counters
-from tiers.probe.affinity import Node
-from tiers.probe.host import HostMemory
-from tiers.probe.measure import Run, copies, window
-from tiers.probe.pattern import fill, matches
-from tiers.probe.results import Path
+from torch_tiers.allocator.dram import DramBlock
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.migrator.lanes import Event, Piece, Stream, flat, whole
+from torch_tiers.migrator.lanes.cuda import wrapped
+from torch_tiers.migrator.runtime.devices import open_device
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.probe.affinity import Node
+from torch_tiers.probe.host import HostMemory
+from torch_tiers.probe.measure import Run, copies, window
+from torch_tiers.probe.pattern import fill, matches
+from torch_tiers.probe.results import Path
 
 Direction = Literal["d2h", "h2d"]
 

@@ -7,17 +7,17 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from allocator.dram import DramArena, DramBlock
-from allocator.errors import TierFull
-from allocator.nvme.backend import BLOCK
-from allocator.sizes import PAGE, round_up
-from migrator.lanes import whole
-from migrator.lanes.host import HostLane
-from migrator.telemetry.counters import Counters
-from tiers.probe.affinity import Node, on_cores
-from tiers.probe.measure import Run, Waived, copies, window
-from tiers.probe.pattern import fill, matches
-from tiers.probe.results import Path
+from torch_tiers.allocator.dram import DramArena, DramBlock
+from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.nvme.backend import BLOCK
+from torch_tiers.allocator.sizes import PAGE, round_up
+from torch_tiers.migrator.lanes import whole
+from torch_tiers.migrator.lanes.host import HostLane
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.probe.affinity import Node, on_cores
+from torch_tiers.probe.measure import Run, Waived, copies, window
+from torch_tiers.probe.pattern import fill, matches
+from torch_tiers.probe.results import Path
 
 
 class HostMemory:

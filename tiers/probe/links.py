@@ -13,10 +13,10 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import AbstractTable
 
-from allocator.errors import TiersError
-from allocator.sizes import MiB
-from tiers.config import LinksConfig
-from tiers.probe.results import Report
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.config import LinksConfig
+from torch_tiers.probe.results import Report
 
 LEAST = 16 * MiB
 """Copies from here on run at a link's full speed."""

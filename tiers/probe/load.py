@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from allocator.errors import TiersError
-from allocator.sizes import MiB
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import MiB
 
 BYTES_PER_WORKER = 128 * MiB  # half source, half destination: past the share of a core in any cache
 _STARTED_WITHIN = 60  # seconds

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from allocator.errors import TierFull, TiersError
-from allocator.sizes import KiB, MiB, format_size
-from tiers.probe.affinity import on_cores
-from tiers.probe.results import Path, PathResult, Sample
+from torch_tiers.allocator.errors import TierFull, TiersError
+from torch_tiers.allocator.sizes import KiB, MiB, format_size
+from torch_tiers.probe.affinity import on_cores
+from torch_tiers.probe.results import Path, PathResult, Sample
 
 log = logging.getLogger("tiers")
 

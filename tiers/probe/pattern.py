@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from allocator.sizes import MiB
+from torch_tiers.allocator.sizes import MiB
 
 _ODD = 0x1E3779B97F4A7C15  # multiplying by an odd number maps no two words to one
 _CHUNK = 16 * MiB  # so that checking a gigabyte does not take another

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from allocator.errors import TiersError
-from tiers.probe.results import PathResult, Report
-from tiers.probe.table import short_size
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.probe.results import PathResult, Report
+from torch_tiers.probe.table import short_size
 
 FORMATS = (".pdf", ".png", ".svg")
 

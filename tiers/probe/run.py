@@ -11,19 +11,19 @@ from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path as Folder
 
-from allocator.errors import TiersError
-from allocator.sizes import GiB
-from migrator.telemetry.counters import LANES
-from tiers.probe.affinity import nodes
-from tiers.probe.catalogue import Disks, catalogue, selected
-from tiers.probe.contention import under_load, workers_that_fit
-from tiers.probe.disk import DiskPath
-from tiers.probe.host import HostMemory
-from tiers.probe.links import LEAST
-from tiers.probe.machine import find_gpus, look
-from tiers.probe.measure import SUSTAINED_SIZE, Effort, ProbePath, measure, window
-from tiers.probe.results import Report
-from tiers.topology import read_memory
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.migrator.telemetry.counters import LANES
+from torch_tiers.probe.affinity import nodes
+from torch_tiers.probe.catalogue import Disks, catalogue, selected
+from torch_tiers.probe.contention import under_load, workers_that_fit
+from torch_tiers.probe.disk import DiskPath
+from torch_tiers.probe.host import HostMemory
+from torch_tiers.probe.links import LEAST
+from torch_tiers.probe.machine import find_gpus, look
+from torch_tiers.probe.measure import SUSTAINED_SIZE, Effort, ProbePath, measure, window
+from torch_tiers.probe.results import Report
+from torch_tiers.topology import read_memory
 
 LOADED_SIZE = 4 * LEAST
 _RING = 16 * GiB  # more than the caches of drives hold

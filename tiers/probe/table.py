@@ -10,10 +10,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from allocator.sizes import GiB, KiB, MiB
-from tiers.config import LinksConfig
-from tiers.probe.links import measured_links
-from tiers.probe.results import Machine, PathResult, Report
+from torch_tiers.allocator.sizes import GiB, KiB, MiB
+from torch_tiers.config import LinksConfig
+from torch_tiers.probe.links import measured_links
+from torch_tiers.probe.results import Machine, PathResult, Report
 
 
 def render(report: Report) -> Iterator[RenderableType]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from allocator.sizes import PAGE, GiB, format_size
-from tiers.topology.gpu import Gpu, find_gpus, kvikio_version, numa_node, nvidia_fs_loaded
-from tiers.topology.memory import Memory, NumaNode, cores_available, numa_nodes, read_memory
-from tiers.topology.storage import Filesystem, filesystem_of
+from torch_tiers.allocator.sizes import PAGE, GiB, format_size
+from torch_tiers.topology.gpu import Gpu, find_gpus, kvikio_version, numa_node, nvidia_fs_loaded
+from torch_tiers.topology.memory import Memory, NumaNode, cores_available, numa_nodes, read_memory
+from torch_tiers.topology.storage import Filesystem, filesystem_of
 
 __all__ = [
     "Filesystem",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from allocator.sizes import MiB
+from torch_tiers.allocator.sizes import MiB
 
 _KVIKIO = ("kvikio-cu13", "kvikio-cu12", "kvikio")
 

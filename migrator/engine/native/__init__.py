@@ -12,9 +12,9 @@ from typing import cast
 
 import torch
 
-from allocator.extension import CannotBuild, Extension, compiler, obstacle_to
-from migrator.engine import tensors as in_python
-from migrator.engine.tensors import Tensors
+from torch_tiers.allocator.extension import CannotBuild, Extension, compiler, obstacle_to
+from torch_tiers.migrator.engine import tensors as in_python
+from torch_tiers.migrator.engine.tensors import Tensors
 
 log = logging.getLogger("tiers")
 

@@ -92,7 +92,7 @@ PyMemberDef hook_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
-PyTypeObject hook_type = {PyVarObject_HEAD_INIT(nullptr, 0) "migrator.engine.native.Hook", sizeof(Hook)};
+PyTypeObject hook_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.engine.native.Hook", sizeof(Hook)};
 
 THPObjectPtr engine_of(PyObject *mover) {
   THPObjectPtr engine(PyObject_GetAttr(mover, names().engine));
@@ -226,7 +226,7 @@ PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, PyObjec
 }
 
 Slots slots_of(PyObject *place) {
-  THPObjectPtr actions(PyImport_ImportModule("migrator.hooks.actions"));
+  THPObjectPtr actions(PyImport_ImportModule("torch_tiers.migrator.hooks.actions"));
   THPObjectPtr stay(actions ? PyObject_GetAttrString(actions, "Stay") : nullptr);
   THPObjectPtr go(actions ? PyObject_GetAttrString(actions, "Go") : nullptr);
   THPObjectPtr here(PyObject_GetAttrString(place, "here"));

@@ -39,8 +39,8 @@ struct Ways {
            *data = name_of("data"), *variable = name_of("variable"), *metadata = name_of("metadata");
 
   Ways() {
-    THPObjectPtr module(PyImport_ImportModule("migrator.recompute.ways")),
-        origins(PyImport_ImportModule("migrator.recompute.origins"));
+    THPObjectPtr module(PyImport_ImportModule("torch_tiers.migrator.recompute.ways")),
+        origins(PyImport_ImportModule("torch_tiers.migrator.recompute.origins"));
     if (!module || !origins) throw python_error();
     const auto of = [&](const char *name) { return attribute(module, name_of(name)).release(); };
     setting = of("Setting"), shapes = of("Shapes"), saved = of("Saved"), leaf = of("Leaf"), passed = of("Passed");

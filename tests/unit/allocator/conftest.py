@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from allocator import adapter
-from allocator.ledger import Ledger
-from allocator.native import Core
-from allocator.sizes import MiB
 from tests.unit.one_core import OnOneCore
+from torch_tiers.allocator import adapter
+from torch_tiers.allocator.ledger import Ledger
+from torch_tiers.allocator.native import Core
+from torch_tiers.allocator.sizes import MiB
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from allocator import adapter, native
-from allocator.extension import CannotBuild
-from tiers.config import load
-from tiers.paging import before_cuda
-from tiers.session import Session
+from torch_tiers.allocator import adapter, native
+from torch_tiers.allocator.extension import CannotBuild
+from torch_tiers.config import load
+from torch_tiers.paging import before_cuda
+from torch_tiers.session import Session
 
 
 @pytest.fixture

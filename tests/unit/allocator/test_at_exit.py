@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-from allocator.at_exit import close_at_exit
+from torch_tiers.allocator.at_exit import close_at_exit
 class Resource:
     def __init__(self, name): self.name = name; close_at_exit(self)
     def close(self): print(self.name, flush=True); raise OSError(f"{self.name} is stuck")

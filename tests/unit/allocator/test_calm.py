@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from allocator.kinds import REMEMBERED
-from allocator.ledger import Ledger
-from allocator.native import Core, CoreFull
-from allocator.periods import Periods
-from allocator.sizes import PAGE, MiB
 from tests.unit.one_core import OnOneCore, step
+from torch_tiers.allocator.kinds import REMEMBERED
+from torch_tiers.allocator.ledger import Ledger
+from torch_tiers.allocator.native import Core, CoreFull
+from torch_tiers.allocator.periods import Periods
+from torch_tiers.allocator.sizes import PAGE, MiB
 
 GPU = torch.device("cuda", 0)
 
@@ -56,7 +56,7 @@ def test_dram_that_was_claimed_for_what_no_log_has_goes_back(
     pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a period that ran out of memory on another stream, and went on, the log is as ever: its claim stayed."""
-    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
     calm_down(pages, core)
     with pytest.raises(CoreFull):
         core.allocate(70 * MiB, stream=5)
@@ -101,7 +101,7 @@ def test_all_that_is_done_is_the_same_as_with_a_look_at_every_period(
     hbm: int, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Those who count periods are told later: a program of several moods, twice."""
-    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
     dice = random.Random(seed)
     kinds = [[dice.choice((1, 2, 3, 4, 6, 8)) * MiB for _ in range(dice.randint(2, 5))] for _ in range(4)]
     moods = [(dice.choice((kinds[:1], kinds[:2], kinds)), dice.choice((1, 4, 40, REMEMBERED + 8))) for _ in range(24)]

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from allocator.nvme.checksum import byte_sum, lane_sum, lane_sum_numpy, sum_for
-from allocator.sizes import KiB
+from torch_tiers.allocator.nvme.checksum import byte_sum, lane_sum, lane_sum_numpy, sum_for
+from torch_tiers.allocator.sizes import KiB
 
 WORDS = arrays.arrays(np.uint64, st.integers(1, 300), elements=st.integers(0, 2**64 - 1))
 

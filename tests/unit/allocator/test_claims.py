@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from allocator import adapter
-from allocator.claims import UNUSED
-from allocator.dram import DramArena
-from allocator.ledger import Ledger
-from allocator.native import DRAM, Core, CoreError, CoreFull, Counts, aside
-from allocator.room import FRESH, Room
-from allocator.sizes import PAGE, MiB
 from tests.unit.one_core import OnOneCore, step
+from torch_tiers.allocator import adapter
+from torch_tiers.allocator.claims import UNUSED
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.ledger import Ledger
+from torch_tiers.allocator.native import DRAM, Core, CoreError, CoreFull, Counts, aside
+from torch_tiers.allocator.room import FRESH, Room
+from torch_tiers.allocator.sizes import PAGE, MiB
 
 
 def test_dram_is_claimed_from_the_ledger_when_hbm_is_full(pages: OnOneCore, core: Core, tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_what_cannot_be_served_takes_nothing_of_the_node_s_dram(
     pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request of a size mistaken took all of it, from other ranks and from what moves, for good."""
-    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
     assert not pages._full(0, 100 << 30)
     assert Ledger(tmp_path / "ledger").used("dram") == 0
     assert pages._full(0, 48 * MiB)
@@ -54,7 +54,7 @@ def test_where_no_dram_is_left_what_the_arena_has_idle_makes_room(
     pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The arena had all of it since a period was recorded, in which all moves: the program ran out of memory."""
-    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
     ledger = Ledger(tmp_path / "ledger")
     arena = DramArena(64 * MiB, pinned=False, step=4 * MiB, account=ledger.open_account("dram", 64 * MiB))
     blocks = [arena.allocate(4 * MiB) for _ in range(16)]
@@ -74,7 +74,7 @@ def test_where_the_system_leaves_nothing_the_arena_gives_back_what_others_need_b
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A little more than is kept for others was in use, for which the arena's own keeper gives nothing back."""
-    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
     idle = [64 * MiB]
 
     def lend(nbytes: int) -> int:
@@ -99,7 +99,7 @@ def test_where_the_driver_gives_no_host_memory_nobody_is_asked_for_any(pages: On
 def test_dram_that_is_not_used_any_more_goes_back_to_the_node(
     pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allocator.claims.STEP", 4 * MiB)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", 4 * MiB)
     ledger = Ledger(tmp_path / "ledger")
     assert pages.more(32 * MiB)
     pages.begin()
@@ -139,7 +139,7 @@ def test_nothing_is_claimed_for_what_is_asked_for_aside(pages: OnOneCore, core: 
 def test_gpus_share_the_dram_that_there_is(pages: OnOneCore, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = [Core("memfd", hbm=0, dram=0) for _ in range(2)]
     monkeypatch.setattr(adapter, "core_of", lambda library, device: cores[device])
-    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
     for device, core in enumerate(cores):
         assert pages.claims.more(device, core, 24 * MiB)
         core.allocate(24 * MiB)
@@ -151,7 +151,7 @@ def test_what_another_thread_maps_while_claims_go_back_stays_claimed(
     pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was mapped, and the node was told that it is free: others would take what is no longer there."""
-    monkeypatch.setattr("allocator.claims.STEP", 4 * MiB)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", 4 * MiB)
     ledger = Ledger(tmp_path / "ledger")
     assert pages.more(32 * MiB)
     core.allocate(64 * MiB)  # all of HBM

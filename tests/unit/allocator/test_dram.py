@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 
-from allocator import dram, mappings
-from allocator.dram import DramArena, DramBlock
-from allocator.pinning import PinningRefused, map_pages, touch
-from allocator.room import FRESH, Room
-from allocator.sizes import PAGE, MiB
 from tests.unit.by_hand import eventually
+from torch_tiers.allocator import dram, mappings
+from torch_tiers.allocator.dram import DramArena, DramBlock
+from torch_tiers.allocator.pinning import PinningRefused, map_pages, touch
+from torch_tiers.allocator.room import FRESH, Room
+from torch_tiers.allocator.sizes import PAGE, MiB
 
 STEP = 4 * PAGE
 
@@ -449,7 +449,7 @@ def test_a_node_that_is_not_there_is_no_obstacle() -> None:
 
 def test_an_exiting_program_does_not_wait_for_a_long_reservation() -> None:
     program = (
-        "from allocator import dram, mappings; import time\n"
+        "from torch_tiers.allocator import dram, mappings; import time\n"
         "mappings.touch = lambda pages: time.sleep(0.05)\n"
         "dram.DramArena(4096 << 20, pinned=False, step=2 << 20).reserve(4096 << 20)\n"
     )

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from allocator.ledger import Ledger
-from allocator.native import HBM, Core
-from allocator.periods import PATIENCE
-from allocator.sizes import PAGE, MiB
 from tests.unit.one_core import OnOneCore, step
+from torch_tiers.allocator.ledger import Ledger
+from torch_tiers.allocator.native import HBM, Core
+from torch_tiers.allocator.periods import PATIENCE
+from torch_tiers.allocator.sizes import PAGE, MiB
 
 
 def test_an_evaluation_that_hbm_has_no_room_for_leaves_no_trace(pages: OnOneCore, core: Core) -> None:
@@ -37,7 +37,7 @@ def test_an_evaluation_that_hbm_has_no_room_for_leaves_no_trace(pages: OnOneCore
 def test_the_dram_that_an_evaluation_had_is_somebody_else_s_after_it(
     pages: OnOneCore, core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
     pages.begin()
     for period in range(4):
         step(core, 10 * MiB, 20 * MiB)
@@ -53,7 +53,7 @@ def test_what_comes_after_every_step_is_the_periods_own_though_hbm_has_no_room_f
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A teacher, for one: to lay out the rest anew after each would take longer than it does."""
-    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
     laid_out, plan = [0], core.plan
     monkeypatch.setattr(core, "plan", lambda *layouts: (plan(*layouts), laid_out.append(laid_out.pop() + 1)))
     pages.begin()
@@ -72,7 +72,7 @@ def test_a_little_that_comes_after_every_step_from_some_period_on_is_laid_out(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The core's own log of such a period repeats that of the one before, which was cut: no more was planned."""
-    monkeypatch.setattr("allocator.claims.STEP", PAGE)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
     pages.begin()
     for period in range(8):
         step(core, 10 * MiB, 20 * MiB)

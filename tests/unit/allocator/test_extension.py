@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from allocator.extension import CannotBuild, Extension, compiler
-from migrator.engine import native
-from migrator.engine import tensors as in_python
-from tiers.config import load
-from tiers.session import Session
+from torch_tiers.allocator.extension import CannotBuild, Extension, compiler
+from torch_tiers.config import load
+from torch_tiers.migrator.engine import native
+from torch_tiers.migrator.engine import tensors as in_python
+from torch_tiers.session import Session
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from allocator.extents import Extent, ExtentMap
+from torch_tiers.allocator.extents import Extent, ExtentMap
 
 ALIGN = 4096
 

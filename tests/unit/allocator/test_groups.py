@@ -5,10 +5,10 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.groups import group_by_death
-from allocator.lifetimes import Lifetime
-from migrator.trace import Trace
 from tests.unit.traces import chain, traces
+from torch_tiers.allocator.groups import group_by_death
+from torch_tiers.allocator.lifetimes import Lifetime
+from torch_tiers.migrator.trace import Trace
 
 LIMITS = st.integers(1, 1 << 29)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from allocator import keeper
-from allocator.keeper import Keeper
 from tests.unit.by_hand import eventually
+from torch_tiers.allocator import keeper
+from torch_tiers.allocator.keeper import Keeper
 
 
 class Owner:

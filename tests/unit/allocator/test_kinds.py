@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from allocator.kinds import MOST, REMEMBERED, Kinds
-from allocator.native import REQUEST
-from allocator.sequence import Foreseen, Log
+from torch_tiers.allocator.kinds import MOST, REMEMBERED, Kinds
+from torch_tiers.allocator.native import REQUEST
+from torch_tiers.allocator.sequence import Foreseen, Log
 
 
 def period(length: int, *, tail: int = 0, requests: int = 20) -> Log:

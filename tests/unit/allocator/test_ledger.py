@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from allocator import ledger as accounts
-from allocator import mappings
-from allocator.dram import DramArena
-from allocator.ledger import Account, Ledger
-from allocator.nvme.posix import PosixFile
-from allocator.nvme.store import NvmeStore
-from allocator.sizes import PAGE, MiB
 from tests.unit.by_hand import eventually
 from tests.unit.store_faults import FaultyFile
-from tiers import shares
-from tiers.config import ConfigError, load
-from tiers.session import Session
+from torch_tiers import shares
+from torch_tiers.allocator import ledger as accounts
+from torch_tiers.allocator import mappings
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.ledger import Account, Ledger
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.sizes import PAGE, MiB
+from torch_tiers.config import ConfigError, load
+from torch_tiers.session import Session
 
 ROOT = Path(__file__).parents[3]
 CAPACITY = 16 * PAGE
@@ -54,7 +54,7 @@ def start(ledger: Ledger) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start_process(code: str) -> subprocess.Popen[str]:
         prelude = (
-            "import os, sys, time\nfrom pathlib import Path\nfrom allocator.ledger import Ledger\n"
+            "import os, sys, time\nfrom pathlib import Path\nfrom torch_tiers.allocator.ledger import Ledger\n"
             f"account = Ledger(Path({str(ledger.directory)!r})).open_account('dram', {CAPACITY})\n"
             f"PAGE = {PAGE}\n"
         )
@@ -243,7 +243,7 @@ def test_many_threads_share_an_account(ledger: Ledger, account: Account) -> None
 
 
 STOPPED = """
-from allocator import ledger
+from torch_tiers.allocator import ledger
 with ledger._locked(account._directory):
     print("locked", flush=True)
     input()

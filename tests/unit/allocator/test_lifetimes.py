@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from allocator.lifetimes import Lifetime
+from torch_tiers.allocator.lifetimes import Lifetime
 
 
 def test_death_is_the_last_use() -> None:

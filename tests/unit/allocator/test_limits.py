@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from allocator.sizes import MiB
 from tests.unit.limited import Cgroup, cgroup_refusal, run_under
+from torch_tiers.allocator.sizes import MiB
 
 LIMIT = 1024 * MiB
 SAVED = 1280 * MiB  # a step

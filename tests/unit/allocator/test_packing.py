@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.native import CoreError
-from allocator.packing import Ints, pack
+from torch_tiers.allocator.native import CoreError
+from torch_tiers.allocator.packing import Ints, pack
 
 EVENTS = 20
 SEQUENCES = Path(__file__).parents[2] / "data" / "sequences"

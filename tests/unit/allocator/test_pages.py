@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from allocator import adapter
-from allocator.native import DRAM, Core
-from allocator.pages import PageAllocator
-from allocator.sizes import MiB
 from tests.unit.one_core import OnOneCore, step
+from torch_tiers.allocator import adapter
+from torch_tiers.allocator.native import DRAM, Core
+from torch_tiers.allocator.pages import PageAllocator
+from torch_tiers.allocator.sizes import MiB
 
 
 def test_gpus_are_known_from_their_first_requests_on(monkeypatch: pytest.MonkeyPatch) -> None:

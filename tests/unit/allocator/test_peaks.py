@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from allocator.native import Core
-from allocator.peaks import PeaksOfCore
-from allocator.sizes import MiB
+from torch_tiers.allocator.native import Core
+from torch_tiers.allocator.peaks import PeaksOfCore
+from torch_tiers.allocator.sizes import MiB
 
 
 def test_laps_tell_peaks_of_their_own_and_the_period_its_highest(core: Core) -> None:

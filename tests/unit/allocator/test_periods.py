@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allocator.kinds import REMEMBERED
-from allocator.native import Core, CoreBusy, CoreError, CoreFull, aside
-from allocator.sizes import MiB
 from tests.unit.one_core import OnOneCore, step
+from torch_tiers.allocator.kinds import REMEMBERED
+from torch_tiers.allocator.native import Core, CoreBusy, CoreError, CoreFull, aside
+from torch_tiers.allocator.sizes import MiB
 
 
 def test_the_first_period_is_laid_out_and_the_next_follows_it(pages: OnOneCore, core: Core) -> None:

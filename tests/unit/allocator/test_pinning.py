@@ -13,18 +13,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from allocator import pinning
-from allocator.dram import DramArena
-from allocator.pinning import PinningRefused, map_pages, pin, touch
-from allocator.sizes import PAGE
 from tests.unit.fake_driver import ROOT, asked, build
+from torch_tiers.allocator import pinning
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.pinning import PinningRefused, map_pages, pin, touch
+from torch_tiers.allocator.sizes import PAGE
 
 PROGRAM = """
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 import torch
-from allocator import pinning
+from torch_tiers.allocator import pinning
 answers = []
 def answer(*_): answers.append(fake.fake_unsafe()); return answers[-1]
 torch.cuda.device = lambda device: nullcontext()
@@ -100,7 +100,7 @@ def test_a_forked_child_does_not_unmap_what_lies_where_pages_were() -> None:
     program = """
 import gc, os, sys
 import numpy as np
-from allocator.pinning import map_pages
+from torch_tiers.allocator.pinning import map_pages
 pages = map_pages(64 << 20)
 child = os.fork()
 if not child:

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from allocator.dram import DramArena
-from allocator.room import FRESH, Room, RoomWatch
-from allocator.sizes import PAGE, MiB
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.room import FRESH, Room, RoomWatch
+from torch_tiers.allocator.sizes import PAGE, MiB
 
 
 class System:

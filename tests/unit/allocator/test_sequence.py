@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from allocator.native import REQUEST
-from allocator.sequence import EAGER, ELSEWHERE, LONGEST_PAUSE, TOLERATED, Log, Watch, foresee, repeats
+from torch_tiers.allocator.native import REQUEST
+from torch_tiers.allocator.sequence import EAGER, ELSEWHERE, LONGEST_PAUSE, TOLERATED, Log, Watch, foresee, repeats
 
 PAGE = 2 << 20
 

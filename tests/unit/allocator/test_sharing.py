@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from allocator.sharing import shared_share
+from torch_tiers.allocator.sharing import shared_share
 
 
 def share(*blocks: tuple[int, int, float, float]) -> float:

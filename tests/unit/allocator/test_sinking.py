@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allocator.sinking import State, sink_or_rise
+from torch_tiers.allocator.sinking import State, sink_or_rise
 
 HBM = [State(1, 100, 0), State(2, 300, 0), State(3, 200, 0)]
 SUNK = [State(1, 100, 100), State(2, 300, 300), State(3, 200, 0)]

@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.errors import CorruptionError, StoreError, TierFull, TiersError
-from allocator.sizes import GiB, KiB, MiB, TiB, format_at_least, format_size, likely_size, parse_size, round_up
+from torch_tiers.allocator.errors import CorruptionError, StoreError, TierFull, TiersError
+from torch_tiers.allocator.sizes import (
+    GiB,
+    KiB,
+    MiB,
+    TiB,
+    format_at_least,
+    format_size,
+    likely_size,
+    parse_size,
+    round_up,
+)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allocator.native import DRAM, HBM, Core
-from allocator.periods import PATIENCE
-from allocator.sizes import PAGE, MiB
 from tests.unit.one_core import OnOneCore, step
+from torch_tiers.allocator.native import DRAM, HBM, Core
+from torch_tiers.allocator.periods import PATIENCE
+from torch_tiers.allocator.sizes import PAGE, MiB
 
 
 def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) -> None:
@@ -64,8 +64,8 @@ def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> N
 def test_a_block_larger_than_what_is_claimed_at_a_time_sinks_whole(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allocator.claims.STEP", PAGE)
-    monkeypatch.setattr("allocator.periods.GiB", 4 * MiB)
+    monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
+    monkeypatch.setattr("torch_tiers.allocator.periods.GiB", 4 * MiB)
     core.state(True)
     state = core.allocate(40 * MiB)
     core.state(False)

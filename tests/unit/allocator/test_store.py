@@ -18,17 +18,17 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from allocator.dram import DramArena
-from allocator.errors import StoreError, TiersError
-from allocator.nvme import posix
-from allocator.nvme import stripe as nvme_stripe
-from allocator.nvme.backend import BLOCK, Backend, read_all, write_all
-from allocator.nvme.kvikio import KvikioFile
-from allocator.nvme.posix import PosixFile
-from allocator.nvme.requests import RequestPool, Rest
-from allocator.nvme.store import NvmeExtent, NvmeStore
-from allocator.room import FRESH, Room
-from allocator.sizes import KiB, MiB, round_up
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.errors import StoreError, TiersError
+from torch_tiers.allocator.nvme import posix
+from torch_tiers.allocator.nvme import stripe as nvme_stripe
+from torch_tiers.allocator.nvme.backend import BLOCK, Backend, read_all, write_all
+from torch_tiers.allocator.nvme.kvikio import KvikioFile
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.requests import RequestPool, Rest
+from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.room import FRESH, Room
+from torch_tiers.allocator.sizes import KiB, MiB, round_up
 
 STRIPE = 64 * KiB
 
@@ -515,8 +515,8 @@ def test_gds_is_passed_over_where_it_is_preferred_and_cannot_be(make: Make, memo
 KILLED = """
 import sys, time
 from pathlib import Path
-from allocator.dram import DramArena
-from allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.nvme.store import NvmeStore
 store = NvmeStore([Path(sys.argv[1])], 64 << 20, gds="off", step=1 << 20)
 block = DramArena(4 << 20, pinned=False).allocate(4 << 20).tensor
 print("ready", flush=True)
@@ -604,8 +604,8 @@ def test_a_program_that_ends_with_writes_under_way_ends_as_it_would(tmp_path: Pa
     program = """
 import sys
 from pathlib import Path
-from allocator.dram import DramArena
-from allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.nvme.store import NvmeStore
 
 MiB = 1 << 20
 store = NvmeStore([Path(sys.argv[1])], 256 * MiB, gds="off", step=64 * MiB)

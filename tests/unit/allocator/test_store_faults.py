@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from allocator.dram import DramArena
-from allocator.errors import CorruptionError, StoreError
-from allocator.nvme.posix import PosixFile
-from allocator.nvme.store import NvmeExtent, NvmeStore
-from allocator.sizes import KiB, MiB
 from tests.unit.store_faults import Fault, FaultyFile, fail, flip, short
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.errors import CorruptionError, StoreError
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.sizes import KiB, MiB
 
 STRIPE = 64 * KiB
 LOST = (
@@ -193,9 +193,9 @@ def test_where_one_disk_is_full_the_other_serves(make: Make) -> None:
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from allocator.dram import DramArena
-from allocator.errors import StoreError
-from allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.nvme.store import NvmeStore
 
 MiB = 1 << 20
 store = NvmeStore([Path(sys.argv[1])], 64 * MiB, gds="off", step=8 * MiB)

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from allocator.sizes import GiB
 from benchmarks.contention import FEW, LONGEST, RECOVERY, Bench, main
 from benchmarks.contention_report import NONE, Cell, middle, of_plain, promises, table
 from benchmarks.loads import Copies, images_per_second, photographs
@@ -20,7 +19,8 @@ from benchmarks.plain import Plain
 from benchmarks.settling import Plans
 from benchmarks.switch import Switch
 from examples.train_resnet import decode
-from tiers.monitor.calibration import Calibration
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.monitor.calibration import Calibration
 
 COPIES = "copies at 120 GB/s"
 

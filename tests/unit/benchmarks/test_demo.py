@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from allocator.sizes import PAGE, MiB
 from benchmarks import demo as demo_module
 from benchmarks.demo import Demo, DemoError, Training, choose_budget, main, read_stats, run_demo, train
 from benchmarks.demo_report import bar, render
+from torch_tiers.allocator.sizes import PAGE, MiB
 
 STATS = {
     "device": "cpu",

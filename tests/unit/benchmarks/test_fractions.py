@@ -15,7 +15,7 @@ from benchmarks.fractions.largest import Largest, largest
 from benchmarks.fractions.processes import Failed, Setting, TooLong
 from benchmarks.fractions.results import Record, Results, fits
 from benchmarks.fractions.table import fractions, newest, show, simulator
-from migrator.policies import POLICIES
+from torch_tiers.migrator.policies import POLICIES
 
 GPU = "NVIDIA H100 80GB HBM3"
 PLAIN = 1000

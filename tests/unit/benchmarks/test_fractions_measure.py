@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from allocator.errors import TiersError
 from benchmarks.fractions import measure
 from benchmarks.fractions.__main__ import main
 from benchmarks.fractions.cells import parse
@@ -23,6 +22,7 @@ from benchmarks.fractions.methods import blocks_of, load_trl, prepare
 from benchmarks.fractions.processes import Failed, Setting, TooLong, Worker
 from benchmarks.fractions.worker import serve
 from benchmarks.workloads import reference_gpt, resnet152
+from torch_tiers.allocator.errors import TiersError
 
 SHORT = Lengths(warmup=1, timed=3, learning=(8, 30), settled=3)
 TINY = partial(reference_gpt, "cpu", tiny=True)

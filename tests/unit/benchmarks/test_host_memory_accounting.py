@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from allocator.sizes import MiB
 from benchmarks.host_memory_accounting import ask
 from tests.unit.limited import Cgroup, cgroup_refusal
+from torch_tiers.allocator.sizes import MiB
 
 SIZE = 64 * MiB
 

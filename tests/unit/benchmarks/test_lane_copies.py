@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from allocator.sizes import KiB, MiB
 from benchmarks import lane_copies
 from benchmarks.alternate import Ratio
 from benchmarks.lane_copies import (
@@ -26,9 +25,10 @@ from benchmarks.lane_copies import (
     rows,
     table,
 )
-from migrator.lanes import SLOT
-from migrator.runtime.devices import open_device
-from migrator.telemetry.counters import Counters
+from torch_tiers.allocator.sizes import KiB, MiB
+from torch_tiers.migrator.lanes import SLOT
+from torch_tiers.migrator.runtime.devices import open_device
+from torch_tiers.migrator.telemetry.counters import Counters
 
 CPU = torch.device("cpu")
 

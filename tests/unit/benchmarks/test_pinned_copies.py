@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from allocator.sizes import MiB
 from benchmarks.pinned_copies import MAKES, huge_pages, huge_share, small_pages
+from torch_tiers.allocator.sizes import MiB
 
 OFFERED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import tiers
-from migrator import log_softmax
-from migrator.log_softmax import Overwriting
+import torch_tiers as tiers
 from tests.unit.held_gradients import CLASSES, PROGRAMS, ROWS, TARGETS, logits
+from torch_tiers.migrator import log_softmax
+from torch_tiers.migrator.log_softmax import Overwriting
 
 
 def step(x: Tensor, hook: Callable[[Tensor], Any] | None = None) -> Tensor:
@@ -137,8 +137,8 @@ def test_kernel_that_somebody_puts_there_runs(writing_over: Overwriting) -> None
 EARLIER = """
 import torch
 from torch.nn import functional as F
-from migrator import log_softmax
-from tiers.places import cache_directory
+from torch_tiers.migrator import log_softmax
+from torch_tiers.places import cache_directory
 
 library = torch.library.Library("aten", "IMPL")
 library.impl("_log_softmax_backward_data", lambda grad, *rest: torch.full_like(grad, 7), "CPU")

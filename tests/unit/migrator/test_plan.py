@@ -7,14 +7,14 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.sizes import GiB, MiB
-from migrator.plan import Keep, NoPlanFits, Plan
-from migrator.planner.build import make_plan
-from migrator.planner.schedule import fit
-from migrator.planner.sizes import group_bytes, look_ahead
-from migrator.trace import Site, Trace
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain, traces
+from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.migrator.plan import Keep, NoPlanFits, Plan
+from torch_tiers.migrator.planner.build import make_plan
+from torch_tiers.migrator.planner.schedule import fit
+from torch_tiers.migrator.planner.sizes import group_bytes, look_ahead
+from torch_tiers.migrator.trace import Site, Trace
 
 ROOMS = st.integers(0, 4 * GiB)
 

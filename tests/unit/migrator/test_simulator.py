@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.sizes import PAGE, GiB
-from migrator.links import PCIE_GEN5, Costs, Links
-from migrator.plan import PageGroup, Plan
-from migrator.planner.build import make_plan
-from migrator.planner.effects import effect
-from migrator.planner.schedule import scheduled
-from migrator.simulator import Simulated, past_dram, simulate
-from migrator.trace import Recipe, Region, Site, Trace
 from tests.unit.modelled import gpt
 from tests.unit.quick import quickest
 from tests.unit.traces import chain, programs
+from torch_tiers.allocator.sizes import PAGE, GiB
+from torch_tiers.migrator.links import PCIE_GEN5, Costs, Links
+from torch_tiers.migrator.plan import PageGroup, Plan
+from torch_tiers.migrator.planner.build import make_plan
+from torch_tiers.migrator.planner.effects import effect
+from torch_tiers.migrator.planner.schedule import scheduled
+from torch_tiers.migrator.simulator import Simulated, past_dram, simulate
+from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
 
 FREE = Costs(host=0.0, d2h=0.0, h2d=0.0)
 LINKS = Links(d2h=10.0, h2d=10.0, both=20.0, disk_write=5.0, disk_read=5.0, latency=0.0, costs=FREE)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from migrator.timing import CALL, LARGE, alike, at_pace, product_in, together
-from migrator.trace import Recipe, Region, Site, Trace
+from torch_tiers.migrator.timing import CALL, LARGE, alike, at_pace, product_in, together
+from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
 
 SITES = (Site("a:0", 0, 100, 0, (3,)), Site("b:0", 1, 100, 1, (2,)))
 TRACE = Trace(SITES, 4, times=(1.0, 2.0, 3.0, 4.0), seconds=5.0, others=(9, 9, 9, 9, 9))

@@ -5,9 +5,9 @@ import json
 import pytest
 from hypothesis import given
 
-from allocator.lifetimes import Lifetime
-from migrator.trace import FORMAT, KEPT, Recipe, Site, Trace
 from tests.unit.traces import chain, traces
+from torch_tiers.allocator.lifetimes import Lifetime
+from torch_tiers.migrator.trace import FORMAT, KEPT, Recipe, Site, Trace
 
 
 def test_sites_on_one_storage_are_one_lifetime() -> None:

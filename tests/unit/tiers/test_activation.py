@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from allocator.sizes import MiB, format_at_least, parse_size
-from tiers.session import session
+from torch_tiers.allocator.sizes import MiB, format_at_least, parse_size
+from torch_tiers.session import session
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 # called by hand, right after, and PyTorch's own call is switched off; one test below has it the way users do.
 BY_HAND = """
 import torch
-from tiers.autoload import gate
+from torch_tiers.autoload import gate
 gate()
 """
 PROGRAM = """
@@ -101,7 +101,7 @@ def test_with_keep_nothing_moves(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not any(point.value == "tiers.autoload:gate" for point in entry_points(group="torch.backends")),
+    not any(point.value == "torch_tiers.autoload:gate" for point in entry_points(group="torch.backends")),
     reason="the package is not installed, so PyTorch does not know of it",
 )
 def test_one_variable_is_enough_where_the_package_is_installed(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_what_cannot_be_set_up_as_configured_ends_the_program_in_one_line(names:
 
 
 def test_a_session_says_what_variables_would_have_said(tmp_path: Path) -> None:
-    program = "import tiers\nwith tiers.session(log='info', nvme_path='.', hbm='all'): pass\n"
+    program = "import torch_tiers as tiers\nwith tiers.session(log='info', nvme_path='.', hbm='all'): pass\n"
     done = python(program)
     assert done.returncode == 0
     assert "nvme.paths is set but nvme.capacity is not" in done.stderr

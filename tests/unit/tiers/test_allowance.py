@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiers.monitor.allowance import Allowance
+from torch_tiers.monitor.allowance import Allowance
 
 
 def test_what_is_taken_is_the_part_of_a_core_on_average() -> None:

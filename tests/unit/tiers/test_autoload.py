@@ -26,11 +26,11 @@ def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
 # A session that only tells that it was installed, in the place of the real one.
 FAKE = """
 import sys, types
-session = types.ModuleType('tiers.session')
+session = types.ModuleType('torch_tiers.session')
 session.install = lambda config: print('installed', config.allocator, config.hbm.capacity)
-sys.modules['tiers.session'] = session
+sys.modules['torch_tiers.session'] = session
 """
-GATE = "from tiers.autoload import gate; gate()"
+GATE = "from torch_tiers.autoload import gate; gate()"
 
 
 @pytest.mark.parametrize("environ", [{}, {"TIERS_ALLOCATOR": ""}, {"TIERS_ALLOCATOR": "off", "TIERS_HBM": "lots"}])
@@ -42,7 +42,7 @@ before = set(sys.modules)
 new = set(sys.modules) - before
 print(sorted(name for name in new if name.partition('.')[0] not in sys.stdlib_module_names), 'logging' in new)
 """
-    assert python(code, **environ).stdout == "['tiers', 'tiers.autoload'] False\n"
+    assert python(code, **environ).stdout == "['torch_tiers', 'torch_tiers.autoload'] False\n"
 
 
 def test_a_misspelt_allocator_does_not_pass_for_tiers():
@@ -52,7 +52,7 @@ def test_a_misspelt_allocator_does_not_pass_for_tiers():
 
 
 def test_variables_for_a_session_in_code_are_nobody_s_mistake():
-    later = "; import sys; sys.modules['tiers.session'] = sys"
+    later = "; import sys; sys.modules['torch_tiers.session'] = sys"
     assert python(GATE + later, TIERS_HBM="1GiB", TIERS_CONFIG="tiers.toml").stderr == ""
 
 
@@ -84,7 +84,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(environ, message):
 
 
 def test_a_configuration_that_the_session_refuses_ends_alike():
-    refused = FAKE + "from tiers.config import ConfigError\ndef refuse(config): raise ConfigError('used')\n"
+    refused = FAKE + "from torch_tiers.config import ConfigError\ndef refuse(config): raise ConfigError('used')\n"
     done = python(f"{refused}session.install = refuse\n{GATE}; print('training')", TIERS_ALLOCATOR="torch")
     assert (done.stdout, done.stderr, done.returncode) == ("", "tiers: used\n", 2)
 
@@ -92,7 +92,7 @@ def test_a_configuration_that_the_session_refuses_ends_alike():
 @pytest.mark.parametrize("error", ["OSError('closed')", "RuntimeError('no home')"])
 def test_a_configuration_that_cannot_be_read_is_no_failure_of_ours(error):
     """With which the program would go on, without its budget."""
-    broken = f"import tiers.config\ndef load(): raise {error}\ntiers.config.load = load\n"
+    broken = f"import torch_tiers.config\ndef load(): raise {error}\ntorch_tiers.config.load = load\n"
     done = python(f"{FAKE}{broken}{GATE}; print('training')", TIERS_ALLOCATOR="torch")
     assert (done.stdout, done.returncode) == ("", 2)
     assert done.stderr.startswith("tiers: the configuration cannot be read: ") and done.stderr.count("\n") == 1
@@ -147,30 +147,37 @@ def test_our_lines_go_through_the_logging_of_a_program_that_has_some():
 
 
 def test_session_stays_the_class_after_its_module_is_imported():
-    code = "import tiers.session, tiers; print(isinstance(tiers.session, type), callable(tiers.session))"
+    code = "import torch_tiers.session; print(isinstance(torch_tiers.session, type), callable(torch_tiers.session))"
     assert python(code).stdout == "True True\n"
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error():
-    assert "AttributeError: module 'tiers' has no attribute 'sesion'" in python("import tiers; tiers.sesion").stderr
+    assert (
+        "AttributeError: module 'torch_tiers' has no attribute 'sesion'"
+        in python("import torch_tiers; torch_tiers.sesion").stderr
+    )
 
 
 @pytest.mark.skipif(
-    not any(point.value == "tiers.autoload:gate" for point in entry_points(group="torch.backends")),
+    not any(point.value == "torch_tiers.autoload:gate" for point in entry_points(group="torch.backends")),
     reason="the package is not installed, so PyTorch does not know of it",
 )
 def test_the_gate_is_not_missed_where_our_session_is_what_imports_torch() -> None:
-    code = "import tiers; tiers.session; from migrator.runtime import entry; print(entry._active is not None)"
+    code = (
+        "import torch_tiers; torch_tiers.session\n"
+        "from torch_tiers.migrator.runtime import entry\n"
+        "print(entry._active is not None)"
+    )
     done = python(code, TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB")
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.skipif(
-    not any(point.value == "tiers.autoload:gate" for point in entry_points(group="torch.backends")),
+    not any(point.value == "torch_tiers.autoload:gate" for point in entry_points(group="torch.backends")),
     reason="the package is not installed, so PyTorch does not know of it",
 )
 def test_a_part_of_ours_that_imports_torch_first_is_named() -> None:
     """What the session needs is half-made then; who compares policies in code may do so."""
-    done = python("import migrator.lanes", TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB")
-    assert done.stderr.endswith("; import torch before migrator.lanes\n")
-    assert python("import torch, migrator.lanes", TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB").stderr == ""
+    done = python("import torch_tiers.migrator.lanes", TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB")
+    assert done.stderr.endswith("; import torch before torch_tiers.migrator.lanes\n")
+    assert python("import torch, torch_tiers.migrator.lanes", TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB").stderr == ""

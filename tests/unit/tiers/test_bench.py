@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from allocator.sizes import GiB
 from tests.unit.by_hand import eventually
 from tests.unit.tiers.test_cli import STATS
-from tiers.bench import ended_in_order
-from tiers.cli.main import main
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.bench import ended_in_order
+from torch_tiers.cli.main import main
 
 SECONDS = {"all": 0.2, "20GiB": 0.25, "10GiB": 0.4}  # a step, by budget
 
@@ -206,7 +206,7 @@ def test_who_ends_the_bench_ends_its_program_and_leaves_nothing_behind(
         f"import os, pathlib, time; pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch(); time.sleep(60)"
     )
     bench = subprocess.Popen(
-        [sys.executable, "-m", "tiers", "bench", "--hbm", "20GiB", *program],
+        [sys.executable, "-m", "torch_tiers", "bench", "--hbm", "20GiB", *program],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

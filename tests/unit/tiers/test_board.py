@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.by_hand import eventually
 from tests.unit.monitors import watch
-from tiers.monitor.board import Board, read_all
-from tiers.monitor.thread import Monitor
+from torch_tiers.monitor.board import Board, read_all
+from torch_tiers.monitor.thread import Monitor
 
 
 def test_a_board_shows_the_last_state_and_goes_with_its_process(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_boards_are_private(tmp_path: Path) -> None:
 
 
 def test_what_the_dead_leave_is_removed(tmp_path: Path) -> None:
-    code = "import os, sys, pathlib; from tiers.monitor.board import Board\n"
+    code = "import os, sys, pathlib; from torch_tiers.monitor.board import Board\n"
     code += "Board(pathlib.Path(sys.argv[1])).write({'pid': 7}); os._exit(1)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert len(list(tmp_path.iterdir())) == 1

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from migrator.links import links_from
-from migrator.policies import POLICIES
 from tests.unit.modelled import gpt
-from tiers.cli import doctor as doctor_verb
-from tiers.cli.main import VERBS, main
-from tiers.config import Config, DramConfig, HbmConfig, NvmeConfig
-from tiers.doctor import Finding, TorchFacts, examine
-from tiers.monitor.sensors import Choice
-from tiers.monitor.sensors.pressure import Pressure
-from tiers.topology import Gpu, Memory, Topology
+from torch_tiers.cli import doctor as doctor_verb
+from torch_tiers.cli.main import VERBS, main
+from torch_tiers.config import Config, DramConfig, HbmConfig, NvmeConfig
+from torch_tiers.doctor import Finding, TorchFacts, examine
+from torch_tiers.migrator.links import links_from
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.monitor.sensors import Choice
+from torch_tiers.monitor.sensors.pressure import Pressure
+from torch_tiers.topology import Gpu, Memory, Topology
 
 GiB = 1024**3
 CPU = Topology(Memory(32 * GiB, 16 * GiB, None, 8 * 1024**2), (), 2, (), None, False)
@@ -49,7 +49,7 @@ def tiers(*words: str, cwd: Path, stdout=subprocess.PIPE, **environ: str) -> sub
     """`tiers` in a process of its own, which `run` needs, as it replaces the process."""
     root = Path(__file__).parents[3]
     return subprocess.run(
-        [sys.executable, "-m", "tiers", *words],
+        [sys.executable, "-m", "torch_tiers", *words],
         cwd=cwd,
         env={"PATH": "/usr/bin:/bin", "HOME": str(cwd), "PYTHONPATH": str(root), **environ},
         stdout=stdout,
@@ -120,7 +120,7 @@ def test_every_verb_has_help_and_json(verb, capsys):
 
 
 def test_config_run_report_and_plan_do_not_import_torch():
-    code = "import sys, tiers.cli.main; sys.exit('torch' in sys.modules)"
+    code = "import sys, torch_tiers.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -199,7 +199,7 @@ def test_run_that_cannot_start_is_one_line(tmp_path, words, environ, code, messa
 
 
 def test_run_without_a_stdout_runs_the_program(tmp_path):
-    run = [sys.executable, "-m", "tiers", "run", "--", "sh", "-c", "exit 7"]
+    run = [sys.executable, "-m", "torch_tiers", "run", "--", "sh", "-c", "exit 7"]
     done = tiers_in_shell(" ".join(map(shlex.quote, run)) + " >&-", tmp_path)
     assert (done.returncode, done.stderr) == (7, "")
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tiers.cli import entry
+from torch_tiers.cli import entry
 
 
 def test_control_c_ends_it_without_a_word_while_it_still_imports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,5 +15,5 @@ def test_control_c_ends_it_without_a_word_while_it_still_imports(monkeypatch: py
         def __getattr__(self, name: str) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "tiers.cli.main", Importing("tiers.cli.main"))
+    monkeypatch.setitem(sys.modules, "torch_tiers.cli.main", Importing("torch_tiers.cli.main"))
     assert entry.main() == 130

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tiers import run_directory
-from tiers.config import Config, ConfigError, flatten, load
-from tiers.config_keys import BY_ARGUMENT, KEYS
-from tiers.places import cache_directory
+from torch_tiers import run_directory
+from torch_tiers.config import Config, ConfigError, flatten, load
+from torch_tiers.config_keys import BY_ARGUMENT, KEYS
+from torch_tiers.places import cache_directory
 
 GiB = 1024**3
 

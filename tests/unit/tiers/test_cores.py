@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.unit.tiers.test_sensors import Ticks, values
-from tiers.monitor.sensors import cores
-from tiers.monitor.sensors.cores import Cores
+from torch_tiers.monitor.sensors import cores
+from torch_tiers.monitor.sensors.cores import Cores
 
 
 def test_cores_tell_own_work_from_that_of_children() -> None:

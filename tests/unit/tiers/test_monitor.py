@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from migrator.runtime.backoff import Response
-from migrator.telemetry.transfers import Transfer
 from tests.unit.by_hand import eventually
 from tests.unit.monitors import Clock, MiB, Spoken, period, watch
-from tiers.config import Config, ConfigError, MonitorConfig
-from tiers.monitor.build import build
-from tiers.monitor.thread import Monitor
-from tiers.monitor.watch import Watch
+from torch_tiers.config import Config, ConfigError, MonitorConfig
+from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.monitor.build import build
+from torch_tiers.monitor.thread import Monitor
+from torch_tiers.monitor.watch import Watch
 
 
 def running() -> list[str]:
@@ -74,8 +74,8 @@ def test_a_sensor_whose_look_is_dear_is_looked_at_less_often() -> None:
 
 
 def test_the_thread_takes_little_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.monitor.watch.PART", 1.0)  # or the sensor would be looked at once
-    monkeypatch.setattr("tiers.monitor.watch.EVERY", 0.0)
+    monkeypatch.setattr("torch_tiers.monitor.watch.PART", 1.0)  # or the sensor would be looked at once
+    monkeypatch.setattr("torch_tiers.monitor.watch.EVERY", 0.0)
     sensor = dear(0.02)
     monitor = Monitor(watch(sensor, clock=time.monotonic))
     end = time.monotonic() + 1.0
@@ -141,7 +141,7 @@ def test_a_thread_that_hangs_holds_nothing_back(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(watched, "tick", hang)
     monitor.period_over([], {})
     monitor._response = Response(2)  # what it had said before
-    monkeypatch.setattr("tiers.monitor.thread.LOST", 0.05)
+    monkeypatch.setattr("torch_tiers.monitor.thread.LOST", 0.05)
     assert eventually(lambda: monitor.period_over([], {}) == Response())
     go_on.set()
     monitor.close()
@@ -164,7 +164,7 @@ def test_a_calibration_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_session_runs_its_monitor(caplog: pytest.LogCaptureFixture) -> None:
     import torch
 
-    import tiers
+    import torch_tiers as tiers
 
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

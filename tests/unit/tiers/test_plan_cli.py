@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from allocator.sizes import GiB, MiB
-from migrator.links import PCIE_GEN5, links_from
-from migrator.policies import MODULES
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
-from tiers.cli.main import main
+from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.cli.main import main
+from torch_tiers.migrator.links import PCIE_GEN5, links_from
+from torch_tiers.migrator.policies import MODULES
 
 MODEL = gpt(blocks=6)
 

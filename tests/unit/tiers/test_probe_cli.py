@@ -16,10 +16,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from allocator.sizes import KiB, MiB
 from tests.unit.by_hand import eventually
-from tiers.cli.main import main
-from tiers.probe import measure
+from torch_tiers.allocator.sizes import KiB, MiB
+from torch_tiers.cli.main import main
+from torch_tiers.probe import measure
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_json_validates_and_links_reach_the_configuration(tmp_path: Path, capsys
     words = ["--quick", "--seconds", "20", "--paths", "disk_*", "--nvme-path", str(disk), "--json", "--write"]
     assert main(["probe", *words]) == 0
     data = json.loads(capsys.readouterr().out)
-    jsonschema.validate(data, json.loads(files("tiers.probe").joinpath("schema.json").read_text()))
+    jsonschema.validate(data, json.loads(files("torch_tiers.probe").joinpath("schema.json").read_text()))
     assert [found["status"] for found in data["results"]] == ["measured", "measured"]
     assert main(["config", "--json"]) == 0
     keys = json.loads(capsys.readouterr().out)["keys"]
@@ -92,7 +92,7 @@ def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
     disk.mkdir()
     words = ["probe", "--quick", "--sustained", "--seconds", "60", "--paths", "disk_write", "--nvme-path", str(disk)]
     probe = subprocess.Popen(
-        [sys.executable, "-m", "tiers", *words],
+        [sys.executable, "-m", "torch_tiers", *words],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

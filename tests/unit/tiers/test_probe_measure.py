@@ -7,14 +7,14 @@ import os
 import pytest
 import torch
 
-from allocator.errors import StoreError, TierFull, TiersError
-from allocator.sizes import GiB, KiB, MiB
 from tests.unit.probe_fakes import GB, FakePath
-from tiers.probe.affinity import nodes, on_cores
-from tiers.probe.contention import levels, under_load
-from tiers.probe.load import HostLoad
-from tiers.probe.measure import SIZES, Effort, Waived, copies, measure, measure_path, window
-from tiers.probe.results import Sample
+from torch_tiers.allocator.errors import StoreError, TierFull, TiersError
+from torch_tiers.allocator.sizes import GiB, KiB, MiB
+from torch_tiers.probe.affinity import nodes, on_cores
+from torch_tiers.probe.contention import levels, under_load
+from torch_tiers.probe.load import HostLoad
+from torch_tiers.probe.measure import SIZES, Effort, Waived, copies, measure, measure_path, window
+from torch_tiers.probe.results import Sample
 
 TWO = Effort(sizes=(KiB * 4, MiB), samples=3)
 
@@ -143,6 +143,6 @@ def test_the_processes_that_load_end_with_the_load() -> None:
 
 
 def test_processes_that_do_not_start_in_time_are_one_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.probe.load._STARTED_WITHIN", 0.001)
+    monkeypatch.setattr("torch_tiers.probe.load._STARTED_WITHIN", 0.001)
     with pytest.raises(TiersError, match=r"^not all 1 processes .* 128 MiB to spare, or leave --contention out$"):
         HostLoad(1, frozenset(os.sched_getaffinity(0))).__enter__()

@@ -12,16 +12,16 @@ import jsonschema
 import pytest
 from rich.console import Console
 
-from allocator.errors import TiersError
-from allocator.sizes import GiB, KiB, MiB
 from tests.unit.probe_fakes import GB, full_report, report, result
-from tiers.config import LinksConfig, load
-from tiers.probe import plot
-from tiers.probe.links import measured_links, write_links
-from tiers.probe.results import to_json
-from tiers.probe.table import render, short_size
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import GiB, KiB, MiB
+from torch_tiers.config import LinksConfig, load
+from torch_tiers.probe import plot
+from torch_tiers.probe.links import measured_links, write_links
+from torch_tiers.probe.results import to_json
+from torch_tiers.probe.table import render, short_size
 
-SCHEMA = json.loads(files("tiers.probe").joinpath("schema.json").read_text())
+SCHEMA = json.loads(files("torch_tiers.probe").joinpath("schema.json").read_text())
 LINKS = LinksConfig(d2h=55e9, h2d=54e9, disk_write=3e9, disk_read=2.5e9)
 
 

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from allocator.nvme.backend import Backend
-from allocator.nvme.posix import PosixFile
-from allocator.nvme.store import NvmeStore
-from allocator.sizes import KiB, MiB
 from tests.unit.store_faults import FaultyFile, fail, flip
-from tiers.probe import disk
-from tiers.probe.affinity import Node
-from tiers.probe.buffers import DramBuffer, read_in_slices
-from tiers.probe.catalogue import Disks, catalogue, selected
-from tiers.probe.disk import DiskPath, Way
-from tiers.probe.host import HostMemory, MemcpyPath
-from tiers.probe.machine import parse_answer
-from tiers.probe.measure import Effort, Waived, measure_path, window
-from tiers.probe.pattern import fill, matches
-from tiers.probe.results import Path
+from torch_tiers.allocator.nvme.backend import Backend
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.sizes import KiB, MiB
+from torch_tiers.probe import disk
+from torch_tiers.probe.affinity import Node
+from torch_tiers.probe.buffers import DramBuffer, read_in_slices
+from torch_tiers.probe.catalogue import Disks, catalogue, selected
+from torch_tiers.probe.disk import DiskPath, Way
+from torch_tiers.probe.host import HostMemory, MemcpyPath
+from torch_tiers.probe.machine import parse_answer
+from torch_tiers.probe.measure import Effort, Waived, measure_path, window
+from torch_tiers.probe.pattern import fill, matches
+from torch_tiers.probe.results import Path
 
 NODE = Node(0, frozenset(os.sched_getaffinity(0)))
 SMALL = Effort(sizes=(4 * KiB, 64 * KiB), samples=2)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from migrator.plan import Plan
-from migrator.telemetry.timeline import Timeline
-from migrator.trace import Trace
-from tiers import run_directory
-from tiers.config import Config, ConfigError
+from torch_tiers import run_directory
+from torch_tiers.config import Config, ConfigError
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.migrator.trace import Trace
 
 PROCESSES = 6
 ROUNDS = 20

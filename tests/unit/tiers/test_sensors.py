@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from migrator.telemetry.transfers import Transfer
-from tiers.monitor.build import available_sensors
-from tiers.monitor.calibration import Calibration
-from tiers.monitor.sensors import Rate, Reading, choose
-from tiers.monitor.sensors.copies import Copies, sound
-from tiers.monitor.sensors.copy import TimedCopy
-from tiers.monitor.sensors.pcie import Pcie
-from tiers.monitor.sensors.pressure import Pressure
-from tiers.monitor.sensors.resctrl import Resctrl
-from tiers.monitor.sensors.uncore import Counter, Uncore, find_counters, parse_config
+from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.monitor.build import available_sensors
+from torch_tiers.monitor.calibration import Calibration
+from torch_tiers.monitor.sensors import Rate, Reading, choose
+from torch_tiers.monitor.sensors.copies import Copies, sound
+from torch_tiers.monitor.sensors.copy import TimedCopy
+from torch_tiers.monitor.sensors.pcie import Pcie
+from torch_tiers.monitor.sensors.pressure import Pressure
+from torch_tiers.monitor.sensors.resctrl import Resctrl
+from torch_tiers.monitor.sensors.uncore import Counter, Uncore, find_counters, parse_config
 
 MiB = 1 << 20
 
@@ -94,7 +94,7 @@ def test_the_active_probe_must_be_asked_for() -> None:
 
 
 def test_no_sensor_imports_torch() -> None:
-    code = "import sys, tiers.monitor.build; sys.exit('torch' in sys.modules)"
+    code = "import sys, torch_tiers.monitor.build; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

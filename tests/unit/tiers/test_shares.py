@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from migrator.telemetry.counters import Counters
-from tiers import shares
-from tiers.config import load
-from tiers.session import Session
-from tiers.topology import Filesystem
+from torch_tiers import shares
+from torch_tiers.config import load
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.session import Session
+from torch_tiers.topology import Filesystem
 
 
 @pytest.mark.parametrize(("kind", "bounded"), [("tmpfs", True), ("ext4", False)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tiers.test_activation import PROGRAM, START, stats_of, tiered
-from tiers.sigterm import BeforeSigterm
+from torch_tiers.sigterm import BeforeSigterm
 
 END = "import signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('still there')\n"
 FILES = ["plan.json", "stats.json", "timeline.json.gz", "trace.json"]
@@ -64,7 +64,7 @@ def test_a_session_that_another_thread_has_closed_does_nothing_more(monkeypatch:
 
 
 def test_a_signal_in_the_middle_of_what_the_handler_asks_for_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    inside = "from migrator.runtime import entry\nsignal.alarm(30)\nwith entry._active._listing:\n    "
+    inside = "from torch_tiers.migrator.runtime import entry\nsignal.alarm(30)\nwith entry._active._listing:\n    "
     done = tiered(START + "import signal\nstep(0)\n" + inside + END.split("\n")[1], TIERS_RUN=tmp_path)
     assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
     assert stats_of(tmp_path)["steps"] == 1

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from migrator.telemetry.timeline import Timeline
 from tests.scenarios import moving, perceptron, train
 from tests.unit.tiers.test_activation import SMALL, START, stats_of, tiered
-from tiers import run_directory
+from torch_tiers import run_directory
+from torch_tiers.migrator.telemetry.timeline import Timeline
 
 STEPS = 8
 LANES = ("d2h", "h2d", "disk_write", "disk_read")

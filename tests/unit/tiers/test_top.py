@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from tests.unit.monitors import Clock, Spoken, period, watch
-from tiers.cli import top as top_verb
-from tiers.cli.main import main
-from tiers.monitor.board import Board
-from tiers.monitor.sensors import Reading
+from torch_tiers.cli import top as top_verb
+from torch_tiers.cli.main import main
+from torch_tiers.monitor.board import Board
+from torch_tiers.monitor.sensors import Reading
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tiers.topology import Topology, default_dram_capacity, discover, gds_obstacle, memory_left
-from tiers.topology.gpu import Gpu, find_gpus, numa_node, nvidia_fs_loaded
-from tiers.topology.memory import (
+from torch_tiers.topology import Topology, default_dram_capacity, discover, gds_obstacle, memory_left
+from torch_tiers.topology.gpu import Gpu, find_gpus, numa_node, nvidia_fs_loaded
+from torch_tiers.topology.memory import (
     CgroupMemory,
     Memory,
     cgroup_memory,
@@ -19,7 +19,7 @@ from tiers.topology.memory import (
     parse_cores,
     read_memory,
 )
-from tiers.topology.storage import filesystem_of
+from torch_tiers.topology.storage import filesystem_of
 
 GiB = 1024**3
 

@@ -10,11 +10,11 @@ from random import Random
 
 import pytest
 
-from migrator.runtime.backoff import FLOOR, Backoff, Verdict
 from tests.unit.migrator.runtime.test_backoff import reversals
-from tiers.monitor.calibration import Calibration, curves_of, kind_of
-from tiers.monitor.sensors import Reading
-from tiers.monitor.verdict import BLIND, CALM, GAP, MIDDLING, STALE, Judge
+from torch_tiers.migrator.runtime.backoff import FLOOR, Backoff, Verdict
+from torch_tiers.monitor.calibration import Calibration, curves_of, kind_of
+from torch_tiers.monitor.sensors import Reading
+from torch_tiers.monitor.verdict import BLIND, CALM, GAP, MIDDLING, STALE, Judge
 
 RECORDED = Path(__file__).parents[1] / "data" / "contention_readings.json"
 NOTHING: dict[str, float] = {}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from migrator.telemetry.timeline import Timeline
 from tests.unit.monitors import Clock, Spoken, period, watch
-from tiers.monitor.sensors import Reading
-from tiers.monitor.watch import BLANK, EVERY
+from torch_tiers.migrator.telemetry.timeline import Timeline
+from torch_tiers.monitor.sensors import Reading
+from torch_tiers.monitor.watch import BLANK, EVERY
 
 
 def test_a_tick_without_a_period_is_no_step() -> None:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from rich.table import Table
 
-from allocator.sizes import GiB, MiB
-from migrator.links import PCIE_GEN5
-from migrator.plan import Plan
-from migrator.planner.schedule import fit
-from migrator.policies import POLICIES
 from tests.unit.modelled import gpt
 from tests.unit.tiers.test_cli import STATS
 from tests.unit.traces import chain
-from tiers.cli.main import main
-from tiers.planning.why import Why, render, why
+from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.cli.main import main
+from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.schedule import fit
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.planning.why import Why, render, why
 
 MODEL = gpt(blocks=6)
 

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
-from migrator.telemetry.transfers import Transfer
-from tiers.monitor.calibration import Calibration, Kind, kind_of
-from tiers.monitor.sensors import Clock, Rate, Reading
+from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.monitor.calibration import Calibration, Kind, kind_of
+from torch_tiers.monitor.sensors import Clock, Rate, Reading
 
 _OPPOSITE = {"d2h": "h2d", "h2d": "d2h"}
 _QUIET, _BUSY = 0.1, 0.5  # part of a copy's time in which the other lane copied, too; in between it tells nothing

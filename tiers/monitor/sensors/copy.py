@@ -7,8 +7,8 @@ from collections import deque
 
 import numpy as np
 
-from allocator.sizes import MiB
-from tiers.monitor.sensors import Clock, Reading
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.monitor.sensors import Clock, Reading
 
 _BYTES = 8 * MiB  # with its destination past the share of a core in the caches that matter
 _REMEMBERED = 200  # copies, of which the fast ones say what is normal

@@ -10,10 +10,10 @@ from statistics import median
 
 import psutil
 
-from migrator.learning.background import planners
-from tiers.launcher import processes
-from tiers.monitor.sensors import Clock, Rate, Reading, rates
-from tiers.topology.memory import cores_of_rank
+from torch_tiers.launcher import processes
+from torch_tiers.migrator.learning.background import planners
+from torch_tiers.monitor.sensors import Clock, Rate, Reading, rates
+from torch_tiers.topology.memory import cores_of_rank
 
 _LIST_EVERY = 10.0  # seconds between two looks at who the children are, which takes milliseconds, at least ...
 _LIST_COST = 1000  # ... and times what such a look takes,

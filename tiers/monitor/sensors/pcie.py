@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tiers.monitor.sensors import Clock, Reading
+from torch_tiers.monitor.sensors import Clock, Reading
 
 _KIB = 1024  # NVML tells KiB per second
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiers.monitor.sensors import Clock, Rate, Reading, rates
+from torch_tiers.monitor.sensors import Clock, Rate, Reading, rates
 
 _RESOURCES = ("cpu", "memory")
 

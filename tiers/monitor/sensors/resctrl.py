@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from tiers.monitor.sensors import Clock, Rate, Reading, rates
+from torch_tiers.monitor.sensors import Clock, Rate, Reading, rates
 
 
 class Resctrl:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiers.monitor.sensors import Clock, Rate, Reading, rates
+from torch_tiers.monitor.sensors import Clock, Rate, Reading, rates
 
 _SYSCALL = {"x86_64": 298, "aarch64": 241}  # perf_event_open
 _ATTR_BYTES = 128  # struct perf_event_attr, zero past what is set here

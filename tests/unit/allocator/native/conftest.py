@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from allocator.native import Core
-from allocator.sizes import MiB
 from tests.unit.cores import opened
+from torch_tiers.allocator.native import Core
+from torch_tiers.allocator.sizes import MiB
 
 
 @pytest.fixture

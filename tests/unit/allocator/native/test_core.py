@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from allocator.native import Core, CoreError, CoreFull, aside
-from allocator.sizes import GiB, MiB
 from tests.unit.cores import DRAM, FREE, HBM, PAGE, USED, fill, foreseen, holds
+from torch_tiers.allocator.native import Core, CoreError, CoreFull, aside
+from torch_tiers.allocator.sizes import GiB, MiB
 
 
 def test_blocks_are_aligned_as_pytorch_aligns_them_and_can_be_written(core: Core) -> None:

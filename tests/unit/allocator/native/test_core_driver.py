@@ -19,8 +19,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 START = """
-from allocator.native import Core, CoreBusy
-from allocator.sizes import MiB
+from torch_tiers.allocator.native import Core, CoreBusy
+from torch_tiers.allocator.sizes import MiB
 HBM, DRAM = 0, 1
 core = Core("cuda", hbm=64 * MiB, dram=64 * MiB)
 
@@ -56,7 +56,7 @@ assert ctypes.string_at(block, 8 * MiB) == bytes([3]) * (8 * MiB)
 def test_what_a_failed_unmap_leaves_of_a_move_is_cleared_by_the_next(built: Path) -> None:
     """No state moved any more, and 64 MiB of DRAM were lost to the job."""
     program = """
-from allocator.native import CoreError
+from torch_tiers.allocator.native import CoreError
 block = core.allocate(8 * MiB, stream=7)
 ctypes.memset(block, 3, 8 * MiB)
 fake.fake_refuse_unmap(1)
@@ -90,7 +90,7 @@ assert core.counts().hbm == 0 and not fake.fake_pending(9)
 
 def test_a_gpu_that_cannot_reach_the_memory_is_refused_and_harms_nobody(built: Path) -> None:
     program = """
-from allocator.native import CoreError
+from torch_tiers.allocator.native import CoreError
 core.allocate(2 * MiB)
 core.share(1)
 try: core.share(2)
@@ -219,7 +219,7 @@ assert held() == 1
 def test_while_a_stream_is_captured_nothing_moves_and_the_layout_stays(built: Path) -> None:
     program = """
 import numpy as np
-from allocator.sequence import Foreseen
+from torch_tiers.allocator.sequence import Foreseen
 def plan(): core.plan(Foreseen(7, np.array([4 * MiB]), np.array([0], np.uint64), np.array([1, 1])))
 plan()
 block = core.allocate(4 * MiB, stream=7)
@@ -252,7 +252,7 @@ def test_what_the_device_refuses_of_a_layout_lies_in_dram(built: Path) -> None:
     """And nobody claims more and more dram, to be told again that hbm is full."""
     program = """
 import numpy as np
-from allocator.sequence import Foreseen
+from torch_tiers.allocator.sequence import Foreseen
 fake.fake_has_pages(4)
 core.plan(Foreseen(7, np.array([16 * MiB]), np.array([0], np.uint64), np.arange(8)))
 block = core.allocate(16 * MiB, stream=7)
@@ -357,8 +357,8 @@ assert not owns(core._core, block)
 STORM = """
 import random
 import numpy as np
-from allocator.native import CoreFull
-from allocator.sequence import Foreseen
+from torch_tiers.allocator.native import CoreFull
+from torch_tiers.allocator.sequence import Foreseen
 
 SEED = int(sys.argv[2])
 dice = random.Random(SEED)

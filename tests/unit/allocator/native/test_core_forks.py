@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from allocator.native import Core, CoreError
-from allocator.sizes import MiB
+from torch_tiers.allocator.native import Core, CoreError
+from torch_tiers.allocator.sizes import MiB
 
 pytestmark = pytest.mark.filterwarnings("default:.* is multi-threaded, use of fork")
 

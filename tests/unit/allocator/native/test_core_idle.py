@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from allocator.native import Core, CoreFull, aside
-from allocator.sequence import Foreseen
-from allocator.sizes import GiB, MiB
 from tests.unit.cores import DRAM, HBM, PAGE, holds, opened, plan
+from torch_tiers.allocator.native import Core, CoreFull, aside
+from torch_tiers.allocator.sequence import Foreseen
+from torch_tiers.allocator.sizes import GiB, MiB
 
 
 def test_idle_hbm_of_another_stream_is_taken_before_dram(core: Core) -> None:

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from allocator.native import Core, CoreError, CoreFull, aside, is_aside
-from allocator.sequence import ELSEWHERE
-from allocator.sizes import GiB, MiB
 from tests.unit.cores import DRAM, HBM, PAGE, fill, foreseen, holds, plan
+from torch_tiers.allocator.native import Core, CoreError, CoreFull, aside, is_aside
+from torch_tiers.allocator.sequence import ELSEWHERE
+from torch_tiers.allocator.sizes import GiB, MiB
 
 
 def test_a_layout_made_late_in_a_period_counts_the_requests_of_its_own_stream(core: Core) -> None:

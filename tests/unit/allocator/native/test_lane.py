@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from allocator.native import lane
 from tests.unit.fake_driver import ROOT, asked, build
+from torch_tiers.allocator.native import lane
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
 
@@ -322,7 +322,7 @@ assert failed > 50 and fake.fake_events() <= before + 8, (failed, before, fake.f
 def test_without_the_library_or_the_driver_there_is_none(built: Path, tmp_path: Path) -> None:
     assert lane.load(tmp_path / "liblane.so") is None
     code = (
-        "import sys; from pathlib import Path; from allocator.native import lane; print(lane.load(Path(sys.argv[1])))"
+        "import sys, pathlib as p; from torch_tiers.allocator.native import lane; print(lane.load(p.Path(sys.argv[1])))"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": ""}
     done = subprocess.run(

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from allocator.native import Core, Counts
-from allocator.packing import pack
-from allocator.sequence import Log, foresee
-from allocator.sharing import shared_share
-from allocator.sizes import PAGE, GiB, MiB, round_up
 from tests.unit.one_core import OnOneCore
+from torch_tiers.allocator.native import Core, Counts
+from torch_tiers.allocator.packing import pack
+from torch_tiers.allocator.sequence import Log, foresee
+from torch_tiers.allocator.sharing import shared_share
+from torch_tiers.allocator.sizes import PAGE, GiB, MiB, round_up
 
 SEQUENCES = Path(__file__).parents[3] / "data" / "sequences"
 PYTORCH = {"gpt-1.3b": 1.049, "gpt-1.3b-checkpointed": 1.177, "resnet152-b256": 1.063, "unet-b16-512": 1.090}

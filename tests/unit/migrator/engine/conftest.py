@@ -6,10 +6,10 @@ from itertools import count
 
 import pytest
 
-from allocator.sizes import PAGE
-from migrator.engine import filling
 from tests.unit.by_hand import HandStore
 from tests.unit.migrator.engine.rig import Rig, graph
+from torch_tiers.allocator.sizes import PAGE
+from torch_tiers.migrator.engine import filling
 
 
 @pytest.fixture(autouse=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from allocator.dram import DramArena
-from allocator.sizes import KiB, MiB
-from migrator.engine.backing import Backing
-from migrator.engine.engine import Engine
-from migrator.engine.group import Group
-from migrator.engine.moved import Saved
-from migrator.telemetry.counters import Counters
 from tests.unit.by_hand import HandLane, HandStore, StreamCompute
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.sizes import KiB, MiB
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.group import Group
+from torch_tiers.migrator.engine.moved import Saved
+from torch_tiers.migrator.telemetry.counters import Counters
 
 NBYTES = 64 * KiB
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from migrator.engine.group import State
 from tests.unit.migrator.engine.rig import NBYTES, Rig, assert_nothing_left
+from torch_tiers.migrator.engine.group import State
 
 
 def test_the_period_counts_what_is_still_alive(rig: Rig) -> None:

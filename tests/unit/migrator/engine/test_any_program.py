@@ -9,15 +9,15 @@ from random import Random
 import pytest
 import torch
 
-from allocator.dram import DramArena
-from allocator.nvme.store import NvmeStore
-from allocator.sizes import PAGE, KiB, MiB
-from migrator.engine.backing import Backing
-from migrator.engine.engine import Engine
-from migrator.engine.group import Group
-from migrator.lanes.host import HostCompute, HostLane
-from migrator.telemetry.counters import Counters
 from tests.unit.migrator.engine.rig import Held
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.sizes import PAGE, KiB, MiB
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.group import Group
+from torch_tiers.migrator.lanes.host import HostCompute, HostLane
+from torch_tiers.migrator.telemetry.counters import Counters
 
 
 @dataclass

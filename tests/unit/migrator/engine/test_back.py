@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from allocator.dram import DramArena
-from allocator.errors import TierFull
-from allocator.sizes import MiB
-from migrator.engine.backing import Backing
-from migrator.engine.engine import Engine
-from migrator.engine.group import Group, State
-from migrator.lanes.host import HostCompute, HostLane
-from migrator.planner.paces import Pace
-from migrator.telemetry.counters import Counters
 from tests.unit.migrator.engine.rig import NBYTES, Held, Rig
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.group import Group, State
+from torch_tiers.migrator.lanes.host import HostCompute, HostLane
+from torch_tiers.migrator.planner.paces import Pace
+from torch_tiers.migrator.telemetry.counters import Counters
 
 
 def test_what_is_needed_on_its_way_out_is_handed_back(rig: Rig) -> None:

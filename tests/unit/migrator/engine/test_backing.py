@@ -9,22 +9,22 @@ from random import Random
 import pytest
 import torch
 
-from allocator.dram import DramArena, DramBlock
-from allocator.errors import StoreError, TierFull
-from allocator.nvme.posix import PosixFile
-from allocator.nvme.store import NvmeStore
-from allocator.room import Room
-from allocator.sizes import PAGE, KiB, MiB
-from migrator.engine import backing as backing_module
-from migrator.engine.backing import Backing
-from migrator.engine.disk import Disk
-from migrator.engine.guards import GUARDS
-from migrator.engine.parcel import Parcel
-from migrator.lanes import Event
-from migrator.lanes.host import HostEvent
-from migrator.telemetry.counters import Counters
 from tests.unit.by_hand import HandStore, eventually
 from tests.unit.store_faults import FaultyFile, fail
+from torch_tiers.allocator.dram import DramArena, DramBlock
+from torch_tiers.allocator.errors import StoreError, TierFull
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.room import Room
+from torch_tiers.allocator.sizes import PAGE, KiB, MiB
+from torch_tiers.migrator.engine import backing as backing_module
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.disk import Disk
+from torch_tiers.migrator.engine.guards import GUARDS
+from torch_tiers.migrator.engine.parcel import Parcel
+from torch_tiers.migrator.lanes import Event
+from torch_tiers.migrator.lanes.host import HostEvent
+from torch_tiers.migrator.telemetry.counters import Counters
 
 NBYTES = PAGE - 5 * KiB  # a page of DRAM, and a tail that no disk block ends with
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from allocator.sizes import PAGE
-from migrator.engine.group import State
 from tests.unit.migrator.engine.rig import NBYTES, Held, Rig, assert_nothing_left
+from torch_tiers.allocator.sizes import PAGE
+from torch_tiers.migrator.engine.group import State
 
 
 def filling(rig: Rig) -> Held:

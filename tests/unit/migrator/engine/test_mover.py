@@ -10,24 +10,24 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from allocator.dram import DramArena
-from allocator.errors import TierFull, TierTooSmall
-from allocator.nvme.store import NvmeStore
-from allocator.sizes import PAGE, GiB, KiB, MiB
-from migrator.engine import filling
-from migrator.engine.backing import Backing
-from migrator.engine.engine import EVERY, Engine
-from migrator.engine.filling import log
-from migrator.engine.group import State
-from migrator.engine.mover import CLOSELY, HEAD_START, SAMPLED, Go, Mover, Stay
-from migrator.lanes import SLOT
-from migrator.lanes.host import HostCompute, HostLane
-from migrator.learning.learner import Learner
-from migrator.links import PCIE_GEN5, Links, usable
-from migrator.plan import PageGroup, Plan
-from migrator.policies import POLICIES
-from migrator.telemetry.counters import Counters
 from tests.unit.rig import NBYTES, Rig, layers, run
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.errors import TierFull, TierTooSmall
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.sizes import PAGE, GiB, KiB, MiB
+from torch_tiers.migrator.engine import filling
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.engine import EVERY, Engine
+from torch_tiers.migrator.engine.filling import log
+from torch_tiers.migrator.engine.group import State
+from torch_tiers.migrator.engine.mover import CLOSELY, HEAD_START, SAMPLED, Go, Mover, Stay
+from torch_tiers.migrator.lanes import SLOT
+from torch_tiers.migrator.lanes.host import HostCompute, HostLane
+from torch_tiers.migrator.learning.learner import Learner
+from torch_tiers.migrator.links import PCIE_GEN5, Links, usable
+from torch_tiers.migrator.plan import PageGroup, Plan
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.telemetry.counters import Counters
 
 
 @pytest.fixture

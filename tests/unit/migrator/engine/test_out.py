@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allocator.errors import TierFull
-from allocator.sizes import PAGE, MiB
-from migrator.engine.group import State
-from migrator.lanes import SLOT
 from tests.unit.migrator.engine.rig import NBYTES, Held, Rig
+from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.sizes import PAGE, MiB
+from torch_tiers.migrator.engine.group import State
+from torch_tiers.migrator.lanes import SLOT
 
 
 def test_within_the_limit_memory_is_not_let_go(rig: Rig) -> None:

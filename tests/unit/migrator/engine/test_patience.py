@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allocator.sizes import GiB, KiB, MiB
-from migrator.engine.filling import PURGE
-from migrator.engine.group import State
 from tests.unit.rig import Rig, layers, run
+from torch_tiers.allocator.sizes import GiB, KiB, MiB
+from torch_tiers.migrator.engine.filling import PURGE
+from torch_tiers.migrator.engine.group import State
 
 
 def test_nothing_leaves_before_there_is_a_plan_where_there_is_room_and_dram_for_what_there_is_not() -> None:

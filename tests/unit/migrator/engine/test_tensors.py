@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from migrator.engine import tensors as in_python
-from migrator.engine.storages import SWEEP
-from migrator.engine.tensors import Tensors
-from migrator.lanes import FULL_SPEED, SLOT
 from tests.unit.natively import built, needs_compiler
+from torch_tiers.migrator.engine import tensors as in_python
+from torch_tiers.migrator.engine.storages import SWEEP
+from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.lanes import FULL_SPEED, SLOT
 
 
 @pytest.fixture(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from migrator.hooks.actions import Agenda, Go, Recompute, Stay
-from migrator.hooks.garbage import KEPT, MADE, MOVED, REPEATED
-from migrator.plan import PageGroup
-from migrator.recompute.finder import Finder, Took, Verified
+from torch_tiers.migrator.hooks.actions import Agenda, Go, Recompute, Stay
+from torch_tiers.migrator.hooks.garbage import KEPT, MADE, MOVED, REPEATED
+from torch_tiers.migrator.plan import PageGroup
+from torch_tiers.migrator.recompute.finder import Finder, Took, Verified
 
 mover: Any = object()
 stay = Stay(mover, 1, 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from migrator.hooks.garbage import Allowance
+from torch_tiers.migrator.hooks.garbage import Allowance
 
 
 class Owner:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiers
-from migrator.engine.mover import Mover
-from migrator.hooks.saver import LOOKS, UNRECORDED, Saver
-from tiers.session import Session
+import torch_tiers as tiers
+from torch_tiers.migrator.engine.mover import Mover
+from torch_tiers.migrator.hooks.saver import LOOKS, UNRECORDED, Saver
+from torch_tiers.session import Session
 
 X = torch.ones(64, 64)
 

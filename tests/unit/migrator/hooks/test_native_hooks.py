@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from migrator.engine import tensors as in_python
-from migrator.engine.moved import Moved
-from migrator.engine.tensors import Tensors
-from migrator.hooks.actions import Action, Go, Stay
-from migrator.hooks.garbage import Allowance
-from migrator.hooks.saver import MIN_BYTES, Saver
-from migrator.hooks.sites import Node
-from migrator.plan import PageGroup
-from migrator.planner.paces import Pace
-from migrator.recompute.origins import note
 from tests.unit.natively import built, needs_compiler
+from torch_tiers.migrator.engine import tensors as in_python
+from torch_tiers.migrator.engine.moved import Moved
+from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.hooks.actions import Action, Go, Stay
+from torch_tiers.migrator.hooks.garbage import Allowance
+from torch_tiers.migrator.hooks.saver import MIN_BYTES, Saver
+from torch_tiers.migrator.hooks.sites import Node
+from torch_tiers.migrator.plan import PageGroup
+from torch_tiers.migrator.planner.paces import Pace
+from torch_tiers.migrator.recompute.origins import note
 
 pytestmark = needs_compiler
 

@@ -4,7 +4,7 @@ import gc
 
 from torch import nn
 
-from migrator.hooks.sites import Modules, Node
+from torch_tiers.migrator.hooks.sites import Modules, Node
 
 
 def visit(modules: Modules[str], *path: nn.Module) -> Node[str]:

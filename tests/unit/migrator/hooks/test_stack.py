@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from migrator.hooks.stack import OnStack
+from torch_tiers.migrator.hooks.stack import OnStack
 
 _autograd = torch._C._autograd
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from migrator.lanes import Memory
-from migrator.lanes.clock import DeviceClock
-from migrator.lanes.cuda import CudaCompute
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.timeline import Timeline
+from torch_tiers.migrator.lanes import Memory
+from torch_tiers.migrator.lanes.clock import DeviceClock
+from torch_tiers.migrator.lanes.cuda import CudaCompute
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.timeline import Timeline
 
 # ------------------------------------------------------------------------------------------- a clock
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from allocator.sizes import KiB, MiB
-from migrator.lanes import SLOT, TIMED, Piece, whole
-from migrator.lanes.cuda import STAGING, _adjacent
-from migrator.lanes.host import HostCompute, HostEvent, HostLane
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.transfers import Transfer
 from tests.unit.by_hand import eventually
+from torch_tiers.allocator.sizes import KiB, MiB
+from torch_tiers.migrator.lanes import SLOT, TIMED, Piece, whole
+from torch_tiers.migrator.lanes.cuda import STAGING, _adjacent
+from torch_tiers.migrator.lanes.host import HostCompute, HostEvent, HostLane
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.transfers import Transfer
 
 
 @pytest.fixture

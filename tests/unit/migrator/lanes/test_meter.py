@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from migrator.lanes.cuda import CLOCK, CudaCompute
-from migrator.lanes.host import HostCompute
-from migrator.lanes.meter import CudaMeter, without
-from migrator.telemetry.counters import Counters
+from torch_tiers.migrator.lanes.cuda import CLOCK, CudaCompute
+from torch_tiers.migrator.lanes.host import HostCompute
+from torch_tiers.migrator.lanes.meter import CudaMeter, without
+from torch_tiers.migrator.telemetry.counters import Counters
 
 
 def test_a_clock_stands_still_in_gaps() -> None:

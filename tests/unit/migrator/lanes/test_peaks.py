@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from migrator.lanes import peaks
+from torch_tiers.migrator.lanes import peaks
 
 DEVICE = torch.device("cuda", 0)
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-import migrator
-from migrator.learning import background
-from migrator.learning.background import at_once, give_up, in_background, planners
-from migrator.learning.made import make_all
-from migrator.links import PCIE_GEN5
-from migrator.plan import NoPlanFits
-from migrator.policies import POLICIES
 from tests.unit.by_hand import eventually
 from tests.unit.modelled import gpt
+from torch_tiers import migrator
+from torch_tiers.migrator.learning import background
+from torch_tiers.migrator.learning.background import at_once, give_up, in_background, planners
+from torch_tiers.migrator.learning.made import make_all
+from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.plan import NoPlanFits
+from torch_tiers.migrator.policies import POLICIES
 
 
 def test_a_job_is_done_in_another_process() -> None:
@@ -35,7 +35,7 @@ def test_that_process_has_the_package_from_where_this_one_has_it(monkeypatch: py
 
     monkeypatch.setattr(background, "_answer_to", answer)
     in_background(os.getpid).result(timeout=60)
-    assert paths == [str(Path(migrator.__file__).parents[1])]
+    assert paths == [str(Path(migrator.__file__).parents[2])]
 
 
 def test_nor_with_those_of_the_directory_that_it_is_started_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from allocator.sizes import MiB
-from migrator.learning.background import Beside
-from migrator.learning.contest import (
+from tests.unit.modelled import gpt
+from tests.unit.rivals import (
+    BEFORE,
+    BUDGET,
+    HOLDER,
+    LATE,
+    PERIODS,
+    RIVAL,
+    ROUND,
+    TRACE,
+    made,
+    policy,
+)
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.learning.background import Beside
+from torch_tiers.migrator.learning.contest import (
     ALIKE,
     BEST,
     LAPS,
@@ -29,28 +42,15 @@ from migrator.learning.contest import (
     may_be,
     periods_of,
 )
-from migrator.learning.feedback import SETTLING
-from migrator.learning.made import Made
-from migrator.links import HARDLY, MEASURED, PCIE_GEN5, Costs, Links
-from migrator.plan import Plan
-from migrator.planner.build import make_plan
-from migrator.policies import POLICIES, weighs_costs
-from migrator.simulator import simulate
-from migrator.timing import Lap
-from migrator.trace import Trace
-from tests.unit.modelled import gpt
-from tests.unit.rivals import (
-    BEFORE,
-    BUDGET,
-    HOLDER,
-    LATE,
-    PERIODS,
-    RIVAL,
-    ROUND,
-    TRACE,
-    made,
-    policy,
-)
+from torch_tiers.migrator.learning.feedback import SETTLING
+from torch_tiers.migrator.learning.made import Made
+from torch_tiers.migrator.links import HARDLY, MEASURED, PCIE_GEN5, Costs, Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.build import make_plan
+from torch_tiers.migrator.policies import POLICIES, weighs_costs
+from torch_tiers.migrator.simulator import simulate
+from torch_tiers.migrator.timing import Lap
+from torch_tiers.migrator.trace import Trace
 
 
 def test_the_faster_of_two_is_told_by_the_shortest_laps_of_each() -> None:
@@ -353,7 +353,7 @@ def test_a_rival_that_has_too_little_hbm_once_it_settled_goes_at_once() -> None:
 
 @pytest.mark.parametrize("over", ["another holder", "too late"])
 def test_who_makes_a_rival_that_nobody_waits_for_is_told_to_end(over: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("migrator.learning.contest.MAKING", 3)
+    monkeypatch.setattr("torch_tiers.migrator.learning.contest.MAKING", 3)
     rival = Beside[tuple[Made, ...]]()
     contest = Contest(MEASURED, lambda costs: rival)
     while not contest.planning:

@@ -10,22 +10,6 @@ from random import Random
 
 import pytest
 
-from allocator.sizes import MiB
-from migrator.learning.contest import (
-    LAPS,
-    PATIENCE,
-    TRIES,
-    Contest,
-)
-from migrator.learning.feedback import SETTLING, UNTOLD
-from migrator.learning.learner import PATIENCE as PATIENCE_FOR_STEPS
-from migrator.learning.learner import Learner
-from migrator.learning.made import Made
-from migrator.learning.orders import Job
-from migrator.links import HARDLY, MEASURED, PCIE_GEN5, Costs, Links
-from migrator.plan import NoPlanFits, Plan
-from migrator.timing import Lap
-from migrator.trace import Trace
 from tests.unit.rivals import (
     BEFORE,
     BUDGET,
@@ -37,6 +21,22 @@ from tests.unit.rivals import (
     TRACE,
     policy,
 )
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.learning.contest import (
+    LAPS,
+    PATIENCE,
+    TRIES,
+    Contest,
+)
+from torch_tiers.migrator.learning.feedback import SETTLING, UNTOLD
+from torch_tiers.migrator.learning.learner import PATIENCE as PATIENCE_FOR_STEPS
+from torch_tiers.migrator.learning.learner import Learner
+from torch_tiers.migrator.learning.made import Made
+from torch_tiers.migrator.learning.orders import Job
+from torch_tiers.migrator.links import HARDLY, MEASURED, PCIE_GEN5, Costs, Links
+from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.timing import Lap
+from torch_tiers.migrator.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("loud")
 
@@ -164,7 +164,7 @@ def test_the_holder_s_laps_are_those_after_its_rival_was_made(monkeypatch: pytes
         future.set_result(pickle.loads(pickle.dumps(job))())  # as for a process of its own
 
     monkeypatch.setattr(
-        "migrator.learning.orders.AT_ONCE", 0
+        "torch_tiers.migrator.learning.orders.AT_ONCE", 0
     )  # sites: this trace is planned for beside the program, too
     speed = 1.0
     program = Program(learner(submit=later), lambda plan: speed * takes(1.0, 1.0)(plan))
@@ -250,9 +250,9 @@ def test_the_holder_is_back_before_it_is_planned_anew(stays: bool, monkeypatch: 
     """
     program = Program(learner(submit=lambda job: Future()), takes(1.0, 0.99))
     program.until_rival()
-    monkeypatch.setattr("migrator.learning.orders.AT_ONCE", 0)
+    monkeypatch.setattr("torch_tiers.migrator.learning.orders.AT_ONCE", 0)
     if not stays:
-        monkeypatch.setattr("migrator.learning.standby.is_quiet", lambda *_: False)
+        monkeypatch.setattr("torch_tiers.migrator.learning.standby.is_quiet", lambda *_: False)
     assert program.learner.relink(replace(PCIE_GEN5, usual=PCIE_GEN5))
     assert program.learner.planning != stays and not program.moves
 
@@ -297,7 +297,7 @@ def test_a_holder_that_came_back_with_an_error_is_told_of_with_the_next_period()
 
 
 def test_a_rival_that_takes_for_ever_to_make_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("migrator.learning.contest.MAKING", 50)
+    monkeypatch.setattr("torch_tiers.migrator.learning.contest.MAKING", 50)
     contest = Contest(MEASURED, lambda costs: Future())
     for _ in range(ROUND + 60):
         contest.period_over(HOLDER, Lap(1.0, {}))
@@ -419,7 +419,7 @@ def test_a_plan_that_is_owed_is_told_of_when_what_was_set_aside_comes_back() -> 
     program.until_rival()
     rival = program.learner.plans
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("migrator.learning.standby.is_quiet", lambda *_: False)
+        patched.setattr("torch_tiers.migrator.learning.standby.is_quiet", lambda *_: False)
         with pytest.raises(NoPlanFits):
             program.learner.relink(replace(PCIE_GEN5, usual=PCIE_GEN5))
     assert program.learner.plans != rival

@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from allocator.sizes import GiB, MiB
-from migrator.learning.feedback import (
+from tests.unit.modelled import gpt
+from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.migrator.learning.feedback import (
     CUTS,
     FASTEST,
     GROWTHS,
@@ -26,11 +27,10 @@ from migrator.learning.feedback import (
     UNTOLD,
     Feedback,
 )
-from migrator.links import PCIE_GEN5, Links
-from migrator.planner.build import make_plan
-from migrator.simulator import Simulated, simulate
-from migrator.timing import Lap, at_pace
-from tests.unit.modelled import gpt
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.planner.build import make_plan
+from torch_tiers.migrator.simulator import Simulated, simulate
+from torch_tiers.migrator.timing import Lap, at_pace
 
 TARGET = 1000 * MiB
 MODEL = gpt(blocks=8)

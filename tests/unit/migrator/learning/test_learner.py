@@ -9,15 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.sizes import MiB
-from migrator.learning.feedback import PRESSED, SETTLED
-from migrator.learning.learner import PATIENCE, Learner
-from migrator.links import PCIE_GEN5, Links
-from migrator.plan import NoPlanFits, Plan
-from migrator.policies import POLICIES
-from migrator.recording.recordings import KINDS, PERIODS_AFTER_DRIFT
-from migrator.simulator import simulate
-from migrator.trace import Trace
 from tests.unit.learners import (
     FLASHNEURON,
     MODEL,
@@ -31,6 +22,15 @@ from tests.unit.learners import (
 )
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.learning.feedback import PRESSED, SETTLED
+from torch_tiers.migrator.learning.learner import PATIENCE, Learner
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.recording.recordings import KINDS, PERIODS_AFTER_DRIFT
+from torch_tiers.migrator.simulator import simulate
+from torch_tiers.migrator.trace import Trace
 
 # --------------------------------------------------------------------------------- what is recorded
 

@@ -6,15 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from allocator.sizes import MiB
-from migrator.learning.learner import PATIENCE, Learner
-from migrator.learning.standby import CROWDED, LOADED
-from migrator.links import PCIE_GEN5, Links
-from migrator.plan import Plan
-from migrator.planner.quiet import crossing
-from migrator.policies import POLICIES
-from migrator.timing import Lap
-from migrator.trace import Trace
 from tests.unit.learners import (
     FLASHNEURON,
     MODEL,
@@ -27,6 +18,15 @@ from tests.unit.learners import (
     room,
 )
 from tests.unit.traces import chain
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.learning.learner import PATIENCE, Learner
+from torch_tiers.migrator.learning.standby import CROWDED, LOADED
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.quiet import crossing
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.timing import Lap
+from torch_tiers.migrator.trace import Trace
 
 SLOW = replace(PCIE_GEN5, d2h=5e9, h2d=5e9, usual=PCIE_GEN5)
 
@@ -165,7 +165,7 @@ def test_a_plan_that_moves_little_stays_while_others_need_the_bus(part: float, m
     (before,), (predicted,) = learner.plans, learner.predictions
     assert before.moved_bytes and predicted is not None
     rate = crossing(before, PCIE_GEN5) / predicted.seconds / PCIE_GEN5.both
-    monkeypatch.setattr("migrator.planner.quiet.QUIET", part * rate)
+    monkeypatch.setattr("torch_tiers.migrator.planner.quiet.QUIET", part * rate)
     quiet_enough = part == 1.0
     crowded = PCIE_GEN5.reduced(CROWDED, direct_disk=False)
     assert learner.relink(crowded) != quiet_enough

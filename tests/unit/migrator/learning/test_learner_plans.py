@@ -12,18 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allocator.sizes import MiB
-from migrator.learning.background import in_background
-from migrator.learning.feedback import SETTLED, SURE, UNTOLD
-from migrator.learning.learner import PATIENCE, Learner
-from migrator.learning.made import Made
-from migrator.learning.orders import AT_ONCE, Job
-from migrator.links import PCIE_GEN5
-from migrator.plan import NoPlanFits
-from migrator.policies import POLICIES
-from migrator.recording.recordings import PERIODS_AFTER_DRIFT
-from migrator.simulator import simulate
-from migrator.timing import Lap
 from tests.unit.learners import (
     FLASHNEURON,
     MODEL,
@@ -36,6 +24,18 @@ from tests.unit.learners import (
     run,
 )
 from tests.unit.traces import chain
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.learning.background import in_background
+from torch_tiers.migrator.learning.feedback import SETTLED, SURE, UNTOLD
+from torch_tiers.migrator.learning.learner import PATIENCE, Learner
+from torch_tiers.migrator.learning.made import Made
+from torch_tiers.migrator.learning.orders import AT_ONCE, Job
+from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.plan import NoPlanFits
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.recording.recordings import PERIODS_AFTER_DRIFT
+from torch_tiers.migrator.simulator import simulate
+from torch_tiers.migrator.timing import Lap
 
 # ------------------------------------------------------------------------------- beside the program
 

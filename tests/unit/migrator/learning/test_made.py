@@ -5,15 +5,15 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
-from migrator.learning.made import GAIN, Made, make_all
-from migrator.links import PCIE_GEN5, Links
-from migrator.plan import Plan
-from migrator.planner.quiet import is_quiet
-from migrator.policies import POLICIES, Policy
-from migrator.simulator import simulate
-from migrator.timing import at_pace
-from migrator.trace import Trace
 from tests.unit.learners import MODEL, peak_of
+from torch_tiers.migrator.learning.made import GAIN, Made, make_all
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.quiet import is_quiet
+from torch_tiers.migrator.policies import POLICIES, Policy
+from torch_tiers.migrator.simulator import simulate
+from torch_tiers.migrator.timing import at_pace
+from torch_tiers.migrator.trace import Trace
 
 ROOM = peak_of(MODEL)
 BUDGET = ROOM * 3 // 4

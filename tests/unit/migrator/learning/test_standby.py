@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from allocator.sizes import GiB
-from migrator.learning.background import Beside
-from migrator.learning.feedback import UNTOLD, Feedback
-from migrator.learning.learner import Learner
-from migrator.learning.made import Made
-from migrator.learning.standby import CROWDED, LOADED, Standby
-from migrator.links import PCIE_GEN5, WORSE
-from migrator.policies import POLICIES
-from migrator.simulator import simulate
-from migrator.timing import Lap
 from tests.unit.learners import MODEL, Later, large, peak_of, quiet
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.migrator.learning.background import Beside
+from torch_tiers.migrator.learning.feedback import UNTOLD, Feedback
+from torch_tiers.migrator.learning.learner import Learner
+from torch_tiers.migrator.learning.made import Made
+from torch_tiers.migrator.learning.standby import CROWDED, LOADED, Standby
+from torch_tiers.migrator.links import PCIE_GEN5, WORSE
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.simulator import simulate
+from torch_tiers.migrator.timing import Lap
 
 MEASURED = {"d2h": 0.97, "h2d": 0.78, "bus": 0.8}
 BUSY = PCIE_GEN5.reduced(MEASURED, direct_disk=False)
@@ -166,7 +166,7 @@ def test_where_others_need_the_bus_in_another_way_than_before_the_other_one_is_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """First their workers keep the cores busy, and then lanes are slow, and the plan for the one is slower for it."""
-    monkeypatch.setattr("migrator.learning.standby.SLOWER", -1.0)  # which of this small program no plan is
+    monkeypatch.setattr("torch_tiers.migrator.learning.standby.SLOWER", -1.0)  # which of this small program no plan is
     learner, later = standing_by()
     alone, jobs = learner.plans, len(later.jobs)
     for left, job in (({"bus": 1.0}, 2), (MEASURED, 1)):
@@ -311,7 +311,7 @@ def test_what_could_not_be_made_ahead_is_made_when_it_is_needed() -> None:
 
 def test_what_was_made_ahead_does_not_replace_a_correction_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was made before that: the budget was cut twice for the same excess."""
-    monkeypatch.setattr("migrator.planner.quiet.QUIET", 1.0)  # all stays beside others
+    monkeypatch.setattr("torch_tiers.migrator.planner.quiet.QUIET", 1.0)  # all stays beside others
     learner, later = standing_by()
     later.work()
     assert not learner.relink(PCIE_GEN5.reduced(CROWDED, direct_disk=False))

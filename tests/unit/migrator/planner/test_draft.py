@@ -6,13 +6,13 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.sizes import GiB, MiB
-from migrator.links import PCIE_GEN5
-from migrator.planner.draft import Draft, timed
-from migrator.planner.effects import effect
-from migrator.planner.schedule import occupied
-from migrator.trace import Recipe, Trace
 from tests.unit.traces import chain, programs
+from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.planner.draft import Draft, timed
+from torch_tiers.migrator.planner.effects import effect
+from torch_tiers.migrator.planner.schedule import occupied
+from torch_tiers.migrator.trace import Recipe, Trace
 
 BUDGET = 1 << 60
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.sizes import MiB
-from migrator.planner.effects import Unobtainable, Work, effect, obtainable
-from migrator.planner.intervals import occupancy
-from migrator.planner.schedule import occupied
-from migrator.trace import Recipe, Region, Site, Trace, checkpoint_key
 from tests.unit.quick import quickest
 from tests.unit.traces import chain, programs, traces
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.planner.effects import Unobtainable, Work, effect, obtainable
+from torch_tiers.migrator.planner.intervals import occupancy
+from torch_tiers.migrator.planner.schedule import occupied
+from torch_tiers.migrator.trace import Recipe, Region, Site, Trace, checkpoint_key
 
 # x -> y -> z, and w: saved at 0 to 3, used at 7 to 4; y is made from x, and z from y.
 SITES = tuple(Site(f"{name}:0", k, 10 + k, k, (7 - k,)) for k, name in enumerate("xyzw"))

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from allocator.sizes import GiB
-from migrator.links import PCIE_GEN5
-from migrator.planner.effects import effect
-from migrator.planner.levers import Levers
-from migrator.planner.schedule import occupied
-from migrator.trace import Recipe, Site, Trace
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.planner.effects import effect
+from torch_tiers.migrator.planner.levers import Levers
+from torch_tiers.migrator.planner.schedule import occupied
+from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 # x -> y, and z: saved at 0 to 2, used at 9 to 7.
 SITES = tuple(Site(f"{name}:0", k, 10 + k, k, (9 - k,)) for k, name in enumerate("xyz"))

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from allocator.sizes import GiB
-from migrator.links import PCIE_GEN5, Links
-from migrator.plan import PageGroup, Plan
-from migrator.planner.quiet import QUIET, crossing, is_quiet
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.plan import PageGroup, Plan
+from torch_tiers.migrator.planner.quiet import QUIET, crossing, is_quiet
 
 PLAN = Plan("", 0, {}, tuple(PageGroup((f"{k}:0",), GiB, 0, 10 - k) for k in range(3)))
 

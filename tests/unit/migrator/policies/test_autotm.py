@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from allocator.sizes import MiB
-from migrator.policies import POLICIES
 from tests.unit.migrator.policies.worked import LINKS, moves, worked
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.policies import POLICIES
 
 TRACE = worked([6, 12, 4, 4], forward=6.0, backward=8.0)
 """Saved at 6, 12, 18 and 24 s, used at 48 (a), 40, 32 and 24 s (d). Every stretch is a node."""

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from allocator.sizes import MiB
-from migrator.policies import POLICIES
-from migrator.trace import Recipe
 from tests.unit.migrator.policies.worked import LINKS, moves, remade, worked
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.trace import Recipe
 
 TRACE = worked(
     [4] * 6,

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from allocator.sizes import MiB
-from migrator.policies import POLICIES
-from migrator.trace import Region
 from tests.unit.migrator.policies.worked import LINKS, worked
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.trace import Region
 
 TRACE = worked(
     [4, 4, 8, 4, 4, 4],

@@ -6,12 +6,12 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.sizes import GiB, MiB
-from migrator.links import PCIE_GEN5
-from migrator.planner.sizes import look_ahead
-from migrator.policies import flashneuron as policy
-from migrator.trace import Trace
 from tests.unit.traces import chain, traces
+from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.planner.sizes import look_ahead
+from torch_tiers.migrator.policies import flashneuron as policy
+from torch_tiers.migrator.trace import Trace
 
 ROOMS = st.integers(0, 2 * GiB)
 flashneuron = partial(policy.plan, links=PCIE_GEN5)

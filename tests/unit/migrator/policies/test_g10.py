@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allocator.sizes import MiB
-from migrator.policies import POLICIES
 from tests.unit.migrator.policies.worked import LINKS, moves, worked
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.policies import POLICIES
 
 TRACE = worked([4] * 6, forward=4.0, backward=8.0)
 """Saved at 4, 8, 12, 16, 20 and 24 s, used at 64 (a), 56, 48, 40, 32 and 24 s (f); 4 s each way."""

@@ -3,12 +3,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allocator.sizes import GiB
-from migrator.links import PCIE_GEN5
-from migrator.planner.sizes import look_ahead
-from migrator.policies import keep, move
-from migrator.trace import Trace
 from tests.unit.traces import traces
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.planner.sizes import look_ahead
+from torch_tiers.migrator.policies import keep, move
+from torch_tiers.migrator.trace import Trace
 
 ROOMS = st.integers(0, 2 * GiB)
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from allocator.sizes import GiB
-from migrator.links import PCIE_GEN5
-from migrator.planner.effects import obtainable
-from migrator.planner.levers import extremes
-from migrator.planner.quiet import is_quiet
-from migrator.planner.schedule import fit
-from migrator.policies import POLICIES
-from migrator.simulator import simulate
-from migrator.trace import Trace
 from tests.unit.samples import SAMPLES
+from torch_tiers.allocator.sizes import GiB
+from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.planner.effects import obtainable
+from torch_tiers.migrator.planner.levers import extremes
+from torch_tiers.migrator.planner.quiet import is_quiet
+from torch_tiers.migrator.planner.schedule import fit
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.simulator import simulate
+from torch_tiers.migrator.trace import Trace
 
 TRACES = Path(__file__).parents[3] / "data" / "traces"
 CELLS = {

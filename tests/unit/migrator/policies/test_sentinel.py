@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from allocator.sizes import MiB
-from migrator.planner.draft import Draft
-from migrator.policies import POLICIES
-from migrator.policies.sentinel import feasible, migrate
 from tests.unit.migrator.policies.worked import LINKS, moves, worked
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.planner.draft import Draft
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.policies.sentinel import feasible, migrate
 
 TRACE = worked([4] * 6, forward=4.0, backward=8.0)
 """Twelve layers of the step: forward at positions 0 to 5, backward at 6 (f) to 11 (a)."""

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from allocator.sizes import MiB
-from migrator.policies import POLICIES
 from tests.unit.migrator.policies.worked import LINKS, moves, worked
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.policies import POLICIES
 
 
 def test_ssdtrain_by_hand() -> None:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from allocator.sizes import MiB
-from migrator.planner.decisions import Trip
-from migrator.planner.draft import Draft
-from migrator.policies import POLICIES
-from migrator.policies.swapadvisor import Chromosome, swaps
 from tests.unit.migrator.policies.worked import LINKS, moves, worked
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.planner.decisions import Trip
+from torch_tiers.migrator.planner.draft import Draft
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.policies.swapadvisor import Chromosome, swaps
 
 TRACE = worked([4] * 6, forward=4.0, backward=8.0)
 

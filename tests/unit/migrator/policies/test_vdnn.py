@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from allocator.sizes import MiB
-from migrator.policies import POLICIES
 from tests.unit.migrator.policies.worked import LINKS, moves, worked
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.policies import POLICIES
 
 TRACE = worked([16] * 6, kinds=("Conv2d", "ReLU", "Conv2d", "MaxPool2d", "Linear", "Softmax"))
 """Layers a to f. Backward enters f at position 6, e at 7, d at 8, c at 9, b at 10, a at 11."""

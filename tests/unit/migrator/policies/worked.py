@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from allocator.sizes import MiB
-from migrator.links import Links
-from migrator.plan import Plan
-from migrator.trace import Recipe, Region, Site, Trace
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
 
 LINKS = Links(d2h=MiB, h2d=MiB, both=2 * MiB, latency=0.0)
 

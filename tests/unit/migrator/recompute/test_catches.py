@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from migrator.recompute.catches import catches
+from torch_tiers.migrator.recompute.catches import catches
 
 
 class Plain(nn.Module):

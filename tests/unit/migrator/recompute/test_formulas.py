@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from migrator.recompute import fused, fused_layer_norm, operations
-from migrator.recompute.dropped import run
-from migrator.recompute.finder import base_of, find
-from migrator.recompute.formulas import given_at_last
-from migrator.recompute.origins import Origins, note, note_epsilon
+from torch_tiers.migrator.recompute import fused, fused_layer_norm, operations
+from torch_tiers.migrator.recompute.dropped import run
+from torch_tiers.migrator.recompute.finder import base_of, find
+from torch_tiers.migrator.recompute.formulas import given_at_last
+from torch_tiers.migrator.recompute.origins import Origins, note, note_epsilon
 
 X = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
 WEIGHT, BIAS = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from migrator.recompute.launches import Launcher, is_aligned
+from torch_tiers.migrator.recompute.launches import Launcher, is_aligned
 
 GRID = (4, 1, 1)
 
@@ -110,7 +110,7 @@ def test_one_short_way_is_one_specialisation_of_triton_s() -> None:
 
     if not hasattr(jit, "create_function_from_signature"):
         pytest.skip("this version of Triton has another way to look at arguments")
-    from migrator.recompute.fused_kernel import _kernel, special
+    from torch_tiers.migrator.recompute.fused_kernel import _kernel, special
 
     look = jit.create_function_from_signature(
         _kernel.signature, _kernel.params, make_backend(GPUTarget("cuda", 90, 32))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from migrator.recompute import finder, ways
-from migrator.recompute.origins import Origins
-from migrator.recompute.ways import Way
 from tests.unit.migrator.recompute.test_formulas import BIAS, OPERATIONS, WEIGHT, Packer, X, saved
 from tests.unit.migrator.recompute.test_ways import Forward
 from tests.unit.natively import built, needs_compiler
+from torch_tiers.migrator.recompute import finder, ways
+from torch_tiers.migrator.recompute.origins import Origins
+from torch_tiers.migrator.recompute.ways import Way
 
 pytestmark = needs_compiler
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from migrator.recompute import numbers
-from migrator.recompute.numbers import Numbers
+from torch_tiers.migrator.recompute import numbers
+from torch_tiers.migrator.recompute.numbers import Numbers
 
 
 @pytest.fixture(autouse=True)

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import tiers
-from allocator.errors import TiersError
-from migrator.engine.engine import Engine
-from migrator.engine.group import Group
-from migrator.engine.moved import Saved
-from migrator.hooks.packed import Look, keep
-from migrator.lanes.host import HostCompute
-from migrator.lanes.meter import HostMeter
-from migrator.recompute import finder, fused, fused_layer_norm
-from migrator.recompute import operations as table
-from migrator.recompute.dropped import Dropped, Recomputed
-from migrator.recompute.finder import Took, Verified, layout
-from migrator.recompute.formulas import Formula
-from migrator.recompute.trials import Inputs, Trial, Trials
-from migrator.telemetry.counters import Counters
-from migrator.trace import Trace
+import torch_tiers as tiers
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.group import Group
+from torch_tiers.migrator.engine.moved import Saved
+from torch_tiers.migrator.hooks.packed import Look, keep
+from torch_tiers.migrator.lanes.host import HostCompute
+from torch_tiers.migrator.lanes.meter import HostMeter
+from torch_tiers.migrator.recompute import finder, fused, fused_layer_norm
+from torch_tiers.migrator.recompute import operations as table
+from torch_tiers.migrator.recompute.dropped import Dropped, Recomputed
+from torch_tiers.migrator.recompute.finder import Took, Verified, layout
+from torch_tiers.migrator.recompute.formulas import Formula
+from torch_tiers.migrator.recompute.trials import Inputs, Trial, Trials
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.trace import Trace
 
 
 class Model(nn.Module):
@@ -184,7 +184,7 @@ def test_sites_know_the_class_of_their_module() -> None:
 @pytest.mark.parametrize("steps", [2, 6])
 def test_a_recipe_is_tried_once_in_a_program(steps: int) -> None:
     tried = 0
-    from migrator.recompute import trials
+    from torch_tiers.migrator.recompute import trials
 
     plain = trials.Trials.attempt
 

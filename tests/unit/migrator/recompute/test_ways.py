@@ -16,10 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from migrator.recompute import finder, ways
-from migrator.recompute.dropped import run
-from migrator.recompute.finder import Finder, Follow, Took, Verified, base_of, find, layout
-from migrator.recompute.origins import Origins, note, note_epsilon
 from tests.unit.migrator.recompute.test_formulas import (
     BIAS,
     MATRIX,
@@ -31,6 +27,10 @@ from tests.unit.migrator.recompute.test_formulas import (
     saved,
 )
 from tests.unit.natively import built, needs_compiler
+from torch_tiers.migrator.recompute import finder, ways
+from torch_tiers.migrator.recompute.dropped import run
+from torch_tiers.migrator.recompute.finder import Finder, Follow, Took, Verified, base_of, find, layout
+from torch_tiers.migrator.recompute.origins import Origins, note, note_epsilon
 
 Forward = Callable[[Tensor], Tensor]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from migrator.recompute.origins import Origins
-from migrator.recording.observer import Observer
+from torch_tiers.migrator.recompute.origins import Origins
+from torch_tiers.migrator.recording.observer import Observer
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_versions_are_read_after_a_step_and_not_before_the_forward(
         change(model.bias)
         observer.stepped(all_of_it=True)
         with monkeypatch.context() as within:
-            within.setattr("migrator.recording.observer._versions", mock.Mock(side_effect=AssertionError))
+            within.setattr("torch_tiers.migrator.recording.observer._versions", mock.Mock(side_effect=AssertionError))
             for _ in range(2):  # as with gradient accumulation
                 observer.forward_begins(model, recording=False)
                 assert observer.origins().leaf(model.bias) is not None

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from migrator.engine.group import Group, State
-from migrator.engine.moved import Saved
-from migrator.engine.storages import Known, Storages
-from migrator.lanes.meter import Measures
-from migrator.recording import recorder as module
-from migrator.recording.recorder import PARTS, SELDOM, Recorder
-from migrator.trace import Site
+from torch_tiers.migrator.engine.group import Group, State
+from torch_tiers.migrator.engine.moved import Saved
+from torch_tiers.migrator.engine.storages import Known, Storages
+from torch_tiers.migrator.lanes.meter import Measures
+from torch_tiers.migrator.recording import recorder as module
+from torch_tiers.migrator.recording.recorder import PARTS, SELDOM, Recorder
+from torch_tiers.migrator.trace import Site
 
 NBYTES = 8192
 

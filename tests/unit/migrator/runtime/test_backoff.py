@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from migrator.links import Links
-from migrator.runtime.backoff import FLOOR, GROUPS, LEAST_GROUPS, WARY, Backoff, Response, Verdict
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.runtime.backoff import FLOOR, GROUPS, LEAST_GROUPS, WARY, Backoff, Response, Verdict
 
 FREE = Verdict()
 BUSY = Verdict("saturated", "others", {"d2h": 0.8, "h2d": 0.7}, 0.7)

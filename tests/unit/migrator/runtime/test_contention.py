@@ -13,31 +13,31 @@ from unittest import mock
 import pytest
 import torch
 
-import tiers
-from allocator.sizes import MiB
-from migrator.engine import mover
-from migrator.engine.engine import EVERY
-from migrator.lanes import Event, Piece, Stream, at_full_speed, flat
-from migrator.lanes.host import HostEvent
-from migrator.links import PCIE_GEN5, Links
-from migrator.plan import Plan
-from migrator.planner import quiet
-from migrator.planner.build import make_plan
-from migrator.policies import POLICIES
-from migrator.runtime import devices
-from migrator.runtime.backoff import LEAST_GROUPS, Response
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.transfers import Transfer
-from migrator.trace import Trace
+import torch_tiers as tiers
 from tests.scenarios import batch, bits, perceptron
 from tests.unit.migrator.runtime.test_backoff import reversals
-from tiers.monitor.calibration import Calibration
-from tiers.monitor.sensors import Choice
-from tiers.monitor.sensors.copies import Copies
-from tiers.monitor.thread import Monitor
-from tiers.monitor.verdict import Judge
-from tiers.monitor.watch import Watch
-from tiers.session import Session
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.engine import mover
+from torch_tiers.migrator.engine.engine import EVERY
+from torch_tiers.migrator.lanes import Event, Piece, Stream, at_full_speed, flat
+from torch_tiers.migrator.lanes.host import HostEvent
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner import quiet
+from torch_tiers.migrator.planner.build import make_plan
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.runtime import devices
+from torch_tiers.migrator.runtime.backoff import LEAST_GROUPS, Response
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.transfers import Transfer
+from torch_tiers.migrator.trace import Trace
+from torch_tiers.monitor.calibration import Calibration
+from torch_tiers.monitor.sensors import Choice
+from torch_tiers.monitor.sensors.copies import Copies
+from torch_tiers.monitor.thread import Monitor
+from torch_tiers.monitor.verdict import Judge
+from torch_tiers.monitor.watch import Watch
+from torch_tiers.session import Session
 
 CPU = torch.device("cpu")
 SPEED = 50e9  # of a lane that is alone

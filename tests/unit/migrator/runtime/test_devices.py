@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from migrator.runtime.devices import holes
+from torch_tiers.migrator.runtime.devices import holes
 
 GPU = torch.device("cuda", 0)
 

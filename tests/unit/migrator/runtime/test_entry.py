@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from migrator.runtime import entry
 from tests.scenarios import Own
+from torch_tiers.migrator.runtime import entry
 
 
 class _Raises(nn.Module):

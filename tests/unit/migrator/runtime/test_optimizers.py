@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-import tiers
-from migrator.lanes.host import HostCompute
-from migrator.runtime import optimizers
-from migrator.runtime.optimizers import Optimizers
+import torch_tiers as tiers
 from tests.unit.migrator.runtime.test_rest import Pages
-from tiers import paging
+from torch_tiers import paging
+from torch_tiers.migrator.lanes.host import HostCompute
+from torch_tiers.migrator.runtime import optimizers
+from torch_tiers.migrator.runtime.optimizers import Optimizers
 
 
 def optimizer() -> torch.optim.Optimizer:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-import tiers
-from allocator.sizes import MiB
-from migrator.engine.mover import CLOSELY, Mover
-from migrator.runtime import optimizers
-from migrator.runtime.models import BudgetTooSmall
-from tiers import paging
+import torch_tiers as tiers
+from torch_tiers import paging
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.engine.mover import CLOSELY, Mover
+from torch_tiers.migrator.runtime import optimizers
+from torch_tiers.migrator.runtime.models import BudgetTooSmall
 
 _top = torch._C._autograd._top_saved_tensors_default_hooks
 

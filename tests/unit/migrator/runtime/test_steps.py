@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from migrator.runtime import steps
-from migrator.runtime.steps import StepTimes
+from torch_tiers.migrator.runtime import steps
+from torch_tiers.migrator.runtime.steps import StepTimes
 
 NONE = {"median": None, "steps": 0}
 

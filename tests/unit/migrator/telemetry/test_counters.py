@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.counters import Counters
 
 
 def test_what_is_settled_is_told_without_what_came_before_the_last_plan() -> None:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from migrator.telemetry.counters import Counters
-from migrator.telemetry.timeline import HOST, Event, Timeline, trace_events
-from migrator.telemetry.transfers import Transfer
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.timeline import HOST, Event, Timeline, trace_events
+from torch_tiers.migrator.telemetry.transfers import Transfer
 
 
 def told(timeline: Timeline) -> list[dict[str, Any]]:
