@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torch_tiers.migrator.hooks import compiled
 from torch_tiers.migrator.hooks.sites import Modules, Node
+from torch_tiers.migrator.recompute import exact
 from torch_tiers.migrator.recompute.arguments import copy_of, tensors_in
 from torch_tiers.migrator.recompute.as_it_was import Snapshot, same, standing
 from torch_tiers.migrator.recompute.catches import catches
@@ -59,6 +60,8 @@ class Regions:
 
     def know(self, path: str, module: nn.Module) -> bool:
         """Remember the module of a path; whether it can be recomputed as a whole."""
+        if not exact.is_exact(module):
+            return False
         if any(compiled.is_compiled(child) for child in module.modules() if child is not module):
             return False
         if any(map(_observes, module.modules())) or _has_hooks(module):
@@ -160,7 +163,7 @@ class _Checkpointed:
             named = {name: copy_of(arg) for name, arg in kwargs.items()}
         except TypeError:
             given = None
-        if given is None or _has_hooks(module):
+        if given is None or _has_hooks(module) or not all(map(exact.is_exact, module.children())):
             self._give_up(self, True)
             return forward(*args, **kwargs)
         if not self._is_as_seen(module):
