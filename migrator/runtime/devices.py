@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,8 @@ from torch_tiers.migrator.telemetry.counters import Counters
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
 LAYOUTS = 0.005  # the same of ours, which goes on in DRAM should a plan hold more than was predicted
 RECORDINGS = 3  # of the first periods on a GPU: in each the host is late somewhere
+
+log = logging.getLogger("tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,11 @@ class Devices:
         with self._lock:
             if self._backing is None:
                 self._backing = options.backing(self._counters, device.type == "cuda")
+                if options.policy == "checkpoint":
+                    log.warning(
+                        "policy checkpoint recomputes only modules that are exactly PyTorch's own, without hooks, "
+                        "buffers and randomness: all else stays in hbm"
+                    )
             shared = self.opened.get(device) or self._open(device, options)
         engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors)
         learner = Learner(
