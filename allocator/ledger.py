@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torch_tiers.allocator.private import ACCESSIBLE, opened
 from torch_tiers.allocator.sizes import PAGE, format_size
 
 log = logging.getLogger("tiers")
@@ -179,17 +180,9 @@ class Account:
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
     """Open and lock the directory at `path`; the caller holds `_lock`."""
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
-    try:
-        found = os.fstat(directory)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(errno.EPERM, "is not private to this user", str(path))
+    with opened(path, make=True, closed=ACCESSIBLE) as directory:
         _lock_in_time(directory, path)
         yield directory
-    finally:
-        os.close(directory)
 
 
 def _lock_in_time(directory: int, path: Path) -> None:

@@ -13,6 +13,19 @@ def of_user(place: Path) -> Path:
     return place / f"tiers-{os.geteuid()}"
 
 
+def boards(named: Path | None) -> list[Path]:
+    """Where running programs show their state: the ledger that is `named`, else what serves first.
+
+    What the system keeps for this user alone comes before places that all users share. All are looked at, as a program
+    that was started by a service or in a container may have another choice than the shell that asks for it.
+    """
+    if named is not None:
+        return [named]
+    given = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    runtime = given if given.is_absolute() else Path(f"/run/user/{os.geteuid()}")
+    return [runtime / "tiers", *map(of_user, LEDGERS)]
+
+
 def cache_directory() -> Path:
     """Where what is built for this user lies."""
     try:

@@ -36,7 +36,7 @@ from torch_tiers.migrator.runtime.runtime import Runtime
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import Timeline
 from torch_tiers.monitor.build import build as build_monitor
-from torch_tiers.places import cache_directory
+from torch_tiers.places import boards, cache_directory
 from torch_tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
 from torch_tiers.sigterm import BeforeSigterm
 
@@ -73,8 +73,7 @@ class Session:
         self._shares = Shares(config)
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
-        ledger = self._shares.ledger
-        self._monitor = build_monitor(config, ledger.directory if ledger else None, self._timeline)
+        self._monitor = build_monitor(config, boards(config.ledger), self._timeline)
         self.runtime = Runtime(
             Options(
                 policy=config.policy,

@@ -11,11 +11,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from torch_tiers.cli.verb import print_json, print_tables, writing
+from torch_tiers.cli.verb import CliError, print_json, print_tables, writing
 from torch_tiers.config import load
 from torch_tiers.monitor.board import read_all
 from torch_tiers.monitor.verdict import said
-from torch_tiers.places import LEDGERS, of_user
+from torch_tiers.places import boards
 
 _EVERY = 1.0  # seconds
 _FEW = 2  # programs that a terminal of 24 lines has room for in full; of more, such as a node's ranks, one line each
@@ -54,8 +54,16 @@ class TopVerb:
 
 def _programs() -> list[dict[str, Any]]:
     named = load(trains=False).config.ledger  # whether a run could begin is not what is asked
-    directories = [of_user(place) for place in LEDGERS] if named is None else [named]
-    return [state for directory in directories for state in read_all(directory)]
+    states = []
+    for place in boards(named):
+        try:
+            states += read_all(place)
+        except PermissionError as error:
+            if place == named:  # else programs pass it over, too
+                raise CliError(
+                    f"TIERS_LEDGER: {place} {error.strerror}; chmod go-w it if it is yours, else name another directory"
+                ) from None
+    return states
 
 
 def render(programs: list[dict[str, Any]]) -> Iterator[RenderableType]:

@@ -1,6 +1,7 @@
-"""Where running programs show their monitor's state: a small file each, in the node ledger's directory.
+"""Where running programs show their monitor's state: a small file each, in a directory of this user's alone.
 
-A file is locked by its process as long as that lives, so what can be locked is left over, and removed.
+A file is locked by its process as long as that lives, so what can be locked is left over, and removed. Directories are
+opened, looked at, and used through what was opened: by its path each could be another's a moment later.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch_tiers.allocator.private import open_file, opened
+
 PREFIX = "monitor-"
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Board:
@@ -24,17 +26,22 @@ class Board:
 
     Parameters
     ----------
-    directory
-        Private to the user.
+    places
+        Directories; the first that serves is taken. One that is not there is made, if its parent is.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+    def __init__(self, *places: Path) -> None:
+        self._places = places
+        self._name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        self._directory: Path | None = None
         self._file: int | None = None
+        self._hidden = False
         _boards.add(self)
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Replace what is shown. OSError if that cannot be done."""
+        if self._file is not None and not os.fstat(self._file).st_nlink and not self._hidden:
+            self.let_go()  # removed under our feet, as logind does with a user's directory at the last logout
         if self._file is None:
             self._file = self._make()
         data = json.dumps(state).encode()
@@ -42,12 +49,28 @@ class Board:
         os.ftruncate(self._file, len(data))
 
     def _make(self) -> int:
-        read_all(self._path.parent)  # removes what the dead have left
-        # Under a name that nobody looks for until it is locked: what is not locked is taken to be left over.
-        new = self._path.with_name(f"new-{self._path.name}")
-        file = os.open(new, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(new, self._path)
+        failure: OSError | None = None
+        for place in self._places:
+            try:
+                return self._make_in(place)
+            except OSError as error:
+                failure = failure or error
+        raise failure or FileNotFoundError("no directory is given")
+
+    def _make_in(self, place: Path) -> int:
+        with opened(place, make=True) as directory:
+            _read_all(directory)  # removes what the dead have left
+            # Under a name that nobody looks for until it is locked: what is not locked is taken to be left over.
+            new = f"new-{self._name}"
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.open(new, flags, 0o600, dir_fd=directory)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.rename(new, self._name, src_dir_fd=directory, dst_dir_fd=directory)
+            except OSError:
+                os.close(file)
+                raise
+        self._directory = place
         return file
 
     def close(self) -> None:
@@ -58,8 +81,10 @@ class Board:
 
     def hide(self) -> None:
         """Take it from the sight of others, from any thread."""
-        with suppress(OSError):
-            self._path.unlink()
+        self._hidden = True
+        if self._directory is not None:
+            with suppress(OSError), opened(self._directory) as directory:
+                os.unlink(self._name, dir_fd=directory)
 
     def let_go(self) -> None:
         """Close the file and leave it: in the child of a fork it is the parent's."""
@@ -79,15 +104,33 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def read_all(directory: Path) -> list[dict[str, Any]]:
-    """The states of all programs of this user that are running now, by process id."""
+def read_all(place: Path) -> list[dict[str, Any]]:
+    """The states of all programs of this user that are running now, by process id; none where `place` is not there.
+
+    Raises
+    ------
+    PermissionError
+        If `place` is not this user's alone: what is in it may be anybody's.
+    """
+    try:
+        with opened(place) as directory:
+            return _read_all(directory)
+    except PermissionError:
+        raise
+    except OSError:  # not there, or no directory, which a symbolic link is not either
+        return []
+
+
+def _read_all(directory: int) -> list[dict[str, Any]]:
     states = []
-    for path in sorted(directory.glob(f"{PREFIX}*")):
-        with suppress(OSError):  # gone since it was listed
-            file = os.open(path, _FLAGS)
+    for name in sorted(os.listdir(directory)):
+        if not name.startswith(PREFIX):
+            continue
+        with suppress(OSError):  # gone since it was listed, or no file of ours
+            file = open_file(name, directory)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                os.unlink(name, dir_fd=directory)
             except BlockingIOError:
                 state = _read(file)
                 if state is not None:

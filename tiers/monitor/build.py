@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,13 +30,13 @@ def available_sensors(*, probe: bool) -> Choice:
     return choose([*rows, [TimedCopy()]] if probe else rows)
 
 
-def build(config: Config, directory: Path | None, timeline: Timeline | None = None) -> Monitor | None:
+def build(config: Config, places: Sequence[Path], timeline: Timeline | None = None) -> Monitor | None:
     """Make the monitor, or return None if it is switched off.
 
     Parameters
     ----------
-    directory
-        Where its state is shown, if anywhere.
+    places
+        Directories of which the first that serves shows its state; none if it is shown nowhere.
     timeline
         Is told of its changes of mind, if there is one.
 
@@ -49,7 +50,7 @@ def build(config: Config, directory: Path | None, timeline: Timeline | None = No
     calibration = Calibration(asdict(config.links), read_curves(config.monitor.calibration))
     probe = config.monitor.probe
     watch = Watch(lambda: available_sensors(probe=probe), Copies(calibration), Judge(calibration), timeline=timeline)
-    return Monitor(watch, Board(directory) if directory is not None else None)
+    return Monitor(watch, Board(*places) if places else None)
 
 
 def read_curves(path: Path | None) -> dict[str, Curve]:

@@ -148,17 +148,17 @@ def test_a_thread_that_hangs_holds_nothing_back(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_monitor_can_be_switched_off() -> None:
-    assert build(Config(monitor=MonitorConfig(enabled=False)), None) is None
-    assert build(Config(), None) is not None
+    assert build(Config(monitor=MonitorConfig(enabled=False)), []) is None
+    assert build(Config(), []) is not None
 
 
 def test_a_calibration_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "probe.json"
     with pytest.raises(ConfigError, match=r"monitor\.calibration"):
-        build(Config(monitor=MonitorConfig(calibration=path)), None)
+        build(Config(monitor=MonitorConfig(calibration=path)), [])
     path.write_text("{}")
     with pytest.raises(ConfigError, match="not a report"):
-        build(Config(monitor=MonitorConfig(calibration=path)), None)
+        build(Config(monitor=MonitorConfig(calibration=path)), [])
 
 
 def test_a_session_runs_its_monitor(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.monitors import Clock, Spoken, period, watch
+from torch_tiers import places
 from torch_tiers.cli import top as top_verb
 from torch_tiers.cli.main import main
 from torch_tiers.monitor.board import Board
@@ -18,11 +19,18 @@ from torch_tiers.monitor.sensors import Reading
 
 
 @pytest.fixture
-def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
-    """The board of a program beside a load."""
+def nothing_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory that programs show themselves in where nobody names another."""
     monkeypatch.delenv("TIERS_LEDGER")
-    monkeypatch.setattr(top_verb, "LEDGERS", (tmp_path,))
-    directory = tmp_path / f"tiers-{os.geteuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(places, "LEDGERS", (tmp_path,))
+    return tmp_path / f"tiers-{os.geteuid()}"
+
+
+@pytest.fixture
+def shown(nothing_named: Path) -> Board:
+    """The board of a program beside a load."""
+    directory = nothing_named
     directory.mkdir()
     clock = Clock()
     watched = watch(Spoken(lambda: Reading(0.0, {"own": 1.0, "tree": 7.5, "others": 0.2})), clock=clock)
@@ -56,7 +64,7 @@ def test_top_as_json_is_the_state(shown: Board, capsys: pytest.CaptureFixture[st
 def test_top_looks_where_the_ledger_is_named(
     shown: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(top_verb, "LEDGERS", (tmp_path / "nowhere",))
+    monkeypatch.setattr(places, "LEDGERS", (tmp_path / "nowhere",))
     monkeypatch.setenv("TIERS_LEDGER", str(tmp_path / f"tiers-{os.geteuid()}"))
     assert main(["top", "--once"]) == 0
     assert "4711" in capsys.readouterr().out
@@ -118,10 +126,42 @@ def test_top_looks_at_programs_also_where_none_could_begin(
     shown.close()
 
 
-def test_top_says_when_there_is_nothing(
+def test_top_looks_first_into_the_directory_that_the_system_keeps_for_the_user(
+    shown: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    board = Board(*places.boards(None))
+    board.write({"pid": 1})
+    assert (tmp_path / "run" / "tiers").stat().st_mode & 0o777 == 0o700
+    assert [program["pid"] for program in top_verb._programs()] == [1, 4711]
+    board.close()
+    shown.close()
+
+
+def test_a_runtime_directory_that_depends_on_where_one_is_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "here")
+    assert places.boards(None)[0] == Path(f"/run/user/{os.geteuid()}/tiers")
+
+
+def test_top_says_that_a_directory_it_was_told_of_is_not_the_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("TIERS_LEDGER")
-    monkeypatch.setattr(top_verb, "LEDGERS", (tmp_path,))
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("TIERS_LEDGER", str(tmp_path))
+    assert main(["top", "--once"]) == 2
+    assert "is not private to this user; chmod go-w it" in capsys.readouterr().err
+
+
+def test_top_passes_over_a_directory_that_somebody_else_has_made_in_our_place(
+    nothing_named: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing_named.mkdir()
+    nothing_named.chmod(0o777)
+    assert main(["top", "--once"]) == 0
+    assert "no program" in capsys.readouterr().out
+
+
+def test_top_says_when_there_is_nothing(nothing_named: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once"]) == 0
     assert "no program" in capsys.readouterr().out
