@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 
 from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.private import is_ours, made
 
 log = logging.getLogger("tiers")
 
@@ -61,22 +63,34 @@ class Extension:
         Raises
         ------
         CannotBuild
-            If there is no compiler, it does not compile, or `cache_dir` cannot be written.
+            If there is no compiler, it does not compile, or `cache_dir` cannot be written, or others may write to it.
         """
         with_compiler = compiler()
         library = cache_dir / f"{self.name}-{self._fingerprint(with_compiler)}.so"
         try:
-            if not library.exists():
+            self._refuse_what_others_write(made(cache_dir))
+            if not _is_ours(library):
                 self._build(with_compiler, library, cache_dir)
         except OSError as error:
             raise CannotBuild(f"{self.title} cannot be built in {cache_dir}: {error}") from error
         return library
 
+    def _refuse_what_others_write(self, cache_dir: Path) -> None:
+        found = cache_dir.stat()
+        if found.st_uid != os.geteuid():
+            reason, advice = "it belongs to another user", "set XDG_CACHE_HOME to a directory of this user's"
+        elif not is_ours(found):
+            reason, advice = "others may write to it", f"chmod go-w {shlex.quote(str(cache_dir))}"
+        else:
+            return
+        raise CannotBuild(
+            f"{self.title} is not loaded from {cache_dir}: {reason}, and could put there what we run; {advice}"
+        )
+
     def _build(self, with_compiler: list[str], library: Path, cache_dir: Path) -> None:
-        cache_dir.mkdir(parents=True, exist_ok=True)
         with open(cache_dir / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a job come here together
-            if not library.exists():
+            if not _is_ours(library):
                 log.warning("building %s for torch %s, once; half a minute", self.title, torch.__version__)
                 began = time.perf_counter()
                 self._compile(with_compiler, library)
@@ -108,12 +122,22 @@ class Extension:
         try:
             done = subprocess.run(command, capture_output=True, text=True)
             if not done.returncode:
+                partial.chmod(0o700)  # the linker has made it anew, as the umask has it
                 partial.replace(library)
         finally:
             partial.unlink(missing_ok=True)
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
             raise CannotBuild(f"{self.title} does not compile against torch {torch.__version__}: {first}")
+
+
+def _is_ours(library: Path) -> bool:
+    """Whether `library` is there, and by nobody else: such a one is built anew, in its place."""
+    try:
+        found = library.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and is_ours(found)
 
 
 def obstacle_to(*needs: Callable[[], object]) -> str | None:

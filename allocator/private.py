@@ -23,6 +23,15 @@ def is_ours(found: os.stat_result, closed: int = WRITABLE) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & closed
 
 
+def made(path: Path) -> Path:
+    """`path`, made with those above it, for this user alone, where it is not there; OSError if that cannot be done."""
+    if not path.is_dir():
+        made(path.parent)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    return path
+
+
 @contextmanager
 def opened(path: Path, *, make: bool = False, closed: int = WRITABLE) -> Iterator[int]:
     """Open a directory of this user's, to look at and change through its descriptor what is in it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,69 @@ def test_a_library_that_does_not_load_is_said(tmp_path: Path) -> None:
     (tmp_path / "tensors.so").write_text("no library")
     with pytest.raises(CannotBuild, match=r"does not load: .*; remove .*tensors.so to have it built again"):
         native.load(tmp_path / "tensors.so")
+
+
+# --------------------------------------------------------------------------------------- what is not ours alone
+
+
+@pytest.fixture
+def any_umask() -> Iterator[None]:
+    """What is made is open to everybody, unless its maker sees to it."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@needs_compiler
+def test_what_is_built_is_this_users_alone_whatever_the_umask(tmp_path: Path, any_umask: None) -> None:
+    library = extension(tmp_path / "small.cpp", "int x;").build(tmp_path / "home" / "cache")
+    for path in (library, library.parent, library.parent.parent):
+        assert path.stat().st_mode & 0o077 == 0
+
+
+@needs_compiler
+def test_a_directory_that_others_may_read_serves(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o755)
+    assert extension(tmp_path / "small.cpp", "int x;").build(tmp_path / "cache").exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
+def test_nothing_is_loaded_from_a_directory_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
+    cache, small = tmp_path / "cache", extension(tmp_path / "small.cpp", "int x;")
+    small.build(cache)
+    cache.chmod(mode)
+    with pytest.raises(CannotBuild, match=r"not loaded from .*: others may write to it, .*; chmod go-w .*/cache"):
+        small.build(cache)
+
+
+@needs_compiler
+def test_nothing_is_loaded_from_somebody_elses_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = extension(tmp_path / "small.cpp", "int x;")
+    small.build(tmp_path / "cache")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(CannotBuild, match=r"belongs to another user, .*; set XDG_CACHE_HOME"):
+        small.build(tmp_path / "cache")
+
+
+@needs_compiler
+def test_a_library_that_others_may_have_written_is_built_anew(tmp_path: Path) -> None:
+    small = extension(tmp_path / "small.cpp", "int x;")
+    library = small.build(tmp_path / "cache")
+    library.write_text("theirs")
+    library.chmod(0o775)
+    assert small.build(tmp_path / "cache").read_bytes()[1:4] == b"ELF"
+    assert library.stat().st_mode & 0o022 == 0
+
+
+@needs_compiler
+def test_a_link_in_the_place_of_a_library_is_built_over(tmp_path: Path) -> None:
+    small = extension(tmp_path / "small.cpp", "int x;")
+    library = small.build(tmp_path / "cache")
+    (tmp_path / "theirs").write_text("theirs")
+    library.unlink()
+    library.symlink_to(tmp_path / "theirs")
+    small.build(tmp_path / "cache")
+    assert not library.is_symlink()
+    assert (tmp_path / "theirs").read_text() == "theirs"
