@@ -63,11 +63,15 @@ class Key:
         What the key accepts.
     env
         The environment variable, if the key has one.
+    guarded
+        Whether it can destroy what is there, or weaken what protects it: a file may say that only if nobody but this
+        user can have written it.
     """
 
     name: str
     parser: Parser
     env: str | None = None
+    guarded: bool = False
 
     @property
     def argument(self) -> str:
@@ -157,7 +161,7 @@ KEYS = (
     Key("nvme.capacity", SIZE, "TIERS_NVME"),
     Key("nvme.paths", PATHS, "TIERS_NVME_PATH"),
     Key("nvme.gds", _one_of(GDS_MODES)),
-    Key("nvme.checksum", FLAG),
+    Key("nvme.checksum", FLAG, guarded=True),
     Key("monitor.enabled", FLAG),
     Key("monitor.probe", FLAG),
     Key("monitor.calibration", PATH),
@@ -166,9 +170,9 @@ KEYS = (
     Key("links.disk_write", RATE),
     Key("links.disk_read", RATE),
     Key("native", _one_of(NATIVE_MODES), "TIERS_NATIVE"),
-    Key("ledger", PATH, "TIERS_LEDGER"),
+    Key("ledger", PATH, "TIERS_LEDGER", guarded=True),
     Key("run", PATH, "TIERS_RUN"),
-    Key("run_force", FLAG, "TIERS_RUN_FORCE"),
+    Key("run_force", FLAG, "TIERS_RUN_FORCE", guarded=True),
     Key("log", _one_of(LEVELS), "TIERS_LOG"),
 )
 # Names the file that the other keys come from, so it is no key of such a file.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_tiers.config_file import NO_FILE, File, parse, read
 from torch_tiers.config_keys import BY_ARGUMENT, BY_ENV, BY_NAME, CONFIG_ENV, ConfigError, Key, nearest
 
 _PREFIX = "TIERS_"
@@ -55,11 +55,11 @@ def from_user(environ: Mapping[str, str], warnings: list[str]) -> Iterator[Given
         return
     user = Path(base) / "tiers" / "tiers.toml"
     try:
-        text = user.read_bytes() if user.is_file() else b""
+        file = read(user, str(user)) if user.is_file() else NO_FILE
     except OSError as error:
         warnings.append(f"the user config {user} cannot be read: {said(error)}; {advice}")
         return
-    yield from _from_text(text, str(user))
+    yield from _from(file, str(user))
 
 
 def from_file(named: Path | None, cwd: Path, options: Mapping[str, str]) -> Iterator[Given]:
@@ -71,13 +71,13 @@ def from_file(named: Path | None, cwd: Path, options: Mapping[str, str]) -> Iter
     subject = origin if named is None else f"{options.get(CONFIG_ENV, CONFIG_ENV)} names {origin}, which"
     try:
         there = path.is_file()
-        text = path.read_bytes() if there else b""
+        file = read(path, origin) if there else NO_FILE
     except OSError as error:
         advice = "work in a directory that" if named is None else "name a file that"
         raise ConfigError(f"{subject} cannot be read: {said(error)}; {advice} this user may read") from None
     if named is not None and not there:
         raise ConfigError(f"{subject} is not a file")
-    yield from _from_text(text, origin)
+    yield from _from(file, origin)
 
 
 def from_environment(environ: Mapping[str, str], options: Mapping[str, str]) -> Iterator[Given]:
@@ -101,15 +101,15 @@ def from_arguments(arguments: Mapping[str, object]) -> Iterator[Given]:
         yield Given(BY_ARGUMENT[name], value, f"argument {name}")
 
 
-def _from_text(text: bytes, origin: str) -> Iterator[Given]:
-    try:
-        tree = tomllib.loads(text.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{origin} cannot be read: {error}; correct it") from error
-    for name, value in _leaves(tree):
+def _from(file: File, origin: str) -> Iterator[Given]:
+    for name, value in _leaves(parse(file.text, origin)):
         if name not in BY_NAME:
             raise ConfigError(f"{origin}: unknown key {name!r}{nearest(name, BY_NAME)}")
-        yield Given(BY_NAME[name], value, origin)
+        key = BY_NAME[name]
+        if key.guarded and file.stranger:
+            instead = f", or {key.env} in the environment" if key.env else ""
+            raise ConfigError(f"{origin}: {name} is not taken from a file that {file.stranger}{instead}")
+        yield Given(key, value, origin)
 
 
 def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -383,3 +385,119 @@ def test_a_run_directory_that_cannot_be_looked_at_is_refused(closed):
             ConfigError, match=r"TIERS_RUN: .* cannot be written: .*; name a directory that you may write"
         ):
             run_directory.find(Config(run=path))
+
+
+# ------------------------------------------------------------------------------ files of directories that are anybody's
+
+GUARDED = {"run_force": "run_force = true", "nvme.checksum": "[nvme]\nchecksum = false", "ledger": 'ledger = "x"'}
+
+
+def test_guarded_are_the_keys_that_destroy_or_weaken():
+    assert {key.name for key in KEYS if key.guarded} == set(GUARDED)
+
+
+@pytest.mark.parametrize(("name", "text"), GUARDED.items())
+def test_what_destroys_or_weakens_is_not_taken_from_a_file_that_others_may_write(resolve, tmp_path, name, text):
+    file = tmp_path / "tiers.toml"
+    file.touch()
+    for mode in (0o664, 0o646):
+        file.chmod(mode)
+        expected = (
+            rf"^\./tiers\.toml: {name} is not taken from a file that others may write to: chmod go-w .*/tiers\.toml"
+        )
+        with pytest.raises(ConfigError, match=expected):
+            resolve(project=text)
+    file.chmod(0o644)
+    assert name in {key for key, origin in resolve(project=text).origin.items() if origin == "./tiers.toml"}
+
+
+@pytest.mark.parametrize(("name", "text"), GUARDED.items())
+def test_what_destroys_or_weakens_is_not_taken_from_another_user_s_file(resolve, monkeypatch, name, text):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match=rf"{name} is not taken from a file that belongs to another user: set it in"):
+        resolve(project=text)
+
+
+def test_it_is_not_taken_from_them_whatever_names_the_file(resolve, tmp_path):
+    (tmp_path / "other.toml").write_text("run_force = true")
+    (tmp_path / "other.toml").chmod(0o666)
+    with pytest.raises(ConfigError, match=r"other\.toml: run_force is not taken .*, or TIERS_RUN_FORCE in the envir"):
+        resolve(environ={"TIERS_CONFIG": str(tmp_path / "other.toml")})
+    (tmp_path / "home" / "tiers" / "tiers.toml").touch()
+    (tmp_path / "home" / "tiers" / "tiers.toml").chmod(0o666)
+    with pytest.raises(ConfigError, match="run_force is not taken"):
+        resolve(user="run_force = true")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+def test_nor_through_another_user_s_link_to_a_file_of_ours(resolve, tmp_path):
+    (tmp_path / "ours.toml").write_text("run_force = true")
+    link = tmp_path / "tiers.toml"
+    link.symlink_to("ours.toml")
+    assert resolve().config.run_force
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(ConfigError, match="run_force is not taken from a file that belongs to another user"):
+        resolve()
+
+
+def test_all_else_may_come_from_anybody_s_file(resolve, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert resolve(project='[hbm]\ncapacity = "1GiB"').config.hbm.capacity == GiB
+
+
+def test_a_file_larger_than_any_configuration_is_refused(resolve):
+    with pytest.raises(ConfigError, match=r"^\./tiers\.toml is larger than 64 KiB"):
+        resolve(project="#" * (64 << 10) + "\n")
+    assert resolve(project="#" * (64 << 10)).config == Config()
+
+
+MANY = ".".join("a" * 15_000)
+EXPLODING = {
+    "a key": f"{MANY} = 1",
+    "a table": f"[{MANY}]",
+    "an array of tables": f"[[{MANY}]]",
+    "a key within braces": f"x = {{{MANY} = 1}}",
+    "behind a text that ends in four quotes": f'x = {{y = """text"""", {MANY} = 1}}',
+    "behind one that ends in five": f"x = {{y = '''text''''', {MANY} = 1}}",
+    "behind a text that ends in a backslash": rf'x = {{y = "\\", {MANY} = 1}}',
+    "behind a quote that is part of the text": rf'x = {{y = "\"", {MANY} = 1}}',
+    "with spaces": " . ".join(["a"] * 15_000) + " = 1",
+    "in quotes": ".".join(['"a"'] * 15_000) + " = 1",
+    "brackets": "x = " + "[" * 60_000,
+    "brackets on a line each": "x = " + "[\n" * 30_000,
+    "braces": "x = " + "{a=" * 20_000,
+    "quotes": '"' * 60_000,
+    "single quotes": "'" * 60_000,
+    "what may close but does not": '"""' + '\\"""' * 15_000 + "\\",
+    "an endless number": "x = " + "9" * 60_000,
+    "many tables": "".join(f"[{'.'.join('abcdefgh')}.k{n}]\n" for n in range(2500)),
+}
+
+
+@pytest.mark.parametrize("text", EXPLODING.values(), ids=EXPLODING)
+def test_no_file_takes_long_or_much_memory(resolve, text):
+    """200 KB of dots took tomllib 23 GB."""
+    began = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=r"^\./tiers\.toml") as error:
+            resolve(project=text)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "larger" not in str(error.value)
+    assert most < 32 << 20
+    assert time.process_time() - began < 10
+
+
+def test_where_a_file_has_too_much_is_told_by_the_line(resolve):
+    text = 'log = """\n#\n"""\n# a.b.c\na' + ".a" * 17 + " = 1"
+    with pytest.raises(ConfigError, match="line 5 has a name of more parts than any key"):
+        resolve(project=text)
+
+
+def test_dots_and_brackets_in_texts_and_comments_are_no_names(resolve):
+    many = "." * 100 + "[" * 100
+    config = resolve(project=f'run = \'{many}\'  # {many} " {many}\n#\'\nledger = "{many}\\"{many}"').config
+    assert many in str(config.run)
+    assert f'{many}"{many}' in str(config.ledger)
