@@ -31,7 +31,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 
 log = logging.getLogger("tiers")
 
-LONGEST_WAIT = 10.0  # seconds for others to give memory back that the program cannot go on without
+LONGEST_WAIT = 10.0  # seconds for others to give memory back that a plan counts on
 ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
 
 
@@ -76,7 +76,8 @@ class Backing:
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._closed = False
         self._waited = False  # for others, which is said once
-        self.full_is_told = False  # once for all threads, too
+        self._in_vain = False  # it was: what they hold they hold for long
+        self._full_is_told = False  # once for all threads, too
         self._lock = threading.RLock()
         self._later = threading.Condition(self._lock)  # nobody notifies: to wait for it lets others in
         self.has_disk = nvme is not None
@@ -89,7 +90,8 @@ class Backing:
         """Make a parcel with a block of its own; for NVMe it starts there, too.
 
         With `insist` it waits for a while where other processes use the memory: what they take for a moment is no
-        reason to end the program. Meanwhile others may use the backing, though not whose engine this is for.
+        reason to leave the plan. Once that was in vain it is not done again. Meanwhile others may use the backing,
+        though not whose engine this is for.
 
         Raises
         ------
@@ -99,7 +101,7 @@ class Backing:
         parcel = Parcel(nbytes, next_use, tier=tier)
         with self._lock:
             self._largest = max(self._largest, nbytes)
-            deadline = time.monotonic() + (LONGEST_WAIT if insist else 0.0)
+            deadline = time.monotonic() + LONGEST_WAIT if insist and not self._in_vain else 0.0
             block = self._find_block(nbytes, deadline)
             while not self._can_come_back():
                 most = max(other.nbytes for other in self._on_nvme)
@@ -141,7 +143,10 @@ class Backing:
 
     def _wait_for_others(self, nbytes: int, deadline: float, *, lacked: bool = False) -> bool:
         """Let other threads in for a moment if it is others' memory that is missing; False if not, or for too long."""
-        if time.monotonic() >= deadline or not (lacked or self._dram.lacks_room(nbytes)):
+        if not deadline or not (lacked or self._dram.lacks_room(nbytes)):
+            return False
+        if time.monotonic() >= deadline:
+            self._in_vain |= self._waited
             return False
         if not self._waited:
             self._waited = True
@@ -195,6 +200,13 @@ class Backing:
         if needed > holds:
             where = None if self._nvme is None else self._nvme.where
             raise TierTooSmall("dram" if self._nvme is None else "dram and nvme", where, needed, 0, holds)
+
+    def say_what_stays(self, full: TierFull) -> None:
+        """Say, once, that groups stay in HBM which the tiers below have no room for."""
+        if not self._full_is_told:
+            self._full_is_told = True
+            # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
+            log.warning("%s; what it has no room for stays in hbm", str(full))
 
     def reserve(self, owner: object, nbytes: int) -> None:
         """Have DRAM grow in the background to what all owners say they need at once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.sizes import PAGE, round_up
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.group import NEVER, Group, State
 from torch_tiers.migrator.lanes import Stream
 from torch_tiers.migrator.plan import PageGroup, Plan
 from torch_tiers.migrator.planner.sizes import WORTH, group_bytes
-
-log = logging.getLogger("tiers")
 
 UNFORESEEN = 1 << 60
 """Groups that no plan orders are expected back last in, first out, and after all that a plan orders."""
@@ -52,7 +50,11 @@ class Filling:
     unforeseen : bool
         Whether something was saved in this period that no plan knows.
     on_trial : bool
-        Whether the program can do without the plan: what no tier below has room for stays, and counts as unforeseen.
+        Whether the program can do without the plan: what no tier below has room for counts as unforeseen.
+    granted : int
+        Bytes, in whole pages, that went to the tiers below in this period.
+    refused : bool
+        Whether something was to go and stayed, as they had no room for it.
     patient : bool
         Whether what no plan has foreseen waits for this to be over, as there may be room for all of it.
     sent : bool
@@ -65,6 +67,8 @@ class Filling:
         self.room = room
         self.unforeseen = False
         self.on_trial = False
+        self.granted = 0
+        self.refused = False
         self.patient = self.sent = False
         self.loose: dict[Stream, Group] = {}
         self._full: deque[Group] = deque()  # of those, what waits to be sent
@@ -90,6 +94,8 @@ class Filling:
         self._opened.clear()
         self._completed.clear()
         self.unforeseen = self.sent = False
+        self.granted = 0
+        self.refused = False
 
     def planned(self, planned: PageGroup, stream: Stream) -> Open:
         """What is open for a planned group; opened if it is not, or if all that was in it died too early."""
@@ -157,20 +163,21 @@ class Filling:
     def _send_planned(self, group: Group) -> None:
         try:
             self._leave(group, insist=not self.on_trial)
-        except TierFull:
-            if not self.on_trial:
-                raise
-            self.unforeseen = True
+        except TierFull as full:
+            if self.on_trial:
+                self.unforeseen = True
+            else:
+                self._stays(full)
 
     def _send_loose(self, group: Group) -> None:
         try:
             self._leave(group)
         except TierFull as full:
-            # No plan asked for this one to go, so it may stay: the program may well fit.
-            if not self._engine.backing.full_is_told:
-                self._engine.backing.full_is_told = True
-                # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
-                log.warning("%s; tensors that no plan covers stay in hbm", str(full))
+            self._stays(full)
+
+    def _stays(self, full: TierFull) -> None:
+        self.refused = not self.on_trial  # which does without what it has no room for
+        self._engine.backing.say_what_stays(full)
 
     def _send(self, group: Group, send: Callable[[Group], None]) -> None:
         """Send a group, or have it wait for the operation that is saving something in it."""
@@ -181,7 +188,9 @@ class Filling:
 
     def _leave(self, group: Group, *, insist: bool = False) -> None:
         self._engine.send(group, insist=insist)
-        self.sent |= group.state in (State.LEAVING, State.AWAY)
+        if group.state in (State.LEAVING, State.AWAY):
+            self.sent = True
+            self.granted += round_up(group.nbytes, PAGE)
 
     def incomplete(self, plans: Iterable[Plan]) -> bool:
         """Whether sites that were foreseen did not come; of kinds of periods that alternate, one plan must fit."""

@@ -121,10 +121,7 @@ class Mover:
     def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
         """Take charge of a saved tensor.
 
-        Raises
-        ------
-        TierFull
-            If the plan has it leave HBM and no tier has room.
+        What the plan has leave HBM stays there if no tier has room.
         """
         engine = self.engine
         with engine.lock:
@@ -250,11 +247,6 @@ class Mover:
             Whether no other thread trains on this device, so that periods do not overlap.
         overflow : int
             Bytes for which the allocator had no room in HBM.
-
-        Raises
-        ------
-        TierFull
-            If a plan moves more than the tiers below HBM hold.
         """
         self._fitting = 0 if overflow else self._fitting + 1
         self._stayed &= not self.filling.sent and all(plan.keeps_everything for plan in self.learner.plans)
@@ -268,14 +260,24 @@ class Mover:
                     self.verified[key] = verified.besides(self.verified.get(key))
                 self._see_beside(trace)
             peak = self.engine.end_period()
+            granted, refused = self.filling.granted, self.filling.refused
             drifted = self.filling.unforeseen or self.filling.incomplete(self.learner.plans)
             self._begin()
             pressed = self.engine.compute.pressed()
             # Groups that are held back on purpose are late on purpose.
             lap = self.engine.lap if alone and self.engine.ahead == EVERY else None
             changed = self.learner.period_over(
-                trace, peak, whole=whole, drifted=drifted, pressed=pressed, overflow=overflow, lap=lap
+                trace,
+                peak,
+                whole=whole,
+                drifted=drifted,
+                pressed=pressed,
+                overflow=overflow,
+                lap=lap,
+                refused=refused,
             )
+            if refused and trace is None and not (changed or drifted):  # else it may not have been these plans'
+                changed = self._plans_for_less(granted)
             self.recorder = self.engine.meter = None
             if overflow and self.filling.patient:
                 self._expect_too_much()
@@ -383,9 +385,9 @@ class Mover:
     def _adopt(self) -> None:
         while (refusal := self._refusal(self.learner.plans)) is not None:
             # The plan before a rival has fitted so far. And others take their share of a node's memory, disks fill up.
-            if not (self.learner.break_off() or self._plans_for_less()):
-                self.learner.forget()  # whoever catches this may go on with something smaller
-                raise refusal
+            if not (self.learner.break_off() or self._plans_for_less(usable(self.engine.backing.capacity))):
+                self.engine.backing.say_what_stays(refusal)
+                break
         plans = self.learner.plans
         self.engine.backing.reserve(self, max(plan.parcel_bytes for plan in plans))
         self.filling.patient = False
@@ -404,14 +406,14 @@ class Mover:
             return refusal
         return None
 
-    def _plans_for_less(self) -> bool:
-        """Plan for what the tiers below HBM hold by now; False if that is what the plans were made for already."""
-        holds = usable(self.engine.backing.capacity)
-        if holds >= self._below:
+    def _plans_for_less(self, holds: int) -> bool:
+        """Plan for what the tiers below HBM hold by now, or grant; whether there are other plans for that."""
+        if holds >= self._below:  # that is what the plans were made for already
             return False
         self._below = holds
+        before = self.learner.plans
         self.learner.plan_for_less(holds)
-        return True
+        return self.learner.plans != before
 
     def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""

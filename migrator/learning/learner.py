@@ -172,6 +172,7 @@ class Learner:
         pressed: bool,
         overflow: int = 0,
         lap: Lap | None = None,
+        refused: bool = False,
     ) -> bool:
         """Take in one period; whether `plans` changed.
 
@@ -192,6 +193,9 @@ class Learner:
             Whether a tensor was saved that no plan knows, or one was not that a plan relies on.
         lap : Lap, optional
             What this period took, or the one before it, and for how long compute waited for each lane.
+        refused : bool
+            Whether a tier had no room for what the plan moves, so that it stayed in HBM: what the period took, of
+            memory and of time, tells nothing of the plan.
 
         Raises
         ------
@@ -217,7 +221,7 @@ class Learner:
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
         self._recordings.pass_by(self._periods, drifted=drifted and planned)
-        if changed or self._orders.asked or self._recordings.learning or not self._made:
+        if changed or refused or self._orders.asked or self._recordings.learning or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
         lap = None if drifted else lap
         if not self._contest.racing:  # a rival is not corrected: it is faster as it is, or goes
@@ -341,6 +345,8 @@ class Learner:
         given = self._feedback.given
         self._standby.forget()  # they move more than that, for all that is known
         self._feedback = self._feedback.under(replace(given, below=below, dram=min(below, given.dram)))
+        if self._recordings.learning:
+            return  # what is recorded now is planned with these
         self._plan()
         self._orders.wait()
         self._adopt()

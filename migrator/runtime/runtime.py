@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import get_worker_info
 
-from torch_tiers.allocator.errors import TierFull, TiersError
+from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.mover import Mover
@@ -284,9 +284,6 @@ class Runtime:
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
-            except TierFull:
-                if not self.closed:  # else it is of no use any more, and the rest is to be closed
-                    raise
             if mover.recorder is not None and not recorded:
                 self._happened("learns anew", device=str(device))
             if mover.learner.racing != racing:

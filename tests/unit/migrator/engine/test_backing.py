@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -113,6 +114,20 @@ def test_nobody_waits_for_others_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
     backing = Backing(arena, None, Counters())
     with pytest.raises(TierFull):
         backing.new(PAGE, 0, insist=True)
+    backing.close()
+    arena.close()
+
+
+def test_what_was_waited_for_in_vain_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group of a step would have taken ten seconds."""
+    monkeypatch.setattr(backing_module, "LONGEST_WAIT", 0.2)
+    arena = DramArena(4 * PAGE, pinned=False, step=PAGE, room=lambda: Room(0, ""))
+    backing = Backing(arena, None, Counters())
+    began = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(TierFull):
+            backing.new(PAGE, 0, insist=True)
+    assert time.monotonic() - began < 2
     backing.close()
     arena.close()
 
