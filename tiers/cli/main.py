@@ -19,6 +19,7 @@ from torch_tiers.cli.run import RunVerb
 from torch_tiers.cli.top import TopVerb
 from torch_tiers.cli.verb import BAD_INPUT, Verb
 from torch_tiers.config_keys import nearest
+from torch_tiers.printable import complain
 
 VERBS: tuple[Verb, ...] = (
     ProbeVerb(),
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.do(args)
     except TiersError as error:
-        print(f"tiers: {error}", file=sys.stderr)
+        complain(error)
         return getattr(error, "code", BAD_INPUT)
     except KeyboardInterrupt:
         return 130

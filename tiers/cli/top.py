@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from torch_tiers.cli.verb import CliError, print_json, print_tables, writing
+from torch_tiers.cli.verb import CliError, Terminal, print_json, print_tables, writing
 from torch_tiers.config import load
 from torch_tiers.monitor.board import read_all
 from torch_tiers.monitor.verdict import said
@@ -37,7 +37,7 @@ class TopVerb:
 
     def run(self, args: argparse.Namespace) -> int:
         """Read and print."""
-        console = Console(markup=False, highlight=False, emoji=False)
+        console = Terminal()
         if args.json:
             print_json({"programs": _programs()})
         elif args.once or not console.is_terminal or console.is_dumb_terminal:

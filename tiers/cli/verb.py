@@ -9,11 +9,14 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
 from torch_tiers.allocator.errors import TiersError
+from torch_tiers.printable import printable
 
 BAD_INPUT = 2
 FAILED = 1
@@ -61,13 +64,32 @@ def positive_seconds(text: str) -> float:
 def print_json(data: object) -> None:
     """Write `data` on stdout; paths and such as their text."""
     with writing():
-        print(json.dumps(data, indent=2, default=str))
+        # DEL is the one character that controls a terminal and is ASCII all the same.
+        print(json.dumps(data, indent=2, default=str).replace("\x7f", "\\u007f"))
+
+
+class Terminal(Console):
+    """Writes on stdout what may be others' text, in colour where that is a terminal and NO_COLOR is not set."""
+
+    def __init__(self) -> None:
+        # No markup: a path or a hint such as torch-tiers[cuda13] is text, not a style.
+        super().__init__(markup=False, highlight=False, emoji=False)
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        """What every line, and every cell of a table, is made with, and measured."""
+        return super().render_str(printable(text), **how)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Also for what comes as a Text."""
+        if isinstance(renderable, Text) and (shown := printable(renderable.plain)) != renderable.plain:
+            renderable = renderable.copy()
+            renderable.plain = shown
+        return super().render(renderable, options)
 
 
 def print_tables(parts: Iterable[RenderableType]) -> None:
-    """Write tables and lines on stdout, in colour where that is a terminal and NO_COLOR is not set."""
-    # No markup: a path or a hint such as torch-tiers[cuda13] is text, not a style.
-    console = Console(markup=False, highlight=False, emoji=False)
+    """Write tables and lines on stdout."""
+    console = Terminal()
     with writing():
         for part in parts:
             console.print(part)

@@ -20,7 +20,7 @@ def render(report: Report) -> Iterator[RenderableType]:
     """Tables and lines."""
     yield from header(report.machine)
     yield ""
-    yield picture(measured_links(report))
+    yield from picture(measured_links(report))
     yield from _bandwidths(report.results)
     yield from _loaded(report.results)
     yield from _remarks(report.results)
@@ -43,13 +43,12 @@ def header(machine: Machine) -> Iterator[str]:
     yield "GDS: in use" if machine.gds_obstacle is None else f"GDS: not in use, {machine.gds_obstacle}"
 
 
-def picture(links: LinksConfig) -> str:
-    """The tiers in a row, with the bandwidth of each link in GB/s."""
+def picture(links: LinksConfig) -> Iterator[str]:
+    """The tiers in a row, with the bandwidth of each link in GB/s: a line each."""
     rate = {lane: "    ?" if value is None else f"{value / 1e9:5.1f}" for lane, value in asdict(links).items()}
-    return (
-        f"hbm  ──{rate['d2h']} ─▶  dram  ──{rate['disk_write']} ─▶  nvme      GB/s\n"
-        f"     ◀─{rate['h2d']} ──        ◀─{rate['disk_read']} ──\n"
-    )
+    yield f"hbm  ──{rate['d2h']} ─▶  dram  ──{rate['disk_write']} ─▶  nvme      GB/s"
+    yield f"     ◀─{rate['h2d']} ──        ◀─{rate['disk_read']} ──"
+    yield ""
 
 
 def short_size(nbytes: int) -> str:
