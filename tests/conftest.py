@@ -1,9 +1,10 @@
-"""What every test gets: no configuration of the developer's, and a seed that a failure shows."""
+"""What every test gets: no configuration of the developer's, and a seed of its own."""
 
 from __future__ import annotations
 
 import os
 import random
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,17 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from torch_tiers.migrator.log_softmax import Overwriting
 
-settings.register_profile("tiers", deadline=None, print_blob=True)
-settings.load_profile("tiers")
+settings.register_profile("tiers", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("fresh", deadline=None, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--stress", action="store_true", help="run the tests marked stress, too")
+    parser.addoption("--fresh-seeds", action="store_true", help="draw new seeds for randomised tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("fresh" if config.getoption("--fresh-seeds") else "tiers")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -50,8 +56,16 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A fresh seed; pytest shows the line below when the test fails. TEST_SEED repeats one."""
-    value = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
+    """The test's own seed, the same in every run; pytest shows the line below when the test fails.
+
+    ``--fresh-seeds`` draws another, and TEST_SEED repeats one.
+    """
+    if given := os.environ.get("TEST_SEED"):
+        value = int(given)
+    elif request.config.getoption("--fresh-seeds"):
+        value = random.SystemRandom().randrange(2**31)
+    else:
+        value = zlib.crc32(request.node.nodeid.encode()) >> 1
     print(f"{request.node.name}: TEST_SEED={value}")
     return value
 

@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def build(directory: Path) -> Path:
-    """Build the lane and its driver there."""
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+def build(directory: Path, *more: str) -> Path:
+    """Build the lane and its driver there, with `more` flags."""
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *more]
     for sources, target, visibility in (
         ((ROOT / "allocator" / "native").glob("lane*.cpp"), "liblane.so", "hidden"),  # as CMake builds it
         ((ROOT / "tests" / "unit").glob("fake_*.cpp"), "libcuda.so.1", "default"),
@@ -33,11 +33,11 @@ def flush(): ctypes.CDLL(None).fflush(None)
 """
 
 
-def asked(built: Path, program: str, *arguments: str) -> list[str]:
+def asked(built: Path, program: str, *arguments: str, **environ: str) -> list[str]:
     """What the driver was asked for, and what the program printed, in order."""
     done = subprocess.run(
         [sys.executable, "-u", "-c", START + program + "\nflush()", str(built), *arguments],
-        env={**os.environ, "LD_LIBRARY_PATH": str(built), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "LD_LIBRARY_PATH": str(built), "PYTHONPATH": str(ROOT), **environ},
         cwd=ROOT,
         capture_output=True,
         text=True,

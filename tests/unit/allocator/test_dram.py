@@ -395,9 +395,7 @@ def test_where_no_more_may_be_pinned_the_capacity_is_reached(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_many_threads_share_it_within_the_cap() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def test_many_threads_share_it_within_the_cap(seed: int) -> None:
     arena = DramArena(32 * PAGE, pinned=False, step=STEP)
     failures: list[object] = []
 

@@ -93,9 +93,7 @@ def test_an_extended_map_joins_its_old_tail() -> None:
     assert extents.allocate(3 * ALIGN) == Extent(ALIGN, 3 * ALIGN)
 
 
-def test_a_hundred_thousand_operations_keep_it_sound() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def test_a_hundred_thousand_operations_keep_it_sound(seed: int) -> None:
     rng = random.Random(seed)
     extents = ExtentMap(4096 * ALIGN, ALIGN)
     taken: list[Extent] = []

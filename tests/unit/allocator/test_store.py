@@ -304,9 +304,7 @@ def test_each_part_that_came_back_is_told_once(make: Make, memory: Memory, check
     assert all(intact)
 
 
-def test_many_threads_share_it(make: Make, memory: Memory) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def test_many_threads_share_it(make: Make, memory: Memory, seed: int) -> None:
     store = make(3, capacity=16 * MiB)
     wrong: list[int] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from pathlib import Path
 
@@ -433,8 +432,6 @@ assert not fake.fake_spoilt()
 """
 
 
-def test_whatever_is_asked_in_whatever_order_streams_go_on_every_byte_stays_where_it_is(built: Path) -> None:
-    seed = random.randrange(1 << 20)
-    print(f"seed {seed}")
+def test_whatever_is_asked_in_whatever_order_streams_go_on_every_byte_stays_where_it_is(built: Path, seed: int) -> None:
     for one in range(seed, seed + 3):
         asked(built, START + STORM, str(one))

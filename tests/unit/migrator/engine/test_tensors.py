@@ -423,11 +423,9 @@ def test_nothing_leaks_and_cycles_are_collected(tensors: Tensors) -> None:
     assert [ref() for ref in dead] == [None] * 5
 
 
-def test_random_programs_find_the_same_in_both(tensors: Tensors) -> None:
+def test_random_programs_find_the_same_in_both(tensors: Tensors, seed: int) -> None:
     if tensors is in_python:
         return
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
     rng, ours, native_ones = random.Random(seed), in_python.Storages(), tensors.Storages()
     alive: list[Tensor] = []
     for _ in range(3000):
