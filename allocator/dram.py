@@ -22,7 +22,7 @@ import torch
 from torch_tiers.allocator.at_exit import close_at_exit
 from torch_tiers.allocator.extents import Extent
 from torch_tiers.allocator.keeper import Keeper
-from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.ledger import Account, Holder
 from torch_tiers.allocator.mappings import Mapping, Mappings
 from torch_tiers.allocator.room import Room
 from torch_tiers.allocator.sizes import PAGE, GiB, round_up
@@ -118,6 +118,11 @@ class DramArena:
     def capacity(self) -> int:
         """The most the arena can hold, in bytes; what it has while it can get no more."""
         return self._mappings.capacity
+
+    @property
+    def others(self) -> tuple[Holder, ...]:
+        """Who else holds something of the node's, while that is why it can get no more."""
+        return self._mappings.others
 
     def lacks_room(self, nbytes: int) -> bool:
         """Whether it could grow by `nbytes` if others did not use that memory now."""

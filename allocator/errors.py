@@ -5,6 +5,7 @@ The facts travel as ``args`` and the text is made from them, so an error survive
 
 from __future__ import annotations
 
+from torch_tiers.allocator.ledger import Holder, tell
 from torch_tiers.allocator.sizes import format_size
 
 _REMEDIES = {
@@ -33,21 +34,36 @@ class TierFull(TiersError):
         Where the tier lives, if it has a place in a filesystem.
     requested, used, capacity
         Bytes.
+    others
+        Who else holds something of it, where that is what it lacks.
     """
 
-    def __init__(self, tier: str, path: str | None, requested: int, used: int, capacity: int) -> None:
-        super().__init__(tier, path, requested, used, capacity)
+    def __init__(
+        self,
+        tier: str,
+        path: str | None,
+        requested: int,
+        used: int,
+        capacity: int,
+        others: tuple[Holder, ...] = (),
+    ) -> None:
+        super().__init__(tier, path, requested, used, capacity, others)
         self.tier = tier
         self.path = path
         self.requested = requested
         self.used = used
         self.capacity = capacity
+        self.others = others
 
     def __str__(self) -> str:
         return (
-            f"tier {self._where} is full: {format_size(self.requested)} requested, "
-            f"{format_size(self.used)} of {format_size(self.capacity)} in use; raise {self._variables}"
+            f"tier {self._where} is full: {format_size(self.requested)} requested, {format_size(self.used)} of "
+            f"{format_size(self.capacity)} in use{self._held_elsewhere}; raise {self._variables}"
         )
+
+    @property
+    def _held_elsewhere(self) -> str:
+        return f", held elsewhere on the node: {tell(self.others)}" if self.others else ""
 
     @property
     def _where(self) -> str:
@@ -64,8 +80,8 @@ class TierTooSmall(TierFull):
     def __str__(self) -> str:
         return (
             f"the plan has {format_size(self.requested)} in {self._where} at once, which holds "
-            f"{format_size(self.capacity)}: raise {self._variables}, or TIERS_HBM, so that less has to move "
-            "(TIERS_POLICY=auto moves no more than it must)"
+            f"{format_size(self.capacity)}{self._held_elsewhere}: raise {self._variables}, or TIERS_HBM, so that less "
+            "has to move (TIERS_POLICY=auto moves no more than it must)"
         )
 
 

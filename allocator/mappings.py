@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_tiers.allocator.extents import ExtentMap
-from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.ledger import Account, Holder
 from torch_tiers.allocator.pinning import PinningRefused, map_pages, pin, touch
 from torch_tiers.allocator.room import Room, RoomWatch
 from torch_tiers.allocator.sizes import PAGE, format_size, round_up
@@ -90,6 +90,11 @@ class Mappings:
     def pinned(self) -> bool:
         """Whether they are pinned; False after the driver refused."""
         return self._device is not None
+
+    @property
+    def others(self) -> tuple[Holder, ...]:
+        """Who else holds something of the tier, while that is why it can get no more."""
+        return self._account.others if self._refused and self._account is not None else ()
 
     def lacks_room(self, nbytes: int) -> bool:
         """Whether it could grow by `nbytes` if others did not use that memory now."""

@@ -117,6 +117,7 @@ def _open_ledger(config: Config) -> Ledger | None:
                 "directory of this user alone, or a name in one that exists"
             ) from error
     for place in LEDGERS:
+        # One that is there and busy is the one where all others meet: elsewhere what they hold would count for nothing.
         with contextlib.suppress(OSError):  # said where it matters, when something is about to be shared
             return Ledger(of_user(place))
     return None

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from torch_tiers.allocator.dram import LOOK_CLOSELY, DramArena, DramBlock
 from torch_tiers.allocator.errors import StoreError, TierFull, TiersError, TierTooSmall
 from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.engine.disk import Disk
 from torch_tiers.migrator.engine.guards import Guards
 from torch_tiers.migrator.engine.parcel import Parcel
@@ -199,7 +200,8 @@ class Backing:
         holds = self.capacity
         if needed > holds:
             where = None if self._nvme is None else self._nvme.where
-            raise TierTooSmall("dram" if self._nvme is None else "dram and nvme", where, needed, 0, holds)
+            tiers = "dram" if self._nvme is None else "dram and nvme"
+            raise TierTooSmall(tiers, where, needed, 0, holds, self._dram.others)
 
     def say_what_stays(self, full: TierFull) -> None:
         """Say, once, that groups stay in HBM which the tiers below have no room for."""
@@ -207,6 +209,15 @@ class Backing:
             self._full_is_told = True
             # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
             log.warning("%s; what it has no room for stays in hbm", str(full))
+
+    def say_if_nothing_fits(self) -> None:
+        """Say so before training where not even the smallest group would get room."""
+        with self._lock:
+            block = self._dram.allocate(PAGE)
+            if block is None:
+                self.say_what_stays(self._full(PAGE))
+            else:
+                self._dram.free(block)
 
     def reserve(self, owner: object, nbytes: int) -> None:
         """Have DRAM grow in the background to what all owners say they need at once."""
@@ -218,8 +229,9 @@ class Backing:
     def _full(self, nbytes: int) -> TierFull:
         nvme, dram = self._nvme, self._dram
         if nvme is None or nbytes > dram.capacity:
-            return TierFull("dram", None, nbytes, dram.used, dram.capacity)
-        return TierFull("dram and nvme", nvme.where, nbytes, dram.used + nvme.used, dram.capacity + nvme.capacity)
+            return TierFull("dram", None, nbytes, dram.used, dram.capacity, dram.others)
+        used, capacity = dram.used + nvme.used, dram.capacity + nvme.capacity
+        return TierFull("dram and nvme", nvme.where, nbytes, used, capacity, dram.others)
 
     # ------------------------------------------------------------------------------ DRAM to NVMe
 

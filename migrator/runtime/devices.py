@@ -27,6 +27,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates
 LAYOUTS = 0.005  # the same of ours, which goes on in DRAM should a plan hold more than was predicted
+MAY_KEEP = {"auto", "checkpoint", "keep"}  # policies that move nothing, or nothing that may as well stay
 RECORDINGS = 3  # of the first periods on a GPU: in each the host is late somewhere
 
 log = logging.getLogger("tiers")
@@ -113,6 +114,8 @@ class Devices:
                         "policy checkpoint recomputes only modules that are exactly PyTorch's own, without hooks, "
                         "buffers and randomness: all else stays in hbm"
                     )
+                if options.policy not in MAY_KEEP:
+                    self._backing.say_if_nothing_fits()
             shared = self.opened.get(device) or self._open(device, options)
         engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors)
         learner = Learner(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -131,13 +133,37 @@ def test_who_holds_nothing_leaves_nothing(ledger: Ledger, account: Account) -> N
     assert files(ledger) == []
 
 
-def test_a_refusal_is_said_once(account: Account, other: Account, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_said_once_with_who_holds_the_rest(
+    account: Account, other: Account, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/pre-train 1.py"])
     account.claim(CAPACITY)
     other.claim(PAGE), other.claim(PAGE)
     assert [record.getMessage() for record in caplog.records] == [
-        "dram stays at 0 B for now: 32.0 MiB of the node's 32.0 MiB are held elsewhere; raise TIERS_DRAM if the node "
-        "has more"
+        "dram stays at 0 B for now: 32.0 MiB of the node's 32.0 MiB are held elsewhere (32.0 MiB by pid "
+        f"{os.getpid()} (pre-train_1.py)); raise TIERS_DRAM if the node has more"
     ]
+
+
+def test_of_many_who_hold_something_the_largest_are_told() -> None:
+    holders = [accounts.Holder(number * PAGE, number, "train.py") for number in range(1, 7)]
+    assert accounts.tell(holders) == (
+        "12.0 MiB by pid 6 (train.py), 10.0 MiB by pid 5 (train.py), 8.0 MiB by pid 4 (train.py), 6.0 MiB by pid 3 "
+        "(train.py) and more by 2 others"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [(["-c"], "python"), ([""], "python"), ([], "python"), (["/a/trainer/__main__.py"], "trainer")],
+)
+def test_a_process_has_a_name_in_the_ledger(
+    argv: list[str], name: str, account: Account, other: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    account.claim(PAGE)
+    other.claim(PAGE)
+    assert other.others == (accounts.Holder(PAGE, os.getpid(), name),)
 
 
 # -------------------------------------------------------------------------------------- processes
@@ -275,6 +301,44 @@ def test_a_process_that_is_stopped_while_it_counts_does_not_stop_the_others(
     assert said(stopped) == "unlocked"
     assert account.claim(PAGE)
     assert ledger.used("dram") == 5 * PAGE  # and what was claimed alone is published
+
+
+def test_a_ledger_that_is_busy_is_the_one_where_all_meet(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]], ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another directory what others hold counted for nothing: the node's capacities were handed out twice."""
+    monkeypatch.setattr(accounts, "PATIENCE", 0.1)
+    monkeypatch.setattr(shares, "LEDGERS", (tmp_path / "first", tmp_path / "second"))
+    monkeypatch.setattr(shares, "of_user", lambda place: ledger.directory if place.name == "first" else place)
+    stopped = start(STOPPED)
+    assert said(stopped) == "locked"
+    for named in ({}, {"ledger": str(ledger.directory)}):
+        config = load(named, environ={}, cwd=tmp_path).config
+        opened = shares.Shares(config).ledger
+        assert opened is not None and opened.directory == ledger.directory
+    assert not (tmp_path / "second").exists()
+
+
+def test_while_a_ledger_is_busy_what_others_held_still_counts(
+    account: Account, other: Account, start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "PATIENCE", 0.1)
+    other.claim(12 * PAGE)
+    account.claim(PAGE)
+    stopped = start(STOPPED)
+    assert said(stopped) == "locked"
+    assert (account.claim(4 * PAGE), account.claim(3 * PAGE)) == (0, 3 * PAGE)
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOMEM])
+def test_a_ledger_for_which_files_are_lacking_for_now_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def lacking(path: Path) -> Iterator[int]:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(accounts, "_locked", contextmanager(lacking))
+    assert Ledger(tmp_path / "ledger").directory == tmp_path / "ledger"
 
 
 @pytest.mark.filterwarnings("default:.* is multi-threaded, use of fork")

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_tiers.allocator.errors import CorruptionError, StoreError, TierFull, TiersError
+from torch_tiers.allocator.ledger import Holder
 from torch_tiers.allocator.sizes import (
     GiB,
     KiB,
@@ -97,6 +98,7 @@ def test_a_full_tier_names_itself_and_sizes() -> None:
     "error",
     [
         TierFull("dram", None, 1, 2, 3),
+        TierFull("dram", None, 1, 2, 3, (Holder(4, 5, "train.py"),)),
         StoreError("/a", 0, 4096, "read", "I/O error"),
         CorruptionError("/a", 0, 1, "read", "x"),
     ],
