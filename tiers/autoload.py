@@ -9,6 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from torch_tiers.allocator.errors import TiersError
+    from torch_tiers.config_keys import ConfigError
+
+_TOLD = "_TIERS_TOLD"  # a variable, as whoever this process starts inherits what was told along with why
 
 _put_off = False
 
@@ -19,8 +26,10 @@ def gate() -> None:
     Raises
     ------
     SystemExit
-        With code 2, after one line on stderr, if the configuration is wrong: before training starts. Nothing
-        else is raised, as PyTorch would turn it into a failure of ``import torch``.
+        With code 2, after one line on stderr, if the configuration is wrong, or tiers cannot be active though there
+        is a budget: before training starts.
+    TiersError
+        Instead of that where somebody types: see `give_up`. PyTorch makes a failure of ``import torch`` of it.
     """
     allocator = os.environ.get("TIERS_ALLOCATOR", "").strip().lower()
     if allocator in ("", "off"):
@@ -34,18 +43,73 @@ def gate() -> None:
         global _put_off
         _put_off = True
         return
-    import logging
-
     try:
         _install()
     except Exception as error:
-        half_made = _half_made() if "partially initialized" in str(error) else None
-        logging.getLogger("tiers").error(
-            "tiers is not active, the program runs without it: %s: %s%s",
-            type(error).__name__,
-            error,
-            f"; import torch before {half_made}" if half_made else "",
-        )
+        failure = error
+    else:
+        return
+    _failed(failure)  # out here, so that at a prompt there is one traceback and not two
+
+
+def give_up(error: TiersError) -> NoReturn:
+    """End the program with code 2 and one line on stderr; where somebody types, raise: their session is theirs.
+
+    Raises
+    ------
+    SystemExit
+        In a program.
+    TiersError
+        In a notebook or at a prompt.
+    """
+    from torch_tiers.printable import complain
+
+    if _is_interactive():
+        raise error
+    complain(error)
+    raise SystemExit(2) from None
+
+
+def _is_interactive() -> bool:
+    """Whether somebody types what runs: IPython and notebooks, Python's prompt, or ``python -i``."""
+    import builtins
+
+    return hasattr(builtins, "get_ipython") or hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+def _failed(error: Exception) -> None:
+    """Give up on a wrong configuration. On what is ours to mend only if there is a budget: nothing would keep it."""
+    import logging
+
+    from torch_tiers.config_keys import ConfigError
+
+    if isinstance(error, ConfigError):
+        give_up(_advised(error))
+    half_made = _half_made() if "partially initialized" in str(error) else None
+    text = f"{type(error).__name__}: {error}{f'; import torch before {half_made}' if half_made else ''}"
+    if (budget := _budget()) is None:
+        logging.getLogger("tiers").error("tiers is not active, the program runs without it: %s", text)
+        return
+    kept = f"tiers cannot be active, and nothing else keeps the program within {budget}"
+    give_up(_advised(ConfigError(f"{kept}: {text}; unset TIERS_ALLOCATOR to run it without a budget")))
+
+
+def _advised(error: ConfigError) -> ConfigError:
+    """The same, and what else to do where the process goes on: torch cannot be imported a second time."""
+    return type(error)(f"{error}; then restart the kernel, or Python") if _is_interactive() else error
+
+
+def _budget() -> str | None:
+    """The budget that was asked for, in words; None without one."""
+    from torch_tiers.allocator.errors import TiersError
+    from torch_tiers.config import load
+
+    try:
+        resolved = load()
+    except (TiersError, OSError, RuntimeError):  # what could not be read may well have one
+        return "its budget"
+    key = "hbm.capacity"
+    return None if resolved.config.hbm.capacity is None else f"{key} ({resolved.origin[key]})"
 
 
 def _half_made() -> str | None:
@@ -60,30 +124,36 @@ def _half_made() -> str | None:
 def _tell_off(names: Iterable[str]) -> None:
     """Tell that tiers is off though `names` are set: a program that runs without looks as if it ran with them.
 
-    Of names that are none of ours, such as ``TIERS_ALLOCATR``, each; of ours one.
+    Of names that are none of ours, such as ``TIERS_ALLOCATR``, each; of ours one. At once: who waits hours for a
+    program must know before. A session in code may still read them, so that is said, too.
     """
-    import multiprocessing
-
     from torch_tiers.config_keys import BY_ENV, CONFIG_ENV, nearest
+    from torch_tiers.printable import printable
 
-    known = {*BY_ENV, CONFIG_ENV}
-    if multiprocessing.parent_process() is not None:
+    if "torch_tiers.session" in sys.modules or "torch_tiers.cli" in sys.modules:  # which reads them
         return
+    known = {*BY_ENV, CONFIG_ENV}
     strange = sorted(name for name in names if name not in known)
-    for name in strange:
-        text = f"tiers is off: TIERS_ALLOCATOR is not set, and {name} is no variable of ours{nearest(name, known)}"
-        print(text, file=sys.stderr)
     wanted = sorted({"TIERS_HBM", "TIERS_POLICY", "TIERS_RUN"}.intersection(names))
+    lines = [
+        f"tiers is off: TIERS_ALLOCATOR is not set, and {name} is no variable of ours{nearest(name, known)}"
+        for name in strange
+    ]
     if wanted and not strange:
-        import atexit
+        lines.append(
+            f"tiers is off: {wanted[0]} is set, and TIERS_ALLOCATOR is not: only a tiers.session in code uses it; "
+            "set TIERS_ALLOCATOR=pages, or start the program by tiers run"
+        )
+    if lines and _is_new("; ".join(lines)):
+        print(*map(printable, lines), sep="\n", file=sys.stderr)
 
-        # At the end: until then a session in code may read it.
-        atexit.register(_tell_unread, wanted[0])
 
-
-def _tell_unread(name: str) -> None:
-    if "torch_tiers.session" not in sys.modules and "torch_tiers.cli" not in sys.modules:
-        print(f"tiers was off: {name} is set, and TIERS_ALLOCATOR is not", file=sys.stderr)
+def _is_new(text: str) -> bool:
+    """Whether no process that led to this one has told the same, as a launcher has to its ranks and they to workers."""
+    if os.environ.get(_TOLD) == text:
+        return False
+    os.environ[_TOLD] = text
+    return True
 
 
 def catch_up() -> None:
@@ -107,29 +177,21 @@ def _hand_on_paths() -> None:
 
 def _install() -> None:
     import logging
-    import multiprocessing
 
     from torch_tiers.config import ConfigError, load
     from torch_tiers.log import set_up
 
     try:
-        try:
-            resolved = load()
-        except (OSError, RuntimeError) as error:
-            # Not as a failure of ours, with which the program goes on: without its budget it would run out of memory.
-            raise ConfigError(
-                f"the configuration cannot be read: {error}; correct it or unset TIERS_ALLOCATOR"
-            ) from None
-        _hand_on_paths()
-        set_up(resolved.config.log)
-        # A child of multiprocessing inherited the variable from a process that has said all this already.
-        if multiprocessing.parent_process() is None:
-            for warning in resolved.warnings:
-                logging.getLogger("tiers").warning(warning)
+        resolved = load()
+    except (OSError, RuntimeError) as error:
+        # Not as a failure of ours, with which the program goes on: without its budget it would run out of memory.
+        raise ConfigError(f"the configuration cannot be read: {error}; correct it or unset TIERS_ALLOCATOR") from None
+    _hand_on_paths()
+    set_up(resolved.config.log)
+    if resolved.warnings and _is_new("; ".join(resolved.warnings)):
+        for warning in resolved.warnings:
+            logging.getLogger("tiers").warning(warning)
 
-        from torch_tiers.session import install
+    from torch_tiers.session import install
 
-        install(resolved.config)
-    except ConfigError as error:
-        print(f"tiers: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    install(resolved.config)

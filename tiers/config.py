@@ -6,7 +6,7 @@ Imported inside `import torch`: standard library only, and no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -185,7 +185,24 @@ def load(
     if config.dram.capacity and config.dram.capacity < PAGE and not config.nvme.capacity:
         held = f"dram.capacity ({origin['dram.capacity']}) is less than a page of {format_size(PAGE)}"
         warnings += (f"{held}: nothing can move; set TIERS_DRAM to some GiB",)
-    return Resolved(config, origin, (*unread, *warnings))
+    return Resolved(config, origin, (*unread, *warnings, *_without_effect(values, origin)))
+
+
+_EFFECT_NEEDS = {
+    "run_force": "run",
+    "monitor.probe": "monitor.enabled",
+    "monitor.calibration": "monitor.enabled",
+    "nvme.gds": "nvme.capacity",
+    "nvme.checksum": "nvme.capacity",
+}
+
+
+def _without_effect(values: Mapping[str, Any], origin: Mapping[str, str]) -> Iterator[str]:
+    """Yield what was asked for and is not taken, as another key that it goes with is off."""
+    usual = flatten(Config())
+    for key, needed in _EFFECT_NEEDS.items():
+        if values[key] != usual[key] and not values[needed]:
+            yield f"{key} is set ({origin[key]}) and has no effect: {needed} is not set, or off"
 
 
 def _build(values: Mapping[str, Any]) -> Config:

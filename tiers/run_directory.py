@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,19 @@ def find(config: Config) -> Path | None:
     rank = os.environ.get("RANK") if processes("WORLD_SIZE") > 1 else None
     directory = config.run / f"rank{rank}" if rank else config.run
     try:
-        standing = next(parent for parent in (directory, *directory.parents) if parent.exists())
-        writable = standing.is_dir() and os.access(standing, os.W_OK | os.X_OK)
+        standing = next(parent for parent in (directory, *directory.parents) if _is_there(parent))
+        if writable := standing.is_dir():
+            # Tried, as rights do not tell of a full disk, of quotas or of what the kernel makes up, such as /proc.
+            with tempfile.TemporaryFile(dir=standing) as probe:
+                probe.write(b"tiers")
         used = writable and (directory / STATS).exists()
-    except OSError as error:  # a name that is too long, or a directory above that is closed to this user
+    except OSError as error:  # also of a name that is too long, or a directory above that is closed to this user
         raise ConfigError(
             f"TIERS_RUN: {directory} cannot be written: {error.strerror}; name a directory that you may write to"
         ) from None
     if not writable:
         raise ConfigError(
-            f"TIERS_RUN: {directory} cannot be written: {standing} is not a directory that you may write to"
+            f"TIERS_RUN: {directory} cannot be written: {standing} is not a directory; name one that you may write to"
         )
     # A process that the program has started, or that its launcher starts again, goes beside what is there: see `write`.
     if used and not config.run_force and not is_started_beside_others():
@@ -74,6 +78,15 @@ def find(config: Config) -> Path | None:
             f"TIERS_RUN: {directory} holds an earlier run: name another directory or set TIERS_RUN_FORCE=1"
         )
     return directory
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something, be it a link to nothing; OSError where that cannot be told."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def write(

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.extension import CannotBuild
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.pinning import return_what_is_freed
-from torch_tiers.autoload import catch_up
+from torch_tiers.autoload import catch_up, give_up
 from torch_tiers.config import Config, ConfigError, load
 from torch_tiers.log import set_up
 from torch_tiers.migrator import log_softmax
@@ -240,15 +239,10 @@ def install(config: Config) -> None:
     ConfigError
         If the run directory holds an earlier run.
     """
-    session = Session(config, refuse=_exit)
+    session = Session(config, refuse=give_up)
     session.open()
     # Registered after PyTorch's own exit handlers, and so run before them: while the driver is still up.
     atexit.register(session.close)
-
-
-def _exit(error: TiersError) -> None:
-    print(f"tiers: {error}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 class session(contextlib.AbstractContextManager[Session]):

@@ -51,15 +51,25 @@ def test_a_misspelt_allocator_does_not_pass_for_tiers():
     assert (done.stdout, done.stderr.count("\n"), done.returncode) == ("", 1, 0)
 
 
-def test_variables_for_a_session_in_code_are_nobody_s_mistake():
-    later = "; import sys; sys.modules['torch_tiers.session'] = sys"
-    assert python(GATE + later, TIERS_HBM="1GiB", TIERS_CONFIG="tiers.toml").stderr == ""
+@pytest.mark.parametrize("name", ["TIERS_HBM", "TIERS_POLICY", "TIERS_RUN"])
+def test_what_has_no_effect_without_an_allocator_is_told_at_the_start(name):
+    done = python(GATE + "; import sys; print('trains', file=sys.stderr)", **{name: "1GiB"}, TIERS_LOG="info")
+    said, trains = done.stderr.splitlines()
+    assert said.startswith(f"tiers is off: {name} is set, and TIERS_ALLOCATOR is not: only a tiers.session in code")
+    assert trains == "trains"
 
 
-def test_a_budget_that_nobody_read_is_told_at_the_end():
-    done = python(GATE + "; print('trains')", TIERS_HBM="1GiB", TIERS_LOG="info")
-    assert done.stderr == "tiers was off: TIERS_HBM is set, and TIERS_ALLOCATOR is not\n"
-    assert python(GATE, TIERS_LOG="info").stderr == ""
+def test_variables_that_change_nothing_alone_are_nobody_s_mistake():
+    assert python(GATE, TIERS_LOG="info", TIERS_CONFIG="tiers.toml").stderr == ""
+
+
+def test_variables_that_a_session_is_about_to_read_are_nobody_s_mistake():
+    assert python("import sys; sys.modules['torch_tiers.session'] = sys; " + GATE, TIERS_HBM="1GiB").stderr == ""
+
+
+def test_that_tiers_is_off_is_not_told_again_by_what_a_program_starts():
+    code = f"import subprocess, sys; {GATE}; subprocess.run([sys.executable, '-c', {GATE!r}])"
+    assert python(code, TIERS_HBM="1GiB").stderr.count("tiers is off") == 1
 
 
 def test_on_installs_the_session_with_the_configuration():
@@ -81,6 +91,20 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(environ, message):
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["import builtins; builtins.get_ipython = None\n", "import sys; sys.ps1 = '>>> '\n"],
+    ids=["notebook", "prompt"],
+)
+def test_where_somebody_types_a_wrong_configuration_is_an_exception(typed):
+    """Ending the process would end all that they have in it."""
+    code = f"{FAKE}{typed}try:\n    {GATE}\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    done = python(code, TIERS_ALLOCATOR="torch", TIERS_HBM="lots")
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout.startswith("ConfigError hbm.capacity = 'lots' (environment TIERS_HBM) is not accepted")
+    assert done.stdout.endswith("; then restart the kernel, or Python\n")  # torch cannot be imported a second time
 
 
 def test_a_configuration_that_the_session_refuses_ends_alike():
@@ -110,6 +134,17 @@ def test_a_failure_of_ours_is_one_line_and_the_program_goes_on():
     assert done.returncode == 0
     assert done.stdout == "training\n"
     assert done.stderr == "tiers: tiers is not active, the program runs without it: OSError: no luck\n"
+
+
+@pytest.mark.parametrize("where", ["environment", "file"])
+def test_a_failure_of_ours_ends_a_program_that_was_to_have_a_budget(where, tmp_path):
+    (tmp_path / "some.toml").write_text("[hbm]\ncapacity = '4096'")
+    broken = FAKE + "def fail(config): raise OSError('no luck')\nsession.install = fail\n"
+    budget = {"TIERS_HBM": "4096"} if where == "environment" else {"TIERS_CONFIG": str(tmp_path / "some.toml")}
+    done = python(broken + GATE + "; print('training')", TIERS_ALLOCATOR="torch", **budget)
+    assert (done.stdout, done.returncode, done.stderr.count("\n")) == ("", 2, 1)
+    origin = "environment TIERS_HBM" if where == "environment" else f"{tmp_path}/some.toml"
+    assert f"keeps the program within hbm.capacity ({origin}): OSError: no luck; unset TIERS_ALLOCATOR" in done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs at /dev/shm")
@@ -178,6 +213,18 @@ def test_the_gate_is_not_missed_where_our_session_is_what_imports_torch() -> Non
 )
 def test_a_part_of_ours_that_imports_torch_first_is_named() -> None:
     """What the session needs is half-made then; who compares policies in code may do so."""
-    done = python("import torch_tiers.migrator.lanes", TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB")
-    assert done.stderr.endswith("; import torch before torch_tiers.migrator.lanes\n")
-    assert python("import torch, torch_tiers.migrator.lanes", TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB").stderr == ""
+    budget = {"TIERS_ALLOCATOR": "torch", "TIERS_HBM": "64MiB"}
+    done = python("import torch_tiers.migrator.lanes", **budget)
+    assert done.returncode == 2
+    assert "; import torch before torch_tiers.migrator.lanes; " in done.stderr
+    assert python("import torch, torch_tiers.migrator.lanes", **budget).stderr == ""
+
+
+@pytest.mark.skipif(
+    not any(point.value == "torch_tiers.autoload:gate" for point in entry_points(group="torch.backends")),
+    reason="the package is not installed, so PyTorch does not know of it",
+)
+def test_in_a_notebook_the_failure_of_import_torch_says_what_is_wrong() -> None:
+    code = "import builtins; builtins.get_ipython = None\nimport torch"
+    done = python(code, TIERS_ALLOCATOR="torch", TIERS_HBM="64MiB", TIERS_RUN="/proc/nowhere")
+    assert "ConfigError: TIERS_RUN: /proc/nowhere cannot be written: " in done.stderr

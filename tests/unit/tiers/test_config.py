@@ -387,6 +387,25 @@ def test_a_run_directory_that_cannot_be_looked_at_is_refused(closed):
             run_directory.find(Config(run=path))
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "needed"),
+    [
+        ("run_force = true", "run_force", "run"),
+        ("[monitor]\nenabled = false\nprobe = true", "monitor.probe", "monitor.enabled"),
+        ("[monitor]\nenabled = false\ncalibration = 'x'", "monitor.calibration", "monitor.enabled"),
+        ("[nvme]\nchecksum = false", "nvme.checksum", "nvme.capacity"),
+        ("[nvme]\ngds = 'off'", "nvme.gds", "nvme.capacity"),
+    ],
+)
+def test_a_key_that_has_no_effect_as_another_is_off_is_told(resolve, text, key, needed):
+    told = f"{key} is set (./tiers.toml) and has no effect: {needed} is not set, or off"
+    assert told in resolve(project=text).warnings
+
+
+def test_the_usual_value_of_a_key_that_has_no_effect_is_not_worth_a_word(resolve):
+    assert resolve(project="run_force = false\n[nvme]\ngds = 'prefer'").warnings == ()
+
+
 # ------------------------------------------------------------------------------ files of directories that are anybody's
 
 GUARDED = {"run_force": "run_force = true", "nvme.checksum": "[nvme]\nchecksum = false", "ledger": 'ledger = "x"'}

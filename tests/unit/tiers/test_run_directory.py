@@ -103,3 +103,23 @@ def test_with_force_an_earlier_run_is_written_over(tmp_path: Path) -> None:
     for number in (1, 2):
         assert run_directory.write(tmp_path, {"number": number}, None, Timeline(), force=True) == tmp_path
     assert json.loads((tmp_path / run_directory.STATS).read_text()) == {"number": 2}
+
+
+@pytest.mark.parametrize("where", ["made up by the kernel", "a link to nothing", "a file", "a long name"])
+def test_one_that_cannot_be_written_is_refused_at_the_start_whoever_the_user(where: str, tmp_path: Path) -> None:
+    """Root may do all that rights tell of, and lost the numbers of a run at its end."""
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    run = {
+        "made up by the kernel": Path("/proc/run"),
+        "a link to nothing": tmp_path / "link",
+        "a file": tmp_path / "file" / "run",
+        "a long name": tmp_path / ("x" * 300),
+    }[where]
+    with pytest.raises(ConfigError, match=r"TIERS_RUN: .* cannot be written: .*name (one|a directory) that you may"):
+        run_directory.find(Config(run=run))
+
+
+def test_one_that_can_be_written_is_left_as_it_is_at_the_start(tmp_path: Path) -> None:
+    assert run_directory.find(Config(run=tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+    assert not list(tmp_path.iterdir())
