@@ -140,10 +140,10 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 256), nn.RReLU(0.1, 0.9), nn.Linear(256, 64))
+        self.up, self.act, self.down = nn.Linear(64, 256), nn.RReLU(0.1, 0.9), nn.Linear(256, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x)
+        return x + self.down(self.act(self.up(x)))
 
 
 class Scaled(nn.GELU):
