@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_tiers import places
+from torch_tiers.autoload import gate
 from torch_tiers.cli.main import main
 from torch_tiers.cli.verb import print_json, print_tables
 from torch_tiers.log import set_up
@@ -75,6 +76,18 @@ def test_a_verb_s_error_is_one_line_that_controls_no_terminal(
 ) -> None:
     (tmp_path / HOSTILE).mkdir()
     assert main(["report", str(tmp_path / HOSTILE)]) == 2
+    err = capsys.readouterr().err
+    assert SHOWN in err
+    assert is_tame(err) and err.count("\n") == 1
+
+
+def test_so_is_what_keeps_a_program_from_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIERS_ALLOCATOR", "torch")
+    monkeypatch.setenv("TIERS_CONFIG", str(tmp_path / HOSTILE))
+    with pytest.raises(SystemExit):
+        gate()
     err = capsys.readouterr().err
     assert SHOWN in err
     assert is_tame(err) and err.count("\n") == 1
