@@ -18,6 +18,7 @@ from torch_tiers.config_keys import ConfigError
 
 LARGEST = 64 << 10  # bytes, where a file that sets every key has one thousand
 DOTS = 16  # of keys and numbers on a line; each part of a key costs tomllib memory for all parts before it
+LONGEST = 1000  # characters of a number or a name: Python writes no longer numbers down, as our messages do
 DEPTH = 16  # of brackets within brackets, each of which costs tomllib some levels of Python's stack
 
 # As TOML has it, also where something is not closed; a text of several lines may end in quotes of its own.
@@ -90,6 +91,8 @@ def _refuse_what_explodes(text: str, origin: str) -> None:
     for number, line in enumerate(bare.split("\n"), start=1):
         if line.count(".") > DOTS:
             raise ConfigError(f"{origin}: line {number} has a name of more parts than any key; correct it")
+        if re.search(rf"[^\s=,\[\]{{}}]{{{LONGEST + 1}}}", line):
+            raise ConfigError(f"{origin}: line {number} has a longer name or number than any value; correct it")
         for bracket in re.findall(r"[\[\]{}]", line):
             depth = depth + 1 if bracket in "[{" else max(depth - 1, 0)
             if depth > DEPTH:

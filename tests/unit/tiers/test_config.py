@@ -489,6 +489,7 @@ EXPLODING = {
     "single quotes": "'" * 60_000,
     "what may close but does not": '"""' + '\\"""' * 15_000 + "\\",
     "an endless number": "x = " + "9" * 60_000,
+    "an endless hexadecimal number, which Python reads but does not write": "[hbm]\ncapacity = 0x" + "F" * 60_000,
     "many tables": "".join(f"[{'.'.join('abcdefgh')}.k{n}]\n" for n in range(2500)),
 }
 
