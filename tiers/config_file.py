@@ -91,7 +91,7 @@ def _refuse_what_explodes(text: str, origin: str) -> None:
     for number, line in enumerate(bare.split("\n"), start=1):
         if line.count(".") > DOTS:
             raise ConfigError(f"{origin}: line {number} has a name of more parts than any key; correct it")
-        if re.search(rf"[^\s=,\[\]{{}}]{{{LONGEST + 1}}}", line):
+        if max(map(len, re.split(r"[\s=,\[\]{}]", line))) > LONGEST:
             raise ConfigError(f"{origin}: line {number} has a longer name or number than any value; correct it")
         for bracket in re.findall(r"[\[\]{}]", line):
             depth = depth + 1 if bracket in "[{" else max(depth - 1, 0)
