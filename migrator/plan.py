@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from operator import attrgetter
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import PAGE, format_at_least, format_size, round_up
+from torch_tiers.migrator.fields import MOST_BYTES, BadField, items, mapping, only, parse, record, whole
+from torch_tiers.migrator.fields import field as value_of
+from torch_tiers.migrator.fields import text as string
+from torch_tiers.migrator.trace import MOST_POSITIONS, MOST_SITES
 
+_MOST = MOST_SITES * MOST_BYTES  # bytes of all of a plan
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
 
 
@@ -158,14 +165,71 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote."""
-        data = json.loads(text)
-        return cls(
-            policy=data["policy"],
-            room=data["room"],
-            keep={key: Keep(**keep) for key, keep in data["keep"].items()},
-            groups=tuple(PageGroup(**group | {"sites": tuple(group["sites"])}) for group in data["groups"]),
-            recompute=tuple(data["recompute"]),
-            regions=tuple(data["regions"]),
-            limits={key: (birth, use) for key, (birth, use) in data["limits"].items()},
+        """Read what `to_json` wrote. Whether it is a plan of a certain trace `check_match` tells.
+
+        Raises
+        ------
+        ValueError
+            If the text is no JSON, or a `BadField` if it says what no run writes.
+        """
+        data = record(parse(text), "plan")
+        plan = cls(
+            policy=string(value_of(data, "policy"), "policy"),
+            room=whole(value_of(data, "room"), "room", 0, _MOST),
+            keep=mapping(value_of(data, "keep"), "keep", _keep, MOST_SITES),
+            groups=items(value_of(data, "groups"), "groups", _group, MOST_SITES),
+            recompute=items(value_of(data, "recompute"), "recompute", string, MOST_SITES),
+            regions=items(value_of(data, "regions"), "regions", string, MOST_SITES),
+            limits=mapping(value_of(data, "limits"), "limits", _limit, MOST_SITES),
         )
+        _check_places(plan)
+        return plan
+
+
+def _keep(value: object, where: str) -> Keep:
+    said = record(value, where)
+    only(said, ("enter", "leave"), where)
+    return Keep(*(whole(value_of(said, name, where), f"{where}.{name}") for name in ("enter", "leave")))
+
+
+def _group(value: object, where: str) -> PageGroup:
+    said = record(value, where)
+    only(said, tuple(each.name for each in fields(PageGroup)), where)
+    if said.get("tier") not in (None, "dram", "nvme"):
+        raise BadField(f"{where}.tier", "is neither dram, nor nvme, nor null")
+    first_use, bring_at = (_position_or_none(said.get(name), f"{where}.{name}") for name in ("first_use", "bring_at"))
+    return PageGroup(
+        sites=items(value_of(said, "sites", where), f"{where}.sites", string, MOST_SITES),
+        nbytes=whole(value_of(said, "nbytes", where), f"{where}.nbytes", 0, _MOST),
+        last_birth=whole(value_of(said, "last_birth", where), f"{where}.last_birth", 0, MOST_POSITIONS),
+        first_use=first_use,
+        bring_at=bring_at,
+        tier=said.get("tier"),
+    )
+
+
+def _position_or_none(value: object, where: str) -> int | None:
+    return None if value is None else whole(value, where, 0, MOST_POSITIONS)
+
+
+def _limit(value: object, where: str) -> tuple[int, int]:
+    limits = items(value, where, partial(whole, high=_MOST), 2)
+    if len(limits) < 2:
+        raise BadField(where, "is not two numbers")
+    return limits[0], limits[1]
+
+
+def _check_places(plan: Plan) -> None:
+    """Every site has one place."""
+    for number, group in enumerate(plan.groups):
+        if not group.sites:
+            raise BadField(f"groups[{number}].sites", "is empty")
+    grouped = [key for group in plan.groups for key in group.sites]
+    placed = [*plan.keep, *grouped, *plan.recompute]
+    if len(set(placed)) < len(placed):
+        twice = next(key for key, count in Counter(placed).items() if count > 1)
+        raise BadField("plan", f"has two places for {twice!r}")
+    if len(set(plan.regions)) < len(plan.regions):
+        raise BadField("regions", "has one twice")
+    if sum(group.nbytes for group in plan.groups) > _MOST:
+        raise BadField("groups", "have more bytes than a run can")

@@ -6,17 +6,28 @@ for again); `times` and `others` tell what was measured at each.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, TypeVar
 
 from torch_tiers.allocator.lifetimes import Lifetime
+from torch_tiers.migrator import fields
+from torch_tiers.migrator.fields import MOST_BYTES, MOST_SECONDS, BadField, items, real, whole
+from torch_tiers.migrator.fields import field as value_of
+from torch_tiers.migrator.fields import text as string
 
 FORMAT = 2
 KEPT = 6  # tensors that one operation saves at most: a batch normalisation
+MOST_SITES = 1 << 17  # of a trace: a recorder stops at 100,000
+MOST_POSITIONS = 1 << 22  # of a trace
+MOST_INPUTS = 1 << 12  # of one operation, or one module
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,32 +237,168 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote. What is found wrong here nobody has to expect any more.
 
         Raises
         ------
         ValueError
-            If the text is of another format.
+            If the text is of another format, or a `BadField` if it says what no run writes.
         """
-        data = json.loads(text)
+        data = fields.parse(text)
         found = data.get("format") if isinstance(data, dict) else None
-        if found != FORMAT:
-            raise ValueError(f"trace format {found!r} is not {FORMAT}: record it again with this version")
-        return cls(
-            sites=tuple(Site(**site | {"uses": tuple(site["uses"])}) for site in data["sites"]),
-            positions=data["positions"],
-            times=tuple(data["times"]),
-            seconds=data["seconds"],
-            others=tuple(data["others"]),
-            recipes={int(i): _recipe(**recipe) for i, recipe in data["recipes"].items()},
-            regions=tuple(Region(**region | {"inputs": tuple(region["inputs"])}) for region in data["regions"]),
-            held={int(i): end for i, end in data.get("held", {}).items()},
+        if type(found) is not int or found != FORMAT:
+            shown = repr(found) if isinstance(found, int) and abs(found) < MOST_POSITIONS else "of another kind"
+            raise ValueError(f"trace format {shown} is not {FORMAT}: record it again with this version")
+        positions = whole(value_of(data, "positions"), "positions", 0, MOST_POSITIONS)
+        trace = cls(
+            sites=items(value_of(data, "sites"), "sites", partial(_site, positions=positions), MOST_SITES),
+            positions=positions,
+            times=items(value_of(data, "times"), "times", _time, MOST_POSITIONS),
+            seconds=real(value_of(data, "seconds"), "seconds"),
+            others=items(value_of(data, "others"), "others", whole, MOST_POSITIONS + 1),
+            recipes=_by_storage(value_of(data, "recipes"), "recipes", _recipe),
+            regions=items(value_of(data, "regions"), "regions", partial(_region, positions=positions), MOST_SITES),
+            held=_by_storage(data.get("held", {}), "held", partial(whole, high=positions + 1)),
         )
+        _check_order(trace)
+        _check_measures(trace)
+        _check_storages(trace)
+        _check_regions(trace)
+        return trace
 
 
-def _recipe(*, inputs: list[int], held: Sequence[int] = (), **others: Any) -> Recipe:
-    """One that was written, perhaps before it told what was held."""
-    return Recipe(inputs=tuple(inputs), held=tuple(held), **others)
+_ident = partial(whole, low=-MOST_BYTES)  # storages that are not told apart have numbers below zero
+
+
+def _time(value: object, where: str) -> float:
+    return real(value, where, -MOST_SECONDS)  # from one stream to another: clocks of events are not exact
+
+
+def _site(value: object, where: str, positions: int) -> Site:
+    said = _told_of(Site, value, where)
+    at = partial(whole, high=positions - 1)
+    return Site(
+        key=string(value_of(said, "key", where), f"{where}.key"),
+        storage=_ident(value_of(said, "storage", where), f"{where}.storage"),
+        nbytes=whole(value_of(said, "nbytes", where), f"{where}.nbytes"),
+        birth=at(value_of(said, "birth", where), f"{where}.birth"),
+        uses=items(value_of(said, "uses", where), f"{where}.uses", at, positions),
+        kind=string(said.get("kind", ""), f"{where}.kind"),
+    )
+
+
+def _recipe(value: object, where: str) -> Recipe:
+    said = _told_of(Recipe, value, where)
+    return Recipe(
+        op=string(value_of(said, "op", where), f"{where}.op"),
+        inputs=items(value_of(said, "inputs", where), f"{where}.inputs", _ident, MOST_INPUTS),
+        seconds=real(value_of(said, "seconds", where), f"{where}.seconds"),
+        scratch=whole(said.get("scratch", 0), f"{where}.scratch"),
+        held=items(said.get("held", []), f"{where}.held", _ident, MOST_INPUTS),  # earlier versions did not tell
+    )
+
+
+def _region(value: object, where: str, positions: int) -> Region:
+    said = _told_of(Region, value, where)
+    begin = whole(value_of(said, "begin", where), f"{where}.begin", 0, positions)
+    return Region(
+        path=string(value_of(said, "path", where), f"{where}.path"),
+        begin=begin,
+        end=whole(value_of(said, "end", where), f"{where}.end", begin, positions),
+        inputs=items(value_of(said, "inputs", where), f"{where}.inputs", _ident, MOST_INPUTS),
+        input_bytes=whole(value_of(said, "input_bytes", where), f"{where}.input_bytes", 0, MOST_INPUTS * MOST_BYTES),
+        seconds=real(value_of(said, "seconds", where), f"{where}.seconds"),
+    )
+
+
+def _told_of(kind: type[Site | Recipe | Region], value: object, where: str) -> Mapping[str, Any]:
+    said = fields.record(value, where)
+    fields.only(said, tuple(each.name for each in dataclasses.fields(kind)), where)
+    return said
+
+
+def _by_storage(value: object, where: str, read: Callable[[Any, str], Item]) -> dict[int, Item]:
+    named = fields.mapping(value, where, read, MOST_SITES)
+    numbered = {fields.number_of(name, where): item for name, item in named.items()}
+    if len(numbered) < len(named):  # "1" and "01"
+        raise BadField(where, "has two entries for one storage")
+    return numbered
+
+
+def _check_order(trace: Trace) -> None:
+    """Sites come in the order of their births, no two under one name, and are asked for afterwards."""
+    events, keys, before = len(trace.sites), set[str](), -1
+    for number, site in enumerate(trace.sites):
+        where = f"sites[{number}]"
+        if site.key in keys:
+            raise BadField(f"{where}.key", "is that of a site before")
+        if site.birth <= before:
+            raise BadField(f"{where}.birth", "is not after that of the site before")
+        if any(use <= last for last, use in pairwise((site.birth, *site.uses))):
+            raise BadField(f"{where}.uses", "are not one after the other, and after its birth")
+        keys.add(site.key)
+        before, events = site.birth, events + len(site.uses)
+    if trace.positions > events:  # for each there is memory to be taken, whatever the file's size
+        raise BadField("positions", f"is {trace.positions}, where no more than {events} things happen")
+
+
+def _check_measures(trace: Trace) -> None:
+    """What was measured was measured everywhere."""
+    for name, found, wanted in (
+        ("times", len(trace.times), trace.positions),
+        ("others", len(trace.others), trace.positions + 1),
+    ):
+        if found not in (0, wanted):
+            raise BadField(name, f"has {found} items, and not one for each of {wanted}")
+
+
+def _check_storages(trace: Trace) -> None:
+    """What is told of a storage is told of one that is saved."""
+    known = trace.storage_bytes
+    for ident, recipe in trace.recipes.items():
+        where = f"recipes['{ident}']"
+        if ident not in known:
+            raise BadField(where, "is of a storage that no site has")
+        for name, idents in (("inputs", recipe.inputs), ("held", recipe.held)):
+            if not known.keys() >= set(idents):
+                raise BadField(f"{where}.{name}", "names a storage that no site has")
+    for ident in trace.held:
+        if ident not in known:
+            raise BadField(f"held['{ident}']", "is of a storage that no site has")
+    _check_recipes_end(trace.recipes)
+
+
+def _check_recipes_end(recipes: Mapping[int, Recipe]) -> None:
+    """Nothing is made from itself, by whatever way around."""
+    left = {ident: sum(source in recipes for source in set(recipe.inputs)) for ident, recipe in recipes.items()}
+    needed_for: dict[int, list[int]] = {}
+    for ident, recipe in recipes.items():
+        for source in set(recipe.inputs):
+            needed_for.setdefault(source, []).append(ident)
+    ends = [ident for ident, count in left.items() if not count]
+    while ends:
+        source = ends.pop()
+        del left[source]
+        for ident in needed_for.get(source, ()):
+            left[ident] -= 1
+            if not left[ident]:
+                ends.append(ident)
+    if left:
+        raise BadField(f"recipes['{min(left)}'].inputs", "make it from itself")
+
+
+def _check_regions(trace: Trace) -> None:
+    """Regions have names of their own, and lie within one another or apart."""
+    paths, around = set[str](), list[Region]()
+    for region in sorted(trace.regions, key=lambda region: (region.begin, -region.end)):
+        if region.path in paths:
+            raise BadField("regions", f"has {region.path!r} twice")
+        paths.add(region.path)
+        while around and around[-1].end <= region.begin:
+            around.pop()
+        if around and region.end > around[-1].end:
+            raise BadField("regions", f"has {region.path!r}, of which a part only is in {around[-1].path!r}")
+        around.append(region)
 
 
 def checkpoint_key(path: str, number: int) -> str:

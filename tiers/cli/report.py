@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,12 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.cli.run_files import known_links, read_json
 from torch_tiers.cli.verb import CliError, print_json, print_tables
+from torch_tiers.migrator.fields import BadField
 from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.migrator.trace import Trace
 from torch_tiers.planning import why
+from torch_tiers.planning.stats import stats_from_json
 from torch_tiers.run_directory import ENOUGH, PLAN, TRACE, by_period
 
 _BAR = 20
@@ -43,20 +45,16 @@ class ReportVerb:
             path = args.run_dir if args.run_dir.is_file() else args.run_dir / "stats.json"
             if path.name in (PLAN, TRACE):
                 raise CliError(f"{path} tells only a part; name its directory, or the stats.json in it")
-            stats = _read(path)
+            stats = read_json(path, stats_from_json)
         except OSError as error:
             raise CliError(
                 f"{args.run_dir} cannot be read: {error.strerror}; name a directory that this user may read"
             ) from None
-        try:
-            account = _account(path.parent, stats)
-            if args.json:
-                print_json(stats | {"why": why.to_json(account)} if isinstance(account, why.Why) else stats)
-                return 0
-            parts = [*render(stats), *(why.render(account) if isinstance(account, why.Why) else account)]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CliError(f"{path} is not as this version writes it: {error!r}") from None
-        print_tables(parts)
+        account = _account(path.parent, stats)
+        if args.json:
+            print_json(stats | {"why": why.to_json(account)} if isinstance(account, why.Why) else stats)
+            return 0
+        print_tables([*render(stats), *(why.render(account) if isinstance(account, why.Why) else account)])
         return 0
 
 
@@ -110,17 +108,14 @@ def _account(directory: Path, stats: dict[str, Any]) -> why.Why | list[str]:
     try:
         plan = read_json(directory / PLAN, Plan.from_json)
         trace = read_json(directory / TRACE, Trace.from_json)
+        check_match(plan, trace)
         links = known_links({}, disk=bool(stats["budget"]["nvme"]))
-    except TiersError as error:  # of a trace of another version, or of a configuration, of which stats need nothing
+    except (
+        TiersError,
+        BadField,
+    ) as error:  # of a trace of another version, or of a configuration, of which stats need nothing
         return [f"no account of the plan: {error}"]
     return why.why(trace, plan, links, stats)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    stats: Any = read_json(path, json.loads)
-    if not isinstance(stats, dict):
-        raise CliError(f"{path} is not as this version writes it: no object")
-    return stats
 
 
 def _step(step: dict[str, Any]) -> str:

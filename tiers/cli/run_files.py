@@ -9,17 +9,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
+from torch_tiers.allocator.sizes import MiB, format_size
 from torch_tiers.cli.verb import CliError
 from torch_tiers.config import load
 from torch_tiers.migrator.links import Links, links_from
 
 LANES = ("d2h", "h2d", "disk_write", "disk_read")
 
+MOST_UNPACKED = 256 * MiB
+"""Bytes of a file, unpacked: those of the longest period that is recorded are a fifth of that."""
+
+_PART = 1 * MiB
+
 Content = TypeVar("Content")
 
 
 def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
-    """Read a file of a run directory, or a compressed one.
+    """Read a file of a run directory, or a compressed one. No more than `MOST_UNPACKED` bytes of it are taken.
 
     Raises
     ------
@@ -27,8 +33,7 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
         If there is none, or `parse` does not take it.
     """
     try:
-        content = file.read_bytes()
-        return parse((gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8"))
+        return parse(_unpacked(file).decode("utf-8"))
     except FileNotFoundError:
         several = [str(other.parent) for other in file.parent.glob(f"*/{file.name}")]
         if several:
@@ -38,10 +43,23 @@ def read_json(file: Path, parse: Callable[[str], Content]) -> Content:
             f"{file} does not exist; run with TIERS_RUN={file.parent} to have it written, at the end of a program that "
             "trains: without a training step, or after SIGKILL, there is none"
         ) from None
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise CliError(
             f"{file} cannot be read: {error}; name a directory that TIERS_RUN named, whose run this version wrote"
         ) from None
+
+
+def _unpacked(file: Path) -> bytes:
+    """What a file holds. A small one may unpack to more than there is memory, so that is seen on the way."""
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+        parts: list[bytes] = []
+        left = MOST_UNPACKED + 1
+        while left and (part := stream.read(min(_PART, left))):
+            parts.append(part)
+            left -= len(part)
+    if not left:
+        raise ValueError(f"it holds more than {format_size(MOST_UNPACKED)}, and no run writes as much")
+    return b"".join(parts)
 
 
 def known_links(

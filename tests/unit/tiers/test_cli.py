@@ -321,8 +321,8 @@ def test_report_as_json_is_the_file(tmp_path, capsys):
         (None, "does not exist; run with TIERS_RUN="),
         ("{", "cannot be read"),
         ("{", "; name a directory that TIERS_RUN named"),
-        ("[]", "not as this version writes it"),
-        ("{}", "not as this version writes it: KeyError('device')"),
+        ("[]", "cannot be read: stats is a list and not an object; name a directory"),
+        ("{}", "cannot be read: device is missing; name a directory"),
     ],
 )
 def test_report_of_no_run_directory_is_one_line(tmp_path, capsys, text, message):

@@ -1,0 +1,30 @@
+"""Whether a plan that was read is of the trace that was read with it. Pure functions on plain data."""
+
+from __future__ import annotations
+
+from torch_tiers.migrator.fields import BadField
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.effects import Unobtainable, effect
+from torch_tiers.migrator.trace import Trace
+
+
+def check_match(plan: Plan, trace: Trace) -> None:
+    """See whether the trace has what the plan refers to, as `simulate` takes for granted.
+
+    Raises
+    ------
+    BadField
+        If it has not: the files are of two runs.
+    """
+    missing = [key for key in plan.recompute if key not in trace.by_key]
+    missing += {*plan.regions} - {region.path for region in trace.regions}
+    if missing:
+        raise BadField("plan", f"recomputes {missing[0]!r}, which is not in the trace beside it")
+    try:
+        outcome = effect(trace, {trace.by_key[key].storage for key in plan.recompute}, plan.regions)
+    except Unobtainable as error:
+        raise BadField("plan", f"is not of the trace beside it: {error}") from None
+    known = {held.holders[0].key for held in outcome.held.values()}
+    for number, group in enumerate(plan.groups):
+        if known.isdisjoint(group.sites):
+            raise BadField(f"groups[{number}].sites", "are not of the trace beside it")

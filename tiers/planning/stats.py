@@ -1,0 +1,95 @@
+"""The numbers of a run, `stats.json`, checked as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch_tiers.migrator.fields import MOST_SECONDS, field, items, mapping, parse, real, record, text, whole
+
+_MOST = 1 << 63  # of what is counted: bytes moved in a year, and more
+_FEW = 256  # lanes, causes of stalls, tiers
+_CHANGES = 1 << 16  # that the monitor tells of
+
+_count = partial(whole, high=_MOST)
+_seconds = partial(real, high=MOST_SECONDS)
+
+Check = Callable[[Any, str], object]
+
+
+def stats_from_json(content: str) -> dict[str, Any]:
+    """Read the numbers of a run; those of earlier versions lack some, which nobody may take for granted.
+
+    Raises
+    ------
+    ValueError
+        If the text is no JSON, or a `BadField` if it says what no run writes.
+    """
+    stats = record(parse(content), "stats")
+    for name in ("device", "allocator", "policy"):
+        text(field(stats, name), name)
+    for name in ("steps", "periods", "groups", "unmanaged_bytes"):
+        _count(field(stats, name), name)
+    _check_tiers(stats)
+    lanes = mapping(field(stats, "moved"), "moved", _count, _FEW)
+    causes = mapping(field(stats, "stalls"), "stalls", _stall, _FEW)
+    _check_steps(record(field(stats, "step_s"), "step_s"))
+    _check_settled(stats, {"moved": lanes.keys(), "stalled_s": causes.keys()})
+    if stats.get("flushes") is not None:
+        _count(stats["flushes"], "flushes")
+    if stats.get("pages") is not None:
+        names = ("planned", "departed", "misplaced", "maps", "unmaps", "waits", "dram")
+        _check_counts(record(stats["pages"], "pages"), "pages", names)
+    if field(stats, "monitor") is not None:
+        monitor = record(stats["monitor"], "monitor")
+        _check_counts(monitor, "monitor", ("backed_off", "steps"))
+        items(field(monitor, "changes", "monitor"), "monitor.changes", text, _CHANGES)
+    return dict(stats)
+
+
+def _check_tiers(stats: Mapping[str, Any]) -> None:
+    peak = mapping(field(stats, "peak"), "peak", _count, _FEW)
+    budget = mapping(field(stats, "budget"), "budget", _or_none(_count), _FEW)
+    for tier in ("hbm", *peak):
+        field(budget, tier, "budget")
+    field(peak, "hbm", "peak")
+    field(budget, "nvme", "budget")
+    _count(budget["hbm"], "budget.hbm")
+
+
+def _check_steps(step: Mapping[str, Any]) -> None:
+    for name in ("median", "min", "max"):
+        _or_none(_seconds)(field(step, name, "step_s"), f"step_s.{name}")
+    if "settled" in step:
+        settled = record(step["settled"], "step_s.settled")
+        _or_none(_seconds)(field(settled, "median", "step_s.settled"), "step_s.settled.median")
+        _check_counts(settled, "step_s.settled", ("steps",))
+
+
+def _check_settled(stats: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """What is told of the periods under the last plan is told of the same lanes and causes."""
+    if stats.get("settled") is None:
+        return
+    settled = record(stats["settled"], "settled")
+    field(record(stats["step_s"], "step_s"), "settled", "step_s")
+    _check_counts(settled, "settled", ("periods",))
+    for name, read in (("moved", _count), ("stalled_s", _seconds)):
+        told = mapping(field(settled, name, "settled"), f"settled.{name}", read, _FEW)
+        for key in wanted[name]:
+            field(told, key, f"settled.{name}")
+
+
+def _stall(value: object, where: str) -> None:
+    stall = record(value, where)
+    _check_counts(stall, where, ("count",))
+    _seconds(field(stall, "seconds", where), f"{where}.seconds")
+
+
+def _check_counts(of: Mapping[str, Any], where: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        _count(field(of, name, where), f"{where}.{name}")
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value, where: None if value is None else check(value, where)
