@@ -72,7 +72,7 @@ def run_variant(name: str, step: Callable[[], torch.Tensor], steps: int, argumen
         took = timed()
         allocated, reserved = peaks()
     else:
-        with tiers.session(**arguments) as session:
+        with tiers.session(allocator="torch", **arguments) as session:
             for _ in range(LEARNING):
                 step()
             before = session.stats()

@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--dram", default="64GiB")
     options = parser.parse_args()
     workload = getattr(workloads, options.workload)("cuda")
-    with tiers.session(policy=options.policy, hbm=options.hbm, dram=options.dram) as session:
+    with tiers.session(allocator="torch", policy=options.policy, hbm=options.hbm, dram=options.dram) as session:
         for _ in range(LEARNING):
             workload.step()
         before = session.stats()["moved"]

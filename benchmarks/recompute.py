@@ -61,7 +61,10 @@ def found_by_operation(step: Callable[[], torch.Tensor], arguments: dict[str, st
         hooks_note(tensor, packed, key)
 
     hooks_note = hooks.note
-    with mock.patch.object(hooks, "note", note), tiers.session(**{**arguments, "policy": "auto"}) as session:
+    with (
+        mock.patch.object(hooks, "note", note),
+        tiers.session(**{"allocator": "torch", **arguments, "policy": "auto"}) as session,
+    ):
         for _ in range(8):  # some are recorded
             step()
         patience = time.monotonic() + PLANNING  # what was recorded tells without a plan, too

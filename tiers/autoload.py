@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch_tiers.allocator.errors import TiersError
     from torch_tiers.config_keys import ConfigError
 
-_TOLD = "_TIERS_TOLD"  # a variable, as whoever this process starts inherits what was told along with why
+_TOLD = "_TIERS_TOLD"  # a variable: what this process starts inherits what was told along with the reason for it
 
 _put_off = False
 
@@ -144,15 +144,16 @@ def _tell_off(names: Iterable[str]) -> None:
             f"tiers is off: {wanted[0]} is set, and TIERS_ALLOCATOR is not: only a tiers.session in code uses it; "
             "set TIERS_ALLOCATOR=pages, or start the program by tiers run"
         )
-    if lines and _is_new("; ".join(lines)):
+    if lines and is_new("; ".join(lines)):
         print(*map(printable, lines), sep="\n", file=sys.stderr)
 
 
-def _is_new(text: str) -> bool:
+def is_new(text: str) -> bool:
     """Whether no process that led to this one has told the same, as a launcher has to its ranks and they to workers."""
-    if os.environ.get(_TOLD) == text:
+    told = os.environ.get(_TOLD, "").splitlines()
+    if text in told:
         return False
-    os.environ[_TOLD] = text
+    os.environ[_TOLD] = "\n".join([*told, text])
     return True
 
 
@@ -188,7 +189,7 @@ def _install() -> None:
         raise ConfigError(f"the configuration cannot be read: {error}; correct it or unset TIERS_ALLOCATOR") from None
     _hand_on_paths()
     set_up(resolved.config.log)
-    if resolved.warnings and _is_new("; ".join(resolved.warnings)):
+    if resolved.warnings and is_new("; ".join(resolved.warnings)):
         for warning in resolved.warnings:
             logging.getLogger("tiers").warning(warning)
 

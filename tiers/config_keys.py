@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Literal
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import likely_size, parse_size
@@ -15,6 +16,7 @@ from torch_tiers.log import LEVELS
 from torch_tiers.migrator.policies import MODULES
 
 ALLOCATORS = ("off", "torch", "pages")
+USUAL_ALLOCATOR: Literal["pages"] = "pages"  # of who asks for tiers and configures none, by whatever way
 GDS_MODES = ("require", "prefer", "off")
 NATIVE_MODES = ("auto", "on", "off")
 KNOWN_POLICIES = tuple(MODULES)

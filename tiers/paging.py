@@ -12,12 +12,15 @@ from torch_tiers.allocator import adapter
 from torch_tiers.allocator.ledger import Account
 from torch_tiers.allocator.native import Counts
 from torch_tiers.allocator.pages import PageAllocator
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.config_keys import ConfigError
 from torch_tiers.places import cache_directory
 from torch_tiers.shares import room
 
 log = logging.getLogger("tiers")
 
 _installed: PageAllocator | None = None  # once it is under PyTorch it stays there, whatever becomes of the session
+_hbm: int | None = None  # its budget; 0 for all that is free
 
 
 def installed() -> PageAllocator | None:
@@ -40,11 +43,28 @@ def install(hbm: int, dram: int, account: Account | None) -> None:
     TiersError
         If this machine or this PyTorch does not allow it.
     """
-    global _installed
+    global _installed, _hbm
     if _installed is None:
         pages = PageAllocator(adapter.build(cache_directory()), hbm, dram, account, room)
         pages.install()
-        _installed = pages
+        _installed, _hbm = pages, hbm
+
+
+def check_budget(capacity: int | None) -> None:
+    """Refuse another budget than the allocator has that is under PyTorch: nothing would keep it.
+
+    Raises
+    ------
+    ConfigError
+        If `capacity` is another.
+    """
+    if _hbm is None or capacity in (None, _hbm):
+        return
+    has = format_size(_hbm) if _hbm else "all of hbm"
+    raise ConfigError(
+        f"hbm.capacity is {format_size(capacity or 0)}, and our allocator, which lasts as long as the process, was "
+        f"given {has}: ask for that again, or start another process"
+    )
 
 
 def before_cuda(install: Callable[[], None]) -> None:

@@ -6,11 +6,12 @@ import atexit
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -20,8 +21,10 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.extension import CannotBuild
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.pinning import return_what_is_freed
-from torch_tiers.autoload import catch_up, give_up
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.autoload import catch_up, give_up, is_new
 from torch_tiers.config import Config, ConfigError, load
+from torch_tiers.config_keys import USUAL_ALLOCATOR
 from torch_tiers.log import set_up
 from torch_tiers.migrator import log_softmax
 from torch_tiers.migrator.engine import native
@@ -41,6 +44,10 @@ from torch_tiers.sigterm import BeforeSigterm
 
 log = logging.getLogger("tiers")
 
+Size: TypeAlias = int | str  # bytes, or such as "24GiB"
+Place: TypeAlias = str | os.PathLike[str]
+
+NEWEST_TESTED = (2, 13)  # torch
 IDLE_SECONDS = 120.0  # after which dram that nobody uses goes back to the system
 
 
@@ -57,14 +64,16 @@ class Session:
     Raises
     ------
     ConfigError
-        If the run directory holds an earlier run, the ledger that was named cannot be used, or the policy needs
-        an extra that is not installed.
+        If the run directory holds an earlier run, the ledger that was named cannot be used, the policy needs an extra
+        that is not installed, or our allocator is under PyTorch already, with another budget.
     """
 
     def __init__(self, config: Config, refuse: Callable[[TiersError], None] | None = None) -> None:
         self._config = config
         self._pid = os.getpid()
         _check_policy(config.policy)
+        if config.allocator == "pages":
+            paging.check_budget(config.hbm.capacity)
         self._run = run_directory.find(config)
         self._timeline = Timeline() if self._run is not None else None
         self._written = False  # at a SIGTERM that did not end the program: that of a container's first process
@@ -91,6 +100,11 @@ class Session:
                 timeline=self._timeline,
             )
         )
+
+    def __repr__(self) -> str:
+        runtime = self.runtime
+        state = "closed" if runtime.closed else "at work" if runtime.armed else "waits for a training step"
+        return f"<Session: {_describe(self._config)}, {state}>"
 
     def _budget(self, device: torch.device) -> int:
         """The HBM budget of a device, in bytes."""
@@ -151,6 +165,7 @@ class Session:
 
     def open(self) -> None:
         """Start."""
+        _say_if_untested()
         if self._config.allocator == "pages":
             paging.before_cuda(self._install_pages)
         paging.prefer_expandable_segments()
@@ -225,6 +240,22 @@ class Session:
         }
 
 
+def _describe(config: Config) -> str:
+    """What was asked for, in a few words."""
+    sizes = {"hbm": config.hbm.capacity, "dram": config.dram.capacity, "nvme": config.nvme.capacity}
+    said = [f"{tier} {format_size(size)}" for tier, size in sizes.items() if size is not None]
+    return ", ".join([f"allocator {config.allocator}", f"policy {config.policy}", *said])
+
+
+def _say_if_untested() -> None:
+    """Tell, once, where torch is newer than what was tested: we use some of its insides."""
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    newest = ".".join(map(str, NEWEST_TESTED))
+    text = f"torch {torch.__version__} is newer than {newest}, the newest that torch-tiers was tested with"
+    if version is not None and tuple(map(int, version.groups())) > NEWEST_TESTED and is_new(text):
+        log.warning(text)
+
+
 def _check_policy(policy: str) -> None:
     """Refuse a policy that lacks what it needs before training starts: it would fail at the first plan."""
     if policy == "autotm" and find_spec("scipy") is None:
@@ -248,11 +279,43 @@ def install(config: Config) -> None:
 class session(contextlib.AbstractContextManager[Session]):
     """Run what is inside with tiers.
 
+    Values go before those of the environment and of files; what is None, or left out, is taken from there.
+
     Parameters
     ----------
-    **arguments
-        Values by name as on the command line, such as ``hbm="20GiB"``; they go before environment and files. The
-        allocator is the one configured, or ``torch`` where that is off.
+    config : path, optional
+        A file to read in place of ``./tiers.toml``.
+    allocator : {"pages", "torch"}, optional
+        Ours under PyTorch, or PyTorch's own. Where none is configured it is ``pages``; then open the session before
+        the program first uses CUDA. Where ours cannot be used a warning says why, and PyTorch's own is.
+    policy : str, optional
+        ``auto``, ``keep`` (nothing moves), ``move`` (everything does), or one that ``tiers plan --help`` lists.
+    hbm : int or str, optional
+        Budget per GPU, such as ``"24GiB"``, or ``"all"``.
+    dram, nvme : int or str, optional
+        Capacity per node; of `nvme` over all of its directories.
+    nvme_path : path or sequence of paths, optional
+        The directories for what goes to `nvme`.
+    nvme_gds : {"require", "prefer", "off"}, optional
+        Whether GPUDirect Storage is to be there.
+    nvme_checksum : bool, optional
+        Whether what is read from `nvme` is checked.
+    monitor_enabled, monitor_probe : bool, optional
+        Whether we make way for others on the memory bus, and time a small copy now and then to see them.
+    monitor_calibration : path, optional
+        A report of ``tiers probe``.
+    links_d2h, links_h2d, links_disk_write, links_disk_read : float, optional
+        Bytes per second of each lane, as measured.
+    native : {"auto", "on", "off"}, optional
+        Whether what the hooks do with each tensor is compiled.
+    ledger : path, optional
+        The directory through which the processes of a node share the capacities.
+    run : path, optional
+        The directory that receives what ``tiers report`` reads.
+    run_force : bool, optional
+        Whether an earlier run in that directory is overwritten.
+    log : {"debug", "info", "warning", "error"}, optional
+        From which level on we say what happens.
 
     Raises
     ------
@@ -265,16 +328,46 @@ class session(contextlib.AbstractContextManager[Session]):
     ...     train()
     """
 
-    def __init__(self, **arguments: object) -> None:
-        resolved = load(arguments)
-        config, self._warnings = resolved.config, resolved.warnings
+    def __init__(
+        self,
+        *,
+        config: Place | None = None,
+        allocator: Literal["pages", "torch"] | None = None,
+        policy: str | None = None,
+        hbm: Size | None = None,
+        dram: Size | None = None,
+        nvme: Size | None = None,
+        nvme_path: Place | Sequence[Place] | None = None,
+        nvme_gds: Literal["require", "prefer", "off"] | None = None,
+        nvme_checksum: bool | None = None,
+        monitor_enabled: bool | None = None,
+        monitor_probe: bool | None = None,
+        monitor_calibration: Place | None = None,
+        links_d2h: float | None = None,
+        links_h2d: float | None = None,
+        links_disk_write: float | None = None,
+        links_disk_read: float | None = None,
+        native: Literal["auto", "on", "off"] | None = None,
+        ledger: Place | None = None,
+        run: Place | None = None,
+        run_force: bool | None = None,
+        log: Literal["debug", "info", "warning", "error"] | None = None,
+    ) -> None:
+        resolved = load({name: value for name, value in locals().items() if name != "self"})
+        self._warnings = resolved.warnings
         self._speaks = resolved.origin["log"] != "default"  # else the level stays as the program has it
-        if config.allocator == "off" and resolved.origin["allocator"].startswith("argument"):
+        asked = resolved.config
+        if asked.allocator == "off" and resolved.origin["allocator"].startswith("argument"):
             raise ConfigError(
                 f"allocator is off ({resolved.origin['allocator']}): without a session the program is plain"
             )
-        self._config = replace(config, allocator="torch") if config.allocator == "off" else config
+        self._config = replace(asked, allocator=USUAL_ALLOCATOR) if asked.allocator == "off" else asked
         self._session: Session | None = None
+
+    def __repr__(self) -> str:
+        if self._session is not None:
+            return repr(self._session)
+        return f"<session: {_describe(self._config)}, not opened>"
 
     def __enter__(self) -> Session:
         if self._speaks:

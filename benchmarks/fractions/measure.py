@@ -135,7 +135,7 @@ class Bench:
         if torch.cuda.is_available() or method.kind != "ideal":
             return None
         # Nobody counts host memory but tiers.
-        return stack.enter_context(tiers.session(policy="keep", hbm=AMPLE, dram=self.dram))
+        return stack.enter_context(tiers.session(allocator="torch", policy="keep", hbm=AMPLE, dram=self.dram))
 
     def _run(self, step: Step, session: Session | None) -> dict[str, Any]:
         losses: list[float] = []

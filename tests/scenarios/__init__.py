@@ -174,7 +174,7 @@ def moving(
         any_module,
         mock.patch.object(mover, "learning_room", lambda *_: room),
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": plan or move_a_share}),
-        tiers.session(policy=policy, **{"dram": "64MiB", **arguments}) as session,
+        tiers.session(policy=policy, **{"allocator": "torch", "dram": "64MiB", **arguments}) as session,
     ):
         yield session
 

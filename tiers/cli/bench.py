@@ -19,6 +19,7 @@ from torch_tiers.bench import IDEAL, Outcome, Variant, ended_in_order, run
 from torch_tiers.cli.run import options_for, refuse_without_autoload
 from torch_tiers.cli.verb import CliError, positive_seconds, print_json, print_tables
 from torch_tiers.config import load
+from torch_tiers.config_keys import USUAL_ALLOCATOR
 from torch_tiers.run_directory import by_period
 
 
@@ -121,7 +122,7 @@ def _entry(outcome: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def _environ(variants: Sequence[Variant]) -> Mapping[str, str]:
     """The environment of all runs; each is checked now, not an hour from now."""
     allocator = load().config.allocator
-    environ = {**os.environ, "TIERS_ALLOCATOR": "pages" if allocator == "off" else allocator}
+    environ = {**os.environ, "TIERS_ALLOCATOR": USUAL_ALLOCATOR if allocator == "off" else allocator}
     for variant in variants:
         load(environ={**environ, **variant.environ}, options=options_for(variant.environ))
     return environ

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from torch_tiers.cli.verb import CliError
 from torch_tiers.config import load
-from torch_tiers.config_keys import BY_ENV, CONFIG_ENV, PATHS, Key
+from torch_tiers.config_keys import BY_ENV, CONFIG_ENV, PATHS, USUAL_ALLOCATOR, Key
 
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
@@ -77,7 +77,7 @@ def _changes(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, 
     if changes.get("TIERS_ALLOCATOR", "").strip().lower() == "off":
         raise CliError("--allocator off is to run the program without tiers: leave `tiers run` out")
     # The gate looks at the variable alone, so what a file says about the allocator must reach it there.
-    return {**changes, "TIERS_ALLOCATOR": "pages" if allocator == "off" else allocator}
+    return {**changes, "TIERS_ALLOCATOR": USUAL_ALLOCATOR if allocator == "off" else allocator}
 
 
 def _option(key: Key) -> str:

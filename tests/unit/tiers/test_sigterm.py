@@ -24,8 +24,9 @@ def test_a_program_that_is_terminated_leaves_its_run_and_ends_by_the_signal(tmp_
 
 def test_a_session_in_code_gives_the_signal_back_at_its_end(tmp_path: Path) -> None:
     within = f"""
-import signal, tiers
-with tiers.session(run={str(tmp_path)!r}, dram="64MiB"):
+import signal
+import torch_tiers as tiers
+with tiers.session(allocator="torch", run={str(tmp_path)!r}, dram="64MiB"):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     step(0); step(1)
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

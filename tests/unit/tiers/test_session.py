@@ -1,0 +1,101 @@
+"""`tiers.session`: what it takes, which allocator it has, and what it says of itself."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_tiers as tiers
+from torch_tiers import autoload, paging
+from torch_tiers import session as made_of
+from torch_tiers.allocator import adapter
+from torch_tiers.config import ConfigError, load
+from torch_tiers.config_keys import BY_ARGUMENT
+from torch_tiers.session import Session, _say_if_untested
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory without a tiers.toml, and nothing told yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(autoload._TOLD, raising=False)
+
+
+def test_its_arguments_are_the_keys_and_a_file() -> None:
+    taken = inspect.signature(tiers.session).parameters
+    assert set(taken) == {*BY_ARGUMENT, "config"}
+    assert all(each.kind is each.KEYWORD_ONLY and each.default is None for each in taken.values())
+
+
+def test_each_argument_is_documented() -> None:
+    described = (inspect.getdoc(made_of) or "").split("Parameters")[1].split("Raises")[0].splitlines()
+    named = {name.strip() for line in described if " : " in line for name in line.split(" : ")[0].split(",")}
+    assert named == {*BY_ARGUMENT, "config"}
+
+
+def test_a_file_that_it_names_is_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[hbm]\ncapacity = '1GiB'")
+    assert tiers.session(config=tmp_path / "mine.toml")._config.hbm.capacity == 1 << 30
+
+
+def test_the_allocator_is_ours_unless_another_is_configured(tmp_path: Path) -> None:
+    assert tiers.session()._config.allocator == "pages"
+    (tmp_path / "tiers.toml").write_text('allocator = "torch"')
+    assert tiers.session()._config.allocator == "torch"
+
+
+def test_opened_after_the_program_used_cuda_it_has_pytorch_s_allocator_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(cache: Path) -> Path:
+        raise adapter.NoAdapter("CUDA is initialised already")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(adapter, "build", refuse)
+    monkeypatch.setattr(paging, "prefer_expandable_segments", lambda: None)
+    with caplog.at_level(logging.WARNING, logger="tiers"), tiers.session(hbm="1GiB") as session:
+        assert session.stats()["allocator"] == "torch"
+        assert session.runtime.options.enforce  # the budget holds all the same
+    told = "CUDA is initialised already; PyTorch's own allocator is used, with the migrator"
+    assert [record.message for record in caplog.records] == [told]
+
+
+def test_another_budget_than_that_of_our_allocator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator lasts as long as the process, and would go on with the first session's."""
+    monkeypatch.setattr(paging, "_hbm", 2 << 30)
+    with pytest.raises(ConfigError, match=r"hbm.capacity is 1.0 GiB, .* was given 2.0 GiB: .* start another process"):
+        Session(load({"allocator": "pages", "hbm": "1GiB"}).config)
+    paging.check_budget(2 << 30)
+    paging.check_budget(None)
+
+
+def test_it_says_what_it_is_and_how_far_it_is() -> None:
+    made = tiers.session(allocator="torch", policy="keep", hbm="1GiB", dram="64MiB")
+    asked = "allocator torch, policy keep, hbm 1.0 GiB, dram 64.0 MiB"
+    assert repr(made) == f"<session: {asked}, not opened>"
+    with made as opened:
+        assert repr(opened) == repr(made) == f"<Session: {asked}, waits for a training step>"
+        torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
+        assert repr(opened) == f"<Session: {asked}, at work>"
+    assert repr(opened) == f"<Session: {asked}, closed>"
+
+
+@pytest.mark.parametrize(("version", "times"), [("2.13.1+cu130", 0), ("2.14.0", 1), ("3.0", 1), ("2.9", 0)])
+def test_a_torch_that_was_not_tested_is_told_once(
+    version: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    for _ in range(2):
+        _say_if_untested()
+    assert [record.message for record in caplog.records] == times * [
+        f"torch {version} is newer than 2.13, the newest that torch-tiers was tested with"
+    ]
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(tiers.__file__).parent / "py.typed").exists()
