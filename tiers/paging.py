@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_tiers.allocator import adapter
+from torch_tiers.allocator.adapter import NoAdapter
 from torch_tiers.allocator.ledger import Account
 from torch_tiers.allocator.native import Counts
 from torch_tiers.allocator.pages import PageAllocator
@@ -45,6 +46,11 @@ def install(hbm: int, dram: int, account: Account | None) -> None:
     """
     global _installed, _hbm
     if _installed is None:
+        if torch.cuda.is_initialized():  # known before half a minute goes into building
+            raise NoAdapter(
+                "PyTorch takes no allocator once the program has used CUDA: open the session earlier, or start the "
+                "program by tiers run"
+            )
         pages = PageAllocator(adapter.build(cache_directory()), hbm, dram, account, room)
         pages.install()
         _installed, _hbm = pages, hbm

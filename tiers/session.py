@@ -182,6 +182,7 @@ class Session:
             paging.install(self._config.hbm.capacity or 0, dram, account)
         except TiersError as error:
             log.warning("%s; PyTorch's own allocator is used, with the migrator", error)
+            self._config = replace(self._config, allocator="torch")
             if self._config.hbm.capacity is not None:
                 self.runtime.options = replace(self.runtime.options, enforce=True)
 
