@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.migrator.engine.group import State
 from torch_tiers.migrator.engine.moved import Moved
 from torch_tiers.migrator.hooks.actions import Stay
 from torch_tiers.migrator.recompute.dropped import MODIFIED, Dropped, Recomputed
@@ -69,6 +71,30 @@ class Look:
         if isinstance(packed, tuple):
             return packed[0]
         return packed.look(self, self._made) if isinstance(packed, Dropped) else packed.mover.glimpse(packed)
+
+
+def in_a_fork(packed: Packed, there: dict[Recomputed, Tensor] | None = None) -> Tensor:
+    """The tensor for the child of a fork, which has of its parent's threads and locks none that it could wait for.
+
+    What is in memory is the child's as well; what is to be recomputed is made from that, once if `there` is handed on.
+
+    Raises
+    ------
+    TiersError
+        If it has left, which the parent alone can bring back.
+    """
+    check(packed)
+    if isinstance(packed, tuple):
+        return packed[0]
+    if isinstance(packed, Dropped):
+        made: dict[Recomputed, Tensor] = {} if there is None else there
+        return packed.look(lambda source: in_a_fork(source, made), made)
+    if packed.saved.group.state not in (State.FILLING, State.LEAVING):
+        raise TiersError(
+            "backward needs a saved tensor that lies in dram or nvme, and cannot be brought back in a forked process: "
+            "run forward and backward in the same process, or have processes started by spawn"
+        )
+    return packed.view(None)
 
 
 def modified(counter: Tensor, dtype: torch.dtype, size: torch.Size, version: int, more: str = "") -> RuntimeError:

@@ -11,6 +11,7 @@ The hooks belong to a thread (PyTorch hands them on to the threads of backward),
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from torch_tiers.migrator.hooks import weights
 from torch_tiers.migrator.hooks.actions import Action, Agenda, Go, Recompute, Stay
 from torch_tiers.migrator.hooks.compiled import is_compiled
 from torch_tiers.migrator.hooks.garbage import Allowance
-from torch_tiers.migrator.hooks.packed import Look, Packed, alias_of, check, keep, modified
+from torch_tiers.migrator.hooks.packed import Look, Packed, alias_of, check, in_a_fork, keep, modified
 from torch_tiers.migrator.hooks.sites import Modules, Node
 from torch_tiers.migrator.hooks.stack import OnStack
 from torch_tiers.migrator.recompute.dropped import Dropped
@@ -52,6 +53,16 @@ LISTENS = 31
 """Periods of which one goes by the hooks in all modules: with 2, 4 or 8 micro-batches another one each time."""
 
 _graph_task = torch._C._current_graph_task_id
+
+_forks = 0  # between this process and the first; a saver of another one has neither its threads nor its locks
+
+
+def _after_fork_in_child() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Saver(OnStack):
@@ -81,6 +92,7 @@ class Saver(OnStack):
     ) -> None:
         super().__init__()
         self._tensors = tensors
+        self._forks = _forks
         self.modules: Modules[Action] = Modules()
         self.place = self.modules.place
         self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
@@ -341,6 +353,8 @@ class Saver(OnStack):
 
     def unpack(self, packed: Packed) -> Tensor:
         """Backward needs a tensor that `pack` was given."""
+        if self._forks != _forks:
+            return in_a_fork(packed)
         if isinstance(packed, tuple):
             alias, version, stay, record = packed
             if alias._version != version:

@@ -220,6 +220,48 @@ else:
     ]
 
 
+IN_A_FORK = """
+import signal
+
+def backward_in_a_fork(loss):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends it, should it wait for ever
+        try:
+            loss.backward()
+            os.write(1, b"backward went through\\n")
+        except BaseException as error:
+            os.write(1, f"{type(error).__name__}: {error}\\n".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+
+for i in range(3):
+    step(i)
+loss = model(torch.randn(2048, 256)).square().mean()
+backward_in_a_fork(loss)
+loss.backward()
+optimizer.step()
+print("the parent went on")
+"""
+
+
+def test_a_fork_is_told_that_it_cannot_bring_back_what_its_parent_has_moved() -> None:
+    """The threads that would are its parent's: it waited for them for ever."""
+    done = tiered(START + IN_A_FORK, TIERS_HBM=SMALL, TIERS_POLICY="move")
+    assert done.returncode == 0, done.stderr
+    *_, child, parent = done.stdout.splitlines()
+    assert child.startswith("TiersError: backward needs a saved tensor that lies in dram or nvme")
+    assert "cannot be brought back in a forked process" in child
+    assert parent == "the parent went on"
+
+
+@pytest.mark.parametrize("policy", ["keep", "move"])
+def test_a_fork_goes_backward_through_what_has_not_left(policy: str) -> None:
+    done = tiered(START + IN_A_FORK, TIERS_HBM="1GiB", TIERS_POLICY=policy)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["backward went through", "the parent went on"]
+
+
 def test_a_fork_that_exits_writes_nothing_and_ends(tmp_path: Path) -> None:
     """It runs the handlers of a session that belongs to its parent, whose threads it does not have."""
     (tmp_path / "nvme").mkdir()
