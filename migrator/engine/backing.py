@@ -79,6 +79,7 @@ class Backing:
         self._waited = False  # for others, which is said once
         self._in_vain = False  # it was: what they hold they hold for long
         self._full_is_told = False  # once for all threads, too
+        self.at_shortage: Callable[[], None] = lambda: None  # called when it is told
         self._lock = threading.RLock()
         self._later = threading.Condition(self._lock)  # nobody notifies: to wait for it lets others in
         self.has_disk = nvme is not None
@@ -208,7 +209,8 @@ class Backing:
         if not self._full_is_told:
             self._full_is_told = True
             # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
-            log.warning("%s; what it has no room for stays in hbm", str(full))
+            log.warning("%s; what it has no room for stays in hbm, beyond its budget if need be", str(full))
+            self.at_shortage()
 
     def say_if_nothing_fits(self) -> None:
         """Say so before training where not even the smallest group would get room."""

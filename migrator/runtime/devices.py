@@ -91,6 +91,8 @@ class Devices:
         self.opened: dict[torch.device, Device] = {}
         self._counters = counters
         self._backing: Backing | None = None
+        self._limited: set[torch.device] = set()  # those on which PyTorch's allocator stays within the budget
+        self._short = False  # of room below HBM: what stays may need more than the budget
         self._lock = threading.Lock()  # so that each is made once
 
     @property
@@ -109,6 +111,7 @@ class Devices:
         with self._lock:
             if self._backing is None:
                 self._backing = options.backing(self._counters, device.type == "cuda")
+                self._backing.at_shortage = self._lift_limits
                 if options.policy == "checkpoint":
                     log.warning(
                         "policy checkpoint recomputes only modules that are exactly PyTorch's own, without hooks, "
@@ -140,20 +143,26 @@ class Devices:
         shared = open_device(device, self._counters, budget, memory, native=options.native_lanes)
         if device.type == "cuda" and pages is None:
             shared = replace(shared, holes=holes(device))
-        if device.type == "cuda" and options.enforce:
+        if device.type == "cuda" and options.enforce and not self._short:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+            self._limited.add(device)
         self.opened[device] = shared
         return shared
 
-    def close(self, *, enforced: bool) -> None:
-        """Wait for copies and disk requests that are under way; lift the limits that were `enforced`."""
+    def _lift_limits(self) -> None:
+        """Let PyTorch's allocator go beyond the budgets: what finds no room below them would end training."""
+        self._short = True
+        while self._limited:
+            torch.cuda.set_per_process_memory_fraction(1.0, self._limited.pop())
+
+    def close(self) -> None:
+        """Wait for copies and disk requests that are under way; lift the limits that were set."""
         for device, shared in self.opened.items():
             shared.out.close()
             shared.back.close()
             shared.compute.close()
-            if enforced and device.type == "cuda":
-                torch.cuda.set_per_process_memory_fraction(1.0, device)
+        self._lift_limits()
         if self._backing is not None:
             self._backing.close()
 

@@ -107,7 +107,7 @@ class Runtime:
                 mover.learner.finish()
             self._learned = self.learned
             saver.pop()
-        self._devices.close(enforced=self.options.enforce)
+        self._devices.close()
 
     def advise(self, advisor: Advisor | None) -> None:
         """From now on ask this one at every end of a period."""
