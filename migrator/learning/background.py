@@ -2,14 +2,16 @@
 
 Not a thread: whoever computes in this process holds the interpreter for milliseconds at a time, and training asks
 for it with every tensor it saves. The process starts from nothing, knows neither the program nor PyTorch, and ends
-with its job.
+with its job: after `DEADLINE` seconds at the latest, and with the program.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +23,11 @@ from typing import TypeVar
 log = logging.getLogger("tiers")
 
 T = TypeVar("T")
+
+DEADLINE = 120.0
+"""Seconds that a process has for its plans. The longest trace takes some tens; one that is stuck takes for ever."""
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG, which the kernel clears for no exec
 
 _planners: set[int] = set()  # processes that are at work
 
@@ -65,7 +72,7 @@ def give_up(future: Future[T] | None) -> None:
         future.give_up()
 
 
-_SERVE = "from torch_tiers.migrator.learning.background import serve; serve()"
+_SERVE = "import sys; from torch_tiers.migrator.learning.background import serve; serve(int(sys.argv[1]))"
 
 
 def in_background(job: Callable[[], T]) -> Future[T]:
@@ -114,7 +121,9 @@ def _elsewhere(job: Callable[[], T], future: Beside[T]) -> T:
             raise
         # No process may be started, or what comes from it is no answer: what a job raises is one.
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
-        log.info("plans are made in this process, which may hold training up: %s", said or error)
+        if isinstance(error, subprocess.TimeoutExpired):
+            said = f"the process for that took more than {error.timeout:g} s"
+        _say_once(said or str(error))
         return job()
     if error is not None:
         raise error
@@ -122,14 +131,23 @@ def _elsewhere(job: Callable[[], T], future: Beside[T]) -> T:
     return answer
 
 
+_said: set[str] = set()
+
+
+def _say_once(why: str) -> None:
+    if why not in _said:  # it may well be so for every plan
+        _said.add(why)
+        log.info("plans are made in this process, which may hold training up: %s", why)
+
+
 def _answer_to(sent: bytes, environ: dict[str, str], future: Beside[T]) -> bytes:
     # Without the directory that it is started in, which may hold modules of any name.
-    command, pipe = [sys.executable, "-P", "-c", _SERVE], subprocess.PIPE
+    command, pipe = [sys.executable, "-P", "-c", _SERVE, str(os.getpid())], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ) as planner:
         _planners.add(planner.pid)
         try:
             future.begun(planner)
-            answer, said = planner.communicate(sent)
+            answer, said = planner.communicate(sent, timeout=DEADLINE)
         except BaseException:
             planner.kill()
             raise
@@ -141,8 +159,9 @@ def _answer_to(sent: bytes, environ: dict[str, str], future: Beside[T]) -> bytes
     return answer
 
 
-def serve() -> None:
-    """Be that process: do the job that is sent, and send back what came of it."""
+def serve(parent: int) -> None:
+    """Be that process: do the job that `parent` sends, and send back what came of it."""
+    _end_with(parent)
     job: Callable[[], object] = pickle.load(sys.stdin.buffer)
     answer: tuple[object, Exception | None]
     try:
@@ -150,3 +169,14 @@ def serve() -> None:
     except Exception as error:
         answer = (None, error)
     pickle.dump(answer, sys.stdout.buffer)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process with the thread that started it, which waits for it as long as it lives."""
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (AttributeError, OSError, TypeError):  # not Linux: it ends once its job is done
+        return
+    prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # who had gone by then, and whose end nobody will be told of
+        os._exit(1)

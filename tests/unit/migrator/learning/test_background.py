@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -85,6 +87,55 @@ def test_a_process_that_dies_leaves_its_job_to_this_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(background, "_SERVE", "import os; os._exit(3)")
     assert in_background(os.getpid).result(timeout=60) == os.getpid()
     assert not planners()
+
+
+def test_a_process_that_is_stuck_leaves_its_job_to_this_one_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "_SERVE", "import time; time.sleep(600)")
+    monkeypatch.setattr(background, "DEADLINE", 0.5)
+    monkeypatch.setattr(background, "_said", set())
+    with caplog.at_level("INFO", logger="tiers"):
+        for _ in range(2):
+            assert in_background(os.getpid).result(timeout=60) == os.getpid()
+    assert not planners()
+    assert [record.getMessage() for record in caplog.records] == [
+        "plans are made in this process, which may hold training up: the process for that took more than 0.5 s"
+    ]
+
+
+PROGRAM = """
+import sys, time
+from functools import partial
+from torch_tiers.migrator.learning.background import in_background, planners
+in_background(partial(time.sleep, 300.0))
+while not planners():
+    time.sleep(0.01)
+time.sleep(float(sys.argv[1]))
+print(*planners(), flush=True)
+time.sleep(300.0)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel ends it, on Linux")
+@pytest.mark.parametrize("after", [0.0, 3.0])
+def test_a_process_does_not_outlive_a_program_that_is_killed(after: float) -> None:
+    """Whether it is at its job by then, or is only being started."""
+    environ = {**os.environ, "PYTHONPATH": str(Path(migrator.__file__).parents[2])}
+    command = [sys.executable, "-c", PROGRAM, str(after)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as program:
+        assert program.stdout is not None
+        planner = int(program.stdout.readline())
+        program.kill()
+    assert eventually(lambda: not is_running(planner))
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended: who should ask how it did may not have yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_what_cannot_be_sent_is_done_in_a_thread() -> None:
