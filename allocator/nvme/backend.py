@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,6 +14,11 @@ from torch_tiers.allocator.sizes import KiB
 
 BLOCK = 4 * KiB
 """Unit of offsets, lengths and addresses: what O_DIRECT and GPUDirect Storage ask for on any drive."""
+
+_WAITS = (0.001, 0.01, 0.1, 1.0)
+"""Seconds before each further try of a transfer for which there are no resources now (EAGAIN)."""
+_PAUSE = 0.1
+"""Seconds before one that failed (EIO) is tried again: time for a path to the drive to come back."""
 
 
 class Backend(Protocol):
@@ -43,25 +50,36 @@ class Backend(Protocol):
 
 
 def read_all(backend: Backend, block: torch.Tensor, offset: int) -> None:
-    """Fill `block` (whole `BLOCK`) from `offset`, or raise StoreError."""
+    """Fill `block` (whole `BLOCK`) from `offset`, or raise StoreError.
+
+    An interrupted transfer goes on, one that the drive puts off is tried again for a second, one that fails (EIO) once.
+    """
     _transfer(backend, "read", backend.pread, block, offset)
 
 
 def write_all(backend: Backend, block: torch.Tensor, offset: int) -> None:
-    """Write `block` (whole `BLOCK`) at `offset`, or raise StoreError."""
+    """Write `block` (whole `BLOCK`) at `offset`, or raise StoreError. It is as patient as `read_all`."""
     _transfer(backend, "write", backend.pwrite, block, offset)
 
 
 def _transfer(
     backend: Backend, action: str, move: Callable[[torch.Tensor, int], int], block: torch.Tensor, offset: int
 ) -> None:
-    done = 0
+    done, failed = 0, False
+    waits = iter(_WAITS)
     while (left := block.numel() - done) > 0:
         try:
             count = move(block[done:], offset + done)
         except InterruptedError:
             continue
         except OSError as error:
+            if error.errno == errno.EAGAIN and (wait := next(waits, None)) is not None:
+                time.sleep(wait)
+                continue
+            if error.errno == errno.EIO and not failed:
+                failed = True
+                time.sleep(_PAUSE)
+                continue
             reason = error.strerror or str(error)
             raise StoreError(backend.path, offset + done, left, action, reason) from error
         whole = count - count % BLOCK  # O_DIRECT cannot go on within a block: the rest of it is moved again

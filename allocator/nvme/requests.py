@@ -11,6 +11,8 @@ Rest = Callable[[], object]
 Request = Callable[[], "Rest | None"]
 """Uses a drive, and returns what is left to do without it."""
 
+_LOOK = 0.1  # seconds, at a thread that does not end
+
 
 class RequestPool:
     """Runs requests: at most `depth` at once are on the drives, the others wait in order of arrival.
@@ -52,13 +54,21 @@ class RequestPool:
         """Queue work that needs no drive."""
         self._submit(self._beside, request)
 
-    def close(self) -> None:
-        """Run what is queued and end the threads. Idempotent."""
+    def close(self, stuck: Callable[[threading.Thread], bool] = lambda thread: False) -> bool:
+        """Run what is queued and end the threads, but for those that are `stuck`. Idempotent.
+
+        Returns
+        -------
+        bool
+            Whether all have ended; the others may still use what their requests were given.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            while thread.is_alive() and not stuck(thread):
+                thread.join(_LOOK)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _submit(self, queue: deque[Request], request: Request) -> None:
         with self._changed:
@@ -101,14 +111,16 @@ class RequestPool:
 class Transfer:
     """One read or write of an extent. Its future resolves when the last of its parts is done, also after an error.
 
-    Only then does nobody touch the memory any more, so only then may the caller use or free it.
+    Only then does nobody touch the memory any more, so only then may the caller use or free it. Right before, `ended`
+    is told the first error.
     """
 
-    def __init__(self, parts: int) -> None:
+    def __init__(self, parts: int, ended: Callable[[Exception | None], None] = lambda error: None) -> None:
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # a transfer under way cannot be cancelled
         self._lock = threading.Lock()
         self._left = parts
+        self._ended = ended
         self._error: Exception | None = None
 
     @property
@@ -124,6 +136,7 @@ class Transfer:
             last = not self._left
         if not last:
             return
+        self._ended(self._error)
         if self._error is None:
             self.future.set_result(None)
         else:

@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 
 from torch_tiers.allocator.at_exit import close_at_exit
-from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.errors import CorruptionError, StoreError
 from torch_tiers.allocator.ledger import Account
 from torch_tiers.allocator.nvme.backend import BLOCK, Backend, read_all, write_all
 from torch_tiers.allocator.nvme.choose import Gds, choose_backend
 from torch_tiers.allocator.nvme.requests import Request, RequestPool, Rest, Transfer
 from torch_tiers.allocator.nvme.stripe import Stripe
 from torch_tiers.allocator.nvme.volume import Volume
+from torch_tiers.allocator.nvme.watch import Watch
 from torch_tiers.allocator.room import Room
 from torch_tiers.allocator.sizes import GiB, MiB, round_up
 
@@ -60,7 +61,9 @@ class NvmeStore:
     """Keeps blocks of memory on disk, up to a hard cap. Thread-safe.
 
     Each directory gets one private file (mode 0600, no name, gone with the process) and an equal share of the
-    capacity. A write that fails takes its directory out of rotation; what lies there can still be read.
+    capacity. What fails, or comes back other than it was written, is tried once more. Three failed writes of
+    extents in a row, or a full disk, take a directory out of rotation; what lies there can still be read. A drive that
+    does not answer is told after five seconds.
 
     Parameters
     ----------
@@ -119,12 +122,14 @@ class NvmeStore:
         self._closed = False
         self._volumes: list[Volume] = []
         open_backend = backend or choose_backend(gds)
+        self._watch = Watch()
         try:
             for path in paths:
                 room = rooms.get(path) if rooms else None
                 self._volumes.append(Volume(open_backend(path), capacity // len(paths), step, account, room))
             self._drives = RequestPool(depth, _summing_threads() if checksum else 0, "nvme")
         except BaseException:
+            self._watch.close()
             self._close_files()
             raise
         self._takes_device_memory = all(volume.backend.device_memory for volume in self._volumes)
@@ -151,6 +156,11 @@ class NvmeStore:
     def peak(self) -> int:
         """The highest that `used` has been."""
         return self._peak
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a drive does not answer: nobody should wait for the end of its requests."""
+        return self._watch.stuck()
 
     def allocate(self, nbytes: int) -> NvmeExtent | None:
         """Take room for `nbytes`, rounded up to 4 KiB, or return None if the capacity is reached."""
@@ -196,7 +206,7 @@ class NvmeStore:
             Raises StoreError if the data is not on disk; the extent is then good for nothing but `free`.
         """
         self._check(extent, block)
-        transfer = Transfer(len(extent._stripes) * (2 if self._sums else 1))
+        transfer = Transfer(len(extent._stripes) * (2 if self._sums else 1), partial(self._judge, extent))
         for stripe in extent._stripes:
             part = stripe.of(block)
             stripe.written = False
@@ -232,16 +242,22 @@ class NvmeStore:
         transfer = Transfer(len(extent._stripes))
         for stripe in extent._stripes:
             part = stripe.of(block)
-            fetch = partial(read_all, stripe.volume.backend, part, stripe.extent.offset)
+            fetch = partial(self._move, read_all, "read", stripe, part)
             rest = self._request(transfer, stripe, partial(self._hand_out, stripe, part, arrived))
             self._drives.read(self._request(transfer, stripe, fetch, rest))
         return transfer.future
 
     def close(self) -> None:
-        """End what is in flight, fail what is queued, and give the disk space back. Idempotent."""
+        """End what is in flight, fail what is queued, and give the disk space back. Idempotent.
+
+        Where a drive does not answer, its requests are left alone after a while, and the files stay open: the system
+        gives their space back when the process has ended.
+        """
         self._closed = True  # from here on queued requests fail instead of running
-        self._drives.close()
-        self._close_files()
+        ended = self._drives.close(self._watch.stuck)
+        self._watch.close()
+        if ended:
+            self._close_files()
 
     def _allocate_stripe(self, start: int, nbytes: int) -> Stripe | None:
         for _ in self._volumes:
@@ -290,19 +306,39 @@ class NvmeStore:
         return request
 
     def _write_stripe(self, stripe: Stripe, part: torch.Tensor) -> None:
-        try:
-            write_all(stripe.volume.backend, part, stripe.extent.offset)
-        except StoreError as error:
-            with self._lock:
-                stripe.volume.retire(error)
-            raise
+        self._move(write_all, "write", stripe, part)
         stripe.written = True
+
+    def _judge(self, extent: NvmeExtent, error: Exception | None) -> None:
+        """Tell the volumes how the write of an extent ended: as one, as one bad moment meets all of its requests."""
+        for volume in {stripe.volume for stripe in extent._stripes}:
+            with self._lock:
+                if error is None:
+                    volume.write_succeeded()
+                elif isinstance(error, StoreError) and error.action == "write" and error.path == volume.backend.path:
+                    volume.write_failed(error)
+
+    def _move(
+        self, move: Callable[[Backend, torch.Tensor, int], None], action: str, stripe: Stripe, part: torch.Tensor
+    ) -> None:
+        backend, extent = stripe.volume.backend, stripe.extent
+        with self._watch.watched(action, backend.path, extent.nbytes):
+            move(backend, part, extent.offset)
 
     def _hand_out(self, stripe: Stripe, part: torch.Tensor, arrived: Arrived | None) -> None:
         if self._sums:
-            stripe.verify(part)
+            self._verify(stripe, part)
         if arrived is not None:
             arrived(stripe.start, part.numel())
+
+    def _verify(self, stripe: Stripe, part: torch.Tensor) -> None:
+        try:
+            stripe.verify(part)
+        except CorruptionError as error:  # on the drive, or on the way from there?
+            self._move(read_all, "read", stripe, part)
+            stripe.verify(part)
+            with self._lock:
+                stripe.volume.read_differed(error)
 
     def _close_files(self) -> None:
         for volume in self._volumes:

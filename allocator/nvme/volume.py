@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 
+from torch_tiers.allocator.errors import StoreError
 from torch_tiers.allocator.extents import Extent, ExtentMap
 from torch_tiers.allocator.ledger import Account
 from torch_tiers.allocator.nvme.backend import BLOCK, Backend
@@ -12,6 +14,11 @@ from torch_tiers.allocator.room import Room, RoomWatch
 from torch_tiers.allocator.sizes import format_size
 
 log = logging.getLogger("tiers")
+
+_FAILURES = 3
+"""Writes in a row, each tried again before, after which a directory is given up."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""What does not go by itself: the first of these is enough."""
 
 
 class Volume:
@@ -47,6 +54,8 @@ class Volume:
         self._claimed = 0
         self._room = RoomWatch(room)
         self._refused = False  # to grow, the last time, by others who have the rest
+        self._failures = 0  # writes, since the last that succeeded
+        self._warned = False
         self._retired = False
 
     @property
@@ -69,16 +78,33 @@ class Volume:
         """Give `extent` back. ValueError if it is not allocated."""
         self._extents.free(extent)
 
-    def retire(self, reason: object) -> None:
-        """Take the directory out of rotation: what is on it can be read, nothing new goes there."""
-        if not self._retired:
+    def write_succeeded(self) -> None:
+        """Forget the failures before."""
+        self._failures = 0
+
+    def write_failed(self, error: StoreError) -> None:
+        """Take the directory out of rotation at the third failure in a row, or at once if the disk is full.
+
+        What is on it can still be read, nothing new goes there.
+        """
+        self._failures += 1
+        full = isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL
+        if self._retired:
+            return
+        if full or self._failures >= _FAILURES:
             self._retired = True
             log.warning(
                 "nvme at %s takes no more data: %s; unless it is just full, look at dmesg and name another directory "
                 "(TIERS_NVME_PATH)",
                 self.backend.path,
-                reason,
+                error,
             )
+        else:
+            self._warn_once(f"{error}; nothing is lost, and it stays in use unless {_FAILURES} writes in a row fail")
+
+    def read_differed(self, error: StoreError) -> None:
+        """Tell of what was not as written at first, and was when it was read again."""
+        self._warn_once(f"{error.reason}, and all was well when it was read again")
 
     def close(self) -> None:
         """Give the file's space back; nothing can be allocated any more. Idempotent."""
@@ -122,6 +148,11 @@ class Volume:
             self._extents.extend(more)
             self._room.taken(more)
             return True
+
+    def _warn_once(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("nvme at %s: %s; look at dmesg", self.backend.path, what)
 
     def _release(self, nbytes: int) -> None:
         if self._account is not None and nbytes:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 
 from torch_tiers.allocator.dram import DramBlock
+from torch_tiers.allocator.nvme.requests import Request, RequestPool
 from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
 from torch_tiers.migrator.lanes import Event
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -35,25 +37,30 @@ class Disk:
         self._nvme = nvme
         self._counters = counters
         self._counting = threading.Lock()
-        self._writers = _pool("tiers-disk-write")
+        # Not an executor: the interpreter waits for all threads of those when it ends, also if a drive never answers.
+        self._writers = RequestPool(DISK_THREADS, 0, "disk-write")
         try:
-            self._readers = _pool("tiers-disk-read")
+            self._readers = RequestPool(DISK_THREADS, 0, "disk-read")
         except BaseException:
-            self._writers.shutdown()
+            self._writers.close()
             raise
 
     def write(self, extent: NvmeExtent, block: DramBlock, filled: Event) -> Future[None]:
         """Write `block` out once it is `filled`. A request that has not begun may be cancelled."""
-        return self._writers.submit(self._write, extent, block, filled)
+        future, request = _request(partial(self._write, extent, block, filled))
+        self._writers.write(request)
+        return future
 
     def read(self, extent: NvmeExtent, block: DramBlock, after: Sequence[Event]) -> Future[None]:
         """Read into `block` once `after` is passed."""
-        return self._readers.submit(self._read, extent, block, after)
+        future, request = _request(partial(self._read, extent, block, after))
+        self._readers.read(request)
+        return future
 
     def close(self) -> None:
-        """Wait for what was asked for."""
-        self._writers.shutdown()
-        self._readers.shutdown()
+        """Wait for what was asked for, unless a drive does not answer."""
+        for pool in (self._writers, self._readers):
+            pool.close(lambda thread: self._nvme.stuck)
 
     def _write(self, extent: NvmeExtent, block: DramBlock, filled: Event) -> None:
         filled.synchronize()
@@ -75,19 +82,26 @@ class Disk:
             timeline.copied(HOST, lane, nbytes, begin, time.perf_counter())
 
 
-def _pool(name: str) -> ThreadPoolExecutor:
-    """A pool that has all of its threads.
+def _request(work: Callable[[], None]) -> tuple[Future[None], Request]:
+    """Wrap `work` for a pool; the future tells what became of it."""
+    future: Future[None] = Future()
 
-    It queues a request before it starts a thread for it. If none can be had then, the request is refused, and runs all
-    the same once another thread is free: on a block, or an extent, that by then is somebody else's.
-    """
-    pool = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix=name)
-    together = threading.Barrier(DISK_THREADS)  # so that none is idle when the next is asked for
+    def request() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        error = _error_of(work)
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    return future, request
+
+
+def _error_of(work: Callable[[], None]) -> BaseException | None:
+    """What `work` raises. Its traceback ends here, and so does not hold the future that holds it."""
     try:
-        for _ in range(DISK_THREADS):
-            pool.submit(together.wait)
-    except BaseException:
-        together.abort()
-        pool.shutdown()
-        raise
-    return pool
+        work()
+    except BaseException as error:
+        return error
+    return None

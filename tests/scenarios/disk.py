@@ -88,14 +88,14 @@ def what_fits_nowhere_stays_in_hbm(device: torch.device) -> None:
 
 
 def a_disk_that_fails_to_write(device: torch.device) -> None:
-    """What was not written is still in DRAM; the directory is out of rotation, said once."""
+    """What was not written is still in DRAM; the directory is out of rotation at the third failure, said once."""
     every = {n: fail(errno.EIO) for n in range(1, 1000)}
-    with _directory() as arguments, _faulty(writes=every), _said("nput/output error", times=1):
+    with _directory() as arguments, _faulty(writes=every), _said("takes no more data", times=1):
         assert_same(_program, device, **{**arguments, "dram": "20MiB"})
 
 
 def one_write_that_fails(device: torch.device) -> None:
-    with _directory() as arguments, _faulty(writes={3: fail(errno.EIO)}), _said("nput/output error", times=1):
+    with _directory() as arguments, _faulty(writes={3: fail(errno.EIO)}, twice=True), _said("nput/output", times=1):
         assert_same(_program, device, **{**arguments, "dram": "20MiB"})
 
 
@@ -110,7 +110,7 @@ def a_disk_that_fails_to_read(device: torch.device) -> None:
 
 
 def a_bit_that_flips_on_the_disk(device: torch.device) -> None:
-    with _directory() as arguments, _faulty(reads={2: flip(1234)}), moving(**arguments):
+    with _directory() as arguments, _faulty(reads={2: flip(1234)}, twice=True), moving(**arguments):
         with pytest.raises(StoreError, match="checksum"):
             _program(device)
         print("  and training goes on")

@@ -92,6 +92,7 @@ class HandStore:
     """A store in memory whose transfers end when the test resolves them, or at once if `at_once`."""
 
     where = "/somewhere"
+    stuck = False
 
     def __init__(self, capacity: int, *, at_once: bool = False) -> None:
         self.capacity = capacity

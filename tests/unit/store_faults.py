@@ -49,6 +49,7 @@ def flip(bit: int) -> Fault:
 class FaultyFile:
     """Wraps a backend; the n-th request of each kind, counted from 0, meets its fault.
 
+    With ``twice`` the next one at the same offset meets it again: a store tries what failed once more.
     ``full_at`` is the size at which the disk is full: growing past it raises ENOSPC.
     """
 
@@ -58,6 +59,7 @@ class FaultyFile:
         *,
         reads: Mapping[int, Fault] | None = None,
         writes: Mapping[int, Fault] | None = None,
+        twice: bool = False,
         full_at: int | None = None,
     ) -> None:
         self._inner = inner
@@ -65,6 +67,8 @@ class FaultyFile:
         self.device_memory = inner.device_memory
         self._faults = {"read": reads or {}, "write": writes or {}}
         self.count = {"read": 0, "write": 0}
+        self._twice = twice
+        self._again: dict[tuple[str, int], Fault] = {}
         self._full_at = full_at
         self._lock = threading.Lock()
 
@@ -84,6 +88,10 @@ class FaultyFile:
 
     def _meet(self, kind: str, move: Move, block: torch.Tensor, offset: int) -> int:
         with self._lock:
-            fault = self._faults[kind].get(self.count[kind])
-            self.count[kind] += 1
+            fault = again = self._again.pop((kind, offset), None)
+            if again is None:
+                fault = self._faults[kind].get(self.count[kind])
+                self.count[kind] += 1
+            if self._twice and fault is not None and again is None:
+                self._again[kind, offset] = fault
         return move(block, offset) if fault is None else fault(move, block, offset)

@@ -96,7 +96,7 @@ def test_a_disk_path_moves_all_of_it_and_leaves_nothing(memory: HostMemory, tmp_
 @pytest.mark.parametrize("way", ["write", "read"])
 def test_a_bit_that_flips_on_disk_fails_the_path(memory: HostMemory, tmp_path: Folder, way: Way) -> None:
     def backend(path: Folder) -> Backend:
-        return FaultyFile(PosixFile(path), reads={0: flip(bit=3)})
+        return FaultyFile(PosixFile(path), reads={0: flip(bit=3)}, twice=True)
 
     found = measure_path(disk_path(memory, tmp_path, way, backend), SMALL, seconds=60)
     assert found.status == "failed"
@@ -105,7 +105,7 @@ def test_a_bit_that_flips_on_disk_fails_the_path(memory: HostMemory, tmp_path: F
 
 def test_an_error_of_the_drive_fails_the_path_and_names_it(memory: HostMemory, tmp_path: Folder) -> None:
     def backend(path: Folder) -> Backend:
-        return FaultyFile(PosixFile(path), writes={5: fail(errno.EIO)})
+        return FaultyFile(PosixFile(path), writes={5: fail(errno.EIO)}, twice=True)
 
     found = measure_path(disk_path(memory, tmp_path, "write", backend), SMALL, seconds=60)
     assert found.status == "failed"

@@ -641,7 +641,10 @@ def test_requests_find_their_threads_and_ask_for_none(monkeypatch: pytest.Monkey
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert disk._readers.submit(lambda: 1).result(timeout=10) == disk._writers.submit(lambda: 1).result(timeout=10) == 1
+    ran = threading.Semaphore(0)
+    disk._readers.read(ran.release)
+    disk._writers.write(ran.release)
+    assert all(ran.acquire(timeout=10) for _ in range(2))
     with pytest.raises(RuntimeError, match="new thread"):
         Disk(HandStore(8 * PAGE), Counters())  # type: ignore[arg-type]
     monkeypatch.undo()
