@@ -158,7 +158,7 @@ class Devices:
 
     def close(self) -> None:
         """Wait for copies and disk requests that are under way; lift the limits that were set."""
-        for device, shared in self.opened.items():
+        for shared in self.opened.values():
             shared.out.close()
             shared.back.close()
             shared.compute.close()
