@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.unit.fuzz import mutate
 from tests.unit.modelled import gpt
-from tests.unit.tiers.test_run_files import STATS
+from tests.unit.numbers_of_a_run import STATS
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli.main import main

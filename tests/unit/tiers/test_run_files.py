@@ -10,35 +10,21 @@ from typing import Any
 
 import pytest
 
+import torch_tiers as tiers
+from tests.programs import PROGRAMS, build
 from tests.unit.modelled import gpt
+from tests.unit.numbers_of_a_run import STATS
 from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli import run_files
 from torch_tiers.cli.main import main
 from torch_tiers.cli.run_files import read_json
 from torch_tiers.cli.verb import CliError
 from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.trace import Trace
 from torch_tiers.planning.stats import stats_from_json
-
-LANES = {"d2h": 40 * GiB, "h2d": 40 * GiB}
-STATS: dict[str, Any] = {
-    "device": "cuda:0",
-    "allocator": "torch",
-    "policy": "auto",
-    "budget": {"hbm": 20 * GiB, "dram": None, "nvme": 0},
-    "periods": 10,
-    "steps": 10,
-    "peak": {"hbm": 15 * GiB, "dram": 4 * GiB, "nvme": 0},
-    "moved": LANES,
-    "groups": 120,
-    "stalls": {"d2h": {"count": 3, "seconds": 0.25}},
-    "settled": {"periods": 5, "moved": LANES, "stalled_s": {"d2h": 0.1}},
-    "unmanaged_bytes": 512,
-    "flushes": 1,
-    "pages": dict.fromkeys(("planned", "departed", "misplaced", "maps", "unmaps", "waits", "dram"), 1),
-    "step_s": {"median": 0.5, "min": 0.4, "max": 0.75, "settled": {"median": 0.5, "steps": 5}},
-    "monitor": {"sensors": ["copies"], "steps": 10, "backed_off": 3, "changes": ["memory bus saturated by others"]},
-}
 
 Change = Callable[[Any], object]
 
@@ -98,6 +84,19 @@ def test_stats_that_no_run_writes_are_refused_by_their_field(
     (tmp_path / "stats.json").write_text(json.dumps(stats))
     for words in (["report"], ["report", "--json"]):
         assert f"cannot be read: {message}" in one_line(capsys, *words, tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["auto", "move"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_a_run_writes_is_taken(tmp_path: Path, program: str, policy: str) -> None:
+    with tiers.session(hbm="2MiB" if policy == "move" else "1GiB", dram="1GiB", run=tmp_path / "run", policy=policy):
+        _, step = build(program, 0, "cpu")
+        for number in range(5):
+            step(number)
+    read_json(tmp_path / "run/stats.json", stats_from_json)
+    plan = read_json(tmp_path / "run/plan.json", Plan.from_json)
+    check_match(plan, read_json(tmp_path / "run/trace.json", Trace.from_json))
+    assert policy == "auto" or plan.groups
 
 
 @pytest.mark.parametrize("name", ["stats.json", "trace.json"])
