@@ -18,6 +18,7 @@ SHARE = 10_000  # inputs that one process takes: what one leaves behind is to be
 COUNTS = {"configs": 2000, "traces": 400, "reports": 500}  # about ten seconds each
 
 
+@pytest.mark.timeout(0)  # with many inputs; each process of these has a limit of its own
 @pytest.mark.parametrize("kind", COUNTS)
 def test_hostile_inputs_are_taken_or_refused(kind: str, seed: int, request: pytest.FixtureRequest) -> None:
     usual = 10_000 if request.config.getoption("--stress") else COUNTS[kind]
