@@ -17,7 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 from unittest import mock
@@ -123,6 +123,11 @@ def main(family: str) -> None:
 # ------------------------------------------------------------------------------------------ sessions
 
 
+def any_module() -> AbstractContextManager[object]:
+    """Have modules of the program's recomputed as a whole, too: what does that has to be right for any module."""
+    return mock.patch.object(exact, "is_exact", lambda _: True)
+
+
 @contextmanager
 def moving(
     *,
@@ -168,10 +173,8 @@ def moving(
             return scheduled(made, trace, outcome, max(trace.others) + stays + room)
         return replace(made, room=stays + room)
 
-    # What recomputes whole modules has to be right for any module, though only PyTorch's own are recomputed by now.
-    any_module = mock.patch.object(exact, "is_exact", lambda _: True) if regions else nullcontext()
     with (
-        any_module,
+        any_module() if regions else nullcontext(),
         mock.patch.object(mover, "learning_room", lambda *_: room),
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": plan or move_a_share}),
         tiers.session(policy=policy, **{"allocator": "torch", "dram": "64MiB", **arguments}) as session,
