@@ -144,7 +144,7 @@ def run_under(
     """
     with tempfile.TemporaryDirectory() as directory:
         if session:
-            session = {"nvme_path": directory, "nvme_gds": "off", **session}
+            session = {"allocator": "torch", "nvme_path": directory, "nvme_gds": "off", **session}
         options = {"saved": saved, "steps": steps, "others": others, "session": session}
         options["within"] = others / (20 << 20) if within is None else within
         options["cgroup"] = str(cgroup.path) if cgroup else ""
