@@ -20,11 +20,13 @@ import torch
 
 from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.direct import Direct
+from torch_tiers.migrator.engine.direct.parcel import Asked, DirectParcel, Source
 from torch_tiers.migrator.engine.group import NEVER, Claim, ClaimOn, Group, State, unclaimed
 from torch_tiers.migrator.engine.moved import Saved, nothing
 from torch_tiers.migrator.engine.parcel import Parcel
 from torch_tiers.migrator.engine.tensors import Tensors
-from torch_tiers.migrator.lanes import Compute, Lane, Leaving, Meter, Stream, whole
+from torch_tiers.migrator.lanes import Compute, Event, Lane, Leaving, Meter, Stream, whole
 from torch_tiers.migrator.plan import READ_AHEAD
 from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.timing import Lap
@@ -43,9 +45,19 @@ class Engine:
         Where groups go.
     tensors : Tensors
         What is done with each tensor.
+    direct : Direct, optional
+        The way to NVMe past the host's memory, where there is one: of groups whose plan says ``"nvme"``.
     """
 
-    def __init__(self, compute: Compute, out: Lane, back: Lane, backing: Backing, tensors: Tensors = in_python) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        out: Lane,
+        back: Lane,
+        backing: Backing,
+        tensors: Tensors = in_python,
+        direct: Direct | None = None,
+    ) -> None:
         self.compute = compute
         self.tensors = tensors
         self.lock = threading.RLock()
@@ -66,6 +78,7 @@ class Engine:
         self._out = out
         self._back = back
         self.backing = backing
+        self._direct = direct
         self._leaving: dict[Group, None] = {}  # in the order in which their copies end
         self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
         self._order: deque[Group] = deque()
@@ -113,7 +126,29 @@ class Engine:
         self._collect_for_others()
         if group.state is not State.FILLING or not group.members:
             return
-        parcel = self.backing.new(self.tensors.arrange(group.members), group.next_use, group.tier, insist=insist)
+        nbytes = self.tensors.arrange(group.members)
+        if group.tier != "nvme" or not self._send_directly(group, nbytes):
+            self._send_by_dram(group, nbytes, insist=insist)
+        group.state = State.LEAVING
+        self._leaving[group] = None
+        self._waiting[group] = None
+        self.backing.users.add(self)
+        self.relieve()
+
+    def _send_directly(self, group: Group, nbytes: int) -> bool:
+        """Start the group's way to NVMe past DRAM; False if there is none, or no room."""
+        if self._direct is None:
+            return False
+        sources = [
+            Source(saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes) for saved in group.members
+        ]
+        parcel = self._direct.send(nbytes, sources, (self.compute.mark(group.stream),))
+        if parcel is not None:
+            group.parcel = parcel
+        return parcel is not None
+
+    def _send_by_dram(self, group: Group, nbytes: int, *, insist: bool) -> None:
+        parcel = self.backing.new(nbytes, group.next_use, group.tier, insist=insist)
         assert parcel.block is not None
         leaving = Leaving(group.members, parcel.block.tensor, group.nbytes, self.tensors.spans)
         try:
@@ -123,11 +158,6 @@ class Engine:
             raise
         self.backing.filled(parcel)
         group.parcel = parcel
-        group.state = State.LEAVING
-        self._leaving[group] = None
-        self._waiting[group] = None
-        self.backing.users.add(self)
-        self.relieve()
 
     def relieve(self) -> None:
         """Let go of groups whose copy was asked for until what is left is within the limit."""
@@ -147,7 +177,7 @@ class Engine:
     def _let_go(self, group: Group) -> None:
         del self._leaving[group]
         assert group.parcel is not None and group.parcel.filled is not None
-        self.compute.wait(group.parcel.filled, "d2h", group.stream)
+        self._wait(group.parcel.filled, "d2h", group.stream)
         self.tensors.let_go(group.members, self.empty)
         group.members.clear()
         group.state = State.AWAY
@@ -183,7 +213,8 @@ class Engine:
             self._order.popleft()
         if self.backing.has_disk and self._order and not self.compute.capturing():
             for group in islice(self._order, min(READ_AHEAD, self.ahead)):
-                if group.parcel is not None and group.state is State.AWAY and not self.backing.read_ahead(group.parcel):
+                parcel = group.parcel
+                if isinstance(parcel, Parcel) and group.state is State.AWAY and not self.backing.read_ahead(parcel):
                     break
 
     def _bring_early(self, group: Group) -> bool:
@@ -191,7 +222,9 @@ class Engine:
         assert group.parcel is not None
         if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
             return False
-        if len(self._early) >= self.ahead or self.compute.capturing() or not self.backing.at_hand(group.parcel):
+        if len(self._early) >= self.ahead or self.compute.capturing():
+            return False
+        if isinstance(group.parcel, Parcel) and not self.backing.at_hand(group.parcel):
             return False
         try:
             self._bring(group)
@@ -225,7 +258,7 @@ class Engine:
             self.unsettled = True
         stream = self.compute.stream()
         if stream not in group.ready_on:
-            self.compute.wait(group.parcel.lent, "h2d", stream)
+            self._wait(group.parcel.lent, "h2d", stream)
             group.ready_on.append(stream)
             if stream != group.stream:
                 self.compute.hand_over(group.buffer)
@@ -246,7 +279,7 @@ class Engine:
         elif stream != group.stream:
             self.compute.hand_over(buffer)
         assert group.parcel.lent is not None
-        self.compute.wait(group.parcel.lent, "h2d", stream)
+        self._wait(group.parcel.lent, "h2d", stream)
         return buffer
 
     def used(self, group: Group) -> None:
@@ -270,17 +303,34 @@ class Engine:
         if group.unused:
             self._count(group, group.nbytes)
 
-    def _copy_back(self, parcel: Parcel, stream: Stream) -> torch.Tensor:
+    def _copy_back(self, parcel: Parcel | DirectParcel, stream: Stream) -> torch.Tensor:
         """A new buffer of `stream` that a parcel is on its way to; `Parcel.lent` says when it has come."""
         buffer = self.compute.empty(parcel.nbytes)
+        if isinstance(parcel, DirectParcel):
+            assert self._direct is not None
+            self._direct.read(parcel, buffer, (self.compute.mark(stream),))
+            return buffer
         after = () if parcel.filled is None else (parcel.filled,)
         self.backing.lend(parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
         return buffer
 
+    def _wait(self, event: Event | Asked, cause: str, stream: Stream) -> None:
+        """Let `stream` go on only after `event`; the host waits until that is there."""
+        if isinstance(event, Asked):
+            assert self._direct is not None
+            there = self._direct.there(event)
+            if there is not None:
+                self.compute.wait(there, event.lane, stream)
+        else:
+            self.compute.wait(event, cause, stream)
+
     def _leave_home(self, group: Group) -> None:
         if group.stream not in group.ready_on and group.parcel is not None and group.parcel.lent is not None:
             # The lane may still write into the buffer; the stream that gets this memory next must not.
-            self.compute.wait(group.parcel.lent, "h2d", group.stream)
+            lent = group.parcel.lent
+            event = lent.settled() if isinstance(lent, Asked) else lent
+            if event is not None:
+                self._wait(event, "h2d", group.stream)
         group.buffer = None
         group.state = State.AWAY
 
@@ -321,13 +371,21 @@ class Engine:
         if group.state is State.HOME:
             self._leave_home(group)
         elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
-            self.compute.outlast(group.parcel.filled, group.stream)
+            filled = group.parcel.filled
+            if isinstance(group.parcel, DirectParcel):
+                group.parcel.dropped = True  # so that the rest of it is not written
+            event = filled.settled() if isinstance(filled, Asked) else filled
+            if event is not None:
+                self.compute.outlast(event, group.stream)
         self.tensors.let_go(group.members, self.empty)  # which the period's list of storages knows until its end
         group.members.clear()
         group.state = State.GONE
-        if group.parcel is not None:
+        if isinstance(group.parcel, DirectParcel):
+            assert self._direct is not None
+            self._direct.drop(group.parcel)
+        elif group.parcel is not None:
             self.backing.drop(group.parcel)
-            group.parcel = None
+        group.parcel = None
 
     def _count(self, group: Group, nbytes: int) -> None:
         self.resident += nbytes - group.counted

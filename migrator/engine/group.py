@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torch_tiers.migrator.engine.direct.parcel import DirectParcel
 from torch_tiers.migrator.engine.moved import Saved
 from torch_tiers.migrator.engine.parcel import Parcel
 from torch_tiers.migrator.lanes import Stream
@@ -88,7 +89,7 @@ class Group:
     unused: int = 0
     members: list[Saved] = field(default_factory=list)
     counted: int = 0  # its bytes in Engine.resident
-    parcel: Parcel | None = None
+    parcel: Parcel | DirectParcel | None = None
     buffer: torch.Tensor | None = None
     ready_on: list[Stream] = field(default_factory=list)  # streams that have waited for the buffer's copy
     bring_at: int = -1  # position from which it may come back

@@ -1,0 +1,158 @@
+"""The direct way between HBM and NVMe: through staging slots in HBM, past the host's memory.
+
+A drive takes from and gives to memory that was registered with it, and whose pages never move: the slots of two rings,
+one for each direction. A copy within HBM, on a lane of its own, fills a slot or empties it. Between the two a thread
+waits for the copy before it hands the slot to the store: nothing but our own events orders a drive's work.
+
+A group that goes this way is a parcel in *chunks*, of a slot's bytes each. What the drives do not take, by any way,
+stays in the host's memory: the program's own is let go of as soon as it was copied into a slot.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.migrator.engine.direct.parcel import Asked, Chunk, DirectParcel, Source, cut
+from torch_tiers.migrator.engine.direct.reader import Read, Reader
+from torch_tiers.migrator.engine.direct.ring import Ring
+from torch_tiers.migrator.engine.direct.writer import Write, Writer
+from torch_tiers.migrator.lanes import Event, Lane
+from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.migrator.telemetry.timeline import HOST
+
+_LOOK = 0.1  # seconds, at a thread that does not end
+
+
+class Direct:
+    """Moves groups of one device to a store and back without a copy in the host's memory. Thread-safe.
+
+    Parameters
+    ----------
+    nvme : NvmeStore
+        Takes blocks of the device's memory.
+    out, back : Lane
+        Copy within HBM. No other thread uses them, and they are closed with this.
+    ring_out, ring_back : Ring
+        Slots of one size, closed with this.
+    counters : Counters
+        Receives what was moved.
+    """
+
+    def __init__(
+        self, nvme: NvmeStore, out: Lane, back: Lane, ring_out: Ring, ring_back: Ring, counters: Counters
+    ) -> None:
+        self._nvme = nvme
+        self._closing = (out, back, ring_out, ring_back)
+        self._chunk = ring_out.slot_bytes
+        self._counters = counters
+        self._lock = threading.Lock()  # guards the two below
+        self._dropped: list[DirectParcel] = []
+        self._closed = False
+        self._writer = Writer(nvme, out, ring_out, partial(self._tell, "gds_write"))
+        self._reader = Reader(nvme, back, ring_back, partial(self._tell, "gds_read"))
+        # Daemons: a program must be able to end although a drive does not answer.
+        self._threads = [
+            threading.Thread(target=worker.run, name=f"tiers-gds-{name}", daemon=True)
+            for worker, name in ((self._writer, "write"), (self._reader, "read"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, nbytes: int, sources: Iterable[Source], after: Sequence[Event]) -> DirectParcel | None:
+        """Start to write a group once `after` is passed; None if the drives have no room for it.
+
+        `DirectParcel.filled` tells when its sources were read.
+        """
+        with self._lock:
+            self._reap()
+            chunks = None if self._closed else self._chunks(nbytes)
+            if chunks is None:
+                return None
+            parcel = DirectParcel(nbytes, chunks, Asked("gds_write"))
+            self._writer.jobs.put(Write(parcel, cut(sources, chunks), after, parcel.filled))
+            self._counters.groups += 1
+        return parcel
+
+    def read(self, parcel: DirectParcel, buffer: torch.Tensor, after: Sequence[Event]) -> None:
+        """Start to read a parcel into `buffer`, which is written to once `after` is passed; see `DirectParcel.lent`.
+
+        Raises
+        ------
+        TiersError
+            If the session is over.
+        """
+        with self._lock:
+            if self._closed:
+                raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
+            parcel.lent = asked = Asked("gds_read")
+            self._reader.jobs.put(Read(parcel, buffer, after, asked))
+
+    def there(self, asked: Asked) -> Event | None:
+        """Block the host until a lane was asked for all copies, which counts as a stall; the event of the last one.
+
+        Raises
+        ------
+        StoreError
+            If the drives do not give back what was written.
+        """
+        if asked.is_there:
+            return asked.event()
+        with self._counters.waiting(asked.lane):
+            return asked.event()
+
+    def drop(self, parcel: DirectParcel) -> None:
+        """Forget a parcel, also while it is on its way."""
+        parcel.dropped = True
+        with self._lock:
+            self._dropped.append(parcel)
+            self._reap()
+
+    def close(self) -> None:
+        """Wait for what was asked for, unless a drive does not answer. Idempotent."""
+        with self._lock:
+            already, self._closed = self._closed, True
+            if not already:
+                self._writer.jobs.put(None)
+                self._reader.jobs.put(None)
+        for thread in self._threads:
+            while thread.is_alive() and not self._nvme.stuck:
+                thread.join(_LOOK)
+        with self._lock:
+            self._reap()
+        if not any(thread.is_alive() for thread in self._threads):
+            for each in self._closing:
+                each.close()
+
+    def _chunks(self, nbytes: int) -> tuple[Chunk, ...] | None:
+        chunks: list[Chunk] = []
+        for start in range(0, nbytes, self._chunk):
+            size = min(self._chunk, nbytes - start)
+            extent = self._nvme.allocate(size)
+            if extent is None:
+                for chunk in chunks:
+                    self._forget(chunk)
+                return None
+            chunks.append(Chunk(start, size, extent))
+        return tuple(chunks)
+
+    def _reap(self) -> None:
+        for parcel in [parcel for parcel in self._dropped if not parcel.in_use()]:
+            self._dropped.remove(parcel)
+            for chunk in parcel.chunks:
+                self._forget(chunk)
+
+    def _forget(self, chunk: Chunk) -> None:
+        extent, chunk.extent, chunk.rescued = chunk.extent, None, None
+        if extent is not None:
+            self._nvme.free(extent)
+
+    def _tell(self, lane: str, nbytes: int, begin: float) -> None:
+        if (timeline := self._counters.timeline) is not None:
+            timeline.copied(HOST, lane, nbytes, begin, time.perf_counter())

@@ -1,0 +1,138 @@
+"""From NVMe to HBM: a thread that has the store fill slots and empties them into buffers."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.migrator.engine.direct.parcel import Asked, Chunk, DirectParcel
+from torch_tiers.migrator.engine.direct.ring import Ring
+from torch_tiers.migrator.lanes import Event, Lane, whole
+
+
+@dataclass(eq=False, slots=True)
+class Read:
+    """A parcel to read into `buffer`, which may be written to once `after` is passed."""
+
+    parcel: DirectParcel
+    buffer: torch.Tensor
+    after: Sequence[Event]
+    asked: Asked
+    error: BaseException | None = None  # the first of its chunks
+
+
+class _Coming(NamedTuple):
+    """A chunk on its way into a slot; one without a slot is in the host's memory."""
+
+    job: Read
+    chunk: Chunk
+    slot: torch.Tensor | None
+    reading: Future[None]
+    begin: float
+
+
+class Reader:
+    """Reads parcels, in order, with all slots at work: the next one's chunks are read while the last one's are copied.
+
+    Parameters
+    ----------
+    nvme, lane, ring
+        Where from, by which lane and by whose slots.
+    was_read : callable
+        Told the bytes of each chunk that came from the drives, and when its read began.
+    """
+
+    def __init__(self, nvme: NvmeStore, lane: Lane, ring: Ring, was_read: Callable[[int, float], None]) -> None:
+        self.jobs: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
+        self._nvme, self._lane, self._ring = nvme, lane, ring
+        self._was_read = was_read
+        self._coming: deque[_Coming] = deque()
+        self._landed: deque[tuple[Event, torch.Tensor]] = deque()  # slots that are being emptied
+
+    def run(self) -> None:
+        """Work until a job is None."""
+        while (job := self._next()) is not None:
+            self._fetch_all(job)
+            del job  # with its buffer
+        while self._coming:
+            self._land()
+        while self._landed:
+            self._empty()
+
+    def _next(self) -> Read | None:
+        """The next job. While there is none, chunks land."""
+        while self._coming and self.jobs.empty():
+            self._land()
+        return self.jobs.get()
+
+    def _fetch_all(self, job: Read) -> None:
+        for chunk in job.parcel.chunks:
+            if len(self._coming) == self._ring.slots:
+                self._land()
+            self._coming.append(self._fetch(job, chunk))
+
+    def _fetch(self, job: Read, chunk: Chunk) -> _Coming:
+        """Have one chunk read into a slot."""
+        begin = time.perf_counter()
+        slot: torch.Tensor | None = None
+        reading: Future[None] = Future()
+        try:
+            chunk.stored.result()  # it may still be on its way to the drive
+            if chunk.extent is None:
+                reading.set_result(None)
+            else:
+                while self._landed and (self._landed[0][0].query() or self._slots_in_use() >= self._ring.slots):
+                    self._empty()
+                slot = self._ring.take()
+                reading = self._nvme.read(chunk.extent, slot[: chunk.extent.nbytes])
+        except BaseException as error:  # belongs to who waits
+            reading = Future()
+            reading.set_exception(error)
+        return _Coming(job, chunk, slot, reading, begin)
+
+    def _slots_in_use(self) -> int:
+        return len(self._landed) + sum(coming.slot is not None for coming in self._coming)
+
+    def _land(self) -> None:
+        """Copy one chunk from its slot into the buffer."""
+        job, chunk, slot, reading, begin = self._coming.popleft()
+        event: Event | None = None
+        try:
+            reading.result()
+            source = chunk.rescued if slot is None else slot[: chunk.nbytes]
+            if source is not None and job.error is None:
+                target = job.buffer[chunk.start : chunk.start + chunk.nbytes]
+                event = self._lane.copy([whole(target, source)], job.after)
+                if slot is not None:
+                    self._was_read(chunk.nbytes, begin)
+                else:
+                    event.synchronize()  # the chunk may be forgotten from now on, and its memory with it
+        except BaseException as error:  # belongs to who waits
+            job.error = job.error or error
+        if slot is not None and event is not None:
+            self._landed.append((event, slot))
+        elif slot is not None:
+            self._ring.give(slot)
+        if chunk is job.parcel.chunks[-1]:  # nothing of the parcel is read any more
+            self._answer(job, event)
+
+    def _answer(self, job: Read, last: Event | None) -> None:
+        if job.error is None:
+            job.asked.set(last)
+            return
+        for copy, _ in self._landed:  # nothing writes into the buffer once the failure is known
+            copy.synchronize()
+        job.asked.fail(job.error)
+
+    def _empty(self) -> None:
+        event, slot = self._landed.popleft()
+        event.synchronize()
+        self._ring.give(slot)

@@ -1,0 +1,129 @@
+"""From HBM to NVMe: a thread that fills slots and hands them to the store."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+
+from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.migrator.engine.direct.parcel import Asked, Chunk, DirectParcel, Source, into
+from torch_tiers.migrator.engine.direct.ring import Ring
+from torch_tiers.migrator.lanes import Event, Lane
+
+log = logging.getLogger("tiers")
+
+
+class Write(NamedTuple):
+    """A parcel to write, from `sources` of each chunk once `after` is passed."""
+
+    parcel: DirectParcel
+    sources: list[list[Source]]
+    after: Sequence[Event]
+    asked: Asked
+
+
+class Writer:
+    """Writes parcels, in order. What the drives do not take, by any way, it keeps in the host's memory.
+
+    Parameters
+    ----------
+    nvme, lane, ring
+        Where to, by which lane and by whose slots.
+    wrote : callable
+        Told the bytes of each chunk that is on the drives, and when its write began.
+    """
+
+    def __init__(
+        self,
+        nvme: NvmeStore,
+        lane: Lane,
+        ring: Ring,
+        wrote: Callable[[int, float], None],
+    ) -> None:
+        self.jobs: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
+        self._nvme, self._lane, self._ring = nvme, lane, ring
+        self._wrote = wrote
+        self._rescue_is_told = False
+
+    def run(self) -> None:
+        """Work until a job is None."""
+        while (job := self.jobs.get()) is not None:
+            self._write(*job)
+            del job
+
+    def _write(self, parcel: DirectParcel, sources: list[list[Source]], after: Sequence[Event], asked: Asked) -> None:
+        last: Event | None = None
+        begun = 0
+        try:
+            for chunk in parcel.chunks:
+                if parcel.dropped:
+                    break
+                slot = self._ring.take()
+                try:
+                    # Out of the list at once: whoever waits for `asked` may look whether the sources are free.
+                    last = self._lane.copy(into(slot, sources.pop(0)), after)
+                except BaseException:
+                    self._ring.give(slot)
+                    raise
+                begun += 1
+                if begun == len(parcel.chunks):
+                    asked.set(last)
+                self._store(chunk, slot, last)
+        except BaseException as error:  # belongs to who waits
+            if not asked.is_there:
+                sources.clear()
+                asked.fail(error)
+        for chunk in parcel.chunks[begun:]:
+            chunk.stored.set_result(None)  # nobody will read it
+        sources.clear()
+        if not asked.is_there:
+            asked.set(last)
+
+    def _store(self, chunk: Chunk, slot: torch.Tensor, filled: Event) -> None:
+        """Hand a slot to the store once it is filled. It goes back to the ring when its bytes are safe."""
+        assert chunk.extent is not None
+        try:
+            filled.synchronize()
+            begin = time.perf_counter()
+            writing = self._nvme.write(chunk.extent, slot[: chunk.extent.nbytes])
+        except BaseException as error:
+            self._ring.give(slot)
+            chunk.stored.set_exception(error)
+            raise
+        writing.add_done_callback(lambda future: self._written(future, chunk, slot, begin))
+
+    def _written(self, writing: Future[None], chunk: Chunk, slot: torch.Tensor, begin: float) -> None:
+        error = writing.exception()
+        try:
+            if error is None:
+                self._wrote(chunk.nbytes, begin)
+            else:
+                self._rescue(chunk, slot, error)
+        except BaseException as failed:  # such as no memory to keep it in
+            error = failed
+        else:
+            error = None
+        self._ring.give(slot)
+        if error is None:
+            chunk.stored.set_result(None)
+        else:
+            chunk.stored.set_exception(error)
+
+    def _rescue(self, chunk: Chunk, slot: torch.Tensor, error: BaseException) -> None:
+        """Keep in the host's memory what the drives did not take: the program's own may be gone by now."""
+        if not isinstance(error, StoreError):
+            raise error
+        chunk.rescued = slot[: chunk.nbytes].to("cpu", copy=True)
+        extent, chunk.extent = chunk.extent, None
+        if extent is not None:
+            self._nvme.free(extent)
+        told, self._rescue_is_told = self._rescue_is_told, True
+        if not told:
+            log.warning("what nvme does not take is kept in the host's memory, beyond its budget: %s", error)

@@ -1,0 +1,214 @@
+"""Groups that go to NVMe past the host's memory: what comes back is what left, whatever the drives do."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.by_hand import eventually
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.ring import Ring
+from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.sizes import GiB, KiB, MiB
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.direct import Direct
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.group import Group, State
+from torch_tiers.migrator.engine.moved import Saved
+from torch_tiers.migrator.lanes.host import HostCompute, HostLane
+from torch_tiers.migrator.telemetry.counters import Counters
+
+SLOT, SLOTS = 64 * KiB, 3
+CPU = torch.device("cpu")
+
+
+class Drives(NvmeStore):
+    """A store whose requests fail, or wait, as a test says."""
+
+    fails: Callable[[str], bool] = staticmethod(lambda action: False)
+    go_on: threading.Event | None = None
+
+    def write(self, extent: NvmeExtent, block: torch.Tensor) -> Future[None]:
+        return self._failed("write") or super().write(extent, block)
+
+    def read(self, extent: NvmeExtent, block: torch.Tensor, arrived: object = None) -> Future[None]:
+        return self._failed("read") or super().read(extent, block)
+
+    def _failed(self, action: str) -> Future[None] | None:
+        if self.go_on is not None:
+            self.go_on.wait()
+        if not self.fails(action):
+            return None
+        future: Future[None] = Future()
+        future.set_exception(StoreError(self.where, 0, 1, action, "as the test says"))
+        return future
+
+
+class Rig:
+    """An engine of the host, whose memory plays HBM, with a direct way."""
+
+    def __init__(self, directory: Path, capacity: int = 64 * MiB) -> None:
+        self.counters = Counters()
+        self.store = Drives([directory], capacity, gds="off", step=MiB, backend=PosixFile)
+        self.arena = DramArena(64 * MiB, pinned=False, step=MiB)
+        self.backing = Backing(self.arena, self.store, self.counters)
+        out, back = HostLane("gds_write", self.counters), HostLane("gds_read", self.counters)
+        self.rings = Ring(CPU, SLOTS, SLOT), Ring(CPU, SLOTS, SLOT)
+        self.direct = Direct(self.store, out, back, *self.rings, self.counters)
+        lanes = HostLane("d2h", self.counters), HostLane("h2d", self.counters)
+        self.engine = Engine(HostCompute(self.counters), *lanes, self.backing, direct=self.direct)
+        self.engine.limit = GiB
+        self._lanes = lanes
+        self.held: list[object] = []
+
+    def send(self, *sizes: int, tier: str | None = "nvme") -> tuple[Group, list[Saved], list[torch.Tensor]]:
+        """A group of storages of `sizes` bytes with random contents, which is on its way."""
+        group = Group(0, None, tier=tier)
+        tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+        saved = [self.engine.add(group, tensor, 0, tensor.numel()) for tensor in tensors]
+        self.held += [self.engine.hold(each) for each in saved]
+        with self.engine.lock:
+            self.engine.send(group)
+        return group, saved, [tensor.clone() for tensor in tensors]
+
+    def let_go(self) -> None:
+        with self.engine.lock:
+            self.engine.limit = 0
+            self.engine.relieve()
+            self.engine.limit = GiB
+
+    def back(self, saved: Saved) -> torch.Tensor:
+        with self.engine.lock:
+            buffer = self.engine.source(saved)
+        assert buffer is not None
+        return buffer[saved.offset : saved.offset + saved.nbytes]
+
+    def forget(self) -> None:
+        """The graph dies."""
+        self.held = []
+        with self.engine.lock:
+            self.engine.collect()
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        self.direct.close()
+        self.backing.close()
+        self.store.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+
+
+def test_a_group_comes_back_bit_for_bit_and_never_lies_in_dram(rig: Rig) -> None:
+    group, saved, contents = rig.send(5000, 3 * SLOT, 1, 512, 2 * SLOT + 700)  # across slots, and longer than the ring
+    rig.let_go()
+    assert group.state is State.AWAY
+    assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
+    assert rig.arena.peak == 0
+    assert rig.counters.moved["gds_write"] == sum(map(len, contents)) == rig.counters.moved["d2h"] + group.nbytes
+    assert rig.store.used >= group.nbytes
+
+
+def test_many_groups_are_under_way_at_once(rig: Rig, seed: int) -> None:
+    random.seed(seed)
+    sent = [rig.send(*(random.randrange(1, 2 * SLOT) for _ in range(random.randrange(1, 5)))) for _ in range(40)]
+    rig.let_go()
+    random.shuffle(sent)
+    for _, saved, contents in sent:
+        assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
+
+
+def test_what_the_drives_do_not_take_stays_in_the_hosts_memory_which_is_said_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = iter(range(10**6))
+    rig.store.fails = lambda action: action == "write" and next(turns) % 3 == 0
+    with caplog.at_level(logging.WARNING):
+        _, saved, contents = rig.send(7 * SLOT)
+        _, more, others = rig.send(4 * SLOT)
+        rig.let_go()
+        assert torch.equal(rig.back(saved[0]), contents[0])
+        assert torch.equal(rig.back(more[0]), others[0])
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "what nvme does not take is kept in the host's memory, beyond its budget"
+    ]
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_read_that_fails_raises_and_leaves_nothing_behind(rig: Rig, failing: int) -> None:
+    _, saved, contents = rig.send(4 * SLOT)
+    rig.let_go()
+    turns = iter(range(10**6))
+    rig.store.fails = lambda action: action == "read" and next(turns) == failing
+    with pytest.raises(StoreError, match="as the test says"):
+        rig.back(saved[0])
+    rig.forget()
+    assert eventually(lambda: not rig.direct.close() and rig.store.used == 0)
+
+
+def test_a_drive_without_room_sends_groups_by_dram(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, capacity=2 * SLOT)
+    _, saved, contents = rig.send(3 * SLOT)
+    rig.let_go()
+    assert rig.arena.peak > 0 and rig.counters.moved["gds_write"] == 0
+    assert torch.equal(rig.back(saved[0]), contents[0])
+    rig.close()
+
+
+def test_only_what_is_for_nvme_goes_the_direct_way(rig: Rig) -> None:
+    for tier in ("dram", None):
+        rig.send(SLOT, tier=tier)
+    assert rig.counters.moved["gds_write"] == 0 and rig.counters.moved["d2h"] == 2 * SLOT
+
+
+def test_a_graph_that_dies_meanwhile_gives_memory_slots_and_extents_back(rig: Rig) -> None:
+    rig.store.go_on = threading.Event()
+    group, saved, _ = rig.send(9 * SLOT)
+    memory = weakref.ref(saved[0].alias.untyped_storage())
+    del saved, group
+    timer = threading.Timer(0.1, rig.store.go_on.set)
+    timer.start()
+    rig.forget()
+    gc.collect()
+    assert eventually(lambda: memory() is None)
+    rig.store.go_on = None
+    _, saved, contents = rig.send(9 * SLOT)  # the slots are there again
+    rig.let_go()
+    assert torch.equal(rig.back(saved[0]), contents[0])
+    rig.forget()
+    rig.direct.close()
+    assert rig.store.used == 0
+    timer.join()
+
+
+def test_memory_is_let_go_of_once_it_is_in_slots_though_the_drive_is_still_at_work(rig: Rig) -> None:
+    rig.store.go_on = threading.Event()
+    group, saved, contents = rig.send(SLOT)  # a slot is free
+    rig.let_go()
+    assert group.state is State.AWAY and not group.members
+    rig.store.go_on.set()
+    assert torch.equal(rig.back(saved[0]), contents[0])
+
+
+def test_the_end_waits_for_what_is_under_way(rig: Rig) -> None:
+    rig.send(20 * SLOT)
+    rig.direct.close()
+    rig.direct.close()
+    assert rig.counters.moved["gds_write"] == 20 * SLOT
