@@ -153,7 +153,7 @@ def test_what_the_drives_do_not_take_stays_in_the_hosts_memory_which_is_said_onc
 
 @pytest.mark.parametrize("failing", range(4))
 def test_a_read_that_fails_raises_and_leaves_nothing_behind(rig: Rig, failing: int) -> None:
-    _, saved, contents = rig.send(4 * SLOT)
+    _, saved, _ = rig.send(4 * SLOT)
     rig.let_go()
     turns = iter(range(10**6))
     rig.store.fails = lambda action: action == "read" and next(turns) == failing
