@@ -59,7 +59,7 @@ class MonitorConfig:
     """``[monitor]``: `probe` times a small copy now and then; `calibration` is a report of ``tiers probe``."""
 
     enabled: bool = True
-    probe: bool = False
+    probe: bool = True
     calibration: Path | None = None
 
 
@@ -71,6 +71,8 @@ class LinksConfig:
     h2d: float | None = None
     disk_write: float | None = None
     disk_read: float | None = None
+    gds_write: float | None = None
+    gds_read: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,10 @@ A lane gives less than it should in two cases that call for different answers: w
 (`alone` low, the fair part high) nobody is to be made room for; if it is slow beyond that, the bus is loaded. By whom
 its traffic tells, where a sensor counts that.
 
+A lane may be slow without the bus, too: another rank or a collective shares its PCIe link, or a late host its times. A
+copy on one core tells: while that is as fast as ever, and most cores rest, nothing is said of the bus. (A load that was
+there from the beginning is what the copy takes for normal; but it takes cores.)
+
 There is a third case, in which every lane gives all it has: the program's own workers keep the cores busy, or do not
 rest. Then the input pipeline is what gives out, and each byte of ours on the bus takes some of its time: beside 26 GB/s
 of copies fourteen processes that decode JPEGs lost 5%, and nine that copy 11%, and no lane was slower.
@@ -16,6 +20,7 @@ of copies fourteen processes that decode JPEGs lost 5%, and nine that copy 11%, 
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
@@ -41,6 +46,7 @@ BUSY = 0.25  # of the cores are left by our workers: less, and these are what tr
 IDLE = 0.45  # ... until there is more than this
 MANY = 0.1  # of the cores are kept busy by those of our workers that do not rest: so many, and training may wait ...
 FEW = 0.05  # ... until there are fewer
+RESTING = 0.25  # of the cores are busy beside this process: with fewer nobody saturates the bus
 OURS = 0.7  # of the traffic on the bus: if so much of it is ours, nobody else is to blame
 
 
@@ -79,9 +85,13 @@ class Judge:
     ----------
     calibration
         Tells what a lane gives at a host traffic, for times in which nothing of ours moves.
+    cores
+        Of the machine.
     """
 
-    def __init__(self, calibration: Calibration | None = None) -> None:
+    def __init__(self, calibration: Calibration | None = None, cores: int | None = None) -> None:
+        self._few = RESTING * (cores or os.cpu_count() or 1)
+        self._loaded = False
         self._calibration = calibration or Calibration()
         self._last = float("-inf")
         self._between: deque[float] = deque(maxlen=USUAL)
@@ -118,6 +128,7 @@ class Judge:
         spare, tireless = values.get("spare", 1.0), values.get("tireless", 0.0)
         self._crowded = spare < (IDLE if self._crowded else BUSY) or tireless >= (FEW if self._crowded else MANY)
         load = values.get("load")
+        self._loaded = load is not None and load >= self._few
         lighter = load is not None and self._load is not None and load < LIGHTER * self._load
         left = {lane: level.value for lane, level in self._fair.items() if level.value is not None}
         if any(lane in values for lane in LANES):
@@ -134,12 +145,13 @@ class Judge:
         return self.verdict
 
     def _seen(self, left: float, *, lighter: bool) -> None:
-        if left < ENTER or self._crowded:
+        slow = left < ENTER and not self._bus_is_fine()
+        if slow or self._crowded:
             if self._state == "free":
                 self._only_crowded = True
-            self._only_crowded &= left >= ENTER
+            self._only_crowded &= not slow
             self._state, self._calm, self._middling = "saturated", 0, 0
-        elif left > LEAVE or self._only_crowded or lighter or self._middling >= MIDDLING:
+        elif left > LEAVE or self._bus_is_fine() or self._only_crowded or lighter or self._middling >= MIDDLING:
             self._recover()
         else:
             self._calm = 0
@@ -156,6 +168,10 @@ class Judge:
         if self._only_crowded or lighter or free or copies or self._blind >= BLIND:
             self._recover()
 
+    def _bus_is_fine(self) -> bool:
+        """Whether nothing speaks of a busy bus but a slow lane, which may have other reasons."""
+        return self._copy.value is not None and self._copy.value > LEAVE and not self._loaded
+
     def _recover(self) -> None:
         if self._state == "free":
             return
@@ -171,7 +187,7 @@ class Judge:
 
     def _bus(self, left: Mapping[str, float], values: Mapping[str, float]) -> float:
         """What is left of the bus: by the lanes that cross it, the timed copy, and the traffic of others."""
-        known = [*left.values()]
+        known = [] if self._bus_is_fine() else [*left.values()]
         if self._copy.value is not None:
             known.append(self._copy.value)
         others = _others(values)

@@ -71,6 +71,8 @@ def test_argument_names_are_frozen():
         "links_d2h",
         "links_disk_read",
         "links_disk_write",
+        "links_gds_read",
+        "links_gds_write",
         "links_h2d",
         "log",
         "monitor_calibration",
@@ -143,13 +145,15 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         checksum = false
         [monitor]
         enabled = false
-        probe = true
+        probe = false
         calibration = "{tmp_path}/probe.json"
         [links]
         d2h = 55.0e9
         h2d = 55_100_000_000
         disk_write = 2.9e9
         disk_read = 2.8e9
+        gds_write = 2.7e9
+        gds_read = 2.6e9
         """
     ).config
     assert config.dram.capacity == 4194304
@@ -391,7 +395,7 @@ def test_a_run_directory_that_cannot_be_looked_at_is_refused(closed):
     ("text", "key", "needed"),
     [
         ("run_force = true", "run_force", "run"),
-        ("[monitor]\nenabled = false\nprobe = true", "monitor.probe", "monitor.enabled"),
+        ("[monitor]\nenabled = false\nprobe = false", "monitor.probe", "monitor.enabled"),
         ("[monitor]\nenabled = false\ncalibration = 'x'", "monitor.calibration", "monitor.enabled"),
         ("[nvme]\nchecksum = false", "nvme.checksum", "nvme.capacity"),
         ("[nvme]\ngds = 'off'", "nvme.gds", "nvme.capacity"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -119,6 +120,18 @@ def test_a_lane_is_judged_for_itself() -> None:
     assert verdict.left["d2h"] == pytest.approx(1.0)
     assert verdict.left["h2d"] == pytest.approx(0.6, abs=0.01)
     assert verdict.bus == verdict.left["h2d"]
+
+
+@pytest.mark.parametrize("left", [0.3, 0.6, 0.8])
+def test_of_a_slow_lane_beside_a_fast_copy_nothing_is_said(left: float) -> None:
+    """Another rank shares its link, or a host that is late its times: two ranks of FSDP2 were told of a busy bus."""
+    lane = {"d2h": left, "h2d": 1.0}
+    verdict = judged(readings([lane | {"copy": 0.99}] * 100))
+    assert (verdict.state, verdict.cause, verdict.bus) == ("free", "nobody", pytest.approx(0.99, abs=0.02))
+    assert judged(readings([lane | {"copy": 0.7}] * 100)).state == "saturated"
+    assert judged(readings([lane] * 20 + [lane | {"copy": 1.0}] * 100)).state == "free"
+    loaded = {"copy": 1.0, "load": float(os.cpu_count() or 1)}  # from the beginning: the copy knows nothing else
+    assert judged(readings([lane | loaded] * 100)).state == "saturated"
 
 
 # ---------------------------------------------------------------------------------------------------- whose

@@ -17,7 +17,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class TimedCopy:
-    """Tells of the bus also while nothing of ours moves. Off unless asked for: it loads what it measures."""
+    """Tells of the bus also while nothing of ours moves, and whether a slow lane is its doing."""
 
     name = "copy"
 
