@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 BOUNDLESS = 1 << 62
+
+LANES = ("d2h", "h2d", "disk_write", "disk_read", "gds_write", "gds_read")
+"""All there may be: HBM to DRAM and back, DRAM to NVMe and back, HBM to NVMe and back past the host's memory."""
+
+DIRECT = ("gds_write", "gds_read")
+"""Those that do not cross the host's memory bus."""
+
+OPPOSITE: Mapping[str, str] = MappingProxyType({"d2h": "h2d", "h2d": "d2h"})
+"""Lanes that slow each other down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,8 @@ class Links:
         The two together when both are busy, in total.
     disk_write, disk_read : float
         DRAM to NVMe and back; 0 where there is no NVMe tier.
+    gds_write, gds_read : float
+        HBM to NVMe and back past the host's memory, by GPUDirect Storage; 0 where there is no such way.
     latency : float
         Seconds from asking for a transfer to its first byte.
     usual : Links or None
@@ -66,11 +78,44 @@ class Links:
     both: float
     disk_write: float = 0.0
     disk_read: float = 0.0
+    gds_write: float = 0.0
+    gds_read: float = 0.0
     latency: float = 20e-6
     usual: Links | None = None
     below: int = BOUNDLESS
     dram: int = BOUNDLESS
     costs: Costs = MEASURED
+
+    @property
+    def direct(self) -> bool:
+        """Whether what a plan gives to NVMe goes there past the host's memory."""
+        return self.gds_write > 0 and self.gds_read > 0
+
+    @property
+    def staged(self) -> Links:
+        """These links where all that goes to NVMe lies in DRAM first."""
+        return replace(self, gds_write=0.0, gds_read=0.0)
+
+    def with_direct_way(self, write: float, read: float) -> Links:
+        """These links where there is a direct way, which gives what was measured unless it was told."""
+        rates = self.gds_write or write or self.disk_write, self.gds_read or read or self.disk_read
+        return replace(self, gds_write=rates[0], gds_read=rates[1])
+
+    @property
+    def has_drive(self) -> bool:
+        """Whether a plan may give anything to NVMe."""
+        return self.direct or self.disk_write > 0
+
+    @property
+    def drive(self) -> int:
+        """Bytes that NVMe holds."""
+        return BOUNDLESS if self.below >= BOUNDLESS else max(0, self.below - self.dram)
+
+    def ways(self, tier: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The lanes out of HBM to a tier, and those back, in the order in which they are travelled."""
+        if tier != "nvme":
+            return ("d2h",), ("h2d",)
+        return (DIRECT[:1], DIRECT[1:]) if self.direct else STAGED
 
     @property
     def contended(self) -> bool:
@@ -85,29 +130,27 @@ class Links:
     def gives_more_than(self, other: Links) -> bool:
         """Whether any lane gives more, by so much that other plans may be worth it."""
         usual = self.usual or self
-        lanes = ("d2h", "h2d", "disk_write", "disk_read")
-        return any(getattr(self, lane) - getattr(other, lane) > WORSE * getattr(usual, lane) for lane in lanes)
+        return any(getattr(self, lane) - getattr(other, lane) > WORSE * getattr(usual, lane) for lane in LANES)
 
     def scaled(self, parts: Mapping[str, float]) -> Links:
         """Lanes that give a part of what was told, whoever else needs the memory bus."""
         slower = replace(self, **{lane: getattr(self, lane) * part for lane, part in parts.items()})
         return slower if self.usual is None else replace(slower, usual=self.usual.scaled(parts))
 
-    def reduced(self, left: Mapping[str, float], *, direct_disk: bool) -> Links:
+    def reduced(self, left: Mapping[str, float]) -> Links:
         """What is left of the links while the memory bus is busy.
+
+        What goes to the drives through DRAM crosses that bus, so it is no way out; what goes past it keeps its speed.
 
         Parameters
         ----------
         left : mapping of str to float
             The part that is left of each lane, and of ``bus``; 1 where there is no entry.
-        direct_disk : bool
-            Whether the drives reach HBM without host memory between. Otherwise what goes to them crosses the
-            same bus, so it is no way out.
         """
         if not left:
             return self
         d2h, h2d = (left.get(lane, left.get("bus", 1.0)) for lane in ("d2h", "h2d"))
-        disk = 1.0 if direct_disk else min(left.get("bus", 1.0), d2h, h2d)
+        disk = min(left.get("bus", 1.0), d2h, h2d)
         return replace(
             self,
             d2h=self.d2h * d2h,
@@ -119,6 +162,10 @@ class Links:
         )
 
 
+STAGED = ("d2h", "disk_write"), ("disk_read", "h2d")
+"""The way to NVMe through DRAM, and the way back."""
+
+
 PCIE_GEN5 = Links(d2h=55.0e9, h2d=55.1e9, both=92.8e9)
 """Measured on an H100 on PCIe Gen5 x16: what is taken for granted where nobody has measured."""
 
@@ -128,7 +175,12 @@ SPARE = 16  # one part in so many of what is below HBM is left out of plans
 
 
 def links_from(
-    measured: Mapping[str, float | None], *, disk: bool, below: int | None = None, dram: int | None = None
+    measured: Mapping[str, float | None],
+    *,
+    disk: bool,
+    direct: bool = False,
+    below: int | None = None,
+    dram: int | None = None,
 ) -> Links:
     """The links as far as they were measured, and what is taken for granted for the rest.
 
@@ -138,6 +190,8 @@ def links_from(
         Bytes per second by the name of the lane; None, or no entry, where it was not measured.
     disk : bool
         Whether there is an NVMe tier.
+    direct : bool
+        Whether it is reached past the host's memory, too; where that was not measured, as fast as through it.
     below : int, optional
         Bytes that the tiers below HBM hold; without it as much as moves.
     dram : int, optional
@@ -147,6 +201,11 @@ def links_from(
     if disk:
         granted |= {"disk_write": 2.9e9, "disk_read": 2.9e9}  # one NVMe drive of the same machine
     known: dict[str, Any] = {lane: measured.get(lane) or rate for lane, rate in granted.items()}
+    if disk and direct:
+        known |= {
+            "gds_write": measured.get("gds_write") or known["disk_write"],
+            "gds_read": measured.get("gds_read") or known["disk_read"],
+        }
     links = replace(PCIE_GEN5, **known)
     if below is not None:
         links = replace(links, below=usable(below))

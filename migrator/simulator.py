@@ -1,7 +1,7 @@
 """The simulator: trace + links + plan -> step time, peak per tier, lane occupancy, stalls by cause.
 
 It does what the engine does, in the order of the compute stream. A group leaves when its last site was saved; the
-copies of a direction run one after the other. HBM is let go at a save, when the limit asks for it; compute then
+copies of a lane run one after the other. HBM is let go at a save, when the limit asks for it; compute then
 waits for the copy, and what the program itself holds lies there for as long as it does. Compute also waits once a
 group was used for the last time whose copy is still under way: the lane reads memory that is free by then. From
 the first use on, groups come back in the order of needs, as soon as their in-trigger and the limit allow, behind
@@ -21,7 +21,7 @@ from itertools import islice
 import numpy as np
 
 from torch_tiers.allocator.sizes import PAGE, round_up
-from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.links import LANES, OPPOSITE, STAGED, Links
 from torch_tiers.migrator.plan import READ_AHEAD, PageGroup, Plan
 from torch_tiers.migrator.planner.effects import Effect, effect
 from torch_tiers.migrator.planner.intervals import Bytes, durations
@@ -99,15 +99,26 @@ def simulate(trace: Trace, links: Links, plan: Plan, *, outcome: Effect | None =
 class _Group:
     planned: PageGroup
     span: Span
-    on_disk: bool  # goes on to NVMe
+    way_out: tuple[str, ...]  # lanes, in the order in which they are travelled
+    way_back: tuple[str, ...]
     lasting: Sequence[tuple[int, int]]  # what the program holds of it: until which stretch, and how many bytes
     sent: float = 0.0
     out: float = -1.0  # when the copy out ends; negative before it began
     written: float = 0.0  # when it is on disk
-    read: float = -1.0  # when it is in DRAM again; negative before it was asked for
+    read: float = -1.0  # when it is in DRAM again, should it come back through it; negative before it was asked for
     begins: float = 0.0
     home: float = -1.0  # when the copy back ends; negative before it began
     away: bool = False  # HBM was let go
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it goes on to NVMe from DRAM, and comes back through it."""
+        return len(self.way_back) > 1
+
+    @property
+    def is_in_dram(self) -> bool:
+        """Whether it stays in DRAM while it is away."""
+        return self.way_out == ("d2h",)
 
 
 @dataclass(slots=True)
@@ -127,17 +138,17 @@ class _Step:
         self.held = {held.holders[0].key: held for held in outcome.held.values()}
         self.now = 0.0
         self.resident = 0
-        self.free = {"d2h": 0.0, "h2d": 0.0, "disk_write": 0.0, "disk_read": 0.0}  # when each lane is free
-        self.busy = dict.fromkeys(self.free, 0.0)
-        self.stalls = {"d2h": 0.0, "h2d": 0.0, "disk_read": 0.0}
+        self.free = dict.fromkeys(LANES, 0.0)  # when each lane is free
+        self.busy = dict.fromkeys(LANES, 0.0)
+        self.stalls = dict.fromkeys(LANES, 0.0)
         self.recomputing = 0.0
         self.leaving: deque[_Group] = deque()
         self.order: deque[_Group] = deque()
         self.lingering = np.zeros(trace.positions + 2, dtype=np.int64)  # changes of what left, but for the program
         spans = spans_of(plan, outcome)
-        on_disk = past_dram(plan.groups, links.dram) if links.disk_write else frozenset[int]()
+        past = past_dram(plan.groups, links.dram) if links.disk_write else frozenset[int]()
         self.groups = [
-            _Group(group, span, group.tier == "nvme" or number in on_disk, self._lasting(group))
+            _Group(group, span, *(STAGED if number in past else links.ways(group.tier)), self._lasting(group))
             for number, (group, span) in enumerate(zip(plan.groups, spans, strict=True))
         ]
         self.shared = min(1.0, links.both / (links.d2h + links.h2d))
@@ -226,10 +237,11 @@ class _Step:
             self.stalls[lane] += until - self.now
             self.now = until
 
-    def _copy(self, lane: str, nbytes: int, after: float, opposite: str | None = None) -> tuple[float, float]:
+    def _copy(self, lane: str, nbytes: int, after: float) -> tuple[float, float]:
         """Queue a transfer on a lane; when it begins and ends."""
         start = max(after, self.free[lane])
         seconds = self.links.latency + nbytes / getattr(self.links, lane)
+        opposite = OPPOSITE.get(lane)
         if opposite is not None and self.free[opposite] > start:
             # Of what both lanes are busy for, only a part is done that each would do alone.
             together = min(seconds, (self.free[opposite] - start) * self.shared)
@@ -242,15 +254,17 @@ class _Step:
 
     def _send(self, group: _Group) -> None:
         self.now += self.links.costs.host
-        group.sent, group.out = self._copy("d2h", group.planned.nbytes, self.now, "h2d")
-        if group.on_disk:
-            _, group.written = self._copy("disk_write", group.planned.nbytes, group.out)
+        first, *onward = group.way_out
+        group.sent, group.out = self._copy(first, group.planned.nbytes, self.now)
+        group.written = group.out
+        for lane in onward:
+            _, group.written = self._copy(lane, group.planned.nbytes, group.written)
         self.leaving.append(group)
 
     def _relieve(self, limit: int, position: int) -> None:
         while self.resident > limit and self.leaving:
             group = self.leaving.popleft()
-            self._wait(group.out, "d2h")
+            self._wait(group.out, group.way_out[0])
             group.away = True
             self.resident -= group.planned.nbytes
             for end, nbytes in group.lasting:
@@ -259,7 +273,7 @@ class _Step:
                     self.lingering[end] -= nbytes
 
     def _prefetch(self, limit: int, position: int) -> None:
-        if any(group.on_disk for group in islice(self.order, READ_AHEAD)):
+        if any(group.is_staged for group in islice(self.order, READ_AHEAD)):
             for group in islice(self.order, READ_AHEAD):
                 self._read(group)
         while self.order:
@@ -272,11 +286,11 @@ class _Step:
             self.order.popleft()
 
     def _read(self, group: _Group) -> None:
-        if group.on_disk and group.away and group.read < 0:
-            _, group.read = self._copy("disk_read", group.planned.nbytes, max(self.now, group.written))
+        if group.is_staged and group.away and group.read < 0:
+            _, group.read = self._copy(group.way_back[0], group.planned.nbytes, max(self.now, group.written))
 
     def _bring(self, group: _Group) -> None:
-        group.begins, group.home = self._copy("h2d", group.planned.nbytes, max(self.now, group.out), "d2h")
+        group.begins, group.home = self._copy(group.way_back[-1], group.planned.nbytes, max(self.now, group.out))
         self.resident += group.planned.nbytes
 
     def _fetch(self, group: _Group) -> None:
@@ -287,9 +301,9 @@ class _Step:
             return
         if group.home < 0:
             self._read(group)
-            self._wait(group.read, "disk_read")
+            self._wait(group.read, group.way_back[0])
             self._bring(group)
-        self._wait(group.home, "h2d")
+        self._wait(group.home, group.way_back[-1])
 
     def _outlast(self, ended: Sequence[_Group]) -> None:
         """Wait for the copies of groups that were used for the last time and have not left.
@@ -299,13 +313,13 @@ class _Step:
         """
         for group in ended:
             if not group.away:
-                self._wait(group.out, "d2h")
+                self._wait(group.out, group.way_out[0])
 
     def _result(self, resident: Bytes, clock: np.ndarray) -> Simulated:
         others = np.array(self.trace.others, dtype=np.int64) if self.trace.others else 0
         lingering: Bytes = np.cumsum(self.lingering)[:-1]
         hbm: Bytes = resident + self.outcome.again + others + lingering
-        parcels = [(group.on_disk, round_up(group.planned.nbytes, PAGE)) for group in self.groups]
+        parcels = [(group.is_in_dram, round_up(group.planned.nbytes, PAGE)) for group in self.groups]
         return Simulated(
             seconds=self.now,
             ideal=self.trace.seconds,
@@ -314,8 +328,8 @@ class _Step:
             busy=self.busy,
             peak={
                 "hbm": int(hbm.max()),
-                "dram": sum(nbytes for on_disk, nbytes in parcels if not on_disk),
-                "nvme": sum(nbytes for on_disk, nbytes in parcels if on_disk),
+                "dram": sum(nbytes for in_dram, nbytes in parcels if in_dram),
+                "nvme": sum(nbytes for in_dram, nbytes in parcels if not in_dram),
             },
             hbm=hbm,
             lingering=lingering,

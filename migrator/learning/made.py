@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.links import Links
 from torch_tiers.migrator.plan import NoPlanFits, Plan
-from torch_tiers.migrator.planner.quiet import is_quiet
+from torch_tiers.migrator.planner.quiet import crossing, is_quiet
 from torch_tiers.migrator.policies import Policy
 from torch_tiers.migrator.simulator import Simulated, simulate
 from torch_tiers.migrator.trace import Trace
@@ -128,7 +128,7 @@ def _better(made: Made, present: Made, trace: Trace, links: Links) -> Made:
         return made
     predicted = simulate(trace, links, present.plan)
     fits = predicted.peak["hbm"] <= max(made.asked, made.peak()) and present.plan.parcel_bytes <= links.below
-    moves_more = present.plan.moved_bytes > made.plan.moved_bytes
+    moves_more = crossing(present.plan, links) > crossing(made.plan, links)
     if links.contended and moves_more and not is_quiet(present.plan, links, predicted.seconds):
         return made  # of plans that are about as fast, one that moves less
     if not fits or predicted.seconds > made.predicted.seconds * (1 + GAIN):

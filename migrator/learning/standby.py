@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch_tiers.migrator.learning.background import give_up
 from torch_tiers.migrator.learning.feedback import Feedback
 from torch_tiers.migrator.learning.made import Made, foresee
-from torch_tiers.migrator.links import WORSE, Links
+from torch_tiers.migrator.links import LANES, WORSE, Links
 from torch_tiers.migrator.planner.quiet import is_quiet
 from torch_tiers.migrator.trace import Trace
 
@@ -61,7 +61,7 @@ class Ahead:
 
     def _less(self, links: Links) -> list[float]:
         """By how much less there is of each lane, as that part."""
-        lanes = [lane for lane in ("d2h", "h2d", "disk_write", "disk_read") if getattr(self.given, lane)]
+        lanes = [lane for lane in LANES if getattr(self.given, lane)]
         return [(getattr(self.links, lane) - getattr(links, lane)) / getattr(self.given, lane) for lane in lanes]
 
 
@@ -167,7 +167,7 @@ class Standby:
         """What the next plans are to be made ahead for, once the last ones are there; None where all were made."""
         if given.contended or len(self._ahead) == len(KINDS) or not all(ahead.made.done() for ahead in self._ahead):
             return None
-        return given.reduced(KINDS[len(self._ahead)], direct_disk=False)
+        return given.reduced(KINDS[len(self._ahead)])
 
     def add(self, made: Future[tuple[Made, ...]], given: Links, links: Links) -> None:
         """Plans are being made ahead for `links`, which were due."""

@@ -8,15 +8,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
-from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.links import LANES, OPPOSITE, Links
 from torch_tiers.migrator.planner.intervals import Bytes, Floats, occupancy, room
 from torch_tiers.migrator.trace import Trace
-
-_OPPOSITE: Mapping[str, str] = MappingProxyType({"d2h": "h2d", "h2d": "d2h"})
 
 
 class Lane:
@@ -112,21 +109,23 @@ class Lanes:
 
     def __init__(self, links: Links) -> None:
         self.links = links
-        self.lanes: Mapping[str, Lane] = {name: Lane() for name in ("d2h", "h2d", "disk_write", "disk_read")}
+        self.lanes: Mapping[str, Lane] = {name: Lane() for name in LANES}
 
     def out(self, nbytes: int, after: float, tier: str = "dram") -> Transfer:
-        """The way out of HBM that begins earliest, but not before `after`; to the disk it goes through DRAM."""
-        legs = [self._earliest("d2h", nbytes, after)]
-        if tier == "nvme":
-            legs.append(self._earliest("disk_write", nbytes, legs[0][2]))
+        """The way out of HBM to a tier that begins earliest, but not before `after`."""
+        legs = []
+        for name in self.links.ways(tier)[0]:
+            legs.append(self._earliest(name, nbytes, after))
+            after = legs[-1][2]
         return Transfer(tuple(legs))
 
     def back(self, nbytes: int, before: float, tier: str = "dram") -> Transfer:
         """The way back that begins latest and is over by `before`; its start is negative if there is none."""
-        legs = [self._latest("h2d", nbytes, before)]
-        if tier == "nvme":
-            legs.insert(0, self._latest("disk_read", nbytes, legs[0][1]))
-        return Transfer(tuple(legs))
+        legs = []
+        for name in reversed(self.links.ways(tier)[1]):
+            legs.append(self._latest(name, nbytes, before))
+            before = legs[-1][1]
+        return Transfer(tuple(reversed(legs)))
 
     def book(self, transfer: Transfer) -> None:
         """Take the lanes for `transfer`."""
@@ -139,13 +138,13 @@ class Lanes:
         if rate <= 0:
             raise ValueError(f"there is no lane {name}: its rate is {rate}")
         alone = self.links.latency + nbytes / rate
-        if name not in _OPPOSITE:
+        if name not in OPPOSITE:
             return alone
         # While the other direction is busy as well, a second brings `shared` of what it brings alone.
         shared = min(1.0, self.links.both / (self.links.d2h + self.links.h2d))
         seconds = alone
         for _ in range(3):  # a longer transfer meets more of the other direction
-            before, seconds = seconds, alone + (1 - shared) * self.lanes[_OPPOSITE[name]].busy(start, start + seconds)
+            before, seconds = seconds, alone + (1 - shared) * self.lanes[OPPOSITE[name]].busy(start, start + seconds)
             if seconds == before:
                 break
         return seconds

@@ -25,5 +25,10 @@ def is_quiet(plan: Plan, links: Links, seconds: float) -> bool:
 
 
 def crossing(plan: Plan, links: Links) -> int:
-    """Bytes a period that cross the bus: those that move, there and back; again what goes on to drives from there."""
-    return 2 * (plan.moved_bytes + max(0, plan.moved_bytes - links.dram))
+    """Bytes a period that cross the bus: those that move, there and back; again what goes on to drives from there.
+
+    What drives take from HBM, and give to it, does not.
+    """
+    past = sum(group.nbytes for group in plan.groups if group.tier == "nvme") if links.direct else 0
+    by_bus = plan.moved_bytes - past
+    return 2 * (by_bus + max(0, by_bus - links.dram))

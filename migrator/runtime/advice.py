@@ -61,7 +61,8 @@ class Advice:
             return None
         transfers = [copy for mover in movers for copy in self._copied(mover.engine.compute)]
         response = self.advisor.period_over(transfers, dict(self._counters.moved))
-        return response.ahead, self._links.reduced(response.left, direct_disk=self._devices.direct_disk)
+        links = next((self._devices.opened[mover.engine.compute.device].links for mover in movers), self._links)
+        return response.ahead, links.reduced(response.left)
 
     def _copied(self, compute: Compute) -> list[Transfer]:
         """What the lanes of a device have copied since they were last asked, as far as it tells anything of them."""

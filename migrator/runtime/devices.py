@@ -11,6 +11,7 @@ import torch
 
 from torch_tiers.allocator.native import aside, lane
 from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.direct import Direct
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.mover import Mover
 from torch_tiers.migrator.engine.tensors import Tensors
@@ -21,6 +22,7 @@ from torch_tiers.migrator.lanes.native import NativeCompute, NativeLane
 from torch_tiers.migrator.learning.background import in_background
 from torch_tiers.migrator.learning.feedback import SETTLED
 from torch_tiers.migrator.learning.learner import Learner
+from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.policies import POLICIES, weighs_costs
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -42,7 +44,12 @@ class Device:
     budget : int
         HBM that the process may take, in bytes.
     holes : int
-        Bytes of it in segments of PyTorch's allocator that were there before, in use in part: no larger request fits.
+        Bytes of it that no plan may count on: staging slots, and segments of PyTorch's allocator that were there
+        before, in use in part, as no larger request fits.
+    direct : Direct or None
+        The way to NVMe past host memory.
+    links : Links
+        What plans take the lanes to give.
     told : set of str
         See `Learner`.
     """
@@ -52,6 +59,8 @@ class Device:
     back: Lane
     budget: int
     holes: int = 0
+    direct: Direct | None = None
+    links: Links = PCIE_GEN5
     told: set[str] = field(default_factory=set)
 
 
@@ -74,14 +83,25 @@ def open_device(
 
     `memory` is who hands out a GPU's, where it is not PyTorch's allocator.
     """
+    out, back = lanes(device, ("d2h", "h2d"), counters, native=native)
     if device.type != "cuda":
-        return Device(HostCompute(counters), HostLane("d2h", counters), HostLane("h2d", counters), budget)
+        return Device(HostCompute(counters), out, back, budget)
     library = lane.load() if native else None
     if library is None:
-        out, back = (CudaLane(device, name, counters) for name in ("d2h", "h2d"))
         return Device(CudaCompute(device, counters, memory), out, back, budget)
-    out, back = (NativeLane(device, name, counters, library) for name in ("d2h", "h2d"))
     return Device(NativeCompute(device, counters, library, memory), out, back, budget)
+
+
+def lanes(device: torch.device, names: tuple[str, str], counters: Counters, *, native: bool) -> tuple[Lane, Lane]:
+    """Two lanes of a device, for both directions of a link."""
+
+    def lane_of(name: str) -> Lane:
+        if device.type != "cuda":
+            return HostLane(name, counters)
+        library = lane.load() if native else None
+        return CudaLane(device, name, counters) if library is None else NativeLane(device, name, counters, library)
+
+    return lane_of(names[0]), lane_of(names[1])
 
 
 class Devices:
@@ -94,11 +114,6 @@ class Devices:
         self._limited: set[torch.device] = set()  # those on which PyTorch's allocator stays within the budget
         self._short = False  # of room below HBM: what stays may need more than the budget
         self._lock = threading.Lock()  # so that each is made once
-
-    @property
-    def direct_disk(self) -> bool:
-        """Whether drives reach HBM without host memory between."""
-        return self._backing is not None and self._backing.direct_disk
 
     def make_mover(self, device: torch.device, options: Options, tensors: Tensors) -> Mover:
         """Make one thread's mover for a device, which is opened if it is the first.
@@ -120,11 +135,11 @@ class Devices:
                 if options.policy not in MAY_KEEP:
                     self._backing.say_if_nothing_fits()
             shared = self.opened.get(device) or self._open(device, options)
-        engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors)
+        engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors, shared.direct)
         learner = Learner(
             POLICIES[options.policy],
             max(0, int(shared.budget * (1 - _margin(device, options))) - shared.holes),
-            options.links,
+            shared.links,
             in_background,
             RECORDINGS if device.type == "cuda" else 1,
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
@@ -147,8 +162,21 @@ class Devices:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
             self._limited.add(device)
+        shared = self._with_direct_way(shared, device, options)
         self.opened[device] = shared
         return shared
+
+    def _with_direct_way(self, shared: Device, device: torch.device, options: Options) -> Device:
+        way = options.direct(device)
+        if way is None:
+            return replace(shared, links=options.links.staged)
+        out, back = lanes(device, ("gds_write", "gds_read"), self._counters, native=options.native_lanes)
+        return replace(
+            shared,
+            direct=Direct(way, out, back, self._counters),
+            holes=shared.holes + way.out.nbytes_total + way.back.nbytes_total,
+            links=options.links.with_direct_way(way.write, way.read),
+        )
 
     def _lift_limits(self) -> None:
         """Let PyTorch's allocator go beyond the budgets: what finds no room below them would end training."""
@@ -159,6 +187,8 @@ class Devices:
     def close(self) -> None:
         """Wait for copies and disk requests that are under way; lift the limits that were set."""
         for shared in self.opened.values():
+            if shared.direct is not None:
+                shared.direct.close()
             shared.out.close()
             shared.back.close()
             shared.compute.close()

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_tiers.migrator.links import LANES
 from torch_tiers.migrator.telemetry.timeline import HOST, Timeline
-
-LANES = ("d2h", "h2d", "disk_write", "disk_read")
 
 
 @dataclass(slots=True)

@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
+from torch_tiers.migrator.links import LANES
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
 MOST = 100_000  # events that are kept: some tens of MB, and hours of a program that moves much
 HOST = "host"  # stands for a device where something happens on none
 STEPS, EVENTS, PERIODS, WAITS = "steps", "events", "periods", "waits"
-ORDER = (STEPS, EVENTS, PERIODS, WAITS, "d2h", "h2d", "disk_write", "disk_read")
+ORDER = (STEPS, EVENTS, PERIODS, WAITS, *LANES)
 """Kinds of tracks, from above."""
 
 Event: TypeAlias = tuple[int, str, str, str, float, float | None, tuple[tuple[str, object], ...]]

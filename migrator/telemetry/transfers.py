@@ -12,7 +12,7 @@ class Transfer:
     Attributes
     ----------
     lane : str
-        ``d2h``, ``h2d``, ``disk_write`` or ``disk_read``.
+        One of `migrator.links.LANES`.
     nbytes : int
         Size.
     begin, end : float

@@ -36,6 +36,14 @@ def played(made: Plan, links: Links = LINKS, trace: Trace = TRACE) -> Simulated:
     return simulate(trace, links, made)
 
 
+def waits(result: Simulated) -> dict[str, float]:
+    return {lane: seconds for lane, seconds in result.stalls.items() if seconds}
+
+
+def busy(result: Simulated) -> dict[str, float]:
+    return {lane: seconds for lane, seconds in result.busy.items() if seconds}
+
+
 def test_where_everything_is_kept_the_step_is_ideal() -> None:
     result = played(plan())
     assert (result.seconds, result.fraction) == (10.0, 1.0)
@@ -50,7 +58,7 @@ def test_hbm_is_let_go_late_and_compute_waits_for_the_copy() -> None:
     """
     result = played(plan(0, room=300))
     assert result.moves == ((1.0, 11.0, 12.0, 22.0),)
-    assert result.stalls == {"d2h": 7.0, "h2d": 7.0, "disk_read": 0.0}
+    assert waits(result) == {"d2h": 7.0, "h2d": 7.0}
     assert result.seconds == 24.0
 
 
@@ -82,9 +90,43 @@ def test_where_there_is_room_nothing_is_let_go() -> None:
 def test_a_group_on_disk_waits_for_the_disk_as_well() -> None:
     made = plan(0, room=300)
     result = played(replace(made, groups=(replace(made.groups[0], tier="nvme"),)))
-    assert result.busy == {"d2h": 10.0, "h2d": 10.0, "disk_write": 20.0, "disk_read": 20.0}
+    assert busy(result) == {"d2h": 10.0, "h2d": 10.0, "disk_write": 20.0, "disk_read": 20.0}
     assert result.stalls["disk_read"] > 0
     assert result.peak["nvme"] > 0
+
+
+DIRECT = replace(LINKS, gds_write=5.0, gds_read=4.0)
+
+
+def test_what_goes_to_the_drive_directly_takes_its_lanes_alone_and_no_dram() -> None:
+    """Storage 0 is written from 1 to 21. At 4 the room asks for it: compute waits 17 seconds.
+
+    The first use, at 22, makes room: it is read from then to 47, and is needed 3 seconds after 22.
+    """
+    made = plan(0, room=300)
+    result = played(replace(made, groups=(replace(made.groups[0], tier="nvme"),)), DIRECT)
+    assert result.moves == ((1.0, 21.0, 22.0, 47.0),)
+    assert waits(result) == {"gds_write": 17.0, "gds_read": 22.0}
+    assert busy(result) == {"gds_write": 20.0, "gds_read": 25.0}
+    assert result.seconds == 10.0 + 17.0 + 22.0
+    assert (result.peak["dram"], result.peak["nvme"]) == (0, PAGE)
+
+
+def test_both_ways_out_run_side_by_side() -> None:
+    made = plan(0, 1, 2, 3, room=400)
+    last, *others = made.groups
+    assert not others, "all as one"
+    one, two = (replace(last, sites=last.sites[part], nbytes=200) for part in (slice(2), slice(2, 4)))
+    result = played(replace(made, groups=(replace(one, tier="nvme"), two)), DIRECT)
+    assert {lane: busy(result)[lane] for lane in ("d2h", "gds_write")} == {"d2h": 20.0, "gds_write": 40.0}
+    assert len({move[0] for move in result.moves}) == 2, "each when its own are saved"
+
+
+def test_what_dram_turns_out_not_to_hold_is_staged_though_there_is_a_direct_way() -> None:
+    made = plan(0, 1, room=200)
+    past = played(made, replace(DIRECT, dram=made.parcel_bytes - 1))
+    assert past.busy["disk_write"] > 0
+    assert past.busy["gds_write"] == 0
 
 
 def test_what_dram_does_not_hold_goes_on_to_the_disk_what_is_needed_last_first() -> None:

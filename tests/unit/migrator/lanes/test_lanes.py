@@ -103,7 +103,7 @@ def test_an_idle_lane_keeps_no_memory_alive(lane: HostLane) -> None:
 
 def test_bytes_are_counted_by_lane(lane: HostLane, counters: Counters) -> None:
     lane.copy([whole(flat(5), flat(5)), whole(flat(6), flat(6))], ()).synchronize()
-    assert counters.moved == {"d2h": 11, "h2d": 0, "disk_write": 0, "disk_read": 0}
+    assert counters.moved == {"d2h": 11, "h2d": 0, "disk_write": 0, "disk_read": 0, "gds_write": 0, "gds_read": 0}
 
 
 def test_a_lane_that_closes_carries_out_what_it_was_given(counters: Counters) -> None:

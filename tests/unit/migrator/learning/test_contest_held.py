@@ -225,7 +225,7 @@ def test_what_a_rival_won_with_tells_what_the_fastest_plan_takes_without_these_o
 
     program = Program(Learner(watching, BUDGET, weighs_costs=True), takes(1.0, 0.99))
     program.run()
-    program.learner.relink(PCIE_GEN5.reduced({"bus": 0.9}, direct_disk=False))
+    program.learner.relink(PCIE_GEN5.reduced({"bus": 0.9}))
     assert (seen[-1].costs, seen[-1].alone.costs) == (MEASURED, HARDLY)
 
 

@@ -34,8 +34,8 @@ from torch_tiers.migrator.timing import Lap, at_pace
 
 TARGET = 1000 * MiB
 MODEL = gpt(blocks=8)
-BUSY = PCIE_GEN5.reduced({"d2h": 1.0, "h2d": 0.94, "bus": 0.9}, direct_disk=False)
-BUSIER = BUSY.reduced({"h2d": 0.7}, direct_disk=False)
+BUSY = PCIE_GEN5.reduced({"d2h": 1.0, "h2d": 0.94, "bus": 0.9})
+BUSIER = BUSY.reduced({"h2d": 0.7})
 PREDICTED = simulate(MODEL, PCIE_GEN5, make_plan("test", MODEL, (), GiB))
 
 

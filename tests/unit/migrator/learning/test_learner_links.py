@@ -167,7 +167,7 @@ def test_a_plan_that_moves_little_stays_while_others_need_the_bus(part: float, m
     rate = crossing(before, PCIE_GEN5) / predicted.seconds / PCIE_GEN5.both
     monkeypatch.setattr("torch_tiers.migrator.planner.quiet.QUIET", part * rate)
     quiet_enough = part == 1.0
-    crowded = PCIE_GEN5.reduced(CROWDED, direct_disk=False)
+    crowded = PCIE_GEN5.reduced(CROWDED)
     assert learner.relink(crowded) != quiet_enough
     assert (learner.plans == (before,)) == quiet_enough
     assert learner.relink(PCIE_GEN5) != quiet_enough
@@ -239,7 +239,7 @@ def test_what_holds_least_still_does_whatever_the_links(policy: str) -> None:
     periods(30)
     (before,), correction = learner.plans, learner._feedback.correction
     for links in 4 * (LOADED, CROWDED, None):
-        learner.relink(PCIE_GEN5 if links is None else PCIE_GEN5.reduced(links, direct_disk=False))
+        learner.relink(PCIE_GEN5 if links is None else PCIE_GEN5.reduced(links))
         periods(10)
     assert learner._feedback.correction == correction
     assert learner.plans[0].is_the_same_as(before), "and so what was before others came is there again"
@@ -254,8 +254,8 @@ def test_what_comes_back_is_not_begun_with_anew_where_it_is_carried_out_by_anoth
 
     learner = learned(policy=policy)
     before = learner.plans
-    assert learner.relink(PCIE_GEN5.reduced(LOADED, direct_disk=False))
-    assert learner.relink(PCIE_GEN5.reduced(CROWDED, direct_disk=False))
+    assert learner.relink(PCIE_GEN5.reduced(LOADED))
+    assert learner.relink(PCIE_GEN5.reduced(CROWDED))
     now = learner.plans
     assert now != before and now[0].is_the_same_as(before[0])
     assert not learner.relink(PCIE_GEN5)

@@ -19,7 +19,7 @@ from torch_tiers.migrator.simulator import simulate
 from torch_tiers.migrator.timing import Lap
 
 MEASURED = {"d2h": 0.97, "h2d": 0.78, "bus": 0.8}
-BUSY = PCIE_GEN5.reduced(MEASURED, direct_disk=False)
+BUSY = PCIE_GEN5.reduced(MEASURED)
 
 
 pytestmark = pytest.mark.usefixtures("loud")
@@ -112,7 +112,7 @@ def test_of_these_they_are_carried_out_that_count_on_most_nearly_what_is_left(
 ) -> None:
     """Lanes as beside JPEGs, two each, and beside copies, on H100s."""
     learner, later = standing_by()
-    links = PCIE_GEN5.reduced(dict(zip(("d2h", "h2d"), left, strict=True)), direct_disk=False)
+    links = PCIE_GEN5.reduced(dict(zip(("d2h", "h2d"), left, strict=True)))
     assert learner.relink(links)
     assert learner.plans == tuple(made.plan for made in later.jobs[job][1].result())
     assert later.jobs[1][1].result() != later.jobs[2][1].result()
@@ -121,7 +121,7 @@ def test_of_these_they_are_carried_out_that_count_on_most_nearly_what_is_left(
 def test_where_others_leave_less_than_before_plans_stay_that_are_hardly_slower_for_it() -> None:
     """A GPT began with another plan 18 steps after the first that made room, to move 0 bytes in place of 512 MiB."""
     learner, later = standing_by()
-    assert learner.relink(PCIE_GEN5.reduced({"bus": 1.0}, direct_disk=False))
+    assert learner.relink(PCIE_GEN5.reduced({"bus": 1.0}))
     before, jobs = learner.plans, len(later.jobs)
     assert not learner.relink(BUSY)
     assert learner.plans == before
@@ -129,7 +129,7 @@ def test_where_others_leave_less_than_before_plans_stay_that_are_hardly_slower_f
     assert now is not None
     assert now.seconds == simulate(MODEL, BUSY, before[0]).seconds, "which is what laps are compared with"
     assert len(later.jobs) == jobs
-    nothing = PCIE_GEN5.reduced({"bus": 0.02}, direct_disk=False)
+    nothing = PCIE_GEN5.reduced({"bus": 0.02})
     assert simulate(MODEL, nothing, before[0]).seconds > 1.05 * simulate(MODEL, PCIE_GEN5, before[0]).seconds
     learner.relink(nothing)
     assert len(later.jobs) == jobs + 1
@@ -139,13 +139,13 @@ def test_where_others_leave_less_than_before_plans_stay_that_are_hardly_slower_f
 def test_for_a_load_that_is_less_or_with_less_room_for_moves_others_are_looked_for(other: str) -> None:
     """What moves little is hardly slower for any load, and may be slower than it need be for this one."""
     learner, later = standing_by()
-    little = PCIE_GEN5.reduced({"bus": 0.05}, direct_disk=False)
+    little = PCIE_GEN5.reduced({"bus": 0.05})
     assert not learner.relink(little)
     later.work()
     assert quiet(learner, peak(learner))
     (before,), jobs = learner.plans, len(later.jobs)
     assert simulate(MODEL, BUSY, before).seconds < 1.01 * simulate(MODEL, PCIE_GEN5, before).seconds
-    assert not learner.relink(PCIE_GEN5.reduced({"bus": 0.06}, direct_disk=False))
+    assert not learner.relink(PCIE_GEN5.reduced({"bus": 0.06}))
     assert learner.plans == (before,) and len(later.jobs) == jobs, "for hardly more nobody is asked"
     learner.relink(BUSY if other == "more bandwidth" else replace(little, below=1 << 40, dram=1 << 40))
     assert learner.plans != (before,) or len(later.jobs) == jobs + 1
@@ -155,7 +155,7 @@ def test_plans_stay_only_where_others_needed_the_bus_before_and_do_now() -> None
     """From none to some, what stands by is to be carried out, hardly slower as it may be."""
     learner, _ = standing_by()
     alone = learner.plans
-    hardly = PCIE_GEN5.reduced({"bus": 0.999}, direct_disk=False)
+    hardly = PCIE_GEN5.reduced({"bus": 0.999})
     assert learner.relink(hardly)
     assert learner.plans != alone
     assert learner.relink(PCIE_GEN5)
@@ -170,7 +170,7 @@ def test_where_others_need_the_bus_in_another_way_than_before_the_other_one_is_c
     learner, later = standing_by()
     alone, jobs = learner.plans, len(later.jobs)
     for left, job in (({"bus": 1.0}, 2), (MEASURED, 1)):
-        assert learner.relink(PCIE_GEN5.reduced(left, direct_disk=False))
+        assert learner.relink(PCIE_GEN5.reduced(left))
         assert learner.plans == tuple(made.plan for made in later.jobs[job][1].result())
     assert learner.relink(PCIE_GEN5)
     assert learner.plans == alone
@@ -199,7 +199,7 @@ def test_where_one_of_them_is_not_there_the_other_will_do() -> None:
     learner, later = settled()
     job, loaded = later.jobs[1]
     loaded.set_result(job())
-    assert learner.relink(PCIE_GEN5.reduced({"bus": 1.0}, direct_disk=False))
+    assert learner.relink(PCIE_GEN5.reduced({"bus": 1.0}))
     assert learner.plans == tuple(made.plan for made in loaded.result())
 
 
@@ -230,7 +230,7 @@ def test_what_they_are_compared_with_is_foreseen_under_the_links_there_are(polic
     """A lane was made slower twice: by what others leave of it, and by how much less that is than was planned with."""
     learner, later = settled(policy)
     later.work()
-    left = PCIE_GEN5.reduced({"d2h": 0.78, "h2d": 0.66, "bus": 0.8}, direct_disk=False)
+    left = PCIE_GEN5.reduced({"d2h": 0.78, "h2d": 0.66, "bus": 0.8})
     assert learner.relink(left) == (policy != "flashneuron"), "which takes no notice of lanes"
     jobs, (plan,) = len(later.jobs), learner.plans
     truly = simulate(MODEL, left, plan)
@@ -256,7 +256,7 @@ def test_where_much_less_is_left_than_was_taken_for_granted_plans_are_made_for_t
     learner, later = settled()
     later.work()
     less = {**LOADED, lane: LOADED[lane] - WORSE - 0.01}
-    assert not learner.relink(PCIE_GEN5.reduced(less, direct_disk=False))
+    assert not learner.relink(PCIE_GEN5.reduced(less))
     assert learner.planning
 
 
@@ -314,7 +314,7 @@ def test_what_was_made_ahead_does_not_replace_a_correction_that_is_under_way(mon
     monkeypatch.setattr("torch_tiers.migrator.planner.quiet.QUIET", 1.0)  # all stays beside others
     learner, later = standing_by()
     later.work()
-    assert not learner.relink(PCIE_GEN5.reduced(CROWDED, direct_disk=False))
+    assert not learner.relink(PCIE_GEN5.reduced(CROWDED))
     target = int(0.75 * peak_of(MODEL))
     over = int(1.1 * target)
     assert not quiet(learner, over), "others are made"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +45,17 @@ def test_what_goes_to_the_disk_goes_through_dram_first() -> None:
     assert out.legs == (("d2h", 1.0, 3.0), ("disk_write", 3.0, 13.0))
     assert (out.left, out.end) == (3.0, 13.0)
     assert back.legs == (("disk_read", 23.0, 28.0), ("h2d", 28.0, 30.0))
+
+
+def test_what_goes_to_the_drive_directly_takes_no_lane_of_dram() -> None:
+    lanes = Lanes(replace(LINKS, gds_write=2.0, gds_read=4.0))
+    out, back = lanes.out(20, 1.0, "nvme"), lanes.back(20, 30.0, "nvme")
+    assert out.legs == (("gds_write", 1.0, 11.0),)
+    assert out.left == 11.0, "hbm is free when the drive has it all"
+    assert back.legs == (("gds_read", 25.0, 30.0),)
+    lanes.book(out)
+    assert lanes.out(20, 1.0).start == 1.0
+    assert lanes.out(20, 1.0, "nvme").start == 11.0
 
 
 def test_both_directions_at_once_are_slower() -> None:

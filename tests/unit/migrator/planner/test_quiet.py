@@ -27,12 +27,18 @@ def test_what_goes_on_to_drives_crosses_it_again() -> None:
     assert crossing(PLAN, replace(PCIE_GEN5, dram=GiB)) == 10 * GiB
 
 
+def test_what_drives_take_from_hbm_does_not_cross_it() -> None:
+    plan = replace(PLAN, groups=(replace(PLAN.groups[0], tier="nvme"), *PLAN.groups[1:]))
+    assert crossing(plan, replace(PCIE_GEN5, gds_write=3e9, gds_read=3e9)) == 4 * GiB
+    assert crossing(plan, PCIE_GEN5) == 6 * GiB, "there is no such way"
+
+
 def test_quiet_is_a_part_of_what_both_lanes_give_a_second() -> None:
     assert just_quiet(PCIE_GEN5) == pytest.approx(6 * GiB / (QUIET * PCIE_GEN5.both), abs=0.01)
 
 
 def test_what_others_leave_of_the_lanes_makes_nobody_louder() -> None:
-    beside_others = PCIE_GEN5.reduced({"d2h": 0.5, "h2d": 0.5, "bus": 0.5}, direct_disk=False)
+    beside_others = PCIE_GEN5.reduced({"d2h": 0.5, "h2d": 0.5, "bus": 0.5})
     assert just_quiet(beside_others) == just_quiet(PCIE_GEN5)
 
 

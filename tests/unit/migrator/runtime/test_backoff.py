@@ -134,23 +134,24 @@ def test_it_always_comes_back(before: list[Verdict]) -> None:
 
 # ---------------------------------------------------------------------------------------- what plans are made with
 
-LINKS = Links(d2h=50e9, h2d=40e9, both=80e9, disk_write=3e9, disk_read=2e9)
+LINKS = Links(d2h=50e9, h2d=40e9, both=80e9, disk_write=3e9, disk_read=2e9, gds_write=2.5e9, gds_read=4e9)
 
 
 def test_links_are_reduced_to_what_is_left() -> None:
-    left = LINKS.reduced({"d2h": 0.5, "h2d": 0.75, "bus": 0.5}, direct_disk=True)
+    left = LINKS.reduced({"d2h": 0.5, "h2d": 0.75, "bus": 0.5})
     assert (left.d2h, left.h2d, left.both, left.contended) == (25e9, 30e9, 50e9, True)
 
 
 def test_drives_past_host_memory_keep_all_they_have() -> None:
-    left = LINKS.reduced({"d2h": 0.5, "h2d": 0.75, "bus": 0.5}, direct_disk=True)
-    assert (left.disk_write, left.disk_read) == (3e9, 2e9)
+    left = LINKS.reduced({"d2h": 0.5, "h2d": 0.75, "bus": 0.5})
+    assert (left.gds_write, left.gds_read) == (2.5e9, 4e9)
+    assert left.alone == LINKS
 
 
 def test_drives_behind_host_memory_are_no_way_out() -> None:
-    left = LINKS.reduced({"d2h": 0.5, "h2d": 0.75, "bus": 0.5}, direct_disk=False)
+    left = LINKS.reduced({"d2h": 0.5, "h2d": 0.75, "bus": 0.5})
     assert (left.disk_write, left.disk_read) == (1.5e9, 1e9)
 
 
 def test_where_all_is_left_the_links_are_the_same() -> None:
-    assert LINKS.reduced({}, direct_disk=False) is LINKS
+    assert LINKS.reduced({}) is LINKS
