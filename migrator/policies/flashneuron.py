@@ -1,4 +1,7 @@
-"""FlashNeuron, phase 1 (Bae et al., FAST'21, "Offloading Scheduler"): tensors are selected in linear order."""
+"""FlashNeuron, phase 1 (Bae et al., FAST'21, "Offloading Scheduler"): tensors are selected in linear order.
+
+They go to the drive, past the host's memory, as in the paper; where there is no such way, wherever there is room.
+"""
 
 from __future__ import annotations
 
@@ -25,4 +28,4 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
         moved.add(life.ident)
         stays -= life.nbytes
         largest = max(largest, life.nbytes)
-    return fit("flashneuron", trace, budget, moved)
+    return fit("flashneuron", trace, budget, moved, tiers=dict.fromkeys(moved, "nvme") if links.direct else None)

@@ -47,13 +47,20 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
 def _place(draft: Draft, idle: Interval) -> Window | None:
     """The window on the tier that the paper's rule picks; None if the tensor is to stay."""
     links = draft.lanes.links
-    if links.disk_write > 0:
-        ways = 2 * links.latency + idle.nbytes / links.disk_write + idle.nbytes / links.disk_read
+    if links.has_drive:
+        (*_, write), (read, *_) = links.ways("nvme")
+        ways = 2 * links.latency + idle.nbytes / getattr(links, write) + idle.nbytes / getattr(links, read)
         window = draft.window(idle, "nvme") if idle.seconds > ways * (1 + DELTA / 2) else None
-        if window is not None and window.out.legs[1][1] <= window.out.left:
+        if window is not None and not _waits_for_drive(window):
             return window
     ways = 2 * links.latency + idle.nbytes / links.d2h + idle.nbytes / links.h2d
     return draft.window(idle) if idle.seconds > ways * (1 + DELTA / 2) else None
+
+
+def _waits_for_drive(window: Window) -> bool:
+    """Whether the drive is already writing when it could begin with this."""
+    *before, (_, begins, _) = window.out.legs
+    return begins > (before[-1][2] if before else window.idle.start)
 
 
 def _prefetch_eagerly(draft: Draft) -> None:

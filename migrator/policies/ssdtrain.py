@@ -31,14 +31,15 @@ SMALL = MiB  # tensors below this many bytes stay
 def plan(trace: Trace, budget: int, links: Links) -> Plan:
     """Offload the layers before the first that is kept."""
     draft = Draft(trace, budget, links)
-    tier = "nvme" if links.disk_write > 0 else "dram"
+    tier = "nvme" if links.has_drive else "dram"
+    bandwidth = min(getattr(links, lane) for lane in links.ways(tier)[0])
     rows = [(layer, _new(draft, layer)) for layer in layers(draft.trace)]
     # A storage that several layers save is prefetched for the one that backward enters first.
     prefetch: dict[int, int] = {}
     for (layer, _), (after, _) in pairwise(rows):
         if after.entered is not None:
             prefetch.update((site.storage, after.entered) for site in layer.sites)
-    for _, new in rows[: _first_kept(draft, rows, min(links.d2h, links.disk_write or links.d2h))]:
+    for _, new in rows[: _first_kept(draft, rows, bandwidth)]:
         for storage in new:
             idle = draft.idle[storage]
             bring_at = min(prefetch.get(storage, idle.end), idle.end - 1)

@@ -34,5 +34,5 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
 
 def _place(draft: Draft, idle: Interval) -> Window | None:
     """The window on the SSDs, or in host memory if they are saturated; None if both would be late."""
-    disk = draft.window(idle, "nvme") if draft.lanes.links.disk_write > 0 else None
+    disk = draft.window(idle, "nvme") if draft.lanes.links.has_drive else None
     return disk if disk is not None else draft.window(idle)

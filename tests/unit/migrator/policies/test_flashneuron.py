@@ -11,6 +11,7 @@ from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.migrator.links import PCIE_GEN5
 from torch_tiers.migrator.planner.sizes import look_ahead
 from torch_tiers.migrator.policies import flashneuron as policy
+from torch_tiers.migrator.simulator import simulate
 from torch_tiers.migrator.trace import Trace
 
 ROOMS = st.integers(0, 2 * GiB)
@@ -61,6 +62,21 @@ def test_flashneuron_moves_the_oldest(trace: Trace, room: int) -> None:
         not any(site.key in stays for site in trace.sites if site.storage == life.ident) for life in trace.lifetimes
     ]
     assert moves == sorted(moves, reverse=True)
+
+
+def test_flashneuron_goes_to_the_drive_past_dram() -> None:
+    """As in the paper. Where there is no such way groups go where there is room."""
+    trace = chain([n * MiB for n in (4, 4, 1, 1, 6, 4, 4, 8, 16)])
+    direct = replace(PCIE_GEN5, disk_write=2.9e9, disk_read=2.9e9, gds_write=3e9, gds_read=6e9)
+    plan = policy.plan(trace, 40 * MiB, direct)
+    assert {group.tier for group in plan.groups} == {"nvme"}
+    result = simulate(trace, direct, plan)
+    assert (result.peak["dram"], result.busy["d2h"], result.busy["h2d"], result.busy["disk_write"]) == (0, 0, 0, 0)
+    assert result.peak["nvme"] == plan.parcel_bytes
+    staged = policy.plan(trace, 40 * MiB, direct.staged)
+    assert staged.to_json() == flashneuron(trace, 40 * MiB).to_json()
+    assert {group.tier for group in staged.groups} == {None}
+    assert [group.sites for group in staged.groups] == [group.sites for group in plan.groups]
 
 
 def test_what_else_lies_in_hbm_comes_off_the_budget() -> None:

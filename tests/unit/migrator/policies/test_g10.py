@@ -43,3 +43,10 @@ def test_g10_prefers_the_disk_while_it_is_not_writing() -> None:
     links = replace(LINKS, disk_write=MiB / 4, disk_read=MiB / 4)
     plan = POLICIES["g10"](TRACE, 21 * MiB, links)
     assert {group.sites[0]: group.tier for group in plan.groups} == {"a:0": "nvme", "b:0": "dram"}
+
+
+def test_g10_prefers_the_drive_past_host_memory_while_it_is_not_writing() -> None:
+    """As above, without a lane before the drive's: a is written from 4 to 20 s, b would be from 8 s on."""
+    links = replace(LINKS, gds_write=MiB / 4, gds_read=MiB / 4)
+    plan = POLICIES["g10"](TRACE, 21 * MiB, links)
+    assert {group.sites[0]: group.tier for group in plan.groups} == {"a:0": "nvme", "b:0": "dram"}

@@ -35,3 +35,10 @@ def test_ssdtrain_offloads_to_the_disk_at_its_speed() -> None:
     links = replace(LINKS, disk_write=MiB / 2, disk_read=MiB / 2)
     plan = POLICIES["ssdtrain"](worked([12] * 6, forward=4.0, backward=8.0), 100 * MiB, links)
     assert [(group.sites, group.tier) for group in plan.groups] == [(("a:0",), "nvme")]
+
+
+def test_ssdtrain_offloads_past_dram_at_the_speed_of_that_lane() -> None:
+    """As above; how slow the lane to DRAM is does not matter."""
+    links = replace(LINKS, gds_write=MiB / 2, gds_read=MiB / 2, d2h=MiB / 8, h2d=MiB / 8)
+    plan = POLICIES["ssdtrain"](worked([12] * 6, forward=4.0, backward=8.0), 100 * MiB, links)
+    assert [(group.sites, group.tier) for group in plan.groups] == [(("a:0",), "nvme")]

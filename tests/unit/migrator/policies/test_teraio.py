@@ -36,3 +36,12 @@ def test_teraio_goes_to_host_memory_where_the_disk_is_saturated() -> None:
     assert {group.sites[0]: group.tier for group in plan.groups} == {
         "a:0": "nvme", "b:0": "nvme", "c:0": "nvme", "d:0": "dram",
     }  # fmt: skip
+
+
+def test_teraio_goes_to_host_memory_where_the_direct_way_is_saturated() -> None:
+    """As above; a, b and c are written from 4, 12 and 20 s on. d would be from 28 to 36 s, and is read from 32 s on."""
+    links = replace(LINKS, gds_write=MiB / 2, gds_read=MiB / 2)
+    plan = POLICIES["teraio"](worked([4] * 6, forward=4.0, backward=8.0), 15 * MiB, links)
+    assert {group.sites[0]: group.tier for group in plan.groups} == {
+        "a:0": "nvme", "b:0": "nvme", "c:0": "nvme", "d:0": "dram",
+    }  # fmt: skip
