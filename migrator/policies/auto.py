@@ -3,7 +3,8 @@
 A period whose times are known is searched for the cheapest mix of moves, light recomputation and whole regions,
 once for each of several shares of the forward that the lane out may be busy for; `migrator.planner.search` says how.
 What the simulator finds over the budget goes back into the search. The fastest plan that fits is then improved by
-exchanging one region at a time. Everything is counted in simulations, not in seconds, and so decided the same on
+exchanging one region at a time. Where drives are reached past the host's memory, what moves is spread over both ways
+out. Everything is counted in simulations, not in seconds, and so decided the same on
 every machine.
 """
 
@@ -20,9 +21,10 @@ from torch_tiers.migrator.plan import NoPlanFits, Plan
 from torch_tiers.migrator.planner.effects import obtainable
 from torch_tiers.migrator.planner.intervals import Bytes, where_fullest
 from torch_tiers.migrator.planner.levers import Choice, State, extremes
-from torch_tiers.migrator.planner.quiet import is_quiet
+from torch_tiers.migrator.planner.quiet import crossing, is_quiet
 from torch_tiers.migrator.planner.schedule import fit
 from torch_tiers.migrator.planner.search import PLAIN, How, Search
+from torch_tiers.migrator.planner.spread import spread
 from torch_tiers.migrator.policies import capuchin, flashneuron, superneurons
 from torch_tiers.migrator.simulator import Simulated, simulate
 from torch_tiers.migrator.trace import Trace
@@ -67,7 +69,7 @@ def plan(trace: Trace, budget: int, links: Links) -> Plan:
         If the budget is too small for any plan.
     """
     if not trace.times:
-        return replace(flashneuron.plan(trace, budget, links), policy="auto")
+        return replace(flashneuron.plan(trace, budget, links.staged), policy="auto")
     planner = _Planner(trace, budget, links)
     if planner.keeps_everything():
         return planner.best.plan
@@ -143,8 +145,9 @@ class _Planner:
     def compare(self) -> None:
         """See whether others' plans are faster; and where nothing that was searched fits, what holds least."""
         for policy in RIVALS:
-            made = replace(policy(self.trace, self.budget, self.links), policy="auto")
-            self._consider(_Tried(made, simulate(self.trace, self.links, made)))
+            for links in dict.fromkeys((self.links, self.links.staged)):
+                made = replace(policy(self.trace, self.budget, links), policy="auto")
+                self._consider(_Tried(made, simulate(self.trace, self.links, made)))
         if self.best.state is None or not self.fits:
             for choice in extremes(self.trace):
                 self._consider(self._try(choice))
@@ -200,7 +203,8 @@ class _Planner:
     def _fit(self, choice: Choice, budget: int) -> _Tried:
         dropped = obtainable(self.trace, choice.dropped, choice.regions)
         moved = choice.moved | (choice.dropped - dropped)
-        make = partial(fit, "auto", self.trace, budget, moved, dropped=dropped, regions=choice.regions)
+        tiers = spread(self.trace, moved, self.links)
+        make = partial(fit, "auto", self.trace, budget, moved, dropped=dropped, regions=choice.regions, tiers=tiers)
         lingering: Bytes | int = 0
         for _ in range(1 + REPAIRS):
             made = make(lingering=lingering)
@@ -215,12 +219,12 @@ class _Planner:
     def chosen(self) -> _Tried:
         """The fastest; where others need the memory bus, the fastest that is quiet enough.
 
-        If none of those that are hardly slower is, the one of these that moves least.
+        If none of those that are hardly slower is, the one of these that moves least over the bus.
         """
         if not self.links.contended:
             return self.best
         # Ways of searching often end in the same plan.
-        different = {(tried.plan.moved_bytes, tried.result.seconds): tried for tried in self.fitting}
+        different = {(crossing(tried.plan, self.links), tried.result.seconds): tried for tried in self.fitting}
         alone = {key: self._alone(tried.plan) for key, tried in different.items()}
         enough = (1 + POLITE) * self.best.result.seconds
         enough_alone = (1 + POLITE) * min(self._fastest_alone(), *alone.values())
