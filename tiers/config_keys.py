@@ -171,6 +171,8 @@ KEYS = (
     Key("links.h2d", RATE),
     Key("links.disk_write", RATE),
     Key("links.disk_read", RATE),
+    Key("links.gds_write", RATE),
+    Key("links.gds_read", RATE),
     Key("native", _one_of(NATIVE_MODES), "TIERS_NATIVE"),
     Key("ledger", PATH, "TIERS_LEDGER", guarded=True),
     Key("run", PATH, "TIERS_RUN"),

@@ -98,6 +98,6 @@ def full_report() -> Report:
         result("h2d", {16 * MiB: 54 * GB}),
         result("disk_write", {16 * MiB: 3 * GB}),
         result("disk_read", {16 * MiB: 2.5 * GB}),
-        PathResult(Path("hbm_write.gds", "hbm0", "nvme"), "waived", "no nvidia-fs"),
+        PathResult(Path("gds_write", "hbm0", "nvme", "gds_write"), "waived", "no nvidia-fs"),
         PathResult(Path("hbm_write.compat", "hbm0", "nvme"), "failed", "the drive is gone"),
     )

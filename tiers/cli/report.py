@@ -109,7 +109,8 @@ def _account(directory: Path, stats: dict[str, Any]) -> why.Why | list[str]:
         plan = read_json(directory / PLAN, Plan.from_json)
         trace = read_json(directory / TRACE, Trace.from_json)
         check_match(plan, trace)
-        links = known_links({}, disk=bool(stats["budget"]["nvme"]))
+        direct = bool(stats["moved"].get("gds_write"))  # which those of earlier versions do not tell of
+        links = known_links({}, disk=bool(stats["budget"]["nvme"]), direct=direct)
     except (
         TiersError,
         BadField,

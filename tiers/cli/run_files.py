@@ -12,9 +12,7 @@ from typing import TypeVar
 from torch_tiers.allocator.sizes import MiB, format_size
 from torch_tiers.cli.verb import CliError
 from torch_tiers.config import load
-from torch_tiers.migrator.links import Links, links_from
-
-LANES = ("d2h", "h2d", "disk_write", "disk_read")
+from torch_tiers.migrator.links import LANES, Links, links_from
 
 MOST_UNPACKED = 256 * MiB
 """Bytes of a file, unpacked: those of the longest period that is recorded are a fifth of that."""
@@ -63,18 +61,28 @@ def _unpacked(file: Path) -> bytes:
 
 
 def known_links(
-    given: Mapping[str, float], *, disk: bool = False, below: int | None = None, dram: int | None = None
+    given: Mapping[str, float],
+    *,
+    disk: bool = False,
+    direct: bool | None = None,
+    below: int | None = None,
+    dram: int | None = None,
 ) -> Links:
     """The links as `given`, and else as tiers.toml has them; with `disk`, those of a drive even where it has none.
 
+    `direct` says whether a drive is reached past the host's memory; None: if both of its links are known.
     `below` is what the tiers at their other end hold, `dram` what of that DRAM does.
     """
     config = load(trains=False).config
     rates = {lane: given.get(lane) or asdict(config.links)[lane] for lane in LANES}
-    one, other = rates["disk_write"], rates["disk_read"]
-    if (one or other) and not (one and other):
-        raise CliError("the links of a drive are two: give both disk_write and disk_read")
-    return links_from(rates, disk=disk or bool(one and other), below=below, dram=dram)
+    has = {}
+    for out, back in (("disk_write", "disk_read"), ("gds_write", "gds_read")):
+        if bool(rates[out]) != bool(rates[back]):
+            raise CliError(f"the links of a drive are two: give both {out} and {back}")
+        has[out] = bool(rates[out])
+    if direct is None:
+        direct = has["gds_write"]
+    return links_from(rates, disk=disk or direct or has["disk_write"], direct=direct, below=below, dram=dram)
 
 
 def known_below(dram: int | None) -> tuple[int | None, int | None]:

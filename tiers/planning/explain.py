@@ -73,6 +73,8 @@ def _action(trace: Trace, outcome: Candidate, site: Site) -> str:
     for group, move in zip(plan.groups, outcome.result.moves, strict=True):
         if site.key in group.sites:
             where = f"moved in a group of {format_size(group.nbytes)} and {len(group.sites)} sites"
+            if group.tier is not None:
+                where += f" to {group.tier}"
             if not trace.times:
                 return where
             out, home = f"leaves {_ms(move[0])} to {_ms(move[1])}", f"comes back {_ms(move[2])} to {_ms(move[3])}"

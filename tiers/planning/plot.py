@@ -47,7 +47,7 @@ def draw(trace: Trace, budget: int, outcomes: Outcomes, path: Path) -> None:
                 bars = [(move[start] * 1e3, (move[end] - move[start]) * 1e3) for move in result.moves if move[end]]
                 # The edge keeps a bar in sight that is shorter than a pixel.
                 lanes.broken_barh(bars, (row - 0.4, 0.8), edgecolor="C0", linewidth=0.8)
-        lanes.set_yticks([0, 1], ["h2d", "d2h"])
+        lanes.set_yticks([0, 1], ["back", "out"])
         lanes.set(xlabel="ms" if trace.times else "position", ylim=(-0.5, 1.5), xlim=(0, longest))
     charts[0][0].legend(fontsize="small")
     try:

@@ -12,6 +12,7 @@ from torch_tiers.allocator.nvme.backend import Backend
 from torch_tiers.allocator.nvme.kvikio import KvikioFile, kvikio_refusal
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.migrator.links import LANES
 from torch_tiers.probe.affinity import Node
 from torch_tiers.probe.buffers import BouncedBuffer, Buffer, DramBuffer, HbmBuffer
 from torch_tiers.probe.disk import STEP, DiskPath, Way
@@ -103,19 +104,19 @@ def _hbm_disk(gpu: Gpu, memory: HostMemory, disks: Disks) -> Iterator[ProbePath]
     # kvikio's own way is measured as it comes: without checksums.
     ways_in: tuple[tuple[str, Callable[[], Buffer], partial[NvmeStore], Callable[[], str | None]], ...] = (
         (
-            "gds",
+            "gds_{}",
             partial(HbmBuffer, gpu.index),
             partial(disks.open, partial(KvikioFile, mode="gds"), disks.checksum),
             partial(gds_obstacle, disks.directories),
         ),
         (
-            "bounce",
+            "hbm_{}.bounce",
             lambda: BouncedBuffer(gpu.index, DramBuffer(memory, gpu.node)),
             partial(disks.open, PosixFile, disks.checksum),
             cuda_refusal,
         ),
         (
-            "compat",
+            "hbm_{}.compat",
             partial(HbmBuffer, gpu.index),
             partial(disks.open, partial(KvikioFile, mode="compat"), False),
             kvikio_refusal,
@@ -123,8 +124,9 @@ def _hbm_disk(gpu: Gpu, memory: HostMemory, disks: Disks) -> Iterator[ProbePath]
     )
     for name, buffer, open_store, refusal in ways_in:
         for way in _WAYS:
+            kind = name.format(way)
             yield DiskPath(
-                _path(way, f"hbm_{way}.{name}", f"hbm{gpu.index}", None),
+                _path(way, kind, f"hbm{gpu.index}", kind if kind in LANES else None),
                 way,
                 buffer(),
                 disks.directories,

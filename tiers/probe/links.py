@@ -82,7 +82,7 @@ def write_links(path: Path, links: LinksConfig, *, force: bool) -> list[str]:
     if not measured:
         raise TiersError(
             f"nothing to write to {path}: no link was measured with {LEAST // MiB} MiB or more; have --paths name some "
-            "of d2h, h2d, disk_write and disk_read, and tiers doctor say why one cannot run"
+            "of d2h, h2d, disk_write, disk_read, gds_write and gds_read, and tiers doctor say why one cannot run"
         )
     if not force:
         refuse_to_overwrite(path, measured)

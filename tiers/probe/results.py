@@ -18,7 +18,7 @@ class Path:
     Attributes
     ----------
     kind
-        What is measured, as ``--paths`` selects it: ``d2h``, ``disk_read``, ``hbm_write.gds``.
+        What is measured, as ``--paths`` selects it: ``d2h``, ``disk_read``, ``gds_write``.
     source, destination
         The tier and its number: ``hbm0`` is a GPU, ``dram1`` a NUMA node, ``nvme`` all directories together.
     lane

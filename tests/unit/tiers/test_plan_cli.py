@@ -239,6 +239,23 @@ def test_links_that_were_not_measured_are_taken_for_granted() -> None:
     assert links_from({}, disk=True).disk_write > 0
 
 
+def test_a_direct_way_is_taken_for_granted_only_where_there_is_one() -> None:
+    measured = {"disk_write": 3e9, "gds_write": 6e9, "gds_read": None}
+    links = links_from(measured, disk=True, direct=True)
+    assert (links.gds_write, links.gds_read) == (6e9, links.disk_read)
+    assert not links_from(measured, disk=True).direct, "measured, as on another day, and not there now"
+    assert not links_from(measured, disk=False, direct=True).direct
+
+
+def test_a_plan_for_a_machine_with_a_direct_way_takes_it(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (trace, "--budget", "12GiB", "--policy", "flashneuron,auto", "--json")
+    found = json.loads(output(capsys, *words, "--links", "gds_write=6e9,gds_read=11e9"))
+    peak = found["policies"]["flashneuron"]["peak"]
+    assert (peak["dram"], peak["nvme"] > 0) == (0, True)
+    assert main(["plan", str(trace), "--budget", "12GiB", "--links", "gds_write=6e9"]) == 2
+    assert "give both gds_write and gds_read" in capsys.readouterr().err
+
+
 def test_plans_leave_a_part_of_what_is_below_hbm() -> None:
     assert links_from({}, disk=False, below=16 * GiB).below == 15 * GiB
     assert links_from({}, disk=False).below == PCIE_GEN5.below

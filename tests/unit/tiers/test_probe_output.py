@@ -75,7 +75,7 @@ def test_the_header_tells_versions_link_clock_drive_and_gds() -> None:
 
 def test_what_did_not_run_is_said_with_its_reason() -> None:
     text = text_of(full_report())
-    assert "waived: hbm_write.gds hbm0>nvme: no nvidia-fs" in text
+    assert "waived: gds_write hbm0>nvme: no nvidia-fs" in text
     assert "failed: hbm_write.compat hbm0>nvme: the drive is gone" in text
     assert "stopped before 1.0 GiB" in text
 

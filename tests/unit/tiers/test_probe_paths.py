@@ -206,7 +206,7 @@ def test_without_a_gpu_its_paths_are_waived(memory: HostMemory, tmp_path: Folder
         "disk_write",
         "disk_read",
     ]
-    assert refusals["d2h"] == refusals["hbm_read.gds"] == "no CUDA device"
+    assert refusals["d2h"] == refusals["gds_read"] == "no CUDA device"
 
 
 # ----------------------------------------------------------------------------------------- machine

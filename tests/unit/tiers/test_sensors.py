@@ -328,9 +328,11 @@ def test_times_that_make_no_sense_are_left_out() -> None:
 def test_what_is_moved_is_counted_by_lane_and_together() -> None:
     sensor = Copies(Calibration(), Ticks())
     for k in (0, 1):
-        sensor.feed([], {"d2h": 100 * k, "disk_write": 10 * k})
+        sensor.feed([], {"d2h": 100 * k, "disk_write": 10 * k, "gds_write": k})
         reading = values(sensor.read())
-    assert reading == {"d2h.moved": 100, "disk_write.moved": 10, "ours": 110}
+    assert reading == {"d2h.moved": 100, "disk_write.moved": 10, "gds_write.moved": 1, "ours": 110}, (
+        "what crosses host memory"
+    )
 
 
 def test_periods_that_nobody_reads_do_not_pile_up() -> None:

@@ -6,8 +6,8 @@ A reading maps names to numbers:
 |---|---|
 | ``d2h``, ``h2d`` | achieved by our copies, as a part of what the lane gives while the host is quiet |
 | ``d2h.alone``, ``h2d.alone`` | the same as a part of what it gives while the other lane is quiet, too |
-| ``d2h.moved``, ..., ``disk_read.moved`` | bytes per second that we move on a lane |
-| ``ours`` | the sum of those: each crosses host memory |
+| ``d2h.moved``, ..., ``gds_read.moved`` | bytes per second that we move on a lane |
+| ``ours`` | the sum of those that cross host memory: all but ``gds_write`` and ``gds_read`` |
 | ``traffic`` | bytes per second on the memory bus, everybody's |
 | ``rx``, ``tx`` | bytes per second over PCIe, into the GPUs and out of them |
 | ``own``, ``tree``, ``others`` | cores busy with this process, its children, all other processes |

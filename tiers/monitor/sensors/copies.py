@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
+from torch_tiers.migrator.links import DIRECT
 from torch_tiers.migrator.telemetry.transfers import Transfer
 from torch_tiers.monitor.calibration import Calibration, Kind, kind_of
 from torch_tiers.monitor.sensors import Clock, Rate, Reading
@@ -64,7 +65,7 @@ class Copies:
         moved = {lane: self._rates.setdefault(lane, Rate())(at, total) for lane, total in periods[-1][1].items()}
         values |= {f"{lane}.moved": rate for lane, rate in moved.items() if rate is not None}
         if any(rate is not None for rate in moved.values()):
-            values["ours"] = sum(rate for rate in moved.values() if rate is not None)
+            values["ours"] = sum(rate for lane, rate in moved.items() if rate is not None and lane not in DIRECT)
         return Reading(at, values)
 
 
