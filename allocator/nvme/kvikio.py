@@ -1,29 +1,49 @@
-"""A file that GPU memory goes to and comes from through cuFile. kvikio is imported when one is made."""
+"""A file that GPU memory goes to and comes from through cuFile. kvikio is imported when one is made.
+
+Of kvikio only the calls are used that block their thread: its pool has one thread unless told otherwise. They heed the
+file's compatibility mode, and know no threshold below which they take another way. They wait for the default stream
+of the GPU, and for nothing else.
+"""
 
 from __future__ import annotations
 
-import errno
+import ctypes
+import logging
 import os
+import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.errors import StoreError, TiersError
+from torch_tiers.allocator.nvme.backend import BLOCK
+from torch_tiers.allocator.nvme.bounce import Bounce
+from torch_tiers.allocator.nvme.cufile import base_of, begin, compat_mode, deregister, in_context, refusal, register
 from torch_tiers.allocator.nvme.posix import PosixFile
 
-Mode = Literal["gds", "auto", "compat"]
-"""Nothing but GPUDirect Storage; that where it serves and kvikio's bounce buffers elsewhere; those alone."""
+__all__ = ["KvikioFile", "Mode", "deregister", "gds_refusal", "kvikio_refusal", "register"]
 
-_COMPAT_MODES = {"gds": "OFF", "auto": "AUTO", "compat": "ON"}
+log = logging.getLogger("tiers")
+
+Mode = Literal["gds", "auto", "compat"]
+"""A file that cuFile takes, or none; bounce buffers of our own where it does not; kvikio's bounce buffers alone."""
+
+_ENOUGH = 3
+"""Failures in a row after which cuFile is not called for a file any more."""
+
+_said: set[str] = set()  # directories whose failure has been spoken of
 
 
 def kvikio_refusal() -> str | None:
     """Say why kvikio cannot be used here, or return None."""
     if not torch.cuda.is_available():
         return "no CUDA device"
+    if reason := refusal():
+        return reason
     try:
         import kvikio  # noqa: F401
     except ImportError as error:
@@ -37,6 +57,7 @@ def gds_refusal() -> str | None:
         return reason
     import kvikio.cufile_driver
 
+    begin()
     try:
         available = kvikio.cufile_driver.get("is_gds_available")
     except RuntimeError as error:
@@ -44,11 +65,16 @@ def gds_refusal() -> str | None:
     return None if available else "the nvidia-fs driver is not loaded"
 
 
+def _in_gpu_memory(block: torch.Tensor) -> bool:
+    return block.is_cuda
+
+
 class KvikioFile:
     """A `Backend` for memory of the host and of the GPU. See there for the contract of each method.
 
-    Host memory takes the plain POSIX way into the same file, which is the faster one. kvikio orders its work
-    only against the default stream: what else fills or reads a GPU block must have ended before the call.
+    Host memory takes the plain POSIX way into the same file, which is the faster one. What else fills or reads a GPU
+    block must have ended before the call. What cuFile fails to move takes the way through host memory, into the same
+    place; after three failures in a row all that is left does.
 
     Parameters
     ----------
@@ -56,61 +82,135 @@ class KvikioFile:
         Where to make the file.
     mode
         How GPU memory goes.
+    direct
+        Which blocks go through cuFile: by default those in GPU memory.
 
     Raises
     ------
     StoreError
-        If no file can be made there, or `mode` is ``"gds"`` and the drive cannot do it.
+        If no file can be made there, or cuFile does not take it and `mode` is not ``"auto"``.
     """
 
     device_memory = True
 
-    def __init__(self, directory: Path, *, mode: Mode) -> None:
-        import kvikio
-        import kvikio.defaults
-
+    def __init__(self, directory: Path, *, mode: Mode, direct: Callable[[torch.Tensor], bool] = _in_gpu_memory) -> None:
         self._posix = PosixFile(directory)
         self.path = self._posix.path
+        self._takes = direct
+        self._bounce = Bounce()
+        self._lock = threading.Lock()  # guards the two numbers
+        self._in_a_row = 0
+        self.failures = 0
+        self._cufile: Any = None
+        self._opened: tuple[int, ...] = ()
         try:
-            with kvikio.defaults.set("compat_mode", getattr(kvikio.CompatMode, _COMPAT_MODES[mode])):
-                # The file has no name, so kvikio, which opens by name, gets the one of our descriptor.
-                self._cufile = kvikio.CuFile(f"/proc/self/fd/{self._posix.fileno()}", "r+")
-        except RuntimeError as error:  # cuFile refuses this filesystem or drive
-            self._posix.close()
-            raise StoreError(self.path, 0, 0, "open a file for cuFile in", str(error)) from error
+            self._cufile = self._open_cufile(mode)
+        except (RuntimeError, OSError, ImportError, TiersError) as error:
+            if mode != "auto":
+                self._posix.close()
+                raise StoreError(self.path, 0, 0, "open a file for cuFile in", str(error)) from error
+            self._tell(str(error))
+        self._retired = self._cufile is None
         self._opened = _other_descriptors(self._posix.fileno())
         _open.add(self)
+
+    @property
+    def goes_direct(self) -> bool:
+        """Whether cuFile is still called."""
+        return not self._retired
 
     def grow(self, size: int) -> None:  # noqa: D102
         self._posix.grow(size)
 
     def pread(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
-        if not block.is_cuda:
+        if self._is_gone() or not self._takes(block):
             return self._posix.pread(block, offset)
-        try:
-            return int(self._cufile.read(block, block.numel(), offset))
-        except RuntimeError as error:
-            raise OSError(errno.EIO, str(error)) from error
+        if (count := self._directly("raw_read", block, offset)) is not None:
+            return count
+        with self._bounce.lend(block) as buffer:
+            count = self._posix.pread(buffer.memory[: block.numel()], offset)
+            buffer.copy(block[:count], buffer.memory[:count])
+        return count
 
     def pwrite(self, block: torch.Tensor, offset: int) -> int:  # noqa: D102
-        if not block.is_cuda:
+        if self._is_gone() or not self._takes(block):
             return self._posix.pwrite(block, offset)
-        try:
-            return int(self._cufile.write(block, block.numel(), offset))
-        except RuntimeError as error:
-            raise OSError(errno.EIO, str(error)) from error
+        if (count := self._directly("raw_write", block, offset)) is not None:
+            return count
+        with self._bounce.lend(block) as buffer:
+            memory = buffer.memory[: block.numel()]
+            buffer.copy(memory, block)
+            return self._posix.pwrite(memory, offset)
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
+        """Give the file's space back. Idempotent; in the child of a fork cuFile is not called."""
         self._opened = ()
-        self._cufile.close()
+        self._retired = True
+        cufile, self._cufile = self._cufile, None
+        if cufile is not None:
+            cufile.close()
         self._posix.close()
 
     def let_go(self) -> None:
         """Let go of the file's space in the child of a fork, where cuFile must not be called and closes its numbers."""
+        self._retired = True
+        if self._cufile is not None:  # its end would call cuFile, so there is none
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._cufile))
+            self._cufile = None
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in self._opened:
             os.dup2(nothing, number, inheritable=False)
         os.close(nothing)
+
+    def _open_cufile(self, mode: Mode) -> Any:
+        begin()
+        import kvikio
+        import kvikio.defaults
+
+        if mode == "auto" and kvikio.defaults.is_compat_mode_preferred():
+            log.info("GPU memory goes to %s through host memory: kvikio is in compatibility mode", self.path)
+            return None
+        with compat_mode("ON" if mode == "compat" else "OFF"):
+            # The file has no name, so kvikio, which opens by name, gets the one of our descriptor.
+            return kvikio.CuFile(f"/proc/self/fd/{self._posix.fileno()}", "r+")
+
+    def _is_gone(self) -> bool:
+        return self._posix.fileno() < 0  # closed, here or by a fork: to read or write says so
+
+    def _directly(self, name: str, block: torch.Tensor, offset: int) -> int | None:
+        """Have cuFile move `block`; returns the bytes moved, or None if that failed."""
+        if self._retired:
+            return None
+        size = block.numel()
+        base, start = base_of(block)
+        try:
+            with in_context(block):
+                count = int(getattr(self._cufile, name)(base, size, offset, start))
+        except Exception as error:  # of any kind: there is another way
+            self._failed(str(error))
+            return None
+        if not min(size, BLOCK) <= count <= size:  # less than a block of the drive is no progress
+            self._failed(f"{count} of {size} bytes were transferred")
+            return None
+        with self._lock:
+            self._in_a_row = 0
+        return count
+
+    def _failed(self, reason: str) -> None:
+        with self._lock:
+            self.failures += 1
+            self._in_a_row += 1
+            last = self._in_a_row >= _ENOUGH and not self._retired
+            self._retired |= last
+        self._tell(reason)
+        if last:
+            log.info("GPUDirect Storage at %s is not tried any more: it failed %d times in a row", self.path, _ENOUGH)
+
+    def _tell(self, reason: str) -> None:
+        if self.path not in _said:
+            _said.add(self.path)
+            text = "GPUDirect Storage at %s failed (%s): what is left goes through host memory"
+            log.warning(text, self.path, reason)
 
 
 def _other_descriptors(fd: int) -> tuple[int, ...]:

@@ -11,13 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from tests.unit.fake_kvikio import FakeKvikio, build
 from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.errors import StoreError, TiersError
 from torch_tiers.allocator.nvme import posix
@@ -536,23 +535,9 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fake_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for a library that opens the file a second time, by the name of the first descriptor."""
-
-    class CuFile:
-        def __init__(self, name: str, flags: str) -> None:
-            self.fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-
-        def close(self) -> None:
-            os.close(self.fd)
-
-    defaults = ModuleType("kvikio.defaults")
-    defaults.set = lambda name, value: nullcontext()  # type: ignore[attr-defined]
-    kvikio = ModuleType("kvikio")
-    kvikio.defaults, kvikio.CuFile = defaults, CuFile  # type: ignore[attr-defined]
-    kvikio.CompatMode = SimpleNamespace(AUTO=0)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvikio", kvikio)
-    monkeypatch.setitem(sys.modules, "kvikio.defaults", defaults)
+def fake_kvikio(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Stand in for a library that opens the file again, by the name of the first descriptor."""
+    FakeKvikio(build(tmp_path_factory.mktemp("double"))).install(monkeypatch)
 
 
 def open_files() -> set[tuple[int, int]]:
