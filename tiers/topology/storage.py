@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch_tiers.allocator.nvme.mounts import block_device, mount_of
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _VIRTUAL = ("vd", "xvd")  # drives of a hypervisor, which the kernel takes to spin whatever they are
@@ -49,45 +49,21 @@ class Filesystem:
 
 
 def filesystem_of(path: Path, root: Path = Path("/")) -> Filesystem:
-    """Find the mount that holds `path`, symbolic links resolved.
+    """Find the file system that holds `path`, symbolic links resolved.
 
     Raises
     ------
     LookupError
         If no mount holds it, which only a broken /proc can cause.
     """
-    target = path.resolve()
-    found: tuple[Path, str, str, str] | None = None
-    for line in (root / "proc/self/mountinfo").read_text().splitlines():
-        # "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext4 /dev/root rw,errors=continue"
-        fixed, _, rest = line.partition(" - ")
-        device, _, mount = fixed.split()[2:5]
-        kind, source = rest.split()[:2]
-        point = Path(_unescape(mount))
-        # The longest mount point wins, and of two at the same point the later, which hides the earlier.
-        if target.is_relative_to(point) and (found is None or point.is_relative_to(found[0])):
-            found = point, kind, _unescape(source), device
-    if found is None:
-        raise LookupError(f"no mount in /proc/self/mountinfo holds {target}")
-    _, kind, source, device = found
-    return Filesystem(kind, source, _drive(device, root))
+    mount = mount_of(path, root)
+    return Filesystem(mount.kind, mount.source, _drive(mount.device, root))
 
 
 def _drive(device: str, root: Path) -> Drive | None:
-    """Follow ``major:minor`` to the drive; a partition has no queue of its own, its parent folder does."""
-    link = root / "sys/dev/block" / device
-    if not link.exists():
+    folder = block_device(device, root)
+    if folder is None:
         return None
-    folder = Path(os.path.realpath(link))
-    for candidate in (folder, folder.parent):
-        rotational = candidate / "queue/rotational"
-        if rotational.exists():
-            if candidate.name.startswith(_VIRTUAL):
-                return Drive(candidate.name, None)
-            return Drive(candidate.name, rotational.read_text().strip() == "1")
-    return None
-
-
-def _unescape(text: str) -> str:
-    """Mountinfo writes blanks and backslashes as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+    if folder.name.startswith(_VIRTUAL):
+        return Drive(folder.name, None)
+    return Drive(folder.name, (folder / "queue/rotational").read_text().strip() == "1")
