@@ -1,0 +1,167 @@
+"""Times one way between GPU memory and a directory, as a program: prints a line of JSON, see `speeds`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from torch_tiers.allocator.nvme.backend import read_all, write_all
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.ways import RING
+from torch_tiers.allocator.sizes import MiB
+
+CHUNK = 8 * MiB
+SLOTS = RING // CHUNK
+_ROUNDS = 3
+
+
+class Mover(Protocol):
+    """Moves slots of `ring`, which lies in GPU memory, to and from a file of two times its size."""
+
+    ring: torch.Tensor
+
+    def write(self, slot: int, offset: int) -> None:
+        """Write a slot at `offset`; returns when that is done."""
+
+    def read(self, slot: int, offset: int) -> None:
+        """Read a slot from `offset`; returns when that is done."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class ThroughHost:
+    """By way of pinned memory: the copy of one slot while others are on the drive."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = PosixFile(directory)
+        self._file.grow(2 * RING)
+        self.ring = torch.empty(RING, dtype=torch.uint8, device="cuda")
+        self._host = torch.empty(RING, dtype=torch.uint8, pin_memory=True)
+        self._streams = [torch.cuda.Stream() for _ in range(SLOTS)]
+
+    def write(self, slot: int, offset: int) -> None:  # noqa: D102
+        at = _of(slot)
+        self._copy(slot, self._host[at], self.ring[at])
+        write_all(self._file, self._host[at], offset)
+
+    def read(self, slot: int, offset: int) -> None:  # noqa: D102
+        at = _of(slot)
+        read_all(self._file, self._host[at], offset)
+        self._copy(slot, self.ring[at], self._host[at])
+
+    def close(self) -> None:  # noqa: D102
+        self._file.close()
+
+    def _copy(self, slot: int, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._streams[slot]):
+            destination.copy_(source, non_blocking=True)
+        self._streams[slot].synchronize()
+
+
+class ByCuFile:
+    """Straight, from memory that is registered with cuFile; the environment says by nvidia-fs or by PCI P2PDMA."""
+
+    def __init__(self, directory: Path) -> None:
+        import kvikio
+        import kvikio.defaults
+
+        self._kvikio: Any = kvikio
+        self._posix = PosixFile(directory)
+        self._posix.grow(2 * RING)
+        self.ring = torch.empty(RING, dtype=torch.uint8, device="cuda")
+        with kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
+            self._file: Any = kvikio.CuFile(f"/proc/self/fd/{self._posix.fileno()}", "r+")
+            kvikio.memory_register(self.ring)
+
+    def write(self, slot: int, offset: int) -> None:  # noqa: D102
+        self._whole(self._file.raw_write(self.ring, CHUNK, offset, slot * CHUNK))
+
+    def read(self, slot: int, offset: int) -> None:  # noqa: D102
+        self._whole(self._file.raw_read(self.ring, CHUNK, offset, slot * CHUNK))
+
+    def close(self) -> None:
+        """Deregister before the memory goes, which cuFile may wait for otherwise."""
+        self._kvikio.memory_deregister(self.ring)
+        self._file.close()
+        self._posix.close()
+
+    def _whole(self, count: int) -> None:
+        if count != CHUNK:
+            raise OSError(f"cuFile moved {count} bytes of {CHUNK}")
+
+
+def time_moves(mover: Mover, settle: Callable[[], None]) -> dict[str, float]:
+    """Bytes per second of writes, of reads, and of both at once, after the data was checked.
+
+    Raises
+    ------
+    OSError
+        If what is read is not what was written.
+    """
+    every, half = range(SLOTS), SLOTS // 2
+    with ThreadPoolExecutor(SLOTS) as pool:
+
+        def run(moves: Iterable[tuple[Callable[[int, int], None], int, int]]) -> float:
+            start = time.perf_counter()
+            ends = [pool.submit(move, slot, offset) for move, slot, offset in moves]
+            for end in ends:
+                end.result()
+            return len(ends) * CHUNK / (time.perf_counter() - start)
+
+        mover.ring.random_(0, 256)
+        settle()
+        wanted = mover.ring.clone()
+        # All of the file: blocks that were allocated only are slower to write the first time.
+        run((mover.write, slot, RING + slot * CHUNK) for slot in every)
+        run((mover.write, slot, slot * CHUNK) for slot in every)
+        mover.ring.zero_()
+        settle()
+        run((mover.read, slot, slot * CHUNK) for slot in every)
+        if not torch.equal(mover.ring, wanted):
+            raise OSError("what was read is not what was written")
+        # Writers have half of the slots and of the file, readers the other.
+        both = [
+            *((mover.write, slot % half, slot * CHUNK) for slot in every),
+            *((mover.read, half + slot % half, RING + slot * CHUNK) for slot in every),
+        ]
+        both = [move for pair in zip(both[:SLOTS], both[SLOTS:], strict=True) for move in pair]
+        return {
+            "write": _median(lambda: run((mover.write, slot, slot * CHUNK) for slot in every)),
+            "read": _median(lambda: run((mover.read, slot, slot * CHUNK) for slot in every)),
+            "both": _median(lambda: run(both)),
+        }
+
+
+def main(way: str, directory: Path) -> int:
+    """Time it and print; the exit code."""
+    try:
+        mover: Mover = ThroughHost(directory) if way == "host" else ByCuFile(directory)
+        try:
+            told: dict[str, Any] = time_moves(mover, torch.cuda.synchronize)
+        finally:
+            mover.close()
+    except Exception as error:  # whatever it is, this way does not serve
+        told = {"error": str(error) or type(error).__name__}
+    print(json.dumps(told), flush=True)
+    return int("error" in told)
+
+
+def _of(slot: int) -> slice:
+    return slice(slot * CHUNK, (slot + 1) * CHUNK)
+
+
+def _median(run: Callable[[], float]) -> float:
+    return statistics.median(run() for _ in range(_ROUNDS))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
