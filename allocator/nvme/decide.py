@@ -1,0 +1,102 @@
+"""Which way each directory of a store takes: from the facts and, where a direct way is open, from a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_tiers.allocator.nvme.facts import Machine, Place, read_machine, read_place
+from torch_tiers.allocator.nvme.ways import (
+    DIRECT,
+    NAMES,
+    Choice,
+    Direct,
+    Gds,
+    Measured,
+    Obstacle,
+    Speeds,
+    Way,
+    choose_all,
+    obstacles,
+)
+
+Measuring = Callable[[Sequence[Way], Machine, Place, Path | None], Mapping[Way, Measured]]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """One directory: its facts, what closes the direct ways, what was measured, and the way taken."""
+
+    place: Place
+    possible: Mapping[Direct, Obstacle | None]
+    measured: Mapping[Way, Measured]
+    choice: Choice
+
+    def describe(self) -> str:
+        """One phrase: the way, the speeds, and why it is not direct."""
+        said = [NAMES[self.choice.way]]
+        said += [_rates(way, it) for way, it in self.measured.items() if isinstance(it, Speeds)]
+        text = ", ".join(said)
+        return text if self.choice.why_not is None else f"{text}; not straight: {self.choice.why_not}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided for all directories of a store."""
+
+    machine: Machine
+    directories: Mapping[Path, Decided]
+
+    @property
+    def direct(self) -> bool:
+        """Whether GPU memory goes straight to all of them."""
+        return bool(self.directories) and all(each.choice.direct for each in self.directories.values())
+
+    @property
+    def ways(self) -> set[Way]:
+        """The ways that are taken."""
+        return {each.choice.way for each in self.directories.values()}
+
+
+def decide(
+    directories: Sequence[Path],
+    gds: Gds,
+    cache: Path | None,
+    gpu: str | None,
+    *,
+    measuring: Measuring | None,
+) -> Decision:
+    """Decide. Where only ``host`` is possible nothing is measured, and no child process started.
+
+    Parameters
+    ----------
+    cache
+        The directory that keeps what was measured; None keeps nothing.
+    gpu
+        The uuid of the GPU whose memory is to go there; None if there is none.
+    measuring
+        What measures, such as `speeds`; None measures nothing.
+
+    Raises
+    ------
+    TiersError
+        If `gds` is ``"require"`` and a directory has no direct way; says why.
+    """
+    machine = read_machine(gpu)
+    found: dict[Path, tuple[Mapping[Direct, Obstacle | None], Mapping[Way, Measured]]] = {}
+    places = {path: read_place(path) for path in directories}
+    possible = {path: obstacles(machine, at) for path, at in places.items()}
+    # One closed directory closes the store: then the others need not be measured either.
+    worth = gds != "off" and measuring is not None and all(None in ways.values() for ways in possible.values())
+    for path, at in places.items():
+        measured: Mapping[Way, Measured] = {}
+        if worth and measuring is not None:
+            measured = measuring(["host", *(way for way in DIRECT if possible[path][way] is None)], machine, at, cache)
+        found[path] = possible[path], measured
+    choices = choose_all(found, gds)
+    return Decision(machine, {path: Decided(places[path], *found[path], choices[path]) for path in directories})
+
+
+def _rates(way: Way, speeds: Speeds) -> str:
+    return f"{way} {speeds.write / 1e9:.1f}/{speeds.read / 1e9:.1f}/{speeds.both / 1e9:.1f} GB/s write/read/both"
