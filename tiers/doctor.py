@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torch_tiers.allocator.nvme.decide import Decided, Decision
+from torch_tiers.allocator.nvme.ways import closed, obstacles
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.config import Config, NvmeConfig
 from torch_tiers.monitor.sensors import TRAFFIC, Choice
-from torch_tiers.topology import Filesystem, Memory, Topology, default_dram_capacity, filesystem_of, gds_obstacle
+from torch_tiers.topology import Filesystem, Memory, Topology, default_dram_capacity, filesystem_of
 
 Status = Literal["ok", "degraded", "missing"]
 
@@ -55,7 +57,11 @@ class TorchFacts:
 
 
 def examine(
-    topology: Topology, config: Config, torch: TorchFacts | None, sensors: Choice | None = None
+    topology: Topology,
+    config: Config,
+    torch: TorchFacts | None,
+    ways: Decision,
+    sensors: Choice | None = None,
 ) -> Iterator[Finding]:
     """Look at everything a run depends on.
 
@@ -67,6 +73,8 @@ def examine(
         What is asked of it.
     torch
         PyTorch, or None if it cannot be imported.
+    ways
+        Which way GPU memory goes to each directory, if that need not be direct.
     sensors
         Those that the monitor would use; None if it is switched off.
     """
@@ -76,11 +84,11 @@ def examine(
         yield _hooks(config, torch)
     yield from _gpus(topology)
     yield _kvikio(topology)
-    yield _gds(topology, config.nvme)
+    yield _gds(topology, config.nvme, ways)
     yield _pinning(topology)
     yield _memory(topology, config)
     yield _cgroup(topology, config)
-    yield from _nvme(config.nvme, filesystem_of, lambda path: shutil.disk_usage(path).free)
+    yield from _nvme(config.nvme, ways, filesystem_of, lambda path: shutil.disk_usage(path).free)
     yield from _monitor(sensors)
 
 
@@ -135,21 +143,24 @@ def _kvikio(topology: Topology) -> Finding:
         return Finding("kvikio", "ok", topology.kvikio)
     if not topology.gpus:
         return Finding("kvikio", "ok", "not installed; of no use without a GPU")
-    return Finding("kvikio", "ok", "not installed; only tiers probe uses it: pip install '.[cuda13]' (or cuda12)")
+    return Finding(
+        "kvikio", "ok", "not installed; GPU memory goes straight to drives by it: pip install '.[cuda13]' (or cuda12)"
+    )
 
 
-def _gds(topology: Topology, nvme: NvmeConfig) -> Finding:
-    obstacle = gds_obstacle(topology)
+def _gds(topology: Topology, nvme: NvmeConfig, ways: Decision) -> Finding:
+    why = closed(obstacles(ways.machine))
     if nvme.gds == "off":
         return Finding("GDS", "ok", "switched off by nvme.gds")
-    if obstacle is None:
-        found = "driver loaded; this path has been tested without hardware only"
+    if why is None:
+        found = "the machine can; this path has been tested without hardware only"
         return Finding("GDS", "ok", found, "run tiers probe --paths 'hbm_*.gds', which verifies the data")
     if nvme.gds == "require":
-        return Finding("GDS", "missing", f"not in use: {obstacle}", 'set nvme.gds to "prefer", or mend that')
+        mend = why.change or "mend that"
+        return Finding("GDS", "missing", f"not in use: {why.reason}", f'set nvme.gds to "prefer", or {mend}')
     if not topology.gpus:
         return Finding("GDS", "ok", "not in use; of no use without a GPU")
-    return Finding("GDS", "ok", f"not in use: {obstacle}; NVMe goes through host memory")
+    return Finding("GDS", "ok", f"not in use: {why.reason}; NVMe goes through host memory", why.change)
 
 
 def _pinning(topology: Topology) -> Finding:
@@ -193,7 +204,10 @@ def _cgroup(topology: Topology, config: Config) -> Finding:
 
 
 def _nvme(
-    nvme: NvmeConfig, filesystem: Callable[[Path], Filesystem], free_bytes: Callable[[Path], int]
+    nvme: NvmeConfig,
+    ways: Decision,
+    filesystem: Callable[[Path], Filesystem],
+    free_bytes: Callable[[Path], int],
 ) -> Iterator[Finding]:
     if not nvme.capacity:
         yield Finding("nvme", "ok", "off; TIERS_NVME and TIERS_NVME_PATH turn it on")
@@ -201,7 +215,9 @@ def _nvme(
     share = nvme.capacity // len(nvme.paths)
     for path in nvme.paths:
         subject, below, free = f"nvme {path}", filesystem(path), free_bytes(path)
-        found = f"{below.describe()}, {format_size(free)} free"
+        decided = ways.directories[path]
+        direct = "takes O_DIRECT" if decided.place.direct else "goes through the page cache"
+        found = f"{below.describe()}, {format_size(free)} free, {direct}; GPU memory goes {decided.describe()}"
         if free < share:
             yield Finding(subject, "missing", f"{found}, {format_size(share)} needed", "lower nvme.capacity")
         elif below.in_memory:
@@ -209,7 +225,13 @@ def _nvme(
         elif below.drive is not None and below.drive.rotational:
             yield Finding(subject, "degraded", found, "a spinning drive is slow; name an NVMe drive")
         else:
-            yield Finding(subject, "ok", found)
+            yield _way(subject, found, decided, required=nvme.gds == "require")
+
+
+def _way(subject: str, found: str, decided: Decided, *, required: bool) -> Finding:
+    if required and not decided.choice.direct:
+        return Finding(subject, "missing", found, decided.choice.change or 'set nvme.gds to "prefer"')
+    return Finding(subject, "ok", found, decided.choice.change)
 
 
 def _monitor(sensors: Choice | None) -> Iterator[Finding]:

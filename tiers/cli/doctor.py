@@ -10,10 +10,15 @@ from importlib.metadata import entry_points
 from rich.table import Column, Table
 from rich.text import Text
 
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.nvme.decide import Decision, decide
+from torch_tiers.allocator.nvme.facts import first_gpu
+from torch_tiers.allocator.nvme.speeds import speeds
 from torch_tiers.cli.verb import print_json, print_tables
 from torch_tiers.config import Config, ConfigError, load
 from torch_tiers.doctor import Finding, TorchFacts, examine
 from torch_tiers.monitor.build import available_sensors, read_curves
+from torch_tiers.places import cache_directory
 from torch_tiers.topology import discover
 
 _STYLE = {"ok": "green", "degraded": "yellow", "missing": "red"}
@@ -34,7 +39,7 @@ class DoctorVerb:
         """Look and print."""
         config, first = _config()
         sensors = available_sensors(probe=config.monitor.probe) if config.monitor.enabled else None
-        findings = [first, *examine(discover(), config, _torch_facts(), sensors)]
+        findings = [first, *examine(discover(), config, _torch_facts(), _ways(config), sensors)]
         if args.json:
             print_json({"findings": [asdict(finding) for finding in findings]})
         else:
@@ -57,6 +62,16 @@ def _config() -> tuple[Config, Finding]:
     if resolved.warnings:
         return resolved.config, Finding("config", "degraded", "; ".join(resolved.warnings))
     return resolved.config, Finding("config", "ok", f"allocator {resolved.config.allocator}")
+
+
+def _ways(config: Config) -> Decision:
+    """What a run would decide, and why not where it would refuse."""
+    nvme = config.nvme
+    paths = nvme.paths if nvme.capacity else ()
+    try:
+        return decide(paths, nvme.gds, cache_directory(), first_gpu(), measuring=speeds)
+    except TiersError:
+        return decide(paths, "prefer", cache_directory(), first_gpu(), measuring=speeds)
 
 
 def _torch_facts() -> TorchFacts | None:

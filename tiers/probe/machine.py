@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from torch_tiers.allocator.nvme.facts import kvikio_version
 from torch_tiers.probe.affinity import Node
 from torch_tiers.probe.catalogue import Gpu
 from torch_tiers.probe.gds import gds_obstacle
 from torch_tiers.probe.results import Directory, GpuFacts, Machine
 from torch_tiers.topology import filesystem_of
-from torch_tiers.topology.gpu import kvikio_version, numa_node
+from torch_tiers.topology.gpu import numa_node
 
 _BUSY = 1_000_000_000  # cycles: half a second or more, in which nvidia-smi answers
 _QUERY = {

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_tiers.allocator.nvme.facts import kvikio_version
 from torch_tiers.allocator.sizes import PAGE, GiB, format_size
-from torch_tiers.topology.gpu import Gpu, find_gpus, kvikio_version, numa_node, nvidia_fs_loaded
+from torch_tiers.topology.gpu import Gpu, find_gpus, numa_node
 from torch_tiers.topology.memory import Memory, NumaNode, cores_available, numa_nodes, read_memory
 from torch_tiers.topology.storage import Filesystem, filesystem_of
 
@@ -22,7 +23,6 @@ __all__ = [
     "default_dram_capacity",
     "discover",
     "filesystem_of",
-    "gds_obstacle",
     "memory_left",
     "numa_node",
     "read_memory",
@@ -51,8 +51,6 @@ class Topology:
         NVIDIA GPUs.
     kvikio
         Its version, if it is installed.
-    nvidia_fs
-        Whether the kernel module that GPUDirect Storage needs is loaded.
     """
 
     memory: Memory
@@ -60,7 +58,6 @@ class Topology:
     cores: int
     gpus: tuple[Gpu, ...]
     kvikio: str | None
-    nvidia_fs: bool
 
 
 def discover(root: Path = Path("/")) -> Topology:
@@ -71,7 +68,6 @@ def discover(root: Path = Path("/")) -> Topology:
         cores=cores_available(),
         gpus=find_gpus(),
         kvikio=kvikio_version(),
-        nvidia_fs=nvidia_fs_loaded(root),
     )
 
 
@@ -100,14 +96,3 @@ def memory_left(memory: Memory) -> tuple[int, str, int]:
 
 def _kept(limit: int) -> int:
     return min(limit // _KEPT_PART, _KEPT_AT_MOST)
-
-
-def gds_obstacle(topology: Topology) -> str | None:
-    """Why GPU memory cannot go straight to a drive here, or None where it can."""
-    if not topology.gpus:
-        return "no NVIDIA GPU"
-    if topology.kvikio is None:
-        return "kvikio is not installed (extra cuda12 or cuda13)"
-    if not topology.nvidia_fs:
-        return "the kernel module nvidia-fs is not loaded"
-    return None

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from torch_tiers.allocator.sizes import MiB
-
-_KVIKIO = ("kvikio-cu13", "kvikio-cu12", "kvikio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +32,6 @@ def find_gpus(nvidia_smi: str = "nvidia-smi") -> tuple[Gpu, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(_gpu(line) for line in answer.stdout.splitlines() if line.strip())
-
-
-def kvikio_version() -> str | None:
-    """The installed version of kvikio, whichever CUDA it is for; it is not imported."""
-    for distribution in _KVIKIO:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def nvidia_fs_loaded(root: Path = Path("/")) -> bool:
-    """Whether the kernel module of GPUDirect Storage is loaded."""
-    if (root / "proc/driver/nvidia-fs").is_dir():
-        return True
-    modules = root / "proc/modules"
-    return modules.exists() and any(line.startswith("nvidia_fs ") for line in modules.read_text().splitlines())
 
 
 def numa_node(bus: str | None, root: Path = Path("/")) -> int | None:

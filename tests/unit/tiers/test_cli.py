@@ -14,6 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.modelled import gpt
+from tests.unit.ways_fakes import MACHINE, PLACE
+from torch_tiers import doctor
+from torch_tiers.allocator.nvme.decide import Decided, Decision
+from torch_tiers.allocator.nvme.ways import Choice as Chosen
+from torch_tiers.allocator.nvme.ways import obstacles
 from torch_tiers.cli import doctor as doctor_verb
 from torch_tiers.cli.main import VERBS, main
 from torch_tiers.config import Config, DramConfig, HbmConfig, NvmeConfig
@@ -22,10 +27,11 @@ from torch_tiers.migrator.links import links_from
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.monitor.sensors import Choice
 from torch_tiers.monitor.sensors.pressure import Pressure
-from torch_tiers.topology import Gpu, Memory, Topology
+from torch_tiers.topology import Filesystem, Gpu, Memory, Topology
 
 GiB = 1024**3
-CPU = Topology(Memory(32 * GiB, 16 * GiB, None, 8 * 1024**2), (), 2, (), None, False)
+CPU = Topology(Memory(32 * GiB, 16 * GiB, None, 8 * 1024**2), (), 2, (), None)
+NO_GPU = replace(MACHINE, gpu=None)
 H100 = replace(CPU, gpus=(Gpu(0, "H100", 80 * GiB, "0:0", "580"),))
 TORCH = TorchFacts("2.13.0", "13.0", sees_gpu=True, loads_tiers=True)
 STATS = {
@@ -356,8 +362,17 @@ def test_report_of_a_part_of_a_run_names_the_whole(tmp_path, capsys):
     assert "name its directory" in capsys.readouterr().err
 
 
-def findings(topology: Topology = H100, config: Config | None = None, torch: TorchFacts | None = TORCH):
-    return {finding.subject: finding for finding in examine(topology, config or Config(), torch)}
+def decision(topology: Topology, config: Config, **spoilt) -> Decision:
+    """Nothing is direct, for want of nvidia-fs and PCI P2PDMA or of what is spoilt."""
+    facts = replace(MACHINE if topology.gpus else NO_GPU, **(spoilt or {"nvidia_fs": False, "p2pdma": False}))
+    decided = Decided(PLACE, obstacles(facts, PLACE), {}, Chosen("host", why_not="no module", change="load it"))
+    return Decision(facts, dict.fromkeys(config.nvme.paths, decided))
+
+
+def findings(topology: Topology = H100, config: Config | None = None, torch: TorchFacts | None = TORCH, **spoilt):
+    config = config or Config()
+    found = examine(topology, config, torch, decision(topology, config, **spoilt))
+    return {finding.subject: finding for finding in found}
 
 
 def test_doctor_looks_at_everything_a_run_depends_on():
@@ -398,7 +413,7 @@ def test_doctor_says_what_keeps_the_hooks_in_python():
 
 def test_doctor_names_the_sensors_and_why_others_are_not_in_use():
     sensors = Choice((Pressure(),), {"resctrl": "not mounted"})
-    found = {finding.subject: finding for finding in examine(H100, Config(), TORCH, sensors)}
+    found = {f.subject: f for f in examine(H100, Config(), TORCH, decision(H100, Config()), sensors)}
     assert found["monitor"].found == "watches own copies, pressure; who else loads the memory bus none of them tells"
     assert found["sensor resctrl"] == Finding("sensor resctrl", "ok", "not in use: not mounted")
 
@@ -425,6 +440,21 @@ def test_an_entry_point_that_is_not_loaded_is_missing():
 @pytest.mark.parametrize(("mode", "status"), [("prefer", "ok"), ("off", "ok"), ("require", "missing")])
 def test_gds_that_is_not_there_weighs_as_much_as_it_is_wanted(mode, status):
     assert findings(config=Config(nvme=NvmeConfig(gds=mode)))["GDS"].status == status
+
+
+def test_gds_that_is_not_there_says_why_and_what_would_change_that():
+    found = findings()["GDS"]
+    assert "nvidia-fs is not loaded, and without it the kernel has no PCI P2PDMA" in found.found
+    assert found.advice == "load it: modprobe nvidia-fs"
+    assert "the machine can" in findings(nvidia_fs=True)["GDS"].found
+
+
+@pytest.mark.parametrize(("mode", "status"), [("prefer", "ok"), ("require", "missing")])
+def test_a_directory_s_way_is_told_and_what_would_change_it(tmp_path, monkeypatch, mode, status):
+    monkeypatch.setattr(doctor, "filesystem_of", lambda path: Filesystem("ext4", "/dev/x", None))
+    found = findings(config=Config(nvme=NvmeConfig(paths=(tmp_path,), capacity=1, gds=mode)))[f"nvme {tmp_path}"]
+    assert "takes O_DIRECT; GPU memory goes through host memory; not straight: no module" in found.found
+    assert (found.status, found.advice) == (status, "load it")
 
 
 def test_gds_is_of_no_use_without_a_gpu_unless_it_is_required():

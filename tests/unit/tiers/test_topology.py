@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_tiers.topology import Topology, default_dram_capacity, discover, gds_obstacle, memory_left
-from torch_tiers.topology.gpu import Gpu, find_gpus, numa_node, nvidia_fs_loaded
+from torch_tiers.topology import default_dram_capacity, discover, memory_left
+from torch_tiers.topology.gpu import Gpu, find_gpus, numa_node
 from torch_tiers.topology.memory import (
     CgroupMemory,
     Memory,
@@ -341,24 +341,3 @@ def test_a_driver_that_does_not_answer_is_no_gpu(tmp_path, body):
 
 def test_no_nvidia_smi_is_no_gpu(tmp_path):
     assert find_gpus(str(tmp_path / "absent")) == ()
-
-
-def test_nvidia_fs_is_seen_by_its_folder_or_in_the_module_list(tmp_path):
-    assert not nvidia_fs_loaded(tree(tmp_path, {"proc/modules": "nvidia 1 0 - Live 0x0"}))
-    assert nvidia_fs_loaded(tree(tmp_path, {"proc/modules": "nvidia_fs 1 0 - Live 0x0"}))
-    assert nvidia_fs_loaded(tree(tmp_path / "b", {"proc/driver/nvidia-fs/stats": ""}))
-
-
-@pytest.mark.parametrize(
-    ("gpus", "kvikio", "nvidia_fs", "reason"),
-    [
-        (0, "26.10", True, "no NVIDIA GPU"),
-        (1, None, True, "kvikio is not installed"),
-        (1, "26.10", False, "nvidia-fs is not loaded"),
-        (1, "26.10", True, None),
-    ],
-)
-def test_the_reason_why_gds_is_not_in_use(gpus, kvikio, nvidia_fs, reason):
-    gpu = Gpu(0, "H100", 80 * GiB, "0:0", "580")
-    found = gds_obstacle(Topology(Memory(1, 1, None, None), (), 1, (gpu,) * gpus, kvikio, nvidia_fs))
-    assert found == reason or (reason is not None and reason in found)
