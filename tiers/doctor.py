@@ -154,7 +154,7 @@ def _gds(topology: Topology, nvme: NvmeConfig, ways: Decision) -> Finding:
         return Finding("GDS", "ok", "switched off by nvme.gds")
     if why is None:
         found = "the machine can; this path has been tested without hardware only"
-        return Finding("GDS", "ok", found, "run tiers probe --paths 'hbm_*.gds', which verifies the data")
+        return Finding("GDS", "ok", found, "run tiers probe --paths 'gds_*', which verifies the data")
     if nvme.gds == "require":
         mend = why.change or "mend that"
         return Finding("GDS", "missing", f"not in use: {why.reason}", f'set nvme.gds to "prefer", or {mend}')
