@@ -97,9 +97,8 @@ class Links:
         return replace(self, gds_write=0.0, gds_read=0.0)
 
     def with_direct_way(self, write: float, read: float) -> Links:
-        """These links where there is a direct way, which gives what was measured unless it was told."""
-        rates = self.gds_write or write or self.disk_write, self.gds_read or read or self.disk_read
-        return replace(self, gds_write=rates[0], gds_read=rates[1])
+        """These links where there is a direct way; what nobody has measured is as fast as through DRAM."""
+        return replace(self, gds_write=write or self.disk_write, gds_read=read or self.disk_read)
 
     @property
     def has_drive(self) -> bool:

@@ -25,11 +25,13 @@ from torch_tiers.allocator.sizes import format_size
 from torch_tiers.autoload import catch_up, give_up, is_new
 from torch_tiers.config import Config, ConfigError, load
 from torch_tiers.config_keys import USUAL_ALLOCATOR
+from torch_tiers.drives import Drives
 from torch_tiers.log import set_up
 from torch_tiers.migrator import log_softmax
 from torch_tiers.migrator.engine import native
 from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.direct import DirectWay
 from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.links import Links, links_from
 from torch_tiers.migrator.log_softmax import Overwriting
@@ -81,6 +83,7 @@ class Session:
         self._shares = Shares(config)
         self._dram: DramArena | None = None
         self._nvme: NvmeStore | None = None
+        self._drives: Drives | None = None
         self._monitor = build_monitor(config, boards(config.ledger), self._timeline)
         self.runtime = Runtime(
             Options(
@@ -88,6 +91,7 @@ class Session:
                 hbm=self._budget,
                 enforce=config.hbm.capacity is not None and config.allocator != "pages",
                 backing=self._make_backing,
+                direct=self._direct_way,
                 refuse=refuse,
                 pages=paging.installed,
                 links=self._links(),
@@ -152,16 +156,24 @@ class Session:
         if (pages := paging.installed()) is not None:
             pages.borrow(self._dram.give_back)
         if shares.nvme:
-            self._nvme = NvmeStore(
-                nvme.paths,
+            self._drives = Drives(
+                nvme,
                 shares.nvme,
-                gds=nvme.gds,
-                checksum=nvme.checksum,
                 step=step(shares.nvme),
                 account=shares.account("nvme", shares.nvme),
                 rooms=rooms_in_memory(nvme.paths),
+                cache=cache_directory(),
+                on_gpu=on_gpu,
             )
+            self._nvme = self._drives.store
         return Backing(self._dram, self._nvme, counters)
+
+    def _direct_way(self, device: torch.device) -> DirectWay | None:
+        way = None if self._drives is None else self._drives.direct_way(device)
+        if way is None:
+            return None
+        told = self._config.links
+        return replace(way, write=told.gds_write or way.write, read=told.gds_read or way.read)
 
     def open(self) -> None:
         """Start."""
@@ -305,7 +317,7 @@ class session(contextlib.AbstractContextManager[Session]):
         Whether we make way for others on the memory bus, and time a small copy now and then to see them.
     monitor_calibration : path, optional
         A report of ``tiers probe``.
-    links_d2h, links_h2d, links_disk_write, links_disk_read : float, optional
+    links_d2h, links_h2d, links_disk_write, links_disk_read, links_gds_write, links_gds_read : float, optional
         Bytes per second of each lane, as measured.
     native : {"auto", "on", "off"}, optional
         Whether what the hooks do with each tensor is compiled.
@@ -348,6 +360,8 @@ class session(contextlib.AbstractContextManager[Session]):
         links_h2d: float | None = None,
         links_disk_write: float | None = None,
         links_disk_read: float | None = None,
+        links_gds_write: float | None = None,
+        links_gds_read: float | None = None,
         native: Literal["auto", "on", "off"] | None = None,
         ledger: Place | None = None,
         run: Place | None = None,

@@ -132,7 +132,7 @@ class NvmeStore:
             self._watch.close()
             self._close_files()
             raise
-        self._takes_device_memory = all(volume.backend.device_memory for volume in self._volumes)
+        self.takes_device_memory = all(volume.backend.device_memory for volume in self._volumes)
         self._sums = checksum
         close_at_exit(self)
 
@@ -280,7 +280,7 @@ class NvmeStore:
                 f"a block for {extent} needs exactly {extent.nbytes} bytes at a multiple of {BLOCK}, "
                 f"not {block.numel()} at {block.data_ptr():#x}"
             )
-        if block.is_cuda and not self._takes_device_memory:
+        if block.is_cuda and not self.takes_device_memory:
             raise ValueError("this store takes no GPU memory: that needs kvikio (nvme.gds)")
 
     def _request(

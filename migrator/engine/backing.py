@@ -84,7 +84,6 @@ class Backing:
         self._later = threading.Condition(self._lock)  # nobody notifies: to wait for it lets others in
         self.has_disk = nvme is not None
         self.users: set[User] = set()  # which have parcels here; held, or what they have here would outlive them
-        self.direct_disk = False  # every parcel lies in DRAM first, also where the drives could do without
 
     # ------------------------------------------------------------------------------------- places
 

@@ -12,6 +12,7 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.direct import DirectWay
 from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.log_softmax import Overwriting
@@ -50,6 +51,8 @@ class Options:
         Have PyTorch's allocator refuse what exceeds the budget.
     backing : callable
         Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
+    direct : callable
+        Tells of a device's way to NVMe past host memory, if there is one; called after `backing`.
     refuse : callable, optional
         Ends the program when the budget is too small, where an exception is not what its user should see.
     pages : callable, optional
@@ -74,6 +77,7 @@ class Options:
     hbm: Callable[[torch.device], int]
     enforce: bool
     backing: Callable[[Counters, bool], Backing]
+    direct: Callable[[torch.device], DirectWay | None] = lambda device: None
     refuse: Callable[[TiersError], None] | None = None
     pages: Callable[[], PageAllocator | None] = lambda: None
     links: Links = PCIE_GEN5

@@ -18,6 +18,10 @@ class Ring(Protocol):
     def slot_bytes(self) -> int:
         """Size of each; whole 4 KiB."""
 
+    @property
+    def nbytes_total(self) -> int:
+        """Bytes that it takes of the device."""
+
     def take(self) -> torch.Tensor:
         """Take a slot; blocks while all are taken."""
 

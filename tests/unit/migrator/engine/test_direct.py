@@ -22,7 +22,7 @@ from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
 from torch_tiers.allocator.sizes import GiB, KiB, MiB
 from torch_tiers.migrator.engine.backing import Backing
-from torch_tiers.migrator.engine.direct import Direct
+from torch_tiers.migrator.engine.direct import Direct, DirectWay
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.group import Group, State
 from torch_tiers.migrator.engine.moved import Saved
@@ -65,7 +65,7 @@ class Rig:
         self.backing = Backing(self.arena, self.store, self.counters)
         out, back = HostLane("gds_write", self.counters), HostLane("gds_read", self.counters)
         self.rings = Ring(CPU, SLOTS, SLOT), Ring(CPU, SLOTS, SLOT)
-        self.direct = Direct(self.store, out, back, *self.rings, self.counters)
+        self.direct = Direct(DirectWay(self.store, *self.rings), out, back, self.counters)
         lanes = HostLane("d2h", self.counters), HostLane("h2d", self.counters)
         self.engine = Engine(HostCompute(self.counters), *lanes, self.backing, direct=self.direct)
         self.engine.limit = GiB

@@ -1,0 +1,99 @@
+"""The ``nvme`` tier of a session: its store, and the direct way to it where the drives have one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.nvme import cufile
+from torch_tiers.allocator.nvme.choose import Opener, choose_backends, gpu_in_use
+from torch_tiers.allocator.nvme.decide import Decision
+from torch_tiers.allocator.nvme.ring import Ring
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.room import Room
+from torch_tiers.config import NvmeConfig
+from torch_tiers.migrator.engine.direct import SLOT, SLOTS, DirectWay
+
+log = logging.getLogger("tiers")
+
+
+class Drives:
+    """The directories of a session.
+
+    Parameters
+    ----------
+    config
+        What the user asked for.
+    capacity, step, account, rooms
+        As `NvmeStore` takes them.
+    cache
+        The directory that keeps what was measured of each way to the drives.
+    on_gpu
+        Whether it is a GPU's memory that goes there.
+    """
+
+    def __init__(
+        self,
+        config: NvmeConfig,
+        capacity: int,
+        *,
+        step: int,
+        account: Account | None,
+        rooms: Mapping[Path, Callable[[], Room]],
+        cache: Path | None,
+        on_gpu: bool,
+    ) -> None:
+        self._gds = config.gds
+        opener: Opener | None = None
+        if on_gpu and config.gds != "off":
+            opener = choose_backends(config.paths, config.gds, cache, gpu_in_use())
+        self._decision = None if opener is None else opener.decision
+        self.store = NvmeStore(
+            config.paths,
+            capacity,
+            gds=config.gds,
+            checksum=config.checksum,
+            step=step,
+            backend=opener,
+            account=account,
+            rooms=rooms,
+        )
+
+    def direct_way(self, device: torch.device) -> DirectWay | None:
+        """The way from a GPU's memory past the host's, where all directories have one.
+
+        Raises
+        ------
+        TiersError
+            If the GPU has no memory that can be registered, and ``nvme.gds`` is ``"require"``.
+        """
+        if self._decision is None or not (self._decision.direct and self.store.takes_device_memory):
+            return None
+        rings: list[Ring] = []
+        try:
+            while len(rings) < 2:
+                rings.append(Ring(device, SLOTS, SLOT, cufile.register, cufile.deregister))
+        except TiersError as error:
+            for ring in rings:
+                ring.close()
+            if self._gds == "require":
+                raise
+            log.warning("nvme goes through host memory: %s", error)
+            return None
+        write, read = rates(self._decision)
+        return DirectWay(self.store, rings[0], rings[1], write, read)
+
+
+def rates(decision: Decision) -> tuple[float, float]:
+    """Bytes per second that all directories take and give together: extents are spread evenly, so the slowest tells."""
+
+    def together(found: Sequence[float | None]) -> float:
+        return len(found) * min((rate or 0.0 for rate in found), default=0.0)
+
+    choices = [each.choice for each in decision.directories.values()]
+    return together([choice.write for choice in choices]), together([choice.read for choice in choices])
