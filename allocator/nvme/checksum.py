@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from torch_tiers.allocator.native import aside
+from torch_tiers.allocator.nvme.device import DeviceMemory
 
 try:
     import xxhash
@@ -48,13 +52,56 @@ def lane_sum(block: torch.Tensor) -> int:
     Parameters
     ----------
     block
-        Whole words. On a GPU nothing may be at work on it; the host waits for the sum.
+        Whole words. Nothing may be at work on it; the host waits for the sum.
     """
     words = block.view(torch.int64)  # wraps as unsigned words do
-    keys = _keys_on(words.numel(), words.device)
-    low = (words + keys) & _LOW
-    high = ((words >> 32) + (keys >> 32)) & _LOW
-    return int((low * high + words).sum()) & _ALL
+    if block.is_cuda:
+        return _adder(block.device)(words)
+    keys = torch.from_numpy(_keys(words.numel()).view(np.int64))
+    return int(_lanes(words, keys, torch.empty_like(keys), torch.empty_like(keys)).sum()) & _ALL
+
+
+def _lanes(words: torch.Tensor, keys: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """What each word adds, in `low`; both of the last two are written over."""
+    torch.bitwise_right_shift(words, 32, out=high)
+    torch.bitwise_right_shift(keys, 32, out=low)
+    high.add_(low).bitwise_and_(_LOW)
+    torch.add(words, keys, out=low)
+    return low.bitwise_and_(_LOW).mul_(high).add_(words)
+
+
+class _Adder:
+    """Sums up memory of one GPU, one block at a time, on a stream and in memory of its own.
+
+    On the default stream it would wait for the program, and PyTorch's allocator is the program's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._stream = torch.cuda.Stream(device)
+        self._memory: tuple[torch.Tensor, ...] = ()
+        self._total = torch.empty(1, dtype=torch.int64, pin_memory=True)
+
+    def __call__(self, words: torch.Tensor) -> int:
+        count = words.numel()
+        with self._lock, aside(), torch.cuda.stream(self._stream):
+            if not self._memory or self._memory[0].numel() < count:
+                self._grow(count)
+            keys, low, high = (part[:count] for part in self._memory)
+            self._total.copy_(_lanes(words, keys, low, high).sum(), non_blocking=True)
+            self._stream.synchronize()
+            return int(self._total) & _ALL
+
+    def _grow(self, count: int) -> None:
+        held = [DeviceMemory(self._device, 8 * count) for _ in range(3)]  # for as long as the process lives
+        self._memory = tuple(memory.tensor.view(torch.int64) for memory in held)
+        self._memory[0].copy_(torch.from_numpy(_keys(count).view(np.int64)))
+
+
+@cache
+def _adder(device: torch.device) -> _Adder:
+    return _Adder(device)
 
 
 def lane_sum_numpy(data: npt.NDArray[np.uint8]) -> int:
@@ -72,8 +119,3 @@ def _keys(count: int) -> npt.NDArray[np.uint64]:
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return keys ^ (keys >> np.uint64(31))
-
-
-@lru_cache(maxsize=8)  # a store has stripes of one size, and the ends of extents
-def _keys_on(count: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_keys(count).view(np.int64)).to(device)

@@ -1,8 +1,7 @@
 """A file that GPU memory goes to and comes from through cuFile. kvikio is imported when one is made.
 
-Of kvikio only the calls are used that block their thread: its pool has one thread unless told otherwise. They heed the
-file's compatibility mode, and know no threshold below which they take another way. They wait for the default stream
-of the GPU, and for nothing else.
+Requests go to cuFile itself (`libcufile`). In compatibility mode they are kvikio's calls that block their thread: its
+pool has one thread unless told otherwise.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from torch_tiers.allocator.errors import StoreError, TiersError
 from torch_tiers.allocator.nvme.backend import BLOCK
 from torch_tiers.allocator.nvme.bounce import Bounce
 from torch_tiers.allocator.nvme.cufile import base_of, begin, compat_mode, deregister, in_context, refusal, register
+from torch_tiers.allocator.nvme.libcufile import Handle
 from torch_tiers.allocator.nvme.posix import PosixFile
 
 __all__ = ["KvikioFile", "Mode", "deregister", "gds_refusal", "kvikio_refusal", "register"]
@@ -170,7 +170,9 @@ class KvikioFile:
         if mode == "auto" and kvikio.defaults.is_compat_mode_preferred():
             log.info("GPU memory goes to %s through host memory: kvikio is in compatibility mode", self.path)
             return None
-        with compat_mode("ON" if mode == "compat" else "OFF"):
+        if mode != "compat":
+            return Handle(self._posix.fileno())
+        with compat_mode("ON"):
             # The file has no name, so kvikio, which opens by name, gets the one of our descriptor.
             return kvikio.CuFile(f"/proc/self/fd/{self._posix.fileno()}", "r+")
 

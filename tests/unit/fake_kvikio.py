@@ -19,16 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+from torch_tiers.allocator.nvme import libcufile
+from torch_tiers.allocator.nvme.libcufile import Descriptor, Status, declare
+
 ROOT = Path(__file__).parents[2]
 NAMES = ("read", "write", "handle", "buffer")
-
-
-class _Error(ctypes.Structure):
-    _fields_ = (("err", ctypes.c_int), ("cu_err", ctypes.c_int))
-
-
-class _Descriptor(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("fd", ctypes.c_void_p), ("operations", ctypes.c_void_p))
 
 
 class Double:
@@ -36,15 +31,12 @@ class Double:
 
     def __init__(self, path: Path) -> None:
         self.library = library = ctypes.CDLL(str(path), use_errno=True)
-        for name in ("cuFileHandleRegister", "cuFileBufRegister", "cuFileBufDeregister", "cuFileDriverGetProperties"):
-            getattr(library, name).restype = _Error
+        for name in ("cuFileBufRegister", "cuFileBufDeregister", "cuFileDriverGetProperties"):
+            getattr(library, name).restype = Status
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         library.cuFileBufRegister.argtypes = (pointer, size, ctypes.c_int)
         library.cuFileBufDeregister.argtypes = (pointer,)
-        library.cuFileHandleDeregister.argtypes = (pointer,)
-        for transfer in (library.cuFileRead, library.cuFileWrite):
-            transfer.argtypes = (pointer, pointer, size, ctypes.c_int64, ctypes.c_int64)
-            transfer.restype = ctypes.c_ssize_t
+        declare(library)
         library.double_first_violation.restype = ctypes.c_char_p
         for count in (library.double_violations, library.double_calls, library.double_left_open):
             count.restype = ctypes.c_long
@@ -113,6 +105,7 @@ class FakeKvikio:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, module in self.modules.items():
             monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(libcufile, "load", lambda: self.double.library)
 
     def _prefers_compat(self) -> bool:
         return self.mode == "ON" or (self.mode == "AUTO" and not self.available)
@@ -154,7 +147,7 @@ class CuFile:
             self._fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError:  # a tmpfs: kvikio would give up, and the tests would have no drive
             self._fd = os.dup(self._cached)
-        descriptor = _Descriptor(1, self._fd, None)
+        descriptor = Descriptor(1, self._fd, None)
         status = kvikio.double.library.cuFileHandleRegister(ctypes.byref(self._handle), ctypes.byref(descriptor))
         if status.err and kvikio.mode == "AUTO":
             return
