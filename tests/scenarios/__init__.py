@@ -52,6 +52,7 @@ FAMILIES = (
     "changed_modules",
     "compiled",
     "compiled_regions",
+    "direct",
     "disk",
     "exceptions",
     "functional",
@@ -125,7 +126,7 @@ def main(family: str) -> None:
 
 def any_module() -> AbstractContextManager[object]:
     """Have modules of the program's recomputed as a whole, too: what does that has to be right for any module."""
-    return mock.patch.object(exact, "is_exact", lambda _: True)
+    return mock.patch.multiple(exact, is_exact=lambda *_: True, may_draw=lambda: True)
 
 
 @contextmanager
@@ -136,6 +137,7 @@ def moving(
     recompute: bool = False,
     regions: bool = False,
     paced: bool = False,
+    tier: str | None = None,
     policy: str = "move",
     plan: Policy | None = None,
     **arguments: Any,
@@ -157,6 +159,8 @@ def moving(
         The innermost regions are recomputed as a whole.
     paced
         The plan's room changes on the way, and groups come back at its triggers.
+    tier
+        Where what moves goes, once there is a plan.
     plan
         Makes the plans, instead of all this.
     """
@@ -169,6 +173,8 @@ def moving(
         whole = [region.path for region in _innermost(trace.regions)] if regions else []
         outcome = effect(trace, again, whole)
         made = plan_of("move", outcome, {ident for ident in goes if goes[ident]}, room, regions=whole)
+        if tier is not None:
+            made = replace(made, groups=tuple(replace(group, tier=tier) for group in made.groups))
         if paced:
             return scheduled(made, trace, outcome, max(trace.others) + stays + room)
         return replace(made, room=stays + room)

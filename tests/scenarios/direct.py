@@ -1,0 +1,124 @@
+"""The way to NVMe past host memory: what is trained through it is what plain PyTorch trains.
+
+Without a GPU host memory plays HBM, and the file is a plain one. On a GPU requests go through cuFile, whose own
+compatibility mode serves where the hardware cannot (``CUFILE_ALLOW_COMPAT_MODE``), or through kvikio's
+(``KVIKIO_COMPAT_MODE=ON``).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.scenarios import assert_same, batch, gradients, main, moving, perceptron, train
+from tests.unit.store_faults import FaultyFile, fail, flip
+from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.nvme import cufile, store
+from torch_tiers.allocator.nvme.backend import Backend
+from torch_tiers.allocator.nvme.kvikio import KvikioFile
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.ring import Ring
+from torch_tiers.allocator.sizes import KiB
+from torch_tiers.drives import Drives
+from torch_tiers.migrator.engine.direct import DirectWay
+
+_SLOT, _SLOTS = 256 * KiB, 3  # a layer of the programs here saves four slots
+
+
+@contextmanager
+def _directly(device: torch.device, **faults: Any) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of a session in which all that moves goes to a file directly."""
+    by_cufile = device.type == "cuda" and os.environ.get("KVIKIO_COMPAT_MODE", "").upper() != "ON"
+
+    def open_file(path: Any) -> Backend:
+        if device.type != "cuda":
+            return FaultyFile(PosixFile(path), **faults)
+        return FaultyFile(KvikioFile(path, mode="gds" if by_cufile else "compat"), **faults)
+
+    def ring(device: torch.device) -> Ring:
+        register = (cufile.register, cufile.deregister) if by_cufile else (None, None)
+        return Ring(device, _SLOTS, _SLOT, *register)
+
+    def way(self: Drives, device: torch.device) -> DirectWay:
+        return DirectWay(self.store, ring(device), ring(device))
+
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        mock.patch.object(store, "choose_backend", lambda gds: open_file),
+        mock.patch.object(Drives, "direct_way", way),
+    ):
+        yield {"tier": "nvme", "dram": "8MiB", "nvme": "256MiB", "nvme_path": directory, "nvme_gds": "off"}
+        assert os.listdir(directory) == []
+
+
+def everything_goes_past_host_memory(device: torch.device) -> None:
+    with _directly(device) as arguments:
+        stats = assert_same(lambda device: train(perceptron(device, depth=6), device, steps=8), device, **arguments)
+    assert stats["moved"]["gds_read"] > 0
+    assert stats["peak"]["nvme"] > 0
+    settled = stats["settled"]["moved"]
+    assert settled["gds_write"] > 0 and settled["d2h"] == settled["disk_write"] == 0
+
+
+def a_network_with_tensors_of_all_sizes(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(128, 96), nn.LayerNorm(96), nn.GELU(), nn.Linear(96, 128)) for _ in range(4)]
+        return train(nn.Sequential(*layers).to(device), device, steps=6)
+
+    with _directly(device) as arguments:
+        assert_same(program, device, **arguments)
+
+
+def a_graph_that_is_used_twice(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model, results = perceptron(device), []
+        for i in range(5):
+            loss = model(batch(device, i)).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            results += gradients(model)
+            model.zero_grad()
+        return results
+
+    with _directly(device) as arguments:
+        assert_same(program, device, **arguments)
+
+
+def a_graph_that_is_dropped_half_way(device: torch.device) -> None:
+    with _directly(device) as arguments, moving(**arguments) as session:
+        model = perceptron(device, depth=8)
+        for i in range(10):
+            loss = model(batch(device, i)).square().mean()
+            if i < 6 or i % 2:
+                loss.backward()
+            del loss
+        assert session.stats()["moved"]["gds_write"] > 0
+
+
+def a_drive_that_fails_to_write(device: torch.device) -> None:
+    with _directly(device, writes={n: fail(errno.EIO) for n in range(3, 60, 7)}, twice=True) as arguments:
+        assert_same(lambda device: train(perceptron(device, depth=6), device, steps=8), device, **arguments)
+
+
+def a_drive_that_gives_back_other_bytes(device: torch.device) -> None:
+    """Once is read again; always ends training instead of going on with them."""
+    with (
+        _directly(device, reads={n: flip(0) for n in range(10_000)}) as arguments,
+        pytest.raises(StoreError, match="checksum"),
+    ):
+        with moving(**arguments):
+            train(perceptron(device, depth=6), device, steps=8)
+
+
+if __name__ == "__main__":
+    main("direct")
