@@ -115,9 +115,9 @@ def a_drive_that_gives_back_other_bytes(device: torch.device) -> None:
     with (
         _directly(device, reads={n: flip(0) for n in range(10_000)}) as arguments,
         pytest.raises(StoreError, match="checksum"),
+        moving(**arguments),
     ):
-        with moving(**arguments):
-            train(perceptron(device, depth=6), device, steps=8)
+        train(perceptron(device, depth=6), device, steps=8)
 
 
 if __name__ == "__main__":
