@@ -170,11 +170,11 @@ class KvikioFile:
         if mode == "auto" and kvikio.defaults.is_compat_mode_preferred():
             log.info("GPU memory goes to %s through host memory: kvikio is in compatibility mode", self.path)
             return None
+        name = f"/proc/self/fd/{self._posix.fileno()}"  # the file has none of its own
         if mode != "compat":
-            return Handle(self._posix.fileno())
+            return Handle(name)
         with compat_mode("ON"):
-            # The file has no name, so kvikio, which opens by name, gets the one of our descriptor.
-            return kvikio.CuFile(f"/proc/self/fd/{self._posix.fileno()}", "r+")
+            return kvikio.CuFile(name, "r+")
 
     def _is_gone(self) -> bool:
         return self._posix.fileno() < 0  # closed, here or by a fork: to read or write says so

@@ -61,23 +61,25 @@ class Handle:
 
     Parameters
     ----------
-    fd
-        Its descriptor, which stays open for as long as this.
+    name
+        How it is opened: anew, as cuFile refuses descriptors of files that were made without a name.
 
     Raises
     ------
     RuntimeError
         If cuFile does not take the file.
     OSError
-        If there is no cuFile.
+        If there is no cuFile, or the file's system has no O_DIRECT.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, name: str) -> None:
         self._library = load()
         self._handle = c_void_p()
-        descriptor = Descriptor(_OPAQUE_FD, fd, None)
+        self._fd = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        descriptor = Descriptor(_OPAQUE_FD, self._fd, None)
         status = self._library.cuFileHandleRegister(ctypes.byref(self._handle), ctypes.byref(descriptor))
         if status.err:
+            os.close(self._fd)
             raise RuntimeError(f"cuFile does not take the file (error {status.err})")
 
     def raw_read(self, base: torch.Tensor, size: int, offset: int, start: int) -> int:
@@ -99,6 +101,7 @@ class Handle:
         handle, self._handle = self._handle, c_void_p()
         if handle:
             self._library.cuFileHandleDeregister(handle)
+            os.close(self._fd)
 
     def _transfer(self, call: Callable[..., int], base: torch.Tensor, size: int, offset: int, start: int) -> int:
         count = int(call(self._handle, base.data_ptr(), size, offset, start))

@@ -8,6 +8,7 @@
 
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -21,7 +22,14 @@
 #define GRID 4096
 #define MOST 256
 
-enum { SUCCESS = 0, IO_NOT_SUPPORTED = 5008, ALREADY_REGISTERED = 5023, NOT_REGISTERED = 5024, UNKNOWN_HANDLE = 5027 };
+enum {
+  SUCCESS = 0,
+  IO_NOT_SUPPORTED = 5008,
+  BAD_FLAGS = 5019,
+  ALREADY_REGISTERED = 5023,
+  NOT_REGISTERED = 5024,
+  UNKNOWN_HANDLE = 5027
+};
 
 typedef struct {
   int err;
@@ -178,6 +186,7 @@ CUfileError_t cuFileDriverGetProperties(CUfileDrvProps_t *properties) {
 CUfileError_t cuFileHandleRegister(CUfileHandle_t *made, CUfileDescr_t *descriptor) {
   if (!entered("cuFileHandleRegister")) return refused();
   if (*fault(HANDLE)) return left(IO_NOT_SUPPORTED);
+  if (fcntl(descriptor->handle.fd, F_GETFL) & (O_APPEND | (O_TMPFILE & ~O_DIRECTORY))) return left(BAD_FLAGS);
   for (int k = 0; k < MOST; ++k) {
     if (handles[k]) continue;
     handles[k] = malloc(sizeof(Handle));

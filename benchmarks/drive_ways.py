@@ -1,0 +1,228 @@
+"""From HBM to a drive and back by the ways that groups go, beside the drive alone, in turn.
+
+``python -m benchmarks.drive_ways --directory /mnt/nvme0 --size 4GiB --rounds 5``
+
+``drive alone`` moves pinned memory by O_DIRECT in as many requests as the store has in flight: what no way can beat.
+``through dram`` and ``directly`` are the engine with groups of 64 MiB and checksums; the direct way goes by cuFile, or
+by kvikio's compatibility mode with ``--compat``. Each way reads what it wrote, and what comes back is compared. Prints
+GB/s, the median of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.nvme import cufile
+from torch_tiers.allocator.nvme.kvikio import KvikioFile
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.ring import Ring
+from torch_tiers.allocator.nvme.store import DEPTH, STRIPE, NvmeStore
+from torch_tiers.allocator.sizes import GiB, MiB, format_size, parse_size
+from torch_tiers.migrator.engine.backing import Backing
+from torch_tiers.migrator.engine.direct import SLOT, SLOTS, Direct, DirectWay
+from torch_tiers.migrator.engine.direct.parcel import DirectParcel
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.group import NEVER, Group
+from torch_tiers.migrator.engine.moved import Saved
+from torch_tiers.migrator.runtime.devices import lanes, open_device
+from torch_tiers.migrator.telemetry.counters import Counters
+
+GROUP = 64 * MiB
+AHEAD = 6  # groups that may be in HBM again
+
+
+class Sent(NamedTuple):
+    group: Group
+    saved: Saved
+    held: object
+
+
+class Alone:
+    """The drive by itself."""
+
+    def __init__(self, directory: Path, size: int) -> None:
+        self._file = PosixFile(directory)
+        self._file.grow(2 * size)
+        self._memory = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._pool = ThreadPoolExecutor(2 * DEPTH)
+        self._size = size
+
+    def write(self) -> None:
+        self._all(self._file.pwrite, self._memory[0], 0)
+
+    def read(self) -> None:
+        self._all(self._file.pread, self._memory[0], 0)
+
+    def both(self) -> None:
+        """Half of the bytes each way."""
+        half = self._size // 2
+        with ThreadPoolExecutor(2) as two:
+            ends = [
+                two.submit(self._all, self._file.pwrite, self._memory[0][:half], self._size),
+                two.submit(self._all, self._file.pread, self._memory[1][:half], 0),
+            ]
+            for end in ends:
+                end.result()
+
+    def _all(self, move: Callable[[torch.Tensor, int], int], memory: torch.Tensor, first: int) -> None:
+        list(self._pool.map(lambda at: move(memory[at : at + STRIPE], first + at), range(0, memory.numel(), STRIPE)))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._file.close()
+
+
+class ByEngine:
+    """Groups as they go in training: out as they are saved, back in order and ahead of their use."""
+
+    def __init__(self, directory: Path, size: int, *, files: int, direct: bool, compat: bool = False) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        counters = Counters()
+        self._size = size
+        self._store = NvmeStore(
+            [directory] * files,
+            2 * size,
+            gds="off",
+            step=2 * size,
+            backend=(lambda path: KvikioFile(path, mode="compat" if compat else "gds")) if direct else PosixFile,
+        )
+        self._arena = DramArena(GiB, pinned=True, step=GiB)
+        self._backing = Backing(self._arena, self._store, counters)
+        self._device = open_device(device, counters, 0)
+        self._direct: Direct | None = None
+        if direct:
+            register = (None, None) if compat else (cufile.register, cufile.deregister)
+            rings = [Ring(device, SLOTS, SLOT, *register) for _ in range(2)]
+            way = DirectWay(self._store, rings[0], rings[1])
+            self._direct = Direct(way, *lanes(device, ("gds_write", "gds_read"), counters, native=True), counters)
+        self._engine = Engine(
+            self._device.compute, self._device.out, self._device.back, self._backing, direct=self._direct
+        )
+        self._data = torch.randint(256, (GROUP,), dtype=torch.uint8, device=device)
+        self._groups: list[Sent] = []
+
+    def write(self) -> None:
+        self._forget()
+        self._groups = self._send(self._size // GROUP)
+        self._stored(self._groups)
+
+    def read(self) -> None:
+        self._back(self._groups)
+
+    def both(self) -> None:
+        """Half of the bytes each way, the newer half going out while the older one comes back."""
+        self._forget()
+        self._groups = self._send(self._size // GROUP // 2)
+        self._stored(self._groups)
+        torch.cuda.synchronize()
+        self.begin_both = time.perf_counter()
+        new = self._send(self._size // GROUP // 2, late=True)
+        self._back(self._groups)
+        self._stored(new)
+        self._groups += new
+
+    def _send(self, count: int, *, late: bool = False) -> list[Sent]:
+        engine = self._engine
+        sent: list[Sent] = []
+        for number in range(count):
+            group = Group(NEVER if late else number, engine.compute.stream(), tier="nvme")
+            saved = engine.add(group, self._data, 0, GROUP)
+            held = engine.hold(saved)
+            with engine.lock:
+                engine.limit = 1 << 60
+                engine.send(group)
+                engine.limit = 0
+                engine.relieve()
+            sent.append(Sent(group, saved, held))
+        return sent
+
+    def _stored(self, groups: list[Sent]) -> None:
+        for each in groups:
+            parcel = each.group.parcel
+            if isinstance(parcel, DirectParcel):
+                for chunk in parcel.chunks:
+                    chunk.stored.result()
+            elif parcel is not None and parcel.writing is not None:
+                parcel.writing.result()
+
+    def _back(self, groups: list[Sent]) -> None:
+        engine = self._engine
+        engine.limit = AHEAD * GROUP
+        engine.begin_backward()
+        for each in groups:
+            with engine.lock:
+                buffer = engine.source(each.saved)
+                assert buffer is not None
+                self._last = buffer
+                engine.used(each.group)
+                engine.prefetch()
+        torch.cuda.synchronize()
+        assert torch.equal(self._last, self._data), "other bytes came back"
+
+    def _forget(self) -> None:
+        self._groups = []
+        with self._engine.lock:
+            self._engine.collect()
+
+    def close(self) -> None:
+        self._forget()
+        if self._direct is not None:
+            self._direct.close()
+        self._device.out.close()
+        self._device.back.close()
+        self._backing.close()
+        self._store.close()
+        self._arena.close()
+
+
+def measure(directory: Path, size: int, rounds: int, *, files: int, compat: bool) -> None:
+    makers: dict[str, Callable[[], Alone | ByEngine]] = {
+        "drive alone": lambda: Alone(directory, size),
+        "through dram": lambda: ByEngine(directory, size, files=files, direct=False),
+        "directly": lambda: ByEngine(directory, size, files=files, direct=True, compat=compat),
+    }
+    took: dict[tuple[str, str], list[float]] = {}
+    for _ in range(rounds):
+        for name, make in makers.items():  # one at a time: files of all of them may not fit
+            way = make()
+            for _ in range(2):  # the first time memory and disk are taken
+                for action in ("write", "read", "both"):
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    getattr(way, action)()
+                    start = getattr(way, "begin_both", start) if action == "both" else start
+                    took.setdefault((name, action), []).append(time.perf_counter() - start)
+            way.close()
+            for action in ("write", "read", "both"):
+                del took[name, action][-2]
+    print(
+        f"{format_size(size)}, {files} file(s) in {directory.resolve()}, {torch.cuda.get_device_name()}; GB/s: write, read, both"
+    )
+    for name in makers:
+        rates = [size / statistics.median(took[name, action]) / 1e9 for action in ("write", "read", "both")]
+        print(f"{name:14}" + "".join(f"{rate:8.2f}" for rate in rates))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, action="append", help="may be repeated")
+    parser.add_argument("--size", type=parse_size, default=parse_size("4GiB"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--files", type=int, default=1, help="in each directory")
+    parser.add_argument("--compat", action="store_true", help="by kvikio's compatibility mode instead of cuFile")
+    options = parser.parse_args()
+    for directory in options.directory or [Path()]:
+        measure(directory, options.size, options.rounds, files=options.files, compat=options.compat)
+
+
+if __name__ == "__main__":
+    main()
