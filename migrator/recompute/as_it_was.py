@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from torch_tiers.migrator.hooks.compiled import is_wrapper
 from torch_tiers.migrator.hooks.packed import modified
 from torch_tiers.migrator.recompute.dropped import FOR_RECOMPUTING
+from torch_tiers.migrator.recompute.exact import stands
 from torch_tiers.migrator.recompute.numbers import GENERATORS, Numbers
 from torch_tiers.migrator.recompute.watch import CONTAINERS, OF_EVERY_MODULE, SETTINGS, keeps_statistics
 
 _WITHOUT_TENSORS = (np.ndarray, np.generic, Enum, Decimal, Fraction, FunctionType, BuiltinFunctionType, type)
+_PLAIN = (Tensor, nn.Parameter)
+_DICTS = (
+    "_modules",
+    *(f"_{when}_hooks{what}" for when in ("forward", "forward_pre") for what in ("", "_with_kwargs")),
+    "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 MOST = 100  # things in a container that is given back what it held
 
 
@@ -36,12 +46,26 @@ class Snapshot:
     given
         Tensors that forward is given, of which nobody else sees that they are changed.
     give_up
-        Called where it cannot be as it was.
+        Called where it cannot be as it was, with whether it is never to be tried again.
+    path
+        The module's, for errors.
+    draws
+        Whether forward may draw random numbers.
     """
 
-    def __init__(self, module: nn.Module, given: Iterable[Tensor], give_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        given: Iterable[Tensor],
+        give_up: Callable[[bool], None] = lambda _: None,
+        *,
+        path: str = "a module",
+        draws: bool = True,
+    ) -> None:
         self._give_up = give_up
+        self._path = path
         self._modules = [(child, _settings(child)) for child in module.modules() if not is_wrapper(child)]
+        self._kinds = [(type(child), frozenset(vars(child))) for child, _ in self._modules]
         tensors: list[Tensor | None] = [*given]
         for child, was in self._modules:
             tensors += was["_parameters"].values()
@@ -53,6 +77,16 @@ class Snapshot:
         self._versions = [t._version for t in self._tensors]
         self._parameters = [t for _, was in self._modules for t in was["_parameters"].values() if t is not None]
         self._wants_grad = [t.requires_grad for t in self._parameters]
+        # Who sets `.data` counts no version. It holds no more than a graph does, which saves what it had.
+        self._data = [p.detach() if type(p) in _PLAIN and p.layout is torch.strided else p for p in self._parameters]
+        # For backward Linear saves views of its weight. Others save a parameter itself, of which plain backward finds
+        # the new data.
+        self._linear = [
+            type(child) is nn.Linear
+            for child, was in self._modules
+            for p in was["_parameters"].values()
+            if p is not None
+        ]
         self._choices = choices()
         generators: list[Any] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -64,7 +98,7 @@ class Snapshot:
                 elif isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
                     generators.append(value)
         # What drew no number while it was watched may do so later, as a probability that is raised step by step.
-        self._numbers = Numbers(generators)
+        self._numbers = Numbers(generators) if draws else None
 
     @contextmanager
     def back(self) -> Iterator[None]:
@@ -73,29 +107,72 @@ class Snapshot:
         Raises
         ------
         RuntimeError
-            If a parameter, a buffer, or what forward was given, has been changed since.
+            If a parameter, a buffer, or what forward was given, has been changed since; or what cannot be given back.
         """
         for tensor, version in zip(self._tensors, self._versions, strict=True):
             if tensor._version != version:
-                self._give_up()
-                raise modified(tensor, tensor.dtype, tensor.size(), version, FOR_RECOMPUTING)
-        own = [(child, vars(child)) for child, _ in self._modules]
-        for child, was in self._modules:
-            buffers = was["_buffers"]
-            if keeps_statistics(child):  # which would count the batch a second time
-                buffers = {name: None if t is None else t.clone() for name, t in buffers.items()}
-            object.__setattr__(child, "__dict__", {**vars(child), **was, "_buffers": dict(buffers)})
+                self._give_up(False)
+                hint = f"{FOR_RECOMPUTING} Of its module {self._path} all is recomputed."
+                raise modified(tensor, tensor.dtype, tensor.size(), version, hint)
+        others: list[tuple[Tensor, Tensor, Tensor]] = []
+        for parameter, then, linear in zip(self._parameters, self._data, self._linear, strict=True):
+            if _is_other(parameter, then):
+                if not (linear and _fits(parameter, then)):
+                    self._refuse("the `.data` of its parameters")
+                others.append((parameter, then, parameter.detach()))
+        if _global_forward_hooks or _global_forward_pre_hooks or not stands(kind for kind, _ in self._kinds):
+            self._refuse("functions or methods of PyTorch's that it calls, or hooks of all modules")
+        now = [(child, type(child), vars(child)) for child, _ in self._modules]
         try:
+            for (child, was), (kind, names) in zip(self._modules, self._kinds, strict=True):
+                buffers = was["_buffers"]
+                if keeps_statistics(child):  # which would count the batch a second time
+                    buffers = {name: None if t is None else t.clone() for name, t in buffers.items()}
+                own = {name: value for name, value in vars(child).items() if name in names}
+                dicts = {name: was[name].copy() for name in _DICTS}
+                object.__setattr__(child, "__dict__", {**own, **was, **dicts, "_buffers": dict(buffers)})
+                _be(child, kind)
+            for p, then, _ in others:
+                p.data = then
             with (
                 _chosen(self._choices),
-                self._numbers.again(),
+                nullcontext() if self._numbers is None else self._numbers.again(),
                 _wanting(zip(self._parameters, self._wants_grad, strict=True)),
                 _holding(self._containers),
             ):
                 yield
         finally:
-            for child, attributes in own:
+            for p, _, data in others:
+                p.data = data
+            for child, kind, attributes in now:
                 object.__setattr__(child, "__dict__", attributes)
+                _be(child, kind)
+
+    def _refuse(self, what: str) -> NoReturn:
+        self._give_up(True)
+        raise RuntimeError(
+            f"{self._path} cannot be recomputed in backward: the program has changed {what} since forward, and other "
+            "gradients would come of it. Change them after backward, or choose a policy that recomputes nothing, such "
+            "as TIERS_POLICY=flashneuron."
+        )
+
+
+def _is_other(parameter: Tensor, then: Tensor) -> bool:
+    """Whether it has been given other data than it had then."""
+    if then is parameter:  # of a kind of which that cannot be told
+        return False
+    return not (
+        parameter.data_ptr() == then.data_ptr() and _fits(parameter, then) and parameter.stride() == then.stride()
+    )
+
+
+def _fits(parameter: Tensor, data: Tensor) -> bool:
+    return (parameter.dtype, parameter.device, parameter.shape) == (data.dtype, data.device, data.shape)
+
+
+def _be(module: nn.Module, kind: type) -> None:
+    if type(module) is not kind:
+        object.__setattr__(module, "__class__", kind)
 
 
 def standing(module: nn.Module) -> dict[Any, Any]:
@@ -130,6 +207,7 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     own = vars(module)
     settings: dict[str, Any] = {"training": own["training"]}
     settings |= {"_parameters": dict(own["_parameters"]), "_buffers": dict(own["_buffers"])}
+    settings |= {name: own[name].copy() for name in _DICTS}
     for name in own.keys() - OF_EVERY_MODULE:
         value = own[name]
         if isinstance(value, Tensor):

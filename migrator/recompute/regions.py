@@ -126,6 +126,8 @@ class _Checkpointed:
         The module's.
     """
 
+    _runs_by = exact.IN_PLACE  # the attribute of the module's that this is put on
+
     def __init__(
         self,
         module: nn.Module,
@@ -163,7 +165,12 @@ class _Checkpointed:
             named = {name: copy_of(arg) for name, arg in kwargs.items()}
         except TypeError:
             given = None
-        if given is None or _has_hooks(module) or not all(map(exact.is_exact, module.children())):
+        own = self._runs_by
+        if (
+            given is None
+            or _has_hooks(module)
+            or not exact.is_exact(module, tensors_in((*args, *kwargs.values())), own)
+        ):
             self._give_up(self, True)
             return forward(*args, **kwargs)
         if not self._is_as_seen(module):
@@ -175,7 +182,9 @@ class _Checkpointed:
         context = copy_context()
         place = self._modules.place
         here, place.here = place.here, self._inputs  # what the checkpoint itself saves
-        as_it_is = Snapshot(module, tensors_in((*given, *named.values())), partial(self._give_up, self, False))
+        draws = exact.may_draw()
+        tensors = tensors_in((*given, *named.values()))
+        as_it_is = Snapshot(module, tensors, partial(self._give_up, self), path=self.path, draws=draws)
 
         def run(*args: Any) -> Any:
             if _graph_task() == -1:
@@ -189,7 +198,8 @@ class _Checkpointed:
 
         try:
             with nullcontext() if self._early else set_checkpoint_early_stop(False):
-                return checkpoint(run, *args, use_reentrant=False)  # which has arguments by name of its own
+                # Which has arguments by name of its own; and to set generators back is seen by other threads.
+                return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=draws)
         finally:
             place.here = here
 
@@ -224,6 +234,8 @@ class _Compiled(_Checkpointed):
 
 class _Method(_Checkpointed):
     """A `forward` that backward runs again. A copy of its module, or a pickled one, has the plain `forward`."""
+
+    _runs_by = "forward"
 
     def __init__(self, module: nn.Module, *rest: Any) -> None:
         self._function = type(module).forward

@@ -26,6 +26,7 @@ from torch_tiers.migrator.hooks import compiled
 from torch_tiers.migrator.hooks.saver import Saver
 from torch_tiers.migrator.lanes import peaks
 from torch_tiers.migrator.lanes.host import HostCompute
+from torch_tiers.migrator.recompute import exact
 from torch_tiers.migrator.runtime import process_groups
 
 log = logging.getLogger("tiers")
@@ -130,6 +131,7 @@ def _stand_before_calls() -> None:
 
     call.__qualname__ = "Module.__call__"  # by which pickle finds it
     nn.Module.__call__ = _our_call = call  # type: ignore[method-assign]
+    exact.our_call = call if plain is exact.CALL else None
     _tell_dynamo(plain, call)
 
 
@@ -140,7 +142,7 @@ def _stand_aside() -> None:
         nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
     if _our_call is not None:
         _tell_dynamo(_our_call, _plain_call)
-    _plain_call = _our_call = None
+    _plain_call = _our_call = exact.our_call = None
 
 
 def _tell_dynamo(old: Any, new: Any) -> None:
