@@ -171,6 +171,17 @@ class DramArena:
             self._keeper.wake()
         return block
 
+    def beyond(self, nbytes: int) -> DramBlock | None:
+        """Take a block of `nbytes` outside the capacity, for what is lost otherwise; None if the system has none."""
+        if self._mappings.closed:
+            return None
+        try:
+            mapping = self._mappings.beyond(nbytes)
+        except OSError:
+            return None
+        with self._mappings.lock:
+            return self._cut(mapping, nbytes)
+
     def free(self, block: DramBlock) -> None:
         """Give `block` back.
 
@@ -235,14 +246,15 @@ class DramArena:
             used = self._used + round_up(nbytes, PAGE)
             if not in_need and self._mappings.room.seen < 0 and used > max(self.capacity, 2 * self._largest):
                 return None
-            for mapping in self._mappings:
-                extent = mapping.extents.allocate(nbytes)
-                if extent is not None:
-                    self._used += extent.nbytes
-                    self._peak = max(self._peak, self._used)
-                    tensor = mapping.memory.narrow(0, extent.offset, nbytes)
-                    return DramBlock(nbytes, tensor, mapping, extent)
-        return None
+            return next((block for mapping in self._mappings if (block := self._cut(mapping, nbytes))), None)
+
+    def _cut(self, mapping: Mapping, nbytes: int) -> DramBlock | None:
+        extent = mapping.extents.allocate(nbytes)
+        if extent is None:
+            return None
+        self._used += extent.nbytes
+        self._peak = max(self._peak, self._used)
+        return DramBlock(nbytes, mapping.memory.narrow(0, extent.offset, nbytes), mapping, extent)
 
     def _tend(self) -> float | None:
         """What the keeper does; the seconds until it looks again."""

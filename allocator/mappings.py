@@ -135,6 +135,22 @@ class Mappings:
             self._has_grown(nbytes)
         return True
 
+    def beyond(self, nbytes: int) -> Mapping:
+        """Map memory outside the cap, which nobody claims; it goes with the last reference to it.
+
+        Raises
+        ------
+        OSError
+            If the system has none.
+        """
+        nbytes = round_up(nbytes, PAGE)
+        try:
+            memory = self._map(nbytes)
+        except PinningRefused:
+            pages = map_pages(nbytes, self._node)
+            memory = torch.frombuffer(pages, dtype=torch.uint8)
+        return Mapping(memory, ExtentMap(nbytes, PAGE), time.monotonic())
+
     def drop_scattered(self, least: int) -> bool:
         """Drop idle mappings if that makes room for `least` in one piece; under `growing`."""
         with self.lock:

@@ -79,6 +79,7 @@ class Backing:
         self._waited = False  # for others, which is said once
         self._in_vain = False  # it was: what they hold they hold for long
         self._full_is_told = False  # once for all threads, too
+        self._beyond_is_told = False
         self.at_shortage: Callable[[], None] = lambda: None  # called when it is told
         self._lock = threading.RLock()
         self._later = threading.Condition(self._lock)  # nobody notifies: to wait for it lets others in
@@ -141,6 +142,19 @@ class Backing:
                 if not self._wait_for_others(nbytes, deadline, lacked=lacked):
                     raise self._full(nbytes)
         return block
+
+    def _find_block_for_what_is_needed(self, nbytes: int) -> DramBlock:
+        """A block for what backward reads now: the last resort, rather than to end training, is one outside the cap."""
+        try:
+            return self._find_block(nbytes)
+        except TierFull as full:
+            block = self._dram.beyond(nbytes)
+            if block is None:
+                raise
+            if not self._beyond_is_told:
+                self._beyond_is_told = True
+                log.warning("%s; what backward needs from nvme comes back through memory beyond that", str(full))
+            return block
 
     def _wait_for_others(self, nbytes: int, deadline: float, *, lacked: bool = False) -> bool:
         """Let other threads in for a moment if it is others' memory that is missing; False if not, or for too long."""
@@ -357,7 +371,7 @@ class Backing:
         with self._lock:
             self._reap()
             if parcel.block is None:
-                self._read_into(parcel, self._find_block(parcel.nbytes))
+                self._read_into(parcel, self._find_block_for_what_is_needed(parcel.nbytes))
             if parcel.reading is not None:
                 if not parcel.reading.done():
                     with self._counters.waiting("disk_read"):

@@ -460,6 +460,28 @@ def test_full_tiers_are_both_named_and_what_is_on_nvme_can_still_come_back(make:
         assert contents(backing, parcel) == {number}
 
 
+def test_what_backward_needs_comes_back_through_memory_beyond_a_full_dram(
+    make: Make, arena: DramArena, caplog: pytest.LogCaptureFixture
+) -> None:
+    backing = make(HandStore(100 * MiB, at_once=True))
+    parcels = [put(backing, value=number, next_use=0) for number in range(2)]
+    for parcel in parcels:
+        parcel.tier = "nvme"
+        backing.filled(parcel)
+    other = put(backing, 9, 0)
+    settle(backing, [*parcels, other])
+    assert all(map(on_disk_only, parcels))
+    backing.drop(other)
+    taken = take_all(arena)
+    assert [contents(backing, parcel) for parcel in parcels] == [{0}, {1}]
+    assert len([text for text in caplog.messages if "beyond" in text]) == 1
+    for parcel in parcels:
+        backing.drop(parcel)
+    for block in taken:
+        arena.free(block)
+    assert arena.used == 0
+
+
 def test_no_block_stays_free_for_a_large_one_that_is_gone(make: Make) -> None:
     backing = make(HandStore(4 * NBYTES, at_once=True))
     backing.drop(put(backing, 0, 0, nbytes=4 * PAGE))
