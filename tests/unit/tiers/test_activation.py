@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
+from tests.unit import warm
 from torch_tiers.allocator.sizes import MiB, format_at_least, parse_size
 from torch_tiers.session import session
 
@@ -55,14 +55,8 @@ def python(code: str, **environ: object) -> subprocess.CompletedProcess[str]:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
     with tempfile.TemporaryDirectory() as ledger:
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=base | {"TIERS_LEDGER": ledger} | {key: str(value) for key, value in environ.items()},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        own = {key: str(value) for key, value in environ.items()}
+        return warm.run(code, env=base | {"TIERS_LEDGER": ledger} | own)
 
 
 def tiered(code: str, **environ: object) -> subprocess.CompletedProcess[str]:
