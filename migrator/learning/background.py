@@ -119,10 +119,10 @@ def _elsewhere(job: Callable[[], T], future: Beside[T]) -> T:
     except Exception as error:
         if future.given_up:
             raise
+        if isinstance(error, subprocess.TimeoutExpired):  # here it would take as long, and hold training up
+            raise TimeoutError(f"the process for that took more than {error.timeout:g} s") from None
         # No process may be started, or what comes from it is no answer: what a job raises is one.
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
-        if isinstance(error, subprocess.TimeoutExpired):
-            said = f"the process for that took more than {error.timeout:g} s"
         _say_once(said or str(error))
         return job()
     if error is not None:

@@ -15,14 +15,14 @@ import logging
 from concurrent.futures import Future
 from dataclasses import replace
 
-from torch_tiers.migrator.learning.background import at_once
+from torch_tiers.migrator.learning.background import DEADLINE, at_once
 from torch_tiers.migrator.learning.contest import Contest, may_be
 from torch_tiers.migrator.learning.feedback import SETTLED, Feedback
 from torch_tiers.migrator.learning.made import Made, after, are_the_same, foresee, with_plans_of
-from torch_tiers.migrator.learning.orders import Orders, Submit
+from torch_tiers.migrator.learning.orders import Orders, PlanningFailed, Submit
 from torch_tiers.migrator.learning.standby import SetAside, Standby, staying
 from torch_tiers.migrator.links import PCIE_GEN5, Costs, Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.plan import NoPlanFits, Plan
 from torch_tiers.migrator.policies import Policy
 from torch_tiers.migrator.recording.recordings import Recordings
 from torch_tiers.migrator.simulator import Simulated
@@ -31,7 +31,7 @@ from torch_tiers.migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 
-REFUSED = "no plan fits"  # what a user is warned of once
+REFUSED, FAILED = "no plan fits", "planning failed"  # what a user is warned of once
 AT_THE_END = 10.0  # seconds for which a program's end waits for plans that are only to be told of
 PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
 
@@ -90,6 +90,7 @@ class Learner:
         self._owed = False  # plans changed, and whoever is to be told was told of an error instead
         self._whole = False  # whether any period was
         self._afresh = False  # whether something was recorded since: formulas may hold for more than they did
+        self._has_planned = False  # ever
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._standby = Standby()
@@ -200,7 +201,7 @@ class Learner:
         Raises
         ------
         NoPlanFits
-            If the target is too small for any plan.
+            If the target is too small for any plan, and there was none yet.
         """
         self._periods += 1
         self._under += 1
@@ -277,7 +278,7 @@ class Learner:
         Raises
         ------
         NoPlanFits
-            If the target is too small for any plan.
+            If the target is too small for any plan, and there was none yet.
         """
         self._is_told = True
         if links == self._feedback.given:
@@ -339,7 +340,7 @@ class Learner:
         Raises
         ------
         NoPlanFits
-            If the target is too small for any plan then.
+            If the target is too small for any plan then, and there was none yet.
         """
         self.break_off()
         given = self._feedback.given
@@ -348,7 +349,8 @@ class Learner:
         if self._recordings.learning:
             return  # what is recorded now is planned with these
         self._plan()
-        self._orders.wait()
+        if not self._orders.wait(DEADLINE) and not self._orders.asked:
+            self._say_failed(f"no plan could be made within {DEADLINE:g} s")
         self._adopt()
 
     def _take_up(self, before: SetAside) -> bool:
@@ -426,7 +428,16 @@ class Learner:
 
     def _adopt(self) -> bool:
         """Take plans over that are there now; whether they are others than there were."""
-        taken = self._orders.take()
+        try:
+            taken = self._orders.take()
+        except NoPlanFits as error:
+            if not self._has_planned:
+                raise
+            self._warn_once(REFUSED, f"{error.out_of(self._budget)}; the plans there are stay")
+            return False
+        except PlanningFailed as error:
+            self._say_failed(str(error))
+            return False
         if taken is None:
             return False
         made, self._planned = taken
@@ -441,6 +452,15 @@ class Learner:
         self._carry_out(made)
         return True
 
+    def _say_failed(self, why: str) -> None:
+        stays = "the plans there are stay" if self._made else "all that is saved moves, as before the first plan"
+        self._warn_once(FAILED, f"{why}; {stays}")
+
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("%s", text)
+
     def _stay(self, made: tuple[Made, ...]) -> None:
         """The very plans there are, by what is known now; what periods under them took is yet to be told."""
         self._made, self._under = made, 0
@@ -449,11 +469,10 @@ class Learner:
 
     def _carry_out(self, plans: tuple[Made, ...]) -> None:
         """From now on these hold, and are to be borne out."""
-        self._made, self._under = plans, 0
+        self._made, self._under, self._has_planned = plans, 0, True
         self._standby.outdated()
         self._feedback.adopted()
         for made in plans:
             log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
-            if made.refused is not None and REFUSED not in self._told:
-                self._told.add(REFUSED)
-                log.warning("%s; it runs anyway, using more hbm", made.refused.out_of(self._budget))
+            if made.refused is not None:
+                self._warn_once(REFUSED, f"{made.refused.out_of(self._budget)}; it runs anyway, using more hbm")

@@ -6,14 +6,21 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.learning.background import at_once, give_up
 from torch_tiers.migrator.learning.contest import make_rival
 from torch_tiers.migrator.learning.made import Made, make_all
 from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import NoPlanFits
 from torch_tiers.migrator.policies import Policy
 from torch_tiers.migrator.trace import Trace
 
 AT_ONCE = 100  # sites with times, up to which planning takes but some milliseconds
+
+
+class PlanningFailed(TiersError):
+    """No plan was made, for a reason that is none of the program's; `__cause__` tells which."""
+
 
 Job = Callable[[], tuple[Made, ...]]
 Submit = Callable[[Job], "Future[tuple[Made, ...]]"]
@@ -85,11 +92,17 @@ class Orders:
         ------
         NoPlanFits
             If there are none, and there must be.
+        PlanningFailed
+            If who makes them failed, or took too long.
         """
         if self._made is None or not self._made.done():
             return None
         made, self._made = self._made, None
-        return made.result(), self._traces
+        if (error := made.exception()) is None:
+            return made.result(), self._traces
+        if isinstance(error, NoPlanFits):
+            raise error
+        raise PlanningFailed(f"no plan could be made: {error!r}") from error
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until they are there, or for so long; whether they are. What is not there by then is not wanted."""

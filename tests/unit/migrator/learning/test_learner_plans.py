@@ -30,12 +30,13 @@ from torch_tiers.migrator.learning.feedback import SETTLED, SURE, UNTOLD
 from torch_tiers.migrator.learning.learner import PATIENCE, Learner
 from torch_tiers.migrator.learning.made import Made
 from torch_tiers.migrator.learning.orders import AT_ONCE, Job
-from torch_tiers.migrator.links import PCIE_GEN5
-from torch_tiers.migrator.plan import NoPlanFits
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.plan import NoPlanFits, Plan
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.recording.recordings import PERIODS_AFTER_DRIFT
 from torch_tiers.migrator.simulator import simulate
 from torch_tiers.migrator.timing import Lap
+from torch_tiers.migrator.trace import Trace
 
 # ------------------------------------------------------------------------------- beside the program
 
@@ -102,6 +103,54 @@ def test_a_plan_from_another_process_that_is_as_good_as_the_present_one_changes_
 def test_a_target_that_no_plan_meets_is_an_error() -> None:
     with pytest.raises(NoPlanFits):
         Learner(POLICIES["auto"], MODEL.others[0] // 2).period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+
+
+class Failing:
+    """A policy that makes plans as long as nothing is wrong with it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def __call__(self, trace: Trace, budget: int, links: Links) -> Plan:
+        if self.error is not None:
+            raise self.error
+        return FLASHNEURON(trace, budget, links)
+
+
+@pytest.mark.parametrize("error", (ZeroDivisionError("a bug"), NoPlanFits(1, 2, "others"), TimeoutError("stuck")))
+def test_who_fails_to_make_other_plans_leaves_those_that_there_are_and_that_is_said_once(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = Failing()
+    learner = learned(policy=policy)
+    plans, policy.error = learner.plans, error
+    for peak in (2 * TARGET, TARGET // 2):
+        assert not quiet(learner, peak)
+        assert learner.plans == plans and not learner.planning
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert said.endswith("the plans there are stay")
+
+
+def test_who_fails_to_make_the_first_plan_leaves_all_to_move(caplog: pytest.LogCaptureFixture) -> None:
+    learner = Learner(Failing(ZeroDivisionError("a bug")), TARGET)
+    assert not learner.period_over(TRACE, 0, whole=True, pressed=False, drifted=False)
+    assert not quiet(learner, 2 * TARGET)
+    assert learner.plans == ()
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "a bug" in said and said.endswith("as before the first plan")
+
+
+def test_plans_that_are_waited_for_in_vain_hold_training_up_no_longer_than_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch_tiers.migrator.learning.learner.DEADLINE", 0.1)
+    learner, later = large()
+    later.work()
+    assert quiet(learner, 0)
+    plans = learner.plans
+    learner.plan_for_less(MiB)
+    assert learner.plans == plans and not learner.planning
+    assert "no plan could be made within 0.1 s; the plans there are stay" in caplog.text
 
 
 def test_a_target_that_need_not_be_met_is_met_as_far_as_can_be(caplog: pytest.LogCaptureFixture) -> None:
