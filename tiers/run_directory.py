@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ STATS = "stats.json"
 TRACE = "trace.json"
 PLAN = "plan.json"
 TIMELINE = "timeline.json.gz"
+FILES = (STATS, TRACE, PLAN, TIMELINE)
 ENOUGH = 5  # steps under the last plan: a few are no median
 
 
@@ -51,7 +53,7 @@ def find(config: Config) -> Path | None:
     Raises
     ------
     ConfigError
-        If it cannot be written, or holds an earlier run.
+        If it cannot be written, or holds an earlier run, or any file of the name of one of a run's.
     """
     if config.run is None:
         return None
@@ -63,7 +65,7 @@ def find(config: Config) -> Path | None:
             # Tried, as rights do not tell of a full disk, of quotas or of what the kernel makes up, such as /proc.
             with tempfile.TemporaryFile(dir=standing) as probe:
                 probe.write(b"tiers")
-        used = writable and (directory / STATS).exists()
+        used = [name for name in FILES if writable and _is_there(directory / name)]
     except OSError as error:  # also of a name that is too long, or a directory above that is closed to this user
         raise ConfigError(
             f"TIERS_RUN: {directory} cannot be written: {error.strerror}; name a directory that you may write to"
@@ -74,9 +76,8 @@ def find(config: Config) -> Path | None:
         )
     # A process that the program has started, or that its launcher starts again, goes beside what is there: see `write`.
     if used and not config.run_force and not is_started_beside_others():
-        raise ConfigError(
-            f"TIERS_RUN: {directory} holds an earlier run: name another directory or set TIERS_RUN_FORCE=1"
-        )
+        holds = "an earlier run" if STATS in used else f"a {used[0]}, in whose place the run's would be"
+        raise ConfigError(f"TIERS_RUN: {directory} holds {holds}: name another directory or set TIERS_RUN_FORCE=1")
     return directory
 
 
@@ -98,9 +99,12 @@ def write(
     try:
         # First, as whose it is has the directory: trainers without RANK, started by hand or by torch.multiprocessing,
         # share it and may end together, and none must overwrite another's.
+        others = [directory / name for name in (TRACE, PLAN, TIMELINE) if _is_there(directory / name)]
+        if others and not force:
+            raise FileExistsError
         _write(directory / STATS, told, over=force)
-        for name in (TRACE, PLAN, TIMELINE):  # of an earlier run, whatever becomes of this one's
-            (directory / name).unlink(missing_ok=True)
+        for path in others:  # of an earlier run, whatever becomes of this one's
+            path.unlink(missing_ok=True)
     except FileExistsError:
         directory = directory / f"process{os.getpid()}"
         directory.mkdir()
@@ -122,9 +126,13 @@ def _write(path: Path, content: bytes, *, over: bool = True) -> None:
     FileExistsError
         If there is one already, and `over` is false. Of several processes one alone can make it.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # Where others may write, too, they have put nothing in the way, and no link to what is none of ours.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    file = open(part, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
     try:
-        part.write_bytes(content)
+        with file:
+            file.write(content)
         if over:
             part.replace(path)
         else:

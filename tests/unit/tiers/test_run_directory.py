@@ -90,6 +90,28 @@ def test_an_earlier_run_is_in_the_way_of_who_begins_alone(tmp_path: Path, monkey
     assert run_directory.find(Config(run=tmp_path)) == tmp_path
 
 
+@pytest.mark.parametrize("name", run_directory.FILES)
+def test_a_file_that_no_run_wrote_is_in_the_way_and_stays(tmp_path: Path, name: str) -> None:
+    """A `plan.json` of the user's was gone at the end of the run."""
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds .*: name another directory or set TIERS_RUN_FORCE=1"):
+        run_directory.find(Config(run=tmp_path))
+    assert run_directory.find(Config(run=tmp_path, run_force=True)) == tmp_path
+    assert run_directory.write(tmp_path, {}, None, Timeline(), force=False) == tmp_path / f"process{os.getpid()}"
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_nothing_is_written_through_a_link_that_was_put_in_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / f".{run_directory.STATS}.guessed.part").symlink_to(precious)
+    assert run_directory.write(tmp_path, {}, None, Timeline(), force=True) == tmp_path / f"process{os.getpid()}"
+    assert precious.read_text() == "mine"
+
+
 def test_with_force_nothing_of_an_earlier_run_stays(tmp_path: Path) -> None:
     """A run that ended before it had a plan was told by the plan of the one before."""
     learned = Trace((), 0), Plan("keep", 0, {}, ())
