@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 
 from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.nvme import cufile
+from torch_tiers.allocator.nvme.files import FILES, several
 from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.ring import Ring
@@ -89,11 +91,11 @@ class ByEngine:
         counters = Counters()
         self._size = size
         self._store = NvmeStore(
-            [directory] * files,
+            [directory],
             2 * size,
             gds="off",
             step=2 * size,
-            backend=(lambda path: KvikioFile(path, mode="compat" if compat else "gds")) if direct else PosixFile,
+            backend=several(partial(KvikioFile, mode="compat" if compat else "gds") if direct else PosixFile, files),
         )
         self._arena = DramArena(GiB, pinned=True, step=GiB)
         self._backing = Backing(self._arena, self._store, counters)
@@ -204,9 +206,8 @@ def measure(directory: Path, size: int, rounds: int, *, files: int, compat: bool
             way.close()
             for action in ("write", "read", "both"):
                 del took[name, action][-2]
-    print(
-        f"{format_size(size)}, {files} file(s) in {directory.resolve()}, {torch.cuda.get_device_name()}; GB/s: write, read, both"
-    )
+    print(f"{format_size(size)}, {files} files in {directory.resolve()}, {torch.cuda.get_device_name()}")
+    print(f"{'GB/s':14}{'write':>8}{'read':>8}{'both':>8}")
     for name in makers:
         rates = [size / statistics.median(took[name, action]) / 1e9 for action in ("write", "read", "both")]
         print(f"{name:14}" + "".join(f"{rate:8.2f}" for rate in rates))
@@ -217,7 +218,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, action="append", help="may be repeated")
     parser.add_argument("--size", type=parse_size, default=parse_size("4GiB"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--files", type=int, default=1, help="in each directory")
+    parser.add_argument("--files", type=int, default=FILES, help="in each directory")
     parser.add_argument("--compat", action="store_true", help="by kvikio's compatibility mode instead of cuFile")
     options = parser.parse_args()
     for directory in options.directory or [Path()]:

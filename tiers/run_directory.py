@@ -128,10 +128,9 @@ def _write(path: Path, content: bytes, *, over: bool = True) -> None:
     """
     # Where others may write, too, they have put nothing in the way, and no link to what is none of ours.
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    file = open(part, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        with file:
+        with open(descriptor, "wb") as file:
             file.write(content)
         if over:
             part.replace(path)

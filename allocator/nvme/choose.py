@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch_tiers.allocator.errors import StoreError
 from torch_tiers.allocator.nvme.backend import Backend
 from torch_tiers.allocator.nvme.decide import Decision, Measuring, decide
 from torch_tiers.allocator.nvme.facts import P2PDMA_VARIABLE, first_gpu
+from torch_tiers.allocator.nvme.files import several
 from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.speeds import speeds
@@ -33,14 +35,14 @@ class Opener:
     def __call__(self, directory: Path) -> Backend:
         """Open it; where cuFile refuses after all, as if it were not there, unless it is required."""
         if not self.decision.directories[directory].choice.direct:
-            return PosixFile(directory)
+            return several(PosixFile)(directory)
         try:
-            return KvikioFile(directory, mode="gds")
+            return several(partial(KvikioFile, mode="gds"))(directory)
         except (StoreError, ImportError) as error:
             if self._gds == "require":
                 raise
             _say(f"nvme at {directory} goes through host memory: {error}")
-            return PosixFile(directory)
+            return several(PosixFile)(directory)
 
 
 def choose_backends(
@@ -89,7 +91,7 @@ def choose_backend(gds: Gds) -> Callable[[Path], Backend]:
     So GPU memory goes straight only where that is required.
     """
     if gds == "off":
-        return PosixFile
+        return several(PosixFile)
     gpu = first_gpu() if torch.cuda.is_available() else None
     return lambda directory: choose_backends([directory], gds, None, gpu, None)(directory)
 
