@@ -79,6 +79,8 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     for lane, moved in stats["moved"].items():
         lanes.add_row(lane, format_size(moved), format_size(int(moved_each[lane])))
     yield lanes
+    if written := int(moved_each["disk_write"] + moved_each.get("gds_write", 0)):
+        yield _wear(written, stats["step_s"])
     stalls = Table("waiting for", "count", "time", "per period", title="stalls", title_justify="left")
     for cause, stall in stats["stalls"].items():
         stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(stalled_each[cause]))
@@ -130,6 +132,14 @@ def _step(step: dict[str, Any]) -> str:
     return (
         f"step {_ms(settled['median'])} (median of {settled['steps']} under the last plan; {of_all}, learning included)"
     )
+
+
+def _wear(written: int, step: dict[str, Any]) -> str:
+    """What nvme takes: drives are made for so many bytes in all (TBW, DWPD), which only root may read from them."""
+    text = f"nvme takes {format_size(written)} a period"
+    settled = step.get("settled", {"steps": 0})
+    seconds = settled["median"] if settled["steps"] >= ENOUGH else step["median"]
+    return text + f", {format_size(int(written * 3600 / seconds))} an hour" if seconds else text
 
 
 def _size(nbytes: int | None) -> str:

@@ -283,6 +283,21 @@ def test_report_tells_what_a_period_moves_under_the_last_plan_once_there_were_so
     assert ["disk_read", "3", "250.0", "ms", *stalled.split()] in rows
 
 
+@pytest.mark.parametrize(
+    ("staged", "direct", "said"),
+    [(0, 0, None), (GiB, 0, "nvme takes 1.0 GiB a period, 7200.0 GiB an hour"), (GiB, GiB, "2.0 GiB a period")],
+)
+def test_report_tells_what_a_drive_has_to_take(tmp_path, capsys, staged, direct, said):
+    """Drives wear: what a step writes adds up over the hours."""
+    moved = {"d2h": 0, "h2d": 0, "disk_write": 20 * staged, "disk_read": 0, "gds_write": 20 * direct}
+    stats = STATS | {"moved": moved, "periods": 20}
+    (tmp_path / "stats.json").write_text(json.dumps(stats))
+    assert main(["report", str(tmp_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("nvme takes" in out) == (said is not None)
+    assert said is None or said in out
+
+
 def test_report_of_a_run_that_never_stepped(tmp_path, capsys):
     idle = {**STATS, "periods": 0, "steps": 0, "stalls": {}}
     idle["step_s"] = {"median": None, "min": None, "max": None}
