@@ -68,12 +68,16 @@ class Key:
     guarded
         Whether it can destroy what is there, or weaken what protects it: a file may say that only if nobody but this
         user can have written it.
+    leads
+        Whether it names what is written or read: so may ``./tiers.toml``, which nobody has named. A file that the user
+        has named may be another's.
     """
 
     name: str
     parser: Parser
     env: str | None = None
     guarded: bool = False
+    leads: bool = False
 
     @property
     def argument(self) -> str:
@@ -161,12 +165,12 @@ KEYS = (
     Key("hbm.capacity", SIZE_OR_ALL, "TIERS_HBM"),
     Key("dram.capacity", SIZE, "TIERS_DRAM"),
     Key("nvme.capacity", SIZE, "TIERS_NVME"),
-    Key("nvme.paths", PATHS, "TIERS_NVME_PATH"),
+    Key("nvme.paths", PATHS, "TIERS_NVME_PATH", leads=True),
     Key("nvme.gds", _one_of(GDS_MODES)),
     Key("nvme.checksum", FLAG, guarded=True),
     Key("monitor.enabled", FLAG),
     Key("monitor.probe", FLAG),
-    Key("monitor.calibration", PATH),
+    Key("monitor.calibration", PATH, leads=True),
     Key("links.d2h", RATE),
     Key("links.h2d", RATE),
     Key("links.disk_write", RATE),
@@ -175,7 +179,7 @@ KEYS = (
     Key("links.gds_read", RATE),
     Key("native", _one_of(NATIVE_MODES), "TIERS_NATIVE"),
     Key("ledger", PATH, "TIERS_LEDGER", guarded=True),
-    Key("run", PATH, "TIERS_RUN"),
+    Key("run", PATH, "TIERS_RUN", leads=True),
     Key("run_force", FLAG, "TIERS_RUN_FORCE", guarded=True),
     Key("log", _one_of(LEVELS), "TIERS_LOG"),
 )

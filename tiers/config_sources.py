@@ -77,7 +77,7 @@ def from_file(named: Path | None, cwd: Path, options: Mapping[str, str]) -> Iter
         raise ConfigError(f"{subject} cannot be read: {said(error)}; {advice} this user may read") from None
     if named is not None and not there:
         raise ConfigError(f"{subject} is not a file")
-    yield from _from(file, origin)
+    yield from _from(file, origin, unasked=named is None)
 
 
 def from_environment(environ: Mapping[str, str], options: Mapping[str, str]) -> Iterator[Given]:
@@ -101,12 +101,13 @@ def from_arguments(arguments: Mapping[str, object]) -> Iterator[Given]:
         yield Given(BY_ARGUMENT[name], value, f"argument {name}")
 
 
-def _from(file: File, origin: str) -> Iterator[Given]:
+def _from(file: File, origin: str, *, unasked: bool = False) -> Iterator[Given]:
+    """Yield what a file says; `unasked` is one that is read for where it lies."""
     for name, value in _leaves(parse(file.text, origin)):
         if name not in BY_NAME:
             raise ConfigError(f"{origin}: unknown key {name!r}{nearest(name, BY_NAME)}")
         key = BY_NAME[name]
-        if key.guarded and file.stranger:
+        if file.stranger and (key.guarded or (key.leads and unasked)):
             instead = f", or {key.env} in the environment" if key.env else ""
             raise ConfigError(f"{origin}: {name} is not taken from a file that {file.stranger}{instead}")
         yield Given(key, value, origin)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from torch_tiers.allocator.sizes import MiB, format_size
 from torch_tiers.config import Config, ConfigError
 from torch_tiers.migrator.telemetry.timeline import Timeline
 from torch_tiers.monitor.board import Board
@@ -22,6 +25,8 @@ from torch_tiers.monitor.sensors.uncore import Uncore
 from torch_tiers.monitor.thread import Monitor
 from torch_tiers.monitor.verdict import Judge
 from torch_tiers.monitor.watch import Watch
+
+LARGEST = 4 * MiB  # bytes of a report, where one of a large machine has some ten thousand
 
 
 def available_sensors(*, probe: bool) -> Choice:
@@ -53,13 +58,24 @@ def build(config: Config, places: Sequence[Path], timeline: Timeline | None = No
     return Monitor(watch, Board(*places) if places else None)
 
 
+def _text_of(path: Path) -> bytes:
+    # A fifo would have us wait, were it not for this flag.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ValueError(f"it is larger than {format_size(LARGEST)}, as no report is")
+    return text
+
+
 def read_curves(path: Path | None) -> dict[str, Curve]:
     """The curves of ``monitor.calibration``; ConfigError if it is no report of ``tiers probe --contention``."""
     if path is None:
         return {}
     try:
-        return curves_of(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        return curves_of(json.loads(_text_of(path)))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"monitor.calibration: {path}: {error}; make one with tiers probe --contention --json > {path}"
         ) from None

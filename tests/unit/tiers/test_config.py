@@ -413,10 +413,30 @@ def test_the_usual_value_of_a_key_that_has_no_effect_is_not_worth_a_word(resolve
 # ------------------------------------------------------------------------------ files of directories that are anybody's
 
 GUARDED = {"run_force": "run_force = true", "nvme.checksum": "[nvme]\nchecksum = false", "ledger": 'ledger = "x"'}
+LEADING = {
+    "nvme.paths": '[nvme]\npaths = ["x"]',
+    "monitor.calibration": '[monitor]\ncalibration = "x"',
+    "run": 'run = "x"',
+}
 
 
 def test_guarded_are_the_keys_that_destroy_or_weaken():
+    assert {key.name for key in KEYS if key.leads} == set(LEADING)
     assert {key.name for key in KEYS if key.guarded} == set(GUARDED)
+
+
+@pytest.mark.parametrize(("name", "text"), LEADING.items())
+def test_what_is_written_or_read_no_file_names_that_others_may_write_and_nobody_has_named(
+    resolve, tmp_path, name, text
+):
+    (tmp_path / "tiers.toml").touch()
+    (tmp_path / "tiers.toml").chmod(0o646)
+    with pytest.raises(
+        ConfigError, match=rf"^\./tiers\.toml: {name} is not taken from a file that others may write to"
+    ):
+        resolve(project=text)
+    environ = {"TIERS_CONFIG": str(tmp_path / "tiers.toml")}
+    assert name in resolve(environ=environ).origin
 
 
 @pytest.mark.parametrize(("name", "text"), GUARDED.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from tests.unit.monitors import Clock, MiB, Spoken, period, watch
 from torch_tiers.config import Config, ConfigError, MonitorConfig
 from torch_tiers.migrator.runtime.backoff import Response
 from torch_tiers.migrator.telemetry.transfers import Transfer
-from torch_tiers.monitor.build import build
+from torch_tiers.monitor.build import build, read_curves
 from torch_tiers.monitor.thread import Monitor
 from torch_tiers.monitor.watch import Watch
 
@@ -150,6 +151,22 @@ def test_a_thread_that_hangs_holds_nothing_back(monkeypatch: pytest.MonkeyPatch)
 def test_the_monitor_can_be_switched_off() -> None:
     assert build(Config(monitor=MonitorConfig(enabled=False)), []) is None
     assert build(Config(), []) is not None
+
+
+@pytest.mark.parametrize("kind", ("a fifo", "a device", "endless", "deep"))
+def test_a_calibration_is_read_as_far_as_one_can_be_long_and_from_a_file_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "probe.json"
+    if kind == "a fifo":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path = Path("/dev/zero")
+    elif kind == "endless":
+        path.touch()
+        os.truncate(path, 1 << 40)
+    else:
+        path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"monitor\.calibration"):
+        read_curves(path)
 
 
 def test_a_calibration_that_is_none_is_refused(tmp_path: Path) -> None:
