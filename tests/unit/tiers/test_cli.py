@@ -285,7 +285,7 @@ def test_report_tells_what_a_period_moves_under_the_last_plan_once_there_were_so
 
 @pytest.mark.parametrize(
     ("staged", "direct", "said"),
-    [(0, 0, None), (GiB, 0, "nvme takes 1.0 GiB a period, 7200.0 GiB an hour"), (GiB, GiB, "2.0 GiB a period")],
+    [(0, 0, None), (GiB, 0, "nvme takes 1.0 GiB a period, 7.0 TiB an hour"), (GiB, GiB, "2.0 GiB a period")],
 )
 def test_report_tells_what_a_drive_has_to_take(tmp_path, capsys, staged, direct, said):
     """Drives wear: what a step writes adds up over the hours."""
