@@ -162,6 +162,8 @@ class Devices:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
             self._limited.add(device)
+            if self._short:  # for another thread found so since that was asked
+                self._lift_limits()
         shared = self._with_direct_way(shared, device, options)
         self.opened[device] = shared
         return shared
@@ -181,8 +183,9 @@ class Devices:
     def _lift_limits(self) -> None:
         """Let PyTorch's allocator go beyond the budgets: what finds no room below them would end training."""
         self._short = True
-        while self._limited:
-            torch.cuda.set_per_process_memory_fraction(1.0, self._limited.pop())
+        for device in list(self._limited):
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            self._limited.discard(device)
 
     def close(self) -> None:
         """Wait for copies and disk requests that are under way; lift the limits that were set."""
