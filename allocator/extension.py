@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.allocator.private import is_ours, made
+from torch_tiers.allocator.private import WRITABLE, is_ours, made
 
 log = logging.getLogger("tiers")
 
@@ -66,9 +66,12 @@ class Extension:
             If there is no compiler, it does not compile, or `cache_dir` cannot be written, or others may write to it.
         """
         with_compiler = compiler()
-        library = cache_dir / f"{self.name}-{self._fingerprint(with_compiler)}.so"
         try:
-            self._refuse_what_others_write(made(cache_dir))
+            cache_dir = made(
+                cache_dir
+            ).resolve()  # what is looked at is what is loaded: no link may lead elsewhere since
+            library = cache_dir / f"{self.name}-{self._fingerprint(with_compiler)}.so"
+            self._refuse_what_others_write(cache_dir)
             if not _is_ours(library):
                 self._build(with_compiler, library, cache_dir)
         except OSError as error:
@@ -81,6 +84,9 @@ class Extension:
             reason, advice = "it belongs to another user", "set XDG_CACHE_HOME to a directory of this user's"
         elif not is_ours(found):
             reason, advice = "others may write to it", f"chmod go-w {shlex.quote(str(cache_dir))}"
+        elif (parent := next(filter(_lets_others_rename, cache_dir.parents), None)) is not None:
+            reason = f"others may write to {parent} above it"
+            advice = f"chmod go-w {shlex.quote(str(parent))}, or set XDG_CACHE_HOME to a directory of this user's"
         else:
             return
         raise CannotBuild(
@@ -131,6 +137,12 @@ class Extension:
             raise CannotBuild(f"{self.title} does not compile against torch {torch.__version__}: {first}")
 
 
+def _lets_others_rename(directory: Path) -> bool:
+    """Whether others may put a directory of theirs in the place of one in it that is not theirs."""
+    mode = directory.stat().st_mode
+    return bool(mode & WRITABLE) and not mode & stat.S_ISVTX
+
+
 def _is_ours(library: Path) -> bool:
     """Whether `library` is there, and by nobody else: such a one is built anew, in its place."""
     try:
@@ -156,9 +168,13 @@ def compiler() -> list[str]:
     Raises
     ------
     CannotBuild
-        If there is none.
+        If there is none, or what names it cannot be read.
     """
-    if asked := shlex.split(os.environ.get("CXX", "")):
+    try:
+        asked = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise CannotBuild(f"CXX cannot be read: {error}; correct or unset it") from None
+    if asked:
         if shutil.which(asked[0]) is None:
             raise CannotBuild(f"CXX names no program: {asked[0]}; correct or unset it")
         return asked

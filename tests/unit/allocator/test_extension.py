@@ -69,6 +69,12 @@ def test_a_compiler_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "CXX names no program" in (native.obstacle() or "")
 
 
+def test_a_compiler_whose_quotes_are_not_closed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -DX='1")
+    with pytest.raises(CannotBuild, match="CXX cannot be read: No closing quotation; correct or unset it"):
+        compiler()
+
+
 def test_the_hooks_are_compiled_anew_when_any_part_of_them_changes() -> None:
     parts = {native.SOURCE, *native.HEADERS}
     assert parts == {path for path in native.SOURCE.parent.iterdir() if path.suffix in (".cpp", ".h")}
@@ -111,6 +117,23 @@ def test_what_is_built_is_this_users_alone_whatever_the_umask(tmp_path: Path, an
     library = extension(tmp_path / "small.cpp", "int x;").build(tmp_path / "home" / "cache")
     for path in (library, library.parent, library.parent.parent):
         assert path.stat().st_mode & 0o077 == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize(("mode", "serves"), [(0o775, False), (0o757, False), (0o1777, True), (0o755, True)])
+def test_nothing_is_loaded_from_below_a_directory_in_which_others_may_rename(
+    tmp_path: Path, mode: int, serves: bool
+) -> None:
+    parent = tmp_path / "shared"
+    (parent / "mine" / "cache").mkdir(parents=True)
+    parent.chmod(mode)
+    (tmp_path / "link").symlink_to(parent / "mine")
+    small = extension(tmp_path / "small.cpp", "int x;")
+    if serves:
+        assert small.build(tmp_path / "link" / "cache").parent == parent / "mine" / "cache"
+        return
+    with pytest.raises(CannotBuild, match=r"others may write to .*/shared above it, and could put there what we run"):
+        small.build(tmp_path / "link" / "cache")
 
 
 @needs_compiler
