@@ -136,7 +136,10 @@ class Transfer:
             last = not self._left
         if not last:
             return
-        self._ended(self._error)
+        try:
+            self._ended(self._error)
+        except Exception as raised:  # such as by a handler of the program's log: who waits would wait for ever
+            self._error = self._error or raised
         if self._error is None:
             self.future.set_result(None)
         else:

@@ -167,16 +167,22 @@ class NvmeStore:
         if nbytes <= 0:
             raise ValueError(f"an extent needs a positive size, not {nbytes}")
         nbytes = round_up(nbytes, BLOCK)
-        stripes: list[Stripe] = []
         with self._lock:
-            for start in range(0, nbytes, self._stripe):
-                stripe = self._allocate_stripe(start, min(self._stripe, nbytes - start))
-                if stripe is None:
-                    self._release(stripes)
-                    return None
-                stripes.append(stripe)
-            self._used += nbytes
-            self._peak = max(self._peak, self._used)
+            extent = self._take(nbytes)
+        for volume in self._volumes:
+            volume.say()
+        return extent
+
+    def _take(self, nbytes: int) -> NvmeExtent | None:
+        stripes: list[Stripe] = []
+        for start in range(0, nbytes, self._stripe):
+            stripe = self._allocate_stripe(start, min(self._stripe, nbytes - start))
+            if stripe is None:
+                self._release(stripes)
+                return None
+            stripes.append(stripe)
+        self._used += nbytes
+        self._peak = max(self._peak, self._used)
         return NvmeExtent(nbytes, tuple(stripes))
 
     def free(self, extent: NvmeExtent) -> None:
@@ -317,6 +323,7 @@ class NvmeStore:
                     volume.write_succeeded()
                 elif isinstance(error, StoreError) and error.action == "write" and error.path == volume.backend.path:
                     volume.write_failed(error)
+            volume.say()
 
     def _move(
         self, move: Callable[[Backend, torch.Tensor, int], None], action: str, stripe: Stripe, part: torch.Tensor
@@ -339,6 +346,7 @@ class NvmeStore:
             stripe.verify(part)
             with self._lock:
                 stripe.volume.read_differed(error)
+            stripe.volume.say()
 
     def _close_files(self) -> None:
         for volume in self._volumes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch_tiers.allocator.errors import StoreError
 from torch_tiers.allocator.extents import Extent, ExtentMap
@@ -36,6 +38,11 @@ class Volume:
         What the file grows by is claimed there; if a claim is refused, there is no room until one is granted.
     room
         Tells what the system leaves of memory, if the file lies there: it takes no more than that. None for a drive.
+
+    Attributes
+    ----------
+    to_say
+        Warnings that are still to be given: `say`, without the lock, as who handles the log may ask for it.
     """
 
     def __init__(
@@ -57,6 +64,13 @@ class Volume:
         self._failures = 0  # writes, since the last that succeeded
         self._warned = False
         self._retired = False
+        self.to_say: deque[str] = deque()
+
+    def say(self) -> None:
+        """Give the warnings that are due."""
+        with suppress(IndexError):  # by now another thread may have given them
+            while True:
+                log.warning("%s", self.to_say.popleft())
 
     @property
     def capacity(self) -> int:
@@ -93,11 +107,9 @@ class Volume:
             return
         if full or self._failures >= _FAILURES:
             self._retired = True
-            log.warning(
-                "nvme at %s takes no more data: %s; unless it is just full, look at dmesg and name another directory "
-                "(TIERS_NVME_PATH)",
-                self.backend.path,
-                error,
+            self.to_say.append(
+                f"nvme at {self.backend.path} takes no more data: {error}; unless it is just full, look at dmesg and "
+                "name another directory (TIERS_NVME_PATH)"
             )
         else:
             self._warn_once(f"{error}; nothing is lost, and it stays in use unless {_FAILURES} writes in a row fail")
@@ -136,12 +148,9 @@ class Volume:
                 if more > least:  # a disk that is nearly full still has room for smaller steps
                     self._step = max(more // 2 - more // 2 % BLOCK, BLOCK)
                     continue
-                log.warning(
-                    "nvme at %s stays at %s of %s: %s; make room there, or name one more directory (TIERS_NVME_PATH)",
-                    self.backend.path,
-                    format_size(size),
-                    format_size(self._limit),
-                    refusal.strerror,
+                self.to_say.append(
+                    f"nvme at {self.backend.path} stays at {format_size(size)} of {format_size(self._limit)}: "
+                    f"{refusal.strerror}; make room there, or name one more directory (TIERS_NVME_PATH)"
                 )
                 self._limit = size
                 return False
@@ -152,7 +161,7 @@ class Volume:
     def _warn_once(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("nvme at %s: %s; look at dmesg", self.backend.path, what)
+            self.to_say.append(f"nvme at {self.backend.path}: {what}; look at dmesg")
 
     def _release(self, nbytes: int) -> None:
         if self._account is not None and nbytes:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import pickle
 import subprocess
 import sys
@@ -274,3 +275,58 @@ def test_a_limit_of_the_kernel_is_met_with_an_answer(tmp_path: Path, when: str, 
     )
     assert said in process.stdout
     assert "File too large" in process.stdout + process.stderr
+
+
+class Handler(logging.Handler):
+    """What a program may have put in its log."""
+
+    def __init__(self, handle: Callable[[], object]) -> None:
+        super().__init__()
+        self.emit = lambda record: self.seen.append(handle())  # type: ignore[method-assign]
+        self.seen: list[object] = []
+
+
+@pytest.fixture
+def handled() -> Iterator[Callable[[Callable[[], object]], Handler]]:
+    log, handlers = logging.getLogger("tiers"), list[Handler]()
+
+    def handle(by: Callable[[], object]) -> Handler:
+        handlers.append(Handler(by))
+        log.addHandler(handlers[-1])
+        return handlers[-1]
+
+    yield handle
+    for handler in handlers:
+        log.removeHandler(handler)
+
+
+def test_who_handles_the_log_may_ask_the_store(
+    make: Make, blocks: Blocks, handled: Callable[[Callable[[], object]], Handler]
+) -> None:
+    """Also in a thread of its own, as handlers with queues do: it waited for ever."""
+    store = make(writes={0: fail(errno.ENOSPC)}, twice=True, full_at=2 * MiB)
+
+    def is_free() -> bool:
+        free = store._lock.acquire(blocking=False)
+        if free:
+            store._lock.release()
+        return free
+
+    handler = handled(is_free)
+    extent = take(store)
+    while store.allocate(MiB) is not None:
+        pass
+    with pytest.raises(StoreError):
+        store.write(extent, blocks[0]).result(timeout=10)
+    assert handler.seen == [True, True]  # the drive is full, and takes no more
+
+
+def test_a_handler_of_the_log_that_raises_leaves_nobody_waiting(
+    make: Make, blocks: Blocks, handled: Callable[[Callable[[], object]], Handler]
+) -> None:
+    def fall_over() -> None:
+        raise ValueError("a handler of the program's")
+
+    store = make(writes={0: fail(errno.ENOSPC)}, twice=True)
+    handled(fall_over)
+    assert isinstance(store.write(take(store), blocks[0]).exception(timeout=10), StoreError)
