@@ -6,10 +6,10 @@ import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,6 +100,12 @@ def a_fork_of_the_program_s_own(device: torch.device) -> None:
         assert moved(session)["h2d"] > before
 
 
+def _spawn(rank_of: Callable[..., None], *arguments: object, join: bool = True) -> Any:
+    """Start two ranks, forked off a process that has imported what takes longest, and nothing of ours."""
+    mp.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"])
+    return mp.start_processes(rank_of, arguments, nprocs=2, join=join, start_method="forkserver")
+
+
 def _train_rank(rank: int, directory: str, device: str, with_tiers: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/{with_tiers}", rank=rank, world_size=2)
@@ -134,7 +140,7 @@ def ddp_over_gloo(device: torch.device) -> None:
     with tempfile.TemporaryDirectory() as directory:
         for with_tiers in (False, True):
             print("  with tiers" if with_tiers else "  plain")  # which of them hung, if one does
-            mp.spawn(_train_rank, (directory, str(device), with_tiers), nprocs=2)
+            _spawn(_train_rank, directory, str(device), with_tiers)
         for rank in range(2):
             plain, ours = (bits(torch.load(Path(directory) / f"{how}-{rank}")) for how in (False, True))
             print(f"  rank {rank}: {len(plain)} results")
@@ -172,7 +178,7 @@ def process_groups_that_end_after_the_session(device: torch.device) -> None:
 
 def _end_them(device: torch.device, *, within: bool) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        ranks = mp.spawn(_end_groups, (directory, str(device), within), nprocs=2, join=False)
+        ranks = _spawn(_end_groups, directory, str(device), within, join=False)
         deadline = time.monotonic() + 120
         while not ranks.join(timeout=5):
             if time.monotonic() > deadline:
@@ -205,6 +211,7 @@ class _Sharded(nn.Module):
 
 
 def _train_shards(rank: int, directory: str, with_tiers: bool) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where there is a GPU, tensors of the CPU do not move
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/{with_tiers}", rank=rank, world_size=2)
     torch.manual_seed(0)
@@ -243,10 +250,8 @@ def _train_shards(rank: int, directory: str, with_tiers: bool) -> None:
 def fsdp2_over_gloo(device: torch.device) -> None:
     """On the CPU, whatever the device. Of sharded parameters nothing is recomputed: their memory comes and goes."""
     with tempfile.TemporaryDirectory() as directory:
-        # Where there is a GPU, tensors of the CPU do not move.
-        with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
-            for with_tiers in (False, True):
-                mp.spawn(_train_shards, (directory, with_tiers), nprocs=2)
+        for with_tiers in (False, True):
+            _spawn(_train_shards, directory, with_tiers)
         for rank in range(2):
             plain, ours = (bits(torch.load(Path(directory) / f"{how}-{rank}")) for how in (False, True))
             print(f"  rank {rank}: {len(plain)} results")

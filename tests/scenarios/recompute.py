@@ -162,11 +162,11 @@ def holds_under_autocast(device: torch.device) -> None:
 
         def loss_of(model: nn.Module, x: Tensor) -> Tensor:
             with torch.autocast(device.type, dtype=torch.bfloat16):
-                return model(x).float().square().mean()
+                return model(x[:512]).float().square().mean()  # few rows: a CPU may have to emulate bfloat16
 
         results = train(model, device, loss_of=loss_of)
         with torch.autocast(device.type, dtype=torch.bfloat16):  # and its backward inside
-            results += train(model, device)
+            results += train(model, device, loss_of=lambda model, x: model(x[:512]).square().mean())
         return results
 
     assert_same(program, device, moves=False, **LIGHT)
