@@ -18,6 +18,9 @@ from torch_tiers.allocator.native import Core, is_aside
 from torch_tiers.allocator.peaks import PeaksOfCore
 from torch_tiers.allocator.periods import Periods
 from torch_tiers.allocator.room import Room
+from torch_tiers.allocator.sizes import GiB
+
+MARGIN = GiB  # of a GPU, for contexts and libraries of this process and of others
 
 
 class PageAllocator:
@@ -85,6 +88,24 @@ class PageAllocator:
         """The budget of a GPU in bytes, also where none was set; 0 before its first request."""
         periods = self._of(device.index) if device.type == "cuda" else None
         return periods.core.counts().hbm_limit if periods is not None else 0
+
+    def free_beyond(self, device: torch.device) -> int:
+        """Bytes of a GPU that are free beyond its budget, less a margin for what is not made by PyTorch."""
+        periods = self._of(device.index)
+        if periods is None:
+            return 0
+        counts = periods.core.counts()
+        free = torch.cuda.mem_get_info(device)[0] - max(0, counts.hbm_limit - counts.hbm)
+        return max(0, free - MARGIN)
+
+    def lend(self, device: torch.device, nbytes: int) -> None:
+        """Let a GPU's program take so many bytes of HBM beyond its budget; 0 takes that back.
+
+        What is more than the budget by then goes as it is freed.
+        """
+        periods = self._of(device.index)
+        if periods is not None:
+            periods.lend(nbytes)
 
     def peaks(self, device: torch.device) -> PeaksOfCore:
         """What tells the most bytes that a GPU's program had in use; for one caller, as each peak is told once."""

@@ -59,12 +59,19 @@ class Periods:
         self._spilled = 0  # periods in a row that had something in DRAM
         self._refused = False  # whether it was said that there is no layout
         self._news: int | None = None  # the next period's peak, if the layout is of no use to it
+        self._lent = 0  # bytes of HBM beyond the budget
         self._bare = False  # whether this period has no layout: the first after news
 
     @property
     def spilled(self) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
         return self._spilled > 0
+
+    def lend(self, nbytes: int) -> None:
+        """Let the program take so many bytes of HBM beyond its budget; 0 takes that back."""
+        if nbytes != self._lent:
+            self.core.limit(HBM, self.core.counts().hbm_limit - self._lent + nbytes)
+            self._lent = nbytes
 
     def begin(self) -> None:
         """The first one begins: what was asked for so far was of none."""

@@ -32,9 +32,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class HbmConfig:
-    """``[hbm]``: bytes per GPU; None means all that is free less a margin."""
+    """``[hbm]``: bytes per GPU; None means all that is free less a margin.
+
+    With `strict` not even the first steps take more, though more is free.
+    """
 
     capacity: int | None = None
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,7 @@ KEYS = (
     Key("allocator", _one_of(ALLOCATORS), "TIERS_ALLOCATOR"),
     Key("policy", _one_of(KNOWN_POLICIES), "TIERS_POLICY"),
     Key("hbm.capacity", SIZE_OR_ALL, "TIERS_HBM"),
+    Key("hbm.strict", FLAG, "TIERS_HBM_STRICT"),
     Key("dram.capacity", SIZE, "TIERS_DRAM"),
     Key("nvme.capacity", SIZE, "TIERS_NVME"),
     Key("nvme.paths", PATHS, "TIERS_NVME_PATH", leads=True),

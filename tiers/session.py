@@ -89,6 +89,7 @@ class Session:
             Options(
                 policy=config.policy,
                 hbm=self._budget,
+                strict=config.hbm.strict,
                 enforce=config.hbm.capacity is not None and config.allocator != "pages",
                 backing=self._make_backing,
                 direct=self._direct_way,
@@ -305,6 +306,8 @@ class session(contextlib.AbstractContextManager[Session]):
         ``auto``, ``keep`` (nothing moves), ``move`` (everything does), or one that ``tiers plan --help`` lists.
     hbm : int or str, optional
         Budget per GPU, such as ``"24GiB"``, or ``"all"``.
+    hbm_strict : bool, optional
+        Whether the first steps stay within `hbm`, too, where `nvme` would have to take what they save and HBM is free.
     dram, nvme : int or str, optional
         Capacity per node; of `nvme` over all of its directories.
     nvme_path : path or sequence of paths, optional
@@ -348,6 +351,7 @@ class session(contextlib.AbstractContextManager[Session]):
         allocator: Literal["pages", "torch"] | None = None,
         policy: str | None = None,
         hbm: Size | None = None,
+        hbm_strict: bool | None = None,
         dram: Size | None = None,
         nvme: Size | None = None,
         nvme_path: Place | Sequence[Place] | None = None,

@@ -22,7 +22,7 @@ from torch_tiers.migrator.learning.learner import Learner
 from torch_tiers.migrator.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.planner.paces import paces as paces_of
-from torch_tiers.migrator.planner.sizes import learning_room, unseen
+from torch_tiers.migrator.planner.sizes import has_room_to_learn, learning_room, unseen
 from torch_tiers.migrator.recompute.dropped import Dropped, Recomputed
 from torch_tiers.migrator.recompute.finder import Finder, Verified, base_of
 from torch_tiers.migrator.recompute.origins import Origins
@@ -50,10 +50,19 @@ class Mover:
         The policy moves and recomputes nothing: before there is a plan nothing is to leave HBM either, nor to be tried.
     spills : bool
         The allocator goes on in DRAM where HBM is full, so that the program survives what nobody has foreseen.
+    lent : int
+        Bytes of HBM beyond the budget that the program may take before there is a plan.
     """
 
     def __init__(
-        self, engine: Engine, learner: Learner, budget: int, *, keeps: bool = False, spills: bool = False
+        self,
+        engine: Engine,
+        learner: Learner,
+        budget: int,
+        *,
+        keeps: bool = False,
+        spills: bool = False,
+        lent: int = 0,
     ) -> None:
         self.engine = engine
         self.learner = learner
@@ -66,9 +75,10 @@ class Mover:
         self._spills = spills
         self.recorder: Recorder | None = self._new_recorder()
         # The program may fit without a plan. To find that it does not does no harm where the allocator goes on in DRAM.
-        patient = spills and not keeps and engine.backing.dram_capacity >= budget // 4
+        patient = spills and not keeps and (lent > 0 or has_room_to_learn(engine.backing.dram_capacity, budget))
         beside = unseen(budget, engine.compute.allocated()) if patient else None
-        self.filling = Filling(engine, budget if keeps else learning_room(budget, beside))
+        self._lent = lent if patient else 0
+        self.filling = Filling(engine, budget if keeps else learning_room(budget + self._lent, beside))
         self.filling.patient = patient
         self._stayed = True  # since there were news everything stayed, and nothing was recomputed
         self._news = False  # for the allocator: the program is to ask for other memory than it did
@@ -79,6 +89,11 @@ class Mover:
         self._fitting = 0  # periods, one after the other, that HBM had room for
         self._allocated_before = engine.compute.allocated()
         engine.limit = self.filling.room
+
+    @property
+    def borrows(self) -> int:
+        """Bytes of HBM beyond the budget that are taken for as long as there is no plan."""
+        return self._lent if self.filling.patient else 0
 
     @property
     def idle(self) -> bool:
@@ -296,7 +311,7 @@ class Mover:
         """Take note of what lay in HBM besides saved tensors, and of what lives on since: an optimizer's state."""
         if self.filling.patient and trace.others:
             lives_on = self.engine.compute.allocated() - self._allocated_before
-            self.filling.room = learning_room(self.budget, max(trace.others) + max(0, lives_on))
+            self.filling.room = learning_room(self.budget + self._lent, max(trace.others) + max(0, lives_on))
 
     def _expect_too_much(self) -> None:
         """It does not fit without a plan: all that none has foreseen is to go."""

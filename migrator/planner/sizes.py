@@ -30,6 +30,11 @@ def learning_room(budget: int, beside: int | None = None) -> int:
     return least if beside is None else max(least, budget - budget // 8 - beside)
 
 
+def has_room_to_learn(dram: int, budget: int) -> bool:
+    """Whether so much DRAM takes what a program may need beyond its budget before there is a plan."""
+    return dram >= budget // 4
+
+
 def unseen(budget: int, static: int) -> int:
     """What may lie in HBM besides saved tensors, of a program of which but the static bytes are known."""
     return static + max(0, budget - static) // 4

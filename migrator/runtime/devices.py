@@ -10,6 +10,8 @@ from functools import partial
 import torch
 
 from torch_tiers.allocator.native import aside, lane
+from torch_tiers.allocator.pages import PageAllocator
+from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct
 from torch_tiers.migrator.engine.engine import Engine
@@ -23,6 +25,7 @@ from torch_tiers.migrator.learning.background import in_background
 from torch_tiers.migrator.learning.feedback import SETTLED
 from torch_tiers.migrator.learning.learner import Learner
 from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.planner.sizes import has_room_to_learn
 from torch_tiers.migrator.policies import POLICIES, weighs_costs
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -113,6 +116,7 @@ class Devices:
         self._backing: Backing | None = None
         self._limited: set[torch.device] = set()  # those on which PyTorch's allocator stays within the budget
         self._short = False  # of room below HBM: what stays may need more than the budget
+        self._lending_is_told = False
         self._lock = threading.Lock()  # so that each is made once
 
     def make_mover(self, device: torch.device, options: Options, tensors: Tensors) -> Mover:
@@ -148,8 +152,29 @@ class Devices:
             weighs_costs=weighs_costs(options.policy),
             told=shared.told,
         )
-        spills = options.pages() is not None
-        return Mover(engine, learner, shared.budget, keeps=options.policy == "keep", spills=spills)
+        lent, pages = 0, options.pages() if device.type == "cuda" else None
+        keeps = options.policy == "keep"
+        if pages is not None and not keeps:
+            lent = self._to_lend(device, shared.budget, self._backing, options.strict, pages)
+        return Mover(engine, learner, shared.budget, keeps=keeps, spills=options.pages() is not None, lent=lent)
+
+    def _to_lend(self, device: torch.device, budget: int, backing: Backing, strict: bool, pages: PageAllocator) -> int:
+        """Bytes beyond the budget for the first steps, where a drive would have to take all that they save.
+
+        That took twenty seconds a step of a GPT, and what is free is nobody's yet.
+        """
+        if strict or not backing.has_disk or has_room_to_learn(backing.dram_capacity, budget):
+            return 0
+        lent = pages.free_beyond(device)
+        if lent and not self._lending_is_told:
+            self._lending_is_told = True
+            log.warning(
+                "the first steps may take %s of hbm beyond the budget, which is free, as nvme would be slow: until "
+                "there is a plan; hbm.strict = true (TIERS_HBM_STRICT=1) keeps them within it",
+                format_size(lent),
+            )
+        pages.lend(device, lent)
+        return lent
 
     def _open(self, device: torch.device, options: Options) -> Device:
         budget = options.hbm(device)

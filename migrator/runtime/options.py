@@ -51,6 +51,8 @@ class Options:
         Have PyTorch's allocator refuse what exceeds the budget.
     backing : callable
         Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
+    strict : bool
+        Whether not even the first steps take more HBM than the budget, though more is free.
     direct : callable
         Tells of a device's way to NVMe past host memory, if there is one; called after `backing`.
     refuse : callable, optional
@@ -77,6 +79,7 @@ class Options:
     hbm: Callable[[torch.device], int]
     enforce: bool
     backing: Callable[[Counters, bool], Backing]
+    strict: bool = False
     direct: Callable[[torch.device], DirectWay | None] = lambda device: None
     refuse: Callable[[TiersError], None] | None = None
     pages: Callable[[], PageAllocator | None] = lambda: None

@@ -32,6 +32,7 @@ class Rig:
         recordings: int = 1,
         *,
         spills: bool = False,
+        lent: int = 0,
     ) -> None:
         self.arena = DramArena(dram, pinned=False, step=dram)
         self.backing = Backing(self.arena, None, Counters())
@@ -39,7 +40,7 @@ class Rig:
         self.out, self.back = HandLane(), HandLane()
         self.engine = Engine(self.compute, self.out, self.back, self.backing)
         learner = Learner(POLICIES[policy], budget, recordings=recordings)
-        self.mover = Mover(self.engine, learner, budget, spills=spills)
+        self.mover = Mover(self.engine, learner, budget, spills=spills, lent=lent)
 
     def planned(self, *groups: PageGroup, limit: int = GiB) -> list[list[Go]]:
         """As if a plan had these groups: per group what it says of each site."""

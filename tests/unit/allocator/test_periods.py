@@ -300,3 +300,17 @@ def test_what_a_program_was_like_before_its_plans_changed_takes_no_memory_after(
         pages.period_over()
         step(core, 2 * MiB, 6 * MiB)
     assert core.counts().hbm == 8 * MiB
+
+
+def test_what_is_lent_beyond_the_budget_is_taken_back(pages: OnOneCore, core: Core) -> None:
+    gpu = torch.device("cuda", 0)
+    budget = core.counts().hbm_limit
+    for _ in range(2):
+        pages.lend(gpu, 64 * MiB)
+        assert core.counts().hbm_limit == budget + 64 * MiB
+    whole = core.allocate(budget + 32 * MiB)
+    pages.lend(gpu, 0)
+    assert core.counts().hbm_limit == budget
+    core.free(whole)  # what is more than the budget by then can still be freed
+    core.trim()
+    assert core.counts().hbm <= budget

@@ -51,6 +51,7 @@ def test_the_variables_are_frozen():
         "TIERS_ALLOCATOR",
         "TIERS_DRAM",
         "TIERS_HBM",
+        "TIERS_HBM_STRICT",
         "TIERS_LEDGER",
         "TIERS_LOG",
         "TIERS_NATIVE",
@@ -67,6 +68,7 @@ def test_argument_names_are_frozen():
         "allocator",
         "dram",
         "hbm",
+        "hbm_strict",
         "ledger",
         "links_d2h",
         "links_disk_read",
@@ -136,6 +138,7 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         log = "debug"
         [hbm]
         capacity = "24GiB"
+        strict = true
         [dram]
         capacity = 4194304
         [nvme]

@@ -126,3 +126,16 @@ def test_a_plan_by_which_everything_stays_is_news_where_a_period_before_it_moved
     assert rig.mover.learner.plans and all(plan.keeps_everything for plan in rig.mover.learner.plans)
     assert rig.mover.take_news()
     rig.close()
+
+
+def test_with_what_is_lent_nothing_leaves_before_there_is_a_plan() -> None:
+    """A drive would take twenty seconds for what a step saves; HBM that is free takes it at once."""
+    rig = Rig(dram=8 * MiB, budget=64 * MiB, recordings=2, spills=True, lent=256 * MiB)
+    program = layers(120)
+    borrowed = []
+    for _ in range(3):
+        run(rig, program)
+        borrowed.append((rig.mover.borrows, rig.out.copies > 0))
+    assert borrowed[0] == (256 * MiB, False)
+    assert borrowed[-1][0] == 0
+    rig.close()
