@@ -23,13 +23,16 @@ HOSTILE = "a\x1b[2J\x07\x9b\x7f\rb\nc"
 SHOWN = r"a\x1b[2J\x07\x9b\x7f\rb\nc"
 
 
+MARKS = (0x061C, 0x200E, 0x200F)  # which turn the direction of writing at their place
+
+
 def is_tame(text: str) -> bool:
     return all(printable(line) == line for line in text.split("\n"))
 
 
 def test_what_controls_a_terminal_is_shown_as_python_writes_it() -> None:
     assert printable(HOSTILE) == SHOWN
-    everything = map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x202E))
+    everything = map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x202E, *MARKS, 0xD800, 0xDC80, 0xDFFF))
     assert all(printable(char).isascii() and printable(char).isprintable() for char in everything)
 
 
