@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import secrets
+import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +20,8 @@ from typing import Any
 from torch_tiers.allocator.private import open_file, opened
 
 PREFIX = "monitor-"
+_NEW = f"new-{PREFIX}"  # what nobody looks for until it is locked, as what is not locked is taken to be left over
+_LEFT_OVER = 60.0  # seconds after which one that is not locked is so, too
 
 
 class Board:
@@ -60,8 +63,7 @@ class Board:
     def _make_in(self, place: Path) -> int:
         with opened(place, make=True) as directory:
             _read_all(directory)  # removes what the dead have left
-            # Under a name that nobody looks for until it is locked: what is not locked is taken to be left over.
-            new = f"new-{self._name}"
+            new = _NEW + self._name.removeprefix(PREFIX)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             file = os.open(new, flags, 0o600, dir_fd=directory)
             try:
@@ -69,6 +71,8 @@ class Board:
                 os.rename(new, self._name, src_dir_fd=directory, dst_dir_fd=directory)
             except OSError:
                 os.close(file)
+                with suppress(OSError):
+                    os.unlink(new, dir_fd=directory)
                 raise
         self._directory = place
         return file
@@ -124,15 +128,18 @@ def read_all(place: Path) -> list[dict[str, Any]]:
 def _read_all(directory: int) -> list[dict[str, Any]]:
     states = []
     for name in sorted(os.listdir(directory)):
-        if not name.startswith(PREFIX):
+        if not name.startswith((PREFIX, _NEW)):
             continue
         with suppress(OSError):  # gone since it was listed, or no file of ours
             file = open_file(name, directory)
+            is_new = name.startswith(_NEW)
             try:
+                if is_new and time.time() - os.fstat(file).st_mtime < _LEFT_OVER:
+                    continue  # its process may be about to lock it
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(name, dir_fd=directory)
             except BlockingIOError:
-                state = _read(file)
+                state = None if is_new else _read(file)
                 if state is not None:
                     states.append(state)
             finally:

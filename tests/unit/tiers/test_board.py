@@ -51,6 +51,16 @@ def test_a_new_board_removes_what_the_dead_leave(tmp_path: Path) -> None:
     board.close()
 
 
+def test_what_the_dead_leave_half_made_is_removed_and_what_is_being_made_is_not(tmp_path: Path) -> None:
+    """A process that is killed before it has locked its file left that for ever."""
+    left, being_made = tmp_path / "new-monitor-1-dead", tmp_path / "new-monitor-2-alive"
+    left.touch()
+    os.utime(left, (0, 0))
+    being_made.touch()
+    assert read_all(tmp_path) == []
+    assert list(tmp_path.iterdir()) == [being_made]
+
+
 def test_a_fork_neither_keeps_nor_removes_its_parents_board(tmp_path: Path) -> None:
     board = Board(tmp_path)
     board.write({"pid": 1})
