@@ -94,7 +94,7 @@ class KvikioFile:
     device_memory = True
 
     def __init__(self, directory: Path, *, mode: Mode, direct: Callable[[torch.Tensor], bool] = _in_gpu_memory) -> None:
-        self._posix = PosixFile(directory)
+        self._posix = PosixFile(directory, named=True)
         self.path = self._posix.path
         self._takes = direct
         self._bounce = Bounce()
@@ -110,6 +110,7 @@ class KvikioFile:
                 self._posix.close()
                 raise StoreError(self.path, 0, 0, "open a file for cuFile in", str(error)) from error
             self._tell(str(error))
+        self._posix.forget_name()
         self._retired = self._cufile is None
         self._opened = _other_descriptors(self._posix.fileno())
         _open.add(self)
@@ -170,7 +171,7 @@ class KvikioFile:
         if mode == "auto" and kvikio.defaults.is_compat_mode_preferred():
             log.info("GPU memory goes to %s through host memory: kvikio is in compatibility mode", self.path)
             return None
-        name = f"/proc/self/fd/{self._posix.fileno()}"  # the file has none of its own
+        name = str(self._posix.name)
         if mode != "compat":
             return Handle(name)
         with compat_mode("ON"):

@@ -62,7 +62,7 @@ class Handle:
     Parameters
     ----------
     name
-        How it is opened: anew, as cuFile refuses descriptors of files that were made without a name.
+        Its path, by which cuFile opens it once more: a file needs a name for as long as that takes.
 
     Raises
     ------

@@ -34,6 +34,8 @@ class PosixFile:
     directory
         Where to make the file: mode 0600 and without a name, so that no crash leaves it behind. A forked child does
         not have it: one that outlives its parent would keep the space.
+    named
+        Give it a name until `forget_name`, for those who open it by that.
 
     Raises
     ------
@@ -43,11 +45,15 @@ class PosixFile:
 
     device_memory = False
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, named: bool = False) -> None:
         self.path = str(directory)
         self._size = 0
+        self.name: Path | None = None
         try:
-            self._fd = _open_unnamed(directory)
+            if named:
+                self._fd, self.name = _open_named(directory)
+            else:
+                self._fd = _open_unnamed(directory)
         except OSError as error:
             reason = error.strerror or str(error)
             raise StoreError(self.path, 0, 0, "make a file in", reason) from error
@@ -59,6 +65,13 @@ class PosixFile:
                 _said.add(self.path)
                 text = "nvme at %s goes through the page cache: O_DIRECT: %s; ext4 or xfs need not (TIERS_NVME_PATH)"
                 log.warning(text, self.path, error.strerror)
+
+    def forget_name(self) -> None:
+        """Have the file gone with its last descriptor. Idempotent."""
+        name, self.name = self.name, None
+        if name is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
 
     def fileno(self) -> int:
         """Return the descriptor of the open file."""
@@ -80,6 +93,7 @@ class PosixFile:
 
     def close(self) -> None:
         """Give the file's space back, in a forked child what it has of it. Idempotent."""
+        self.forget_name()
         fd, self._fd = self._fd, -1  # the number may be somebody else's after the first close
         if fd >= 0:
             os.close(fd)
@@ -106,10 +120,14 @@ def _open_unnamed(directory: Path) -> int:
     except OSError as error:
         if error.errno not in _NO_UNNAMED_FILES:
             raise
-    name = directory / f".tiers-{os.getpid()}-{secrets.token_hex(8)}"
-    fd = os.open(name, _FLAGS | os.O_CREAT, 0o600)
+    fd, name = _open_named(directory)
     os.unlink(name)
     return fd
+
+
+def _open_named(directory: Path) -> tuple[int, Path]:
+    name = directory / f".tiers-{os.getpid()}-{secrets.token_hex(8)}"
+    return os.open(name, _FLAGS | os.O_CREAT, 0o600), name
 
 
 def _allocate(fd: int, start: int, end: int) -> None:

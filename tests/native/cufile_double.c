@@ -183,10 +183,21 @@ CUfileError_t cuFileDriverGetProperties(CUfileDrvProps_t *properties) {
   return left(SUCCESS);
 }
 
+// cuFile opens a file once more, by its path.
+static int has_name(int fd) {
+  char link[64], path[4096];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  ssize_t length = readlink(link, path, sizeof path - 1);
+  if (length < 0) return 0;
+  path[length] = 0;
+  return access(path, R_OK | W_OK) == 0;
+}
+
 CUfileError_t cuFileHandleRegister(CUfileHandle_t *made, CUfileDescr_t *descriptor) {
   if (!entered("cuFileHandleRegister")) return refused();
   if (*fault(HANDLE)) return left(IO_NOT_SUPPORTED);
   if (fcntl(descriptor->handle.fd, F_GETFL) & (O_APPEND | (O_TMPFILE & ~O_DIRECTORY))) return left(BAD_FLAGS);
+  if (!has_name(descriptor->handle.fd)) return left(NO_DESCRIPTOR);
   for (int k = 0; k < MOST; ++k) {
     if (handles[k]) continue;
     handles[k] = malloc(sizeof(Handle));
