@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.allocator.private import WRITABLE, is_ours, made
+from torch_tiers.allocator.private import WRITABLE, is_ours, make_directory
 
 log = logging.getLogger("tiers")
 
@@ -67,9 +67,8 @@ class Extension:
         """
         with_compiler = compiler()
         try:
-            cache_dir = made(
-                cache_dir
-            ).resolve()  # what is looked at is what is loaded: no link may lead elsewhere since
+            # Without links, which may lead elsewhere by then: what is looked at is what is loaded.
+            cache_dir = make_directory(cache_dir).resolve()
             library = cache_dir / f"{self.name}-{self._fingerprint(with_compiler)}.so"
             self._refuse_what_others_write(cache_dir)
             if not _is_ours(library):

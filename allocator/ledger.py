@@ -214,7 +214,7 @@ class Account:
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
     """Open and lock the directory at `path`; the caller holds `_lock`."""
-    with opened(path, make=True, closed=ACCESSIBLE) as directory:
+    with opened(path, make=True, denied=ACCESSIBLE) as directory:
         _lock_in_time(directory, path)
         yield directory
 

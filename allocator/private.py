@@ -18,22 +18,22 @@ ACCESSIBLE = stat.S_IRWXG | stat.S_IRWXO
 """Who else may do anything."""
 
 
-def is_ours(found: os.stat_result, closed: int = WRITABLE) -> bool:
-    """Whether what `os.stat` found belongs to this user, and its mode gives nobody else any right of `closed`."""
-    return found.st_uid == os.geteuid() and not found.st_mode & closed
+def is_ours(found: os.stat_result, denied: int = WRITABLE) -> bool:
+    """Whether what `os.stat` found belongs to this user, and its mode gives nobody else any right of `denied`."""
+    return found.st_uid == os.geteuid() and not found.st_mode & denied
 
 
-def made(path: Path) -> Path:
+def make_directory(path: Path) -> Path:
     """`path`, made with those above it, for this user alone, where it is not there; OSError if that cannot be done."""
     if not path.is_dir():
-        made(path.parent)
+        make_directory(path.parent)
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
     return path
 
 
 @contextmanager
-def opened(path: Path, *, make: bool = False, closed: int = WRITABLE) -> Iterator[int]:
+def opened(path: Path, *, make: bool = False, denied: int = WRITABLE) -> Iterator[int]:
     """Open a directory of this user's, to look at and change through its descriptor what is in it.
 
     Parameters
@@ -42,7 +42,7 @@ def opened(path: Path, *, make: bool = False, closed: int = WRITABLE) -> Iterato
         No symbolic link, which could lead into somebody else's directory.
     make
         Whether to make it, for this user alone, if it is not there.
-    closed
+    denied
         Rights that nobody else may have there.
 
     Raises
@@ -55,7 +55,7 @@ def opened(path: Path, *, make: bool = False, closed: int = WRITABLE) -> Iterato
             path.mkdir(mode=0o700)
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if not is_ours(os.fstat(directory), closed):
+        if not is_ours(os.fstat(directory), denied):
             raise PermissionError(errno.EPERM, "is not private to this user", str(path))
         yield directory
     finally:

@@ -63,7 +63,7 @@ def field(of: Mapping[str, Any], name: str, where: str = "") -> Any:
     return of[name]
 
 
-def only(of: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
+def no_others(of: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
     """Refuse what an object says under other names."""
     for name in of:
         if name not in names:
@@ -88,7 +88,7 @@ def whole(value: object, where: str, low: int = 0, high: int = MOST_BYTES) -> in
     return value
 
 
-def real(value: object, where: str, low: float = 0.0, high: float = MOST_SECONDS) -> float:
+def finite(value: object, where: str, low: float = 0.0, high: float = MOST_SECONDS) -> float:
     """A finite number from `low` to `high`, both included."""
     if type(value) not in (int, float) or not low <= value <= high:  # type: ignore[operator]
         _refuse(where, f"a number from {low:g} to {high:g}", value)

@@ -11,12 +11,12 @@ from operator import attrgetter
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import PAGE, format_at_least, format_size, round_up
-from torch_tiers.migrator.fields import MOST_BYTES, BadField, items, mapping, only, parse, record, whole
+from torch_tiers.migrator.fields import MOST_BYTES, BadField, items, mapping, no_others, parse, record, whole
 from torch_tiers.migrator.fields import field as value_of
 from torch_tiers.migrator.fields import text as string
 from torch_tiers.migrator.trace import MOST_POSITIONS, MOST_SITES
 
-_MOST = MOST_SITES * MOST_BYTES  # bytes of all of a plan
+_MOST_OF_ALL = MOST_SITES * MOST_BYTES  # bytes of all of a plan
 READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
 
 
@@ -175,7 +175,7 @@ class Plan:
         data = record(parse(text), "plan")
         plan = cls(
             policy=string(value_of(data, "policy"), "policy"),
-            room=whole(value_of(data, "room"), "room", 0, _MOST),
+            room=whole(value_of(data, "room"), "room", 0, _MOST_OF_ALL),
             keep=mapping(value_of(data, "keep"), "keep", _keep, MOST_SITES),
             groups=items(value_of(data, "groups"), "groups", _group, MOST_SITES),
             recompute=items(value_of(data, "recompute"), "recompute", string, MOST_SITES),
@@ -188,19 +188,19 @@ class Plan:
 
 def _keep(value: object, where: str) -> Keep:
     said = record(value, where)
-    only(said, ("enter", "leave"), where)
+    no_others(said, ("enter", "leave"), where)
     return Keep(*(whole(value_of(said, name, where), f"{where}.{name}") for name in ("enter", "leave")))
 
 
 def _group(value: object, where: str) -> PageGroup:
     said = record(value, where)
-    only(said, tuple(each.name for each in fields(PageGroup)), where)
+    no_others(said, tuple(each.name for each in fields(PageGroup)), where)
     if said.get("tier") not in (None, "dram", "nvme"):
         raise BadField(f"{where}.tier", "is neither dram, nor nvme, nor null")
     first_use, bring_at = (_position_or_none(said.get(name), f"{where}.{name}") for name in ("first_use", "bring_at"))
     return PageGroup(
         sites=items(value_of(said, "sites", where), f"{where}.sites", string, MOST_SITES),
-        nbytes=whole(value_of(said, "nbytes", where), f"{where}.nbytes", 0, _MOST),
+        nbytes=whole(value_of(said, "nbytes", where), f"{where}.nbytes", 0, _MOST_OF_ALL),
         last_birth=whole(value_of(said, "last_birth", where), f"{where}.last_birth", 0, MOST_POSITIONS),
         first_use=first_use,
         bring_at=bring_at,
@@ -213,7 +213,7 @@ def _position_or_none(value: object, where: str) -> int | None:
 
 
 def _limit(value: object, where: str) -> tuple[int, int]:
-    limits = items(value, where, partial(whole, high=_MOST), 2)
+    limits = items(value, where, partial(whole, high=_MOST_OF_ALL), 2)
     if len(limits) < 2:
         raise BadField(where, "is not two numbers")
     return limits[0], limits[1]
@@ -231,5 +231,5 @@ def _check_places(plan: Plan) -> None:
         raise BadField("plan", f"has two places for {twice!r}")
     if len(set(plan.regions)) < len(plan.regions):
         raise BadField("regions", "has one twice")
-    if sum(group.nbytes for group in plan.groups) > _MOST:
+    if sum(group.nbytes for group in plan.groups) > _MOST_OF_ALL:
         raise BadField("groups", "have more bytes than a run can")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch_tiers.allocator.lifetimes import Lifetime
 from torch_tiers.migrator import fields
-from torch_tiers.migrator.fields import MOST_BYTES, MOST_SECONDS, BadField, items, real, whole
+from torch_tiers.migrator.fields import MOST_BYTES, MOST_SECONDS, BadField, finite, items, whole
 from torch_tiers.migrator.fields import field as value_of
 from torch_tiers.migrator.fields import text as string
 
@@ -254,7 +254,7 @@ class Trace:
             sites=items(value_of(data, "sites"), "sites", partial(_site, positions=positions), MOST_SITES),
             positions=positions,
             times=items(value_of(data, "times"), "times", _time, MOST_POSITIONS),
-            seconds=real(value_of(data, "seconds"), "seconds"),
+            seconds=finite(value_of(data, "seconds"), "seconds"),
             others=items(value_of(data, "others"), "others", whole, MOST_POSITIONS + 1),
             recipes=_by_storage(value_of(data, "recipes"), "recipes", _recipe),
             regions=items(value_of(data, "regions"), "regions", partial(_region, positions=positions), MOST_SITES),
@@ -271,7 +271,7 @@ _ident = partial(whole, low=-MOST_BYTES)  # storages that are not told apart hav
 
 
 def _time(value: object, where: str) -> float:
-    return real(value, where, -MOST_SECONDS)  # from one stream to another: clocks of events are not exact
+    return finite(value, where, -MOST_SECONDS)  # from one stream to another: clocks of events are not exact
 
 
 def _site(value: object, where: str, positions: int) -> Site:
@@ -292,7 +292,7 @@ def _recipe(value: object, where: str) -> Recipe:
     return Recipe(
         op=string(value_of(said, "op", where), f"{where}.op"),
         inputs=items(value_of(said, "inputs", where), f"{where}.inputs", _ident, MOST_INPUTS),
-        seconds=real(value_of(said, "seconds", where), f"{where}.seconds"),
+        seconds=finite(value_of(said, "seconds", where), f"{where}.seconds"),
         scratch=whole(said.get("scratch", 0), f"{where}.scratch"),
         held=items(said.get("held", []), f"{where}.held", _ident, MOST_INPUTS),  # earlier versions did not tell
     )
@@ -307,13 +307,13 @@ def _region(value: object, where: str, positions: int) -> Region:
         end=whole(value_of(said, "end", where), f"{where}.end", begin, positions),
         inputs=items(value_of(said, "inputs", where), f"{where}.inputs", _ident, MOST_INPUTS),
         input_bytes=whole(value_of(said, "input_bytes", where), f"{where}.input_bytes", 0, MOST_INPUTS * MOST_BYTES),
-        seconds=real(value_of(said, "seconds", where), f"{where}.seconds"),
+        seconds=finite(value_of(said, "seconds", where), f"{where}.seconds"),
     )
 
 
 def _told_of(kind: type[Site | Recipe | Region], value: object, where: str) -> Mapping[str, Any]:
     said = fields.record(value, where)
-    fields.only(said, tuple(each.name for each in dataclasses.fields(kind)), where)
+    fields.no_others(said, tuple(each.name for each in dataclasses.fields(kind)), where)
     return said
 
 

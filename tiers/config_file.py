@@ -40,12 +40,12 @@ class File:
     ----------
     text
         All of it.
-    stranger
+    not_ours
         Why somebody else may have written it, and what to do about that; None if nobody can have.
     """
 
     text: bytes
-    stranger: str | None
+    not_ours: str | None
 
 
 NO_FILE = File(b"", None)
@@ -78,13 +78,13 @@ def parse(text: bytes, origin: str) -> dict[str, Any]:
     """What TOML makes of `text`; ConfigError if it is none, or would take tomllib more than it can be worth."""
     try:
         decoded = text.decode("utf-8")
-        _refuse_what_explodes(decoded, origin)
+        _refuse_what_is_costly(decoded, origin)
         return tomllib.loads(decoded)
     except ValueError as error:  # TOMLDecodeError is one, and there are others, such as that of an endless number
         raise ConfigError(f"{origin} cannot be read: {error}; correct it") from error
 
 
-def _refuse_what_explodes(text: str, origin: str) -> None:
+def _refuse_what_is_costly(text: str, origin: str) -> None:
     # As many line ends as before: a line that is told must be found.
     bare = _TEXT_OR_COMMENT.sub(lambda found: "\n" * found[0].count("\n"), text)
     depth = 0

@@ -107,9 +107,9 @@ def _from(file: File, origin: str, *, unasked: bool = False) -> Iterator[Given]:
         if name not in BY_NAME:
             raise ConfigError(f"{origin}: unknown key {name!r}{nearest(name, BY_NAME)}")
         key = BY_NAME[name]
-        if file.stranger and (key.guarded or (key.leads and unasked)):
+        if file.not_ours and (key.guarded or (key.leads and unasked)):
             instead = f", or {key.env} in the environment" if key.env else ""
-            raise ConfigError(f"{origin}: {name} is not taken from a file that {file.stranger}{instead}")
+            raise ConfigError(f"{origin}: {name} is not taken from a file that {file.not_ours}{instead}")
         yield Given(key, value, origin)
 
 

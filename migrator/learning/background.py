@@ -37,7 +37,7 @@ def planners() -> frozenset[int]:
     return frozenset(_planners)  # in one step of the interpreter's, as threads come and go
 
 
-class Beside(Future[T]):
+class FromProcess(Future[T]):
     """What a process computes beside the program, which may come to have no use for it."""
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class Beside(Future[T]):
         self._planner: subprocess.Popen[bytes] | None = None
         self._deciding = threading.Lock()
 
-    def begun(self, planner: subprocess.Popen[bytes]) -> None:
+    def started(self, planner: subprocess.Popen[bytes]) -> None:
         """That process was started."""
         with self._deciding:
             self._planner = planner
             if self.given_up:
                 planner.kill()
 
-    def over(self) -> None:
+    def ended(self) -> None:
         """It has ended: its number may be another's by now."""
         with self._deciding:
             self._planner = None
@@ -68,7 +68,7 @@ class Beside(Future[T]):
 
 def give_up(future: Future[T] | None) -> None:
     """Nobody waits for a result: end what computes it beside the program, if anything does."""
-    if isinstance(future, Beside):
+    if isinstance(future, FromProcess):
         future.give_up()
 
 
@@ -80,7 +80,7 @@ def in_background(job: Callable[[], T]) -> Future[T]:
 
     What cannot be sent to a process, such as a function within another, is done in a thread.
     """
-    future = Beside[T]()
+    future = FromProcess[T]()
 
     def work() -> None:
         try:
@@ -105,7 +105,7 @@ def at_once(job: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _elsewhere(job: Callable[[], T], future: Beside[T]) -> T:
+def _elsewhere(job: Callable[[], T], future: FromProcess[T]) -> T:
     try:
         sent = pickle.dumps(job)
     except (AttributeError, TypeError, pickle.PicklingError):
@@ -140,19 +140,19 @@ def _say_once(why: str) -> None:
         log.info("plans are made in this process, which may hold training up: %s", why)
 
 
-def _answer_to(sent: bytes, environ: dict[str, str], future: Beside[T]) -> bytes:
+def _answer_to(sent: bytes, environ: dict[str, str], future: FromProcess[T]) -> bytes:
     # Without the directory that it is started in, which may hold modules of any name.
     command, pipe = [sys.executable, "-P", "-c", _SERVE, str(os.getpid())], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ) as planner:
         _planners.add(planner.pid)
         try:
-            future.begun(planner)
+            future.started(planner)
             answer, said = planner.communicate(sent, timeout=DEADLINE)
         except BaseException:
             planner.kill()
             raise
         finally:
-            future.over()
+            future.ended()
             _planners.discard(planner.pid)
     if planner.returncode:
         raise subprocess.CalledProcessError(planner.returncode, command, answer, said)

@@ -1,7 +1,8 @@
 """Which modules backward may run again: those whose forward is PyTorch's own, and reads only tensors and settings.
 
 Any other forward is Python that may read state from anywhere, changed since. To look for such changes can never be
-complete, and a difference that is found afterwards cannot be mended. PyTorch's own functions, too, a program may
+complete, and a difference that is found afterwards cannot be mended: where a `forward` says ``x * config.scale``,
+nobody tells us that the program sets another scale before backward. PyTorch's own functions, too, a program may
 replace: they must be those that were there when this was imported.
 """
 

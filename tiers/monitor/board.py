@@ -38,13 +38,13 @@ class Board:
         self._name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         self._directory: Path | None = None
         self._file: int | None = None
-        self._hidden = False
+        self._removed = False
         _boards.add(self)
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Replace what is shown. OSError if that cannot be done."""
-        if self._file is not None and not os.fstat(self._file).st_nlink and not self._hidden:
-            self.let_go()  # removed under our feet, as logind does with a user's directory at the last logout
+        if self._file is not None and not os.fstat(self._file).st_nlink and not self._removed:
+            self.leave()  # removed under our feet, as logind does with a user's directory at the last logout
         if self._file is None:
             self._file = self._make()
         data = json.dumps(state).encode()
@@ -80,17 +80,17 @@ class Board:
     def close(self) -> None:
         """Take the file away. Idempotent; by the thread that writes."""
         if self._file is not None:
-            self.hide()
-            self.let_go()
+            self.remove()
+            self.leave()
 
-    def hide(self) -> None:
+    def remove(self) -> None:
         """Take it from the sight of others, from any thread."""
-        self._hidden = True
+        self._removed = True
         if self._directory is not None:
             with suppress(OSError), opened(self._directory) as directory:
                 os.unlink(self._name, dir_fd=directory)
 
-    def let_go(self) -> None:
+    def leave(self) -> None:
         """Close the file and leave it: in the child of a fork it is the parent's."""
         file, self._file = self._file, None  # at once: closed twice, the number may be somebody else's
         if file is not None:
@@ -102,7 +102,7 @@ _boards: weakref.WeakSet[Board] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for board in list(_boards):
-        board.let_go()
+        board.leave()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -76,7 +76,7 @@ class Monitor:
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(IDLE)
             if self._thread.is_alive() and self._board is not None:
-                self._board.hide()
+                self._board.remove()
 
     def _run(self) -> None:
         allowance = Allowance(PART, ATONCE)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch_tiers.migrator.fields import MOST_SECONDS, field, items, mapping, parse, real, record, text, whole
+from torch_tiers.migrator.fields import MOST_SECONDS, field, finite, items, mapping, parse, record, text, whole
 
-_MOST = 1 << 63  # of what is counted: bytes moved in a year, and more
-_FEW = 256  # lanes, causes of stalls, tiers
+_MOST_COUNTED = 1 << 63  # of what is counted: bytes moved in a year, and more
+_MOST_NAMES = 256  # lanes, causes of stalls, tiers
 _CHANGES = 1 << 16  # that the monitor tells of
 
-_count = partial(whole, high=_MOST)
-_seconds = partial(real, high=MOST_SECONDS)
+_count = partial(whole, high=_MOST_COUNTED)
+_seconds = partial(finite, high=MOST_SECONDS)
 
 Check = Callable[[Any, str], object]
 
@@ -32,8 +32,8 @@ def stats_from_json(content: str) -> dict[str, Any]:
     for name in ("steps", "periods", "groups", "unmanaged_bytes"):
         _count(field(stats, name), name)
     _check_tiers(stats)
-    lanes = mapping(field(stats, "moved"), "moved", _count, _FEW)
-    causes = mapping(field(stats, "stalls"), "stalls", _stall, _FEW)
+    lanes = mapping(field(stats, "moved"), "moved", _count, _MOST_NAMES)
+    causes = mapping(field(stats, "stalls"), "stalls", _stall, _MOST_NAMES)
     _check_steps(record(field(stats, "step_s"), "step_s"))
     _check_settled(stats, {"moved": lanes.keys(), "stalled_s": causes.keys()})
     if stats.get("flushes") is not None:
@@ -49,8 +49,8 @@ def stats_from_json(content: str) -> dict[str, Any]:
 
 
 def _check_tiers(stats: Mapping[str, Any]) -> None:
-    peak = mapping(field(stats, "peak"), "peak", _count, _FEW)
-    budget = mapping(field(stats, "budget"), "budget", _or_none(_count), _FEW)
+    peak = mapping(field(stats, "peak"), "peak", _count, _MOST_NAMES)
+    budget = mapping(field(stats, "budget"), "budget", _or_none(_count), _MOST_NAMES)
     for tier in ("hbm", *peak):
         field(budget, tier, "budget")
     field(peak, "hbm", "peak")
@@ -75,7 +75,7 @@ def _check_settled(stats: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     field(record(stats["step_s"], "step_s"), "settled", "step_s")
     _check_counts(settled, "settled", ("periods",))
     for name, read in (("moved", _count), ("stalled_s", _seconds)):
-        told = mapping(field(settled, name, "settled"), f"settled.{name}", read, _FEW)
+        told = mapping(field(settled, name, "settled"), f"settled.{name}", read, _MOST_NAMES)
         for key in wanted[name]:
             field(told, key, f"settled.{name}")
 

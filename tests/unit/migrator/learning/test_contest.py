@@ -23,7 +23,7 @@ from tests.unit.rivals import (
     policy,
 )
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.learning.background import Beside
+from torch_tiers.migrator.learning.background import FromProcess
 from torch_tiers.migrator.learning.contest import (
     ALIKE,
     BEST,
@@ -354,7 +354,7 @@ def test_a_rival_that_has_too_little_hbm_once_it_settled_goes_at_once() -> None:
 @pytest.mark.parametrize("over", ["another holder", "too late"])
 def test_who_makes_a_rival_that_nobody_waits_for_is_told_to_end(over: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_tiers.migrator.learning.contest.MAKING", 3)
-    rival = Beside[tuple[Made, ...]]()
+    rival = FromProcess[tuple[Made, ...]]()
     contest = Contest(MEASURED, lambda costs: rival)
     while not contest.planning:
         contest.period_over(HOLDER, Lap(1.0, {}))

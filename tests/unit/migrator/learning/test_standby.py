@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.learners import MODEL, Later, large, peak_of, quiet
 from torch_tiers.allocator.sizes import GiB
-from torch_tiers.migrator.learning.background import Beside
+from torch_tiers.migrator.learning.background import FromProcess
 from torch_tiers.migrator.learning.feedback import UNTOLD, Feedback
 from torch_tiers.migrator.learning.learner import Learner
 from torch_tiers.migrator.learning.made import Made
@@ -67,7 +67,7 @@ def test_once_plans_have_settled_others_are_made_for_a_loaded_bus_and_for_busy_c
 def test_who_makes_plans_ahead_is_told_to_end_once_they_are_outdated() -> None:
     """But not if they are for plans that are set aside, and come back."""
     standby, feedback = Standby(), Feedback(GiB, PCIE_GEN5)
-    ahead = Beside[tuple[Made, ...]]()
+    ahead = FromProcess[tuple[Made, ...]]()
     standby.add(ahead, PCIE_GEN5, BUSY)
     standby.set_aside((), (), feedback)
     standby.outdated()
@@ -82,7 +82,7 @@ def test_who_makes_plans_ahead_is_told_to_end_once_they_are_outdated() -> None:
 @pytest.mark.parametrize("how", ["less fits by now", "it is all forgotten"])
 def test_who_makes_plans_for_what_does_not_come_back_is_told_to_end(how: str) -> None:
     standby, feedback = Standby(), Feedback(GiB, PCIE_GEN5)
-    ahead = Beside[tuple[Made, ...]]()
+    ahead = FromProcess[tuple[Made, ...]]()
     standby.add(ahead, PCIE_GEN5, BUSY)
     standby.set_aside((), (), feedback)
     standby.outdated()
