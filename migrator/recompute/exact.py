@@ -30,6 +30,12 @@ _TENSORS = (Tensor, nn.Parameter)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+_IN_A_CALL = ("__getattr__", "__getattribute__", "_call_impl", "_slow_forward", "_wrapped_call_impl")
+"""Methods of every module that its forward depends on. Of the others Dynamo replaces some by itself."""
+
+_ASIDE = frozenset(("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "__call__"))
+"""Methods of classes that no forward calls; calls are looked at by themselves."""
+
 IN_PLACE = "_compiled_call_impl"
 """Where PyTorch looks for what `Module.compile` made."""
 
@@ -45,17 +51,13 @@ def _kinds() -> dict[type, Callable[[type], Any]]:
         for kind in vars(nn).values()
         if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__.startswith("torch.nn.")
     }
-    return {
-        kind: attrgetter("__getattribute__", *_methods(kind))
-        for kind in kinds
-        if not issubclass(kind, (*_MAY_DRAW, *_CALLS_OTHERS))
-    }
+    return {kind: attrgetter(*_methods(kind)) for kind in kinds if not issubclass(kind, (*_MAY_DRAW, *_CALLS_OTHERS))}
 
 
 def _methods(kind: type) -> list[str]:
-    bases = [base for base in kind.__mro__ if base is not object]
+    bases = [base for base in kind.__mro__ if base not in (object, nn.Module)]
     names = {name for base in bases for name, value in vars(base).items() if callable(value)}
-    return sorted(names - {"__call__", "__class__"})
+    return sorted((names - _ASIDE).union(_IN_A_CALL))
 
 
 _METHODS_OF = _kinds()

@@ -98,6 +98,13 @@ def test_nothing_is_exact_where_a_function_of_pytorch_s_was_replaced(where: Any,
     assert is_exact(model)
 
 
+def test_what_no_forward_calls_may_be_replaced() -> None:
+    """Dynamo does so by itself, at its first compilation."""
+    plain = nn.Module.__setstate__
+    with mock.patch.object(nn.Module, "__setstate__", lambda self, state: plain(self, state)):
+        assert is_exact(layers())
+
+
 # ------------------------------------------------------------------------------------------ in backward
 
 
