@@ -35,6 +35,7 @@ def peak_of(trace: Trace) -> int:
     return int((occupancy(trace) + np.array(trace.others)).max())
 
 
+@cache
 def planned(name: str, share: float) -> tuple[Plan, Simulated, int]:
     trace = model(name)
     budget = int(share * RESERVED * USED * peak_of(trace))

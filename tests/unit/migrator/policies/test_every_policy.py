@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from itertools import combinations, pairwise
 
 import pytest
@@ -58,6 +59,18 @@ def budget_for(trace: Trace, part: float) -> int:
     """What else lies in HBM, and `part` of what saved tensors add to it at the peak."""
     least = max(trace.others)
     return int(least + part * (peak(trace) - least))
+
+
+@cache
+def sampled(sample: str) -> Trace:
+    return SAMPLES[sample]()
+
+
+@cache
+def within(name: str, sample: str, part: float) -> Plan:
+    """What the policy plans for that part of a sample's memory: several tests look at the same."""
+    trace = sampled(sample)
+    return POLICIES[name](trace, budget_for(trace, part), PCIE_GEN5)
 
 
 def every_site_and_every_storage_has_one_place(trace: Trace, plan: Plan) -> None:
@@ -130,11 +143,10 @@ def test_a_policy_signs_its_plans(name: str) -> None:
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("name", BOUND)
 def test_plans_fit_the_budget(name: str, sample: str) -> None:
-    trace = SAMPLES[sample]()
+    trace = sampled(sample)
     for part in (0.7, 0.4):
-        budget = budget_for(trace, part)
-        plan = POLICIES[name](trace, budget, PCIE_GEN5)
-        assert simulate(trace, PCIE_GEN5, plan).peak["hbm"] <= 1.01 * budget
+        held = simulate(trace, PCIE_GEN5, within(name, sample, part)).peak["hbm"]
+        assert held <= 1.01 * budget_for(trace, part)
 
 
 @pytest.mark.parametrize("name", sorted({*BOUND, "checkpoint", "flashneuron", "vdnn++", "vdnn-dyn"} - {"ssdtrain"}))
@@ -146,10 +158,8 @@ def test_nothing_moves_and_nothing_is_recomputed_where_all_fits(name: str) -> No
 
 def test_no_two_policies_decide_the_same_everywhere() -> None:
     undecided = set(combinations(POLICIES, 2))
-    for make in SAMPLES.values():
-        trace = make()
-        budget = budget_for(trace, 0.7)
-        decided = {name: decisions(policy(trace, budget, PCIE_GEN5)) for name, policy in POLICIES.items()}
+    for sample in SAMPLES:
+        decided = {name: decisions(within(name, sample, 0.7)) for name in {name for pair in undecided for name in pair}}
         undecided = {(one, other) for one, other in undecided if decided[one] == decided[other]}
     assert not undecided
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.unit.samples import SAMPLES
 from torch_tiers.allocator.sizes import GiB
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.planner.effects import obtainable
 from torch_tiers.migrator.planner.levers import extremes
 from torch_tiers.migrator.planner.quiet import is_quiet
@@ -40,10 +41,16 @@ def recorded(name: str) -> Trace:
     return Trace.from_json(gzip.decompress((TRACES / f"{name}.json.gz").read_bytes()).decode())
 
 
+@cache
+def by_auto(name: str, gib: float, links: Links = PCIE_GEN5) -> Plan:
+    """What `auto` plans for a recorded period: several tests look at the same."""
+    return POLICIES["auto"](recorded(name), int(gib * GiB), links)
+
+
 @pytest.mark.parametrize(("cell", "fraction"), CELLS.items(), ids=str)
 def test_auto_comes_close_to_the_ideal_within_the_budget(cell: tuple[str, float], fraction: float) -> None:
     trace, budget = recorded(cell[0]), int(cell[1] * GiB)
-    result = simulate(trace, PCIE_GEN5, POLICIES["auto"](trace, budget, PCIE_GEN5))
+    result = simulate(trace, PCIE_GEN5, by_auto(*cell))
     assert result.peak["hbm"] <= budget
     assert result.ideal / result.seconds > fraction
 
@@ -74,7 +81,7 @@ def test_where_moves_alone_help_and_exceed_the_tiers_below_the_fewest_are_planne
 def test_where_others_need_the_memory_bus_auto_moves_less_and_is_hardly_slower(cell: tuple[str, float]) -> None:
     trace, budget = recorded(cell[0]), int(cell[1] * GiB)
     beside_others = replace(PCIE_GEN5, usual=PCIE_GEN5)
-    alone, beside = (POLICIES["auto"](trace, budget, links) for links in (PCIE_GEN5, beside_others))
+    alone, beside = (by_auto(*cell, links) for links in (PCIE_GEN5, beside_others))
     fastest, slower = (simulate(trace, PCIE_GEN5, plan) for plan in (alone, beside))
     assert slower.peak["hbm"] <= budget
     assert slower.seconds <= 1.02 * fastest.seconds
@@ -97,7 +104,7 @@ def test_who_moves_little_enough_beside_others_need_not_move_less(gib: float, qu
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_auto_is_as_fast_as_every_other_policy_that_fits(cell: tuple[str, float]) -> None:
     trace, budget = recorded(cell[0]), int(cell[1] * GiB)
-    best = simulate(trace, PCIE_GEN5, POLICIES["auto"](trace, budget, PCIE_GEN5)).seconds
+    best = simulate(trace, PCIE_GEN5, by_auto(*cell)).seconds
     for name in OTHERS:
         result = simulate(trace, PCIE_GEN5, POLICIES[name](trace, budget, PCIE_GEN5))
         print(f"{name}: {result.seconds * 1e3:.1f} ms, {result.peak['hbm'] / GiB:.2f} GiB")
