@@ -15,9 +15,9 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -42,10 +42,11 @@ GROUP = 64 * MiB
 AHEAD = 6  # groups that may be in HBM again
 
 
-class Sent(NamedTuple):
+@dataclass(eq=False)
+class Sent:
     group: Group
     saved: Saved
-    held: object
+    held: object  # what the graph holds, until backward has used it
 
 
 class Alone:
@@ -166,6 +167,8 @@ class ByEngine:
                 assert buffer is not None
                 self._last = buffer
                 engine.used(each.group)
+                each.held = None
+                engine.collect()
                 engine.prefetch()
         torch.cuda.synchronize()
         assert torch.equal(self._last, self._data), "other bytes came back"
