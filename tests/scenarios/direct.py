@@ -69,6 +69,17 @@ def everything_goes_past_host_memory(device: torch.device) -> None:
     assert settled["gds_write"] > 0 and settled["d2h"] == settled["disk_write"] == 0
 
 
+def flashneuron_leaves_dram_alone(device: torch.device) -> None:
+    """As in its paper: from HBM to the drive and back. Only where a budget is counted can it be as small as this."""
+    if device.type != "cpu":
+        return
+    with _directly(device) as arguments:
+        arguments |= {"tier": None, "policy": "flashneuron", "hbm": "4MiB"}
+        stats = assert_same(lambda device: train(perceptron(device, depth=6), device, steps=8), device, **arguments)
+    settled = stats["settled"]["moved"]
+    assert settled["gds_write"] > 0 and settled["d2h"] == settled["h2d"] == 0
+
+
 def a_network_with_tensors_of_all_sizes(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         torch.manual_seed(0)
