@@ -79,7 +79,7 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
     for lane, moved in stats["moved"].items():
         lanes.add_row(lane, format_size(moved), format_size(int(moved_each[lane])))
     yield lanes
-    if written := int(moved_each["disk_write"] + moved_each.get("gds_write", 0)):
+    if written := int(sum(moved_each.get(lane, 0) for lane in ("disk_write", "gds_write"))):
         yield _wear(written, stats["step_s"])
     stalls = Table("waiting for", "count", "time", "per period", title="stalls", title_justify="left")
     for cause, stall in stats["stalls"].items():
@@ -139,7 +139,8 @@ def _wear(written: int, step: dict[str, Any]) -> str:
     text = f"nvme takes {format_size(written)} a period"
     settled = step.get("settled", {"steps": 0})
     seconds = settled["median"] if settled["steps"] >= ENOUGH else step["median"]
-    return text + f", {format_size(int(written * 3600 / seconds))} an hour" if seconds else text
+    # A step takes some microseconds, whatever a file says.
+    return text + f", {format_size(int(written * 3600 / max(seconds, 1e-6)))} an hour" if seconds else text
 
 
 def _size(nbytes: int | None) -> str:
