@@ -77,6 +77,7 @@ options = json.loads(sys.argv[1])
 if options["cgroup"]:
     (pathlib.Path(options["cgroup"]) / "cgroup.procs").write_text(str(os.getpid()))
 import torch
+torch.set_num_threads(1)  # others would spin while they wait, and tiers have threads of their own
 from contextlib import nullcontext
 import torch_tiers as tiers
 
