@@ -18,8 +18,8 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from torch_tiers.migrator.hooks.compiled import is_wrapper
 from torch_tiers.migrator.hooks.packed import modified
+from torch_tiers.migrator.recompute import exact
 from torch_tiers.migrator.recompute.dropped import FOR_RECOMPUTING
-from torch_tiers.migrator.recompute.exact import stands
 from torch_tiers.migrator.recompute.numbers import GENERATORS, Numbers
 from torch_tiers.migrator.recompute.watch import CONTAINERS, OF_EVERY_MODULE, SETTINGS, keeps_statistics
 
@@ -120,7 +120,7 @@ class Snapshot:
                 if not (linear and _fits(parameter, then)):
                     self._refuse("the `.data` of its parameters")
                 others.append((parameter, then, parameter.detach()))
-        if _global_forward_hooks or _global_forward_pre_hooks or not stands(kind for kind, _ in self._kinds):
+        if _global_forward_hooks or _global_forward_pre_hooks or not exact.stands(kind for kind, _ in self._kinds):
             self._refuse("functions or methods of PyTorch's that it calls, or hooks of all modules")
         now = [(child, type(child), vars(child)) for child, _ in self._modules]
         try:

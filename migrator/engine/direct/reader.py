@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ class Reader:
             if chunk.extent is None:
                 reading.set_result(None)
             else:
-                while self._landed and (self._landed[0][0].query() or self._slots_in_use() >= self._ring.slots):
+                while self._landed and (_is_over(self._landed[0][0]) or self._slots_in_use() >= self._ring.slots):
                     self._empty()
                 slot = self._ring.take()
                 reading = self._nvme.read(chunk.extent, slot[: chunk.extent.nbytes])
@@ -129,10 +130,22 @@ class Reader:
             job.asked.set(last)
             return
         for copy, _ in self._landed:  # nothing writes into the buffer once the failure is known
-            copy.synchronize()
+            _outlast(copy)
         job.asked.fail(job.error)
 
     def _empty(self) -> None:
         event, slot = self._landed.popleft()
-        event.synchronize()
+        _outlast(event)
         self._ring.give(slot)
+
+
+def _outlast(event: Event) -> None:
+    with suppress(Exception):  # a device that has failed tells whoever waits for the buffer; this thread goes on
+        event.synchronize()
+
+
+def _is_over(event: Event) -> bool:
+    try:
+        return event.query()
+    except Exception:
+        return True
