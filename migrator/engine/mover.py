@@ -90,10 +90,12 @@ class Mover:
         self._allocated_before = engine.compute.allocated()
         engine.limit = self.filling.room
 
-    @property
-    def borrows(self) -> int:
-        """Bytes of HBM beyond the budget that are taken for as long as there is no plan."""
-        return self._lent if self.filling.patient else 0
+    def pays_back(self) -> bool:
+        """Whether what was lent beyond the budget is needed no longer, since this was last asked."""
+        if self.filling.patient or not self._lent:
+            return False
+        self._lent = 0
+        return True
 
     @property
     def idle(self) -> bool:

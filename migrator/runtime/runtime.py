@@ -289,9 +289,9 @@ class Runtime:
             if mover.learner.racing != racing:
                 self._happened("its trial is over" if racing else "a rival is tried", device=str(device))
         movers = saver.armed_movers
-        if pages is not None:
-            for mover in movers:
-                pages.lend(mover.engine.compute.device, mover.borrows)
+        for mover in movers:
+            if pages is not None and mover.pays_back():
+                pages.lend(mover.engine.compute.device, 0)
         if pages is not None and (new := [mover for mover in movers if mover.take_news()]):
             self._tell_pages(pages, saver, new)
         if changed:
