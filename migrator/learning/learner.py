@@ -349,7 +349,8 @@ class Learner:
         if self._recordings.learning:
             return  # what is recorded now is planned with these
         self._plan()
-        if not self._orders.wait(DEADLINE) and not self._orders.asked:
+        waited = self._orders.asked
+        if waited and not self._orders.wait(DEADLINE) and not self._orders.asked:
             self._say_failed(f"no plan could be made within {DEADLINE:g} s")
         self._adopt()
 

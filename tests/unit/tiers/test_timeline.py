@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
-import os
+import resource
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -105,18 +105,18 @@ def test_without_a_run_directory_nothing_is_recorded(monkeypatch: pytest.MonkeyP
         assert session.stats()["moved"]["h2d"] > 0
 
 
-def test_a_file_that_cannot_be_written_as_a_whole_is_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_as_a_whole_is_left_as_it_was(tmp_path: Path) -> None:
     run_directory.write(tmp_path, {"steps": 1}, None, Timeline(), force=False)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    whole = Path.write_bytes
-
-    def half(path: Path, content: bytes) -> int:
-        whole(path, content[: len(content) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(OSError, match="No space left"):
-        run_directory.write(tmp_path, {"steps": 2}, None, Timeline(), force=True)
+    tiny = 64 * 1024
+    endless = {"steps": list(range(100_000))}  # more than a file may have
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before_signal = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (tiny, hard))
+        with pytest.raises(OSError, match="File too large"):
+            run_directory.write(tmp_path, endless, None, Timeline(), force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before_signal)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -279,8 +279,8 @@ def test_while_a_rival_is_tried_the_program_s_plan_is_the_holder_s() -> None:
     assert all(plan.moved_bytes for plan in program.learner.lasting)
 
 
-def test_a_holder_that_came_back_with_an_error_is_told_of_with_the_next_period() -> None:
-    """Whoever catches the error goes on; what carries plans out must not go on with the rival's."""
+def test_a_holder_that_came_back_where_no_plan_fits_is_carried_out() -> None:
+    """What carries plans out must not go on with the rival's."""
 
     def refuses(trace: Trace, budget: int, links: Links) -> Plan:
         if links.h2d < PCIE_GEN5.h2d:
@@ -289,11 +289,9 @@ def test_a_holder_that_came_back_with_an_error_is_told_of_with_the_next_period()
 
     program = Program(Learner(refuses, BUDGET, weighs_costs=True), takes(1.0, 0.99))
     program.until_rival()
-    for slower in (2e9, 1e9):  # which fails again, before anybody was told
-        with pytest.raises(NoPlanFits):
-            program.learner.relink(replace(PCIE_GEN5, h2d=slower))
+    told = [program.learner.relink(replace(PCIE_GEN5, h2d=slower)) for slower in (2e9, 1e9)]
     assert not program.moves
-    assert program.period()
+    assert any(told) or program.period()
 
 
 def test_a_rival_that_takes_for_ever_to_make_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +406,7 @@ def test_a_contest_waits_while_groups_are_held_back(racing: bool) -> None:
 
 
 def test_a_plan_that_is_owed_is_told_of_when_what_was_set_aside_comes_back() -> None:
-    """The holder was back, but that was not said, as an error was: what is carried out is still the rival."""
+    """The holder is back although no plan fits: what carries plans out is told of it once."""
 
     def refuses(trace: Trace, budget: int, links: Links) -> Plan:
         if links.contended:
@@ -420,8 +418,7 @@ def test_a_plan_that_is_owed_is_told_of_when_what_was_set_aside_comes_back() -> 
     rival = program.learner.plans
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("torch_tiers.migrator.learning.standby.is_quiet", lambda *_: False)
-        with pytest.raises(NoPlanFits):
-            program.learner.relink(replace(PCIE_GEN5, usual=PCIE_GEN5))
+        told = program.learner.relink(replace(PCIE_GEN5, usual=PCIE_GEN5))
     assert program.learner.plans != rival
-    assert program.learner.relink(PCIE_GEN5)
+    assert program.learner.relink(PCIE_GEN5) != told
     assert not program.learner.relink(PCIE_GEN5), "once"
