@@ -235,7 +235,8 @@ def _check_nvme(nvme: NvmeConfig, dram: int | None, origin: Mapping[str, str]) -
     if dram is not None and dram < PAGE:
         raise ConfigError(
             f"nvme.capacity is set ({origin['nvme.capacity']}) and dram.capacity holds nothing "
-            f"({origin['dram.capacity']}): what goes to nvme through host memory lies in dram first; set TIERS_DRAM to some GiB"
+            f"({origin['dram.capacity']}): what goes to nvme through host memory lies in dram first; set TIERS_DRAM "
+            "to some GiB"
         )
     if not nvme.paths:
         raise ConfigError(

@@ -98,7 +98,8 @@ struct Storages {
   }
 };
 
-PyTypeObject storages_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.engine.native.Storages", sizeof(Storages)};
+PyTypeObject storages_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.engine.native.Storages",
+                              sizeof(Storages)};
 
 PyObject *make_storages(PyObject *, PyObject *) {
   HANDLE_TH_ERRORS

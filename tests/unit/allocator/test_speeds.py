@@ -69,10 +69,10 @@ def test_a_child_that_cannot_be_started_is_a_reason(tmp_path: Path) -> None:
 
 
 def test_cufile_must_not_fall_back_in_a_child_nor_tiers_start() -> None:
-    parent = {"TIERS_ALLOCATOR": "pages", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "HOME": "/home/me"}
+    parent = {"TIERS_ALLOCATOR": "pages", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "HOME": "/there"}
     direct = environment("p2pdma", UUID, parent)
     assert direct == {
-        "HOME": "/home/me",
+        "HOME": "/there",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "CUDA_VISIBLE_DEVICES": f"GPU-{UUID}",
         "CUFILE_USE_PCIP2PDMA": "true",
