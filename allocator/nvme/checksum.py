@@ -80,6 +80,7 @@ class _Adder:
         self._device = device
         self._lock = threading.Lock()
         self._stream = torch.cuda.Stream(device)
+        self._held: list[DeviceMemory] = []
         self._memory: tuple[torch.Tensor, ...] = ()
         self._total = torch.empty(1, dtype=torch.int64, pin_memory=True)
 
@@ -94,7 +95,17 @@ class _Adder:
             return int(self._total) & _ALL
 
     def _grow(self, count: int) -> None:
-        held = [DeviceMemory(self._device, 8 * count) for _ in range(3)]  # for as long as the process lives
+        held: list[DeviceMemory] = []
+        try:
+            while len(held) < 3:
+                held.append(DeviceMemory(self._device, 8 * count))
+        except BaseException:
+            for memory in held:
+                memory.free()
+            raise
+        for memory in self._held:  # nothing is at work on it: each sum is waited for
+            memory.free()
+        self._held = held
         self._memory = tuple(memory.tensor.view(torch.int64) for memory in held)
         self._memory[0].copy_(torch.from_numpy(_keys(count).view(np.int64)))
 

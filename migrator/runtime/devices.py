@@ -107,6 +107,13 @@ def lanes(device: torch.device, names: tuple[str, str], counters: Counters, *, n
     return lane_of(names[0]), lane_of(names[1])
 
 
+@dataclass(slots=True)
+class _Loan:
+    pages: PageAllocator
+    nbytes: int
+    borrowers: int = 1  # threads
+
+
 class Devices:
     """All devices of a runtime, and what they share below HBM. Thread-safe."""
 
@@ -116,6 +123,7 @@ class Devices:
         self._backing: Backing | None = None
         self._limited: set[torch.device] = set()  # those on which PyTorch's allocator stays within the budget
         self._short = False  # of room below HBM: what stays may need more than the budget
+        self._loans: dict[torch.device, _Loan] = {}  # of HBM beyond the budget, before there are plans
         self._lending_is_told = False
         self._lock = threading.Lock()  # so that each is made once
 
@@ -165,6 +173,9 @@ class Devices:
         """
         if strict or not backing.has_disk or has_room_to_learn(backing.dram_capacity, budget):
             return 0
+        if device in self._loans:  # another thread's: all of them learn at once
+            self._loans[device].borrowers += 1
+            return self._loans[device].nbytes
         lent = pages.free_beyond(device)
         if lent and not self._lending_is_told:
             self._lending_is_told = True
@@ -173,8 +184,20 @@ class Devices:
                 "there is a plan; hbm.strict = true (TIERS_HBM_STRICT=1) keeps them within it",
                 format_size(lent),
             )
-        pages.lend(device, lent)
+        if lent:
+            pages.lend(device, lent)
+            self._loans[device] = _Loan(pages, lent)
         return lent
+
+    def pay_back(self, device: torch.device) -> None:
+        """One more thread needs nothing beyond the budget any longer; with the last one that is taken back."""
+        with self._lock:
+            loan = self._loans.get(device)
+            if loan is not None:
+                loan.borrowers -= 1
+                if not loan.borrowers:
+                    loan.pages.lend(device, 0)
+                    del self._loans[device]
 
     def _open(self, device: torch.device, options: Options) -> Device:
         budget = options.hbm(device)
@@ -220,6 +243,9 @@ class Devices:
             shared.out.close()
             shared.back.close()
             shared.compute.close()
+        for device, loan in self._loans.items():  # the allocator lasts longer than the session
+            loan.pages.lend(device, 0)
+        self._loans.clear()
         self._lift_limits()
         if self._backing is not None:
             self._backing.close()

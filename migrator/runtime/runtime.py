@@ -290,8 +290,8 @@ class Runtime:
                 self._happened("its trial is over" if racing else "a rival is tried", device=str(device))
         movers = saver.armed_movers
         for mover in movers:
-            if pages is not None and mover.pays_back():
-                pages.lend(mover.engine.compute.device, 0)
+            if mover.pays_back():
+                self._devices.pay_back(mover.engine.compute.device)
         if pages is not None and (new := [mover for mover in movers if mover.take_news()]):
             self._tell_pages(pages, saver, new)
         if changed:

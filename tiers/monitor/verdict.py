@@ -92,6 +92,7 @@ class Judge:
     def __init__(self, calibration: Calibration | None = None, cores: int | None = None) -> None:
         self._few = RESTING * (cores or os.cpu_count() or 1)
         self._loaded = False
+        self._copies = False  # the timed copy is as fast as ever
         self._calibration = calibration or Calibration()
         self._last = float("-inf")
         self._between: deque[float] = deque(maxlen=USUAL)
@@ -125,6 +126,8 @@ class Judge:
             self._fair[lane].add(values.get(lane))
             self._alone[lane].add(values.get(f"{lane}.alone"))
         self._copy.add(values.get("copy"))
+        copy = self._copy.value
+        self._copies = copy is not None and copy > (ENTER if self._copies else LEAVE)
         spare, tireless = values.get("spare", 1.0), values.get("tireless", 0.0)
         self._crowded = spare < (IDLE if self._crowded else BUSY) or tireless >= (FEW if self._crowded else MANY)
         load = values.get("load")
@@ -170,7 +173,7 @@ class Judge:
 
     def _bus_is_fine(self) -> bool:
         """Whether nothing speaks of a busy bus but a slow lane, which may have other reasons."""
-        return self._copy.value is not None and self._copy.value > LEAVE and not self._loaded
+        return self._copies and not self._loaded
 
     def _recover(self) -> None:
         if self._state == "free":
@@ -180,7 +183,7 @@ class Judge:
 
     def _whose(self, left: Mapping[str, float], values: Mapping[str, float]) -> tuple[State, Cause]:
         if self._state != "free":
-            lanes_are_fine = min(left.values(), default=1.0) >= ENTER
+            lanes_are_fine = min(left.values(), default=1.0) >= ENTER or self._bus_is_fine()
             return self._state, "workers" if self._crowded and lanes_are_fine else _cause(values)
         alone = [level.value for level in self._alone.values() if level.value is not None and level.age == 0]
         return ("saturated", "us") if alone and min(alone) < ENTER else ("free", "nobody")

@@ -146,6 +146,8 @@ class Direct:
         for thread in self._threads:
             while thread.is_alive() and not self._nvme.stuck:
                 thread.join(_LOOK)
+        while any(parcel.in_use() for parcel in self._dropped) and not self._nvme.stuck:
+            time.sleep(_LOOK / 10)  # for writes that are with the store
         with self._lock:
             self._reap()
         if not any(thread.is_alive() for thread in self._threads):

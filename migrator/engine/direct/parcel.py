@@ -133,7 +133,7 @@ def cut(sources: Iterable[Source], chunks: Sequence[Chunk]) -> list[list[Source]
     `Source.at` counts from the chunk's first byte in the result.
     """
     parts: list[list[Source]] = [[] for _ in chunks]
-    size = chunks[0].nbytes
+    size = chunks[0].nbytes if chunks else 0
     for at, storage, start, nbytes in sources:
         done = 0
         while done < nbytes:

@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.migrator.engine.direct.parcel import Asked, Chunk, DirectParcel
 from torch_tiers.migrator.engine.direct.ring import Ring
@@ -56,6 +56,7 @@ class Reader:
         self._nvme, self._lane, self._ring = nvme, lane, ring
         self._was_read = was_read
         self._coming: deque[_Coming] = deque()
+        self._lost = 0  # slots that no one may use any more
         self._landed: deque[tuple[Event, torch.Tensor]] = deque()  # slots that are being emptied
 
     def run(self) -> None:
@@ -92,6 +93,8 @@ class Reader:
             else:
                 while self._landed and (_is_over(self._landed[0][0]) or self._slots_in_use() >= self._ring.slots):
                     self._empty()
+                if self._lost >= self._ring.slots:
+                    raise TiersError("no staging slot is left: each copy out of one failed, as the GPU has")
                 slot = self._ring.take()
                 reading = self._nvme.read(chunk.extent, slot[: chunk.extent.nbytes])
         except BaseException as error:  # belongs to who waits
@@ -100,7 +103,7 @@ class Reader:
         return _Coming(job, chunk, slot, reading, begin)
 
     def _slots_in_use(self) -> int:
-        return len(self._landed) + sum(coming.slot is not None for coming in self._coming)
+        return self._lost + len(self._landed) + sum(coming.slot is not None for coming in self._coming)
 
     def _land(self) -> None:
         """Copy one chunk from its slot into the buffer."""
@@ -135,17 +138,23 @@ class Reader:
 
     def _empty(self) -> None:
         event, slot = self._landed.popleft()
-        _outlast(event)
-        self._ring.give(slot)
+        if _outlast(event):
+            self._ring.give(slot)
+        else:  # the lane may still read it
+            self._lost += 1
 
 
-def _outlast(event: Event) -> None:
-    with suppress(Exception):  # a device that has failed tells whoever waits for the buffer; this thread goes on
+def _outlast(event: Event) -> bool:
+    """Wait for a copy; False if that failed, as it does where the device has."""
+    try:
         event.synchronize()
+    except Exception:  # whoever waits for the buffer is told; this thread goes on
+        return False
+    return True
 
 
 def _is_over(event: Event) -> bool:
     try:
         return event.query()
     except Exception:
-        return True
+        return False

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from torch_tiers.allocator.errors import StoreError
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.migrator.engine.direct.parcel import Asked, Chunk, DirectParcel, Source, into
 from torch_tiers.migrator.engine.direct.ring import Ring
@@ -100,25 +99,26 @@ class Writer:
         writing.add_done_callback(lambda future: self._written(future, chunk, slot, begin))
 
     def _written(self, writing: Future[None], chunk: Chunk, slot: torch.Tensor, begin: float) -> None:
-        error = writing.exception()
+        failed: BaseException | None = None
         try:
+            error = writing.exception()
             if error is None:
                 self._wrote(chunk.nbytes, begin)
             else:
                 self._rescue(chunk, slot, error)
-        except BaseException as failed:  # such as no memory to keep it in
-            error = failed
-        else:
-            error = None
-        self._ring.give(slot)
-        if error is None:
-            chunk.stored.set_result(None)
-        else:
-            chunk.stored.set_exception(error)
+        except BaseException as caught:  # such as no memory to keep it in
+            failed = caught
+        try:
+            self._ring.give(slot)
+        finally:  # who waits for it must not wait for ever
+            if failed is None:
+                chunk.stored.set_result(None)
+            else:
+                chunk.stored.set_exception(failed)
 
     def _rescue(self, chunk: Chunk, slot: torch.Tensor, error: BaseException) -> None:
         """Keep in the host's memory what the drives did not take: the program's own may be gone by now."""
-        if not isinstance(error, StoreError):
+        if not isinstance(error, Exception):
             raise error
         chunk.rescued = slot[: chunk.nbytes].to("cpu", copy=True)
         extent, chunk.extent = chunk.extent, None

@@ -130,6 +130,8 @@ def test_of_a_slow_lane_beside_a_fast_copy_nothing_is_said(left: float) -> None:
     assert (verdict.state, verdict.cause, verdict.bus) == ("free", "nobody", pytest.approx(0.99, abs=0.02))
     assert judged(readings([lane | {"copy": 0.7}] * 100)).state == "saturated"
     assert judged(readings([lane] * 20 + [lane | {"copy": 1.0}] * 100)).state == "free"
+    tireless = lane | {"copy": 1.0, "tireless": 0.2}
+    assert judged(readings([tireless] * 100)).cause == "workers", "whose cores are busy, and no bus"
     loaded = {"copy": 1.0, "load": float(os.cpu_count() or 1)}  # from the beginning: the copy knows nothing else
     assert judged(readings([lane | loaded] * 100)).state == "saturated"
 

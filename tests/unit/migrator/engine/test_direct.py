@@ -26,7 +26,7 @@ from torch_tiers.migrator.engine.direct import Direct, DirectWay
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.group import Group, State
 from torch_tiers.migrator.engine.moved import Saved
-from torch_tiers.migrator.lanes.host import HostCompute, HostLane
+from torch_tiers.migrator.lanes.host import HostCompute, HostEvent, HostLane
 from torch_tiers.migrator.telemetry.counters import Counters
 
 SLOT, SLOTS = 64 * KiB, 3
@@ -212,3 +212,32 @@ def test_the_end_waits_for_what_is_under_way(rig: Rig) -> None:
     rig.direct.close()
     rig.direct.close()
     assert rig.counters.moved["gds_write"] == 20 * SLOT
+
+
+def test_a_slot_that_may_still_be_read_is_used_no_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy failed, or says so: the next chunk in it would have been what came back."""
+    _, saved, _ = rig.send(SLOT)
+    _, more, others = rig.send(2 * SLOT)
+    rig.let_go()
+    refusing = threading.Event()
+    refusing.set()
+    synchronize, query = HostEvent.synchronize, HostEvent.query
+
+    def refused(event: HostEvent) -> bool:
+        return refusing.is_set() and threading.current_thread().name == "tiers-gds-read"
+
+    def wait(event: HostEvent) -> None:
+        if refused(event):
+            raise RuntimeError("not permitted")
+        synchronize(event)
+
+    def ask(event: HostEvent) -> bool:
+        if refused(event):
+            raise RuntimeError("not permitted")
+        return query(event)
+
+    monkeypatch.setattr(HostEvent, "synchronize", wait)
+    monkeypatch.setattr(HostEvent, "query", ask)
+    rig.back(saved[0])
+    assert torch.equal(rig.back(more[0]), others[0])  # in the two slots that are left
+    refusing.clear()
