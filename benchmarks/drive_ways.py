@@ -28,9 +28,10 @@ from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import DEPTH, STRIPE, NvmeStore
+from torch_tiers.allocator.nvme.ways import SLOT, SLOTS
 from torch_tiers.allocator.sizes import GiB, MiB, format_size, parse_size
 from torch_tiers.migrator.engine.backing import Backing
-from torch_tiers.migrator.engine.direct import SLOT, SLOTS, Direct, DirectWay
+from torch_tiers.migrator.engine.direct import Direct, DirectWay
 from torch_tiers.migrator.engine.direct.parcel import DirectParcel
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.group import NEVER, Group

@@ -15,9 +15,10 @@ from torch_tiers.allocator.nvme.choose import Opener, choose_backends, gpu_in_us
 from torch_tiers.allocator.nvme.decide import Decision
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.nvme.ways import SLOT, SLOTS
 from torch_tiers.allocator.room import Room
 from torch_tiers.config import NvmeConfig
-from torch_tiers.migrator.engine.direct import SLOT, SLOTS, DirectWay
+from torch_tiers.migrator.engine.direct import DirectWay
 
 log = logging.getLogger("tiers")
 

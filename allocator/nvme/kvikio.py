@@ -21,11 +21,9 @@ import torch
 from torch_tiers.allocator.errors import StoreError, TiersError
 from torch_tiers.allocator.nvme.backend import BLOCK
 from torch_tiers.allocator.nvme.bounce import Bounce
-from torch_tiers.allocator.nvme.cufile import base_of, begin, compat_mode, deregister, in_context, refusal, register
+from torch_tiers.allocator.nvme.cufile import base_of, begin, compat_mode, in_context, refusal
 from torch_tiers.allocator.nvme.libcufile import Handle
 from torch_tiers.allocator.nvme.posix import PosixFile
-
-__all__ = ["KvikioFile", "Mode", "deregister", "gds_refusal", "kvikio_refusal", "register"]
 
 log = logging.getLogger("tiers")
 
@@ -49,20 +47,6 @@ def kvikio_refusal() -> str | None:
     except ImportError as error:
         return f"kvikio cannot be imported: {error}"
     return None
-
-
-def gds_refusal() -> str | None:
-    """Say why GPUDirect Storage cannot be used here, or return None."""
-    if reason := kvikio_refusal():
-        return reason
-    import kvikio.cufile_driver
-
-    begin()
-    try:
-        available = kvikio.cufile_driver.get("is_gds_available")
-    except RuntimeError as error:
-        return f"cuFile does not start: {error}"
-    return None if available else "the nvidia-fs driver is not loaded"
 
 
 def _in_gpu_memory(block: torch.Tensor) -> bool:

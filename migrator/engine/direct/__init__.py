@@ -20,7 +20,6 @@ import torch
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.engine.direct.parcel import Asked, Chunk, DirectParcel, Source, cut
 from torch_tiers.migrator.engine.direct.reader import Read, Reader
 from torch_tiers.migrator.engine.direct.ring import Ring
@@ -28,9 +27,6 @@ from torch_tiers.migrator.engine.direct.writer import Write, Writer
 from torch_tiers.migrator.lanes import Event, Lane
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import HOST
-
-SLOTS, SLOT = 4, 16 * MiB
-"""What a ring has: at 10 GB/s a drive is through with four slots in 7 ms, and a copy into one takes 20 us."""
 
 _LOOK = 0.1  # seconds, at a thread that does not end
 

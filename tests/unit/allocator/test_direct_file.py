@@ -17,7 +17,8 @@ import torch
 from tests.unit.fake_kvikio import Double, FakeKvikio, build
 from torch_tiers.allocator.errors import CorruptionError, StoreError, TiersError
 from torch_tiers.allocator.nvme import cufile, kvikio
-from torch_tiers.allocator.nvme.kvikio import KvikioFile, Mode, deregister, register
+from torch_tiers.allocator.nvme.cufile import deregister, register
+from torch_tiers.allocator.nvme.kvikio import KvikioFile, Mode
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.ways_fakes import MACHINE, UUID
 from torch_tiers.allocator.nvme import facts
 from torch_tiers.allocator.nvme.facts import Gpu, first_gpu, nvidia_fs_loaded, read_machine, read_place
 from torch_tiers.allocator.sizes import GiB
 
 GPUS = "proc/driver/nvidia/gpus"
 PCI = "sys/bus/pci/devices/0000:1b:00.0"
-UUID = "c0ffee00-0000-0000-0000-000000000000"
 TREE = {
     f"{GPUS}/0000:1b:00.0/information": f"Model: \t\t NVIDIA H100 80GB HBM3\nGPU UUID: \t GPU-{UUID}\nBus Type: PCIe",
     # BAR0 of 16 MiB, BAR1 of 128 GiB, which is region 2 of this GPU, and the ROM behind the six regions
@@ -47,22 +47,7 @@ def machine(root: Path, **environ: str) -> facts.Machine:
 
 def test_a_machine_of_both_ways_is_read(tmp_path: Path) -> None:
     found = machine(tree(tmp_path, TREE))
-    assert found == facts.Machine(
-        gpu=Gpu(UUID, "NVIDIA H100 80GB HBM3", 128 * GiB),
-        kernel="6.8.0-45-generic",
-        driver="580.95.05",
-        open_modules=True,
-        static_bar1=True,
-        nvidia_fs=True,
-        p2pdma=True,
-        multipath=False,
-        kvikio="26.10.0",
-        cufile=True,
-        udev=True,
-        wsl=False,
-        forced=None,
-        p2pdma_off=False,
-    )
+    assert found == MACHINE
 
 
 def test_a_machine_of_which_nothing_can_be_read_has_nothing(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_both_ways_are_open_where_nothing_speaks_against_them() -> None:
         ({"forced": "KVIKIO_COMPAT_MODE"}, "KVIKIO_COMPAT_MODE forces", "unset KVIKIO_COMPAT_MODE"),
         ({"udev": False}, "/run/udev cannot be read", "--volume /run/udev:/run/udev:ro"),
         ({"gpu": replace(GPU, name="NVIDIA GeForce RTX 4090")}, "GeForce", ""),
-        ({"gpu": replace(GPU, bar1=16 * MiB)}, "BAR1 of 16.0 MiB is less than the 64.0 MiB", "resizable BAR"),
+        ({"gpu": replace(GPU, bar1=16 * MiB)}, "BAR1 of 16.0 MiB is less than the 128.0 MiB", "resizable BAR"),
     ],
 )
 @pytest.mark.parametrize("way", DIRECT)
