@@ -7,7 +7,8 @@ group was used for the last time whose copy is still under way: the lane reads m
 the first use on, groups come back in the order of needs, as soon as their in-trigger and the limit allow, behind
 whatever the stream was given before. What is needed while it is away stalls compute. What is recomputed takes its
 time at the position at which it is needed. While a lane is busy, compute is a little slower.
-Pure functions on plain data.
+Two clocks run, `migrator.clocks`: moves and recomputations cost the host calls, which cost the step where it waits
+for the host. Pure functions on plain data.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from itertools import islice
 import numpy as np
 
 from torch_tiers.allocator.sizes import PAGE, round_up
+from torch_tiers.migrator.clocks import Clocks
 from torch_tiers.migrator.links import LANES, OPPOSITE, STAGED, Links
 from torch_tiers.migrator.plan import READ_AHEAD, PageGroup, Plan
-from torch_tiers.migrator.planner.effects import Effect, effect
+from torch_tiers.migrator.planner.effects import Effect, Work, effect
 from torch_tiers.migrator.planner.intervals import Bytes, durations
 from torch_tiers.migrator.planner.schedule import Span, limits_by_position, spans_of
 from torch_tiers.migrator.trace import Trace
@@ -135,6 +137,8 @@ class _Events:
 class _Step:
     def __init__(self, trace: Trace, links: Links, plan: Plan, outcome: Effect) -> None:
         self.trace, self.links, self.plan, self.outcome = trace, links, plan, outcome
+        self.clocks = trace.clocks or Clocks(durations(trace).tolist(), [0.0] * (trace.positions + 1))
+        self.host = -trace.lead  # until when the host has issued
         self.held = {held.holders[0].key: held for held in outcome.held.values()}
         self.now = 0.0
         self.resident = 0
@@ -151,6 +155,7 @@ class _Step:
             _Group(group, span, *(STAGED if number in past else links.ways(group.tier)), self._lasting(group))
             for number, (group, span) in enumerate(zip(plan.groups, spans, strict=True))
         ]
+        self.slower = (("d2h", links.costs.d2h), ("h2d", links.costs.h2d))
         self.shared = min(1.0, links.both / (links.d2h + links.h2d))
 
     def run(self) -> Simulated:
@@ -158,13 +163,12 @@ class _Step:
         events, first_use = self._events(), self._first_use()
         limits = limits_by_position(self.plan, self.trace, self.outcome)
         limit = self.plan.room
-        gaps = durations(trace).tolist()
         work = self.outcome.work
         resident = [0] * (trace.positions + 1)
         clock = [0.0] * trace.positions
         ended: Sequence[_Group] = ()  # groups that the position before this one used for the last time
         for position in range(trace.positions):
-            self._compute(gaps[position])
+            self._stretch(position)
             self._outlast(ended)
             limit = limits.get(position, limit)
             event = events.get(position)
@@ -176,8 +180,7 @@ class _Step:
                 for group in event.need:
                     self._fetch(group)
             if position in work:
-                self.recomputing += work[position].seconds
-                self._compute(work[position].seconds)
+                self._again(work[position])
             departed, ended = 0, ()
             if event is not None:
                 ended = event.done
@@ -192,7 +195,7 @@ class _Step:
                 self._prefetch(limit, position)
             resident[position + 1] = self.resident + departed
             clock[position] = self.now
-        self._compute(gaps[-1])
+        self._stretch(trace.positions)
         self._outlast(ended)
         return self._result(np.array(resident, dtype=np.int64), np.array(clock))
 
@@ -224,13 +227,27 @@ class _Step:
 
     # ---------------------------------------------------------------------------------- compute and lanes
 
-    def _compute(self, seconds: float) -> None:
-        """Compute for `seconds`, and the longer the more of it the lanes are busy."""
-        now = self.now
-        for lane, slower in (("d2h", self.links.costs.d2h), ("h2d", self.links.costs.h2d)):
-            if self.free[lane] > now:
-                self.now += slower * min(seconds, self.free[lane] - now)
-        self.now += seconds
+    def _stretch(self, number: int) -> None:
+        """The program goes on to the next position."""
+        clocks = self.clocks
+        self._issue_and_compute(clocks.host[number], clocks.device[number])
+        if clocks.joins and number in clocks.joins:
+            self.host = self.now
+
+    def _again(self, work: Work) -> None:
+        """Recompute."""
+        begin = self.now
+        self._issue_and_compute(work.host, work.seconds)
+        self.recomputing += self.now - begin
+
+    def _issue_and_compute(self, issuing: float, busy: float) -> None:
+        """Have the host issue for some seconds what the device computes for some; it is slower while lanes are busy."""
+        now = begin = max(self.now, self.host)
+        self.host += issuing
+        for lane, slower in self.slower:
+            if (beside := self.free[lane] - begin) > 0:
+                now += slower * min(busy, beside)
+        self.now = max(now + busy, self.host)
 
     def _wait(self, until: float, lane: str) -> None:
         if until > self.now:
@@ -253,7 +270,9 @@ class _Step:
     # ------------------------------------------------------------------------------------- out and back
 
     def _send(self, group: _Group) -> None:
-        self.now += self.links.costs.host
+        if self.trace.clocks is None:
+            self.now += self.links.costs.host
+        self.host += self.links.costs.host
         first, *onward = group.way_out
         group.sent, group.out = self._copy(first, group.planned.nbytes, self.now)
         group.written = group.out
@@ -321,7 +340,7 @@ class _Step:
         hbm: Bytes = resident + self.outcome.again + others + lingering
         parcels = [(group.is_in_dram, round_up(group.planned.nbytes, PAGE)) for group in self.groups]
         return Simulated(
-            seconds=self.now,
+            seconds=max(self.now, self.host + self.trace.lead),
             ideal=self.trace.seconds,
             recomputing=self.recomputing,
             stalls=self.stalls,

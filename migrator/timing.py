@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.clocks import Clocks
 from torch_tiers.migrator.trace import Recipe, Region, Trace
 
 Timed = TypeVar("Timed", Recipe, Region)
@@ -49,22 +50,29 @@ def together(one: Trace, other: Trace) -> Trace:
     """Two recordings of one kind of period as one; `other` where they are not of the same sites and positions."""
     if one.sites != other.sites or not (one.times and other.times):
         return other
-    stretches = [min(pair) for pair in zip(_stretches(one), _stretches(other), strict=True)]
-    *times, seconds = accumulate(stretches)
     recipes = {
-        ident: replace(recipe, seconds=min(recipe.seconds, one.recipes.get(ident, recipe).seconds))
+        ident: _quicker(recipe, one.recipes.get(ident, recipe))
         for ident, recipe in {**one.recipes, **other.recipes}.items()
     }
     before = {region.path: region for region in one.regions}
-    regions = tuple(
-        replace(region, seconds=min(region.seconds, before.get(region.path, region).seconds))
-        for region in other.regions
-    )
+    regions = tuple(_quicker(region, before.get(region.path, region)) for region in other.regions)
     others = tuple(min(pair) for pair in zip(one.others, other.others, strict=True))
     held = {ident: max(end, one.held.get(ident, 0)) for ident, end in {**one.held, **other.held}.items()}
-    return replace(
-        other, times=tuple(times), seconds=seconds, recipes=recipes, regions=regions, others=others, held=held
-    )
+    both = replace(other, recipes=recipes, regions=regions, others=others, held=held)
+    if one.clocks is not None and other.clocks is not None:
+        return both.on(
+            Clocks(
+                device=tuple(map(min, one.clocks.device, other.clocks.device)),
+                host=tuple(map(min, one.clocks.host, other.clocks.host)),
+                joins=frozenset(one.clocks.joins) | frozenset(other.clocks.joins),
+            )
+        )
+    *times, seconds = accumulate(map(min, _stretches(one), _stretches(other)))
+    return replace(both, times=tuple(times), seconds=seconds)
+
+
+def _quicker(one: Timed, other: Timed) -> Timed:
+    return replace(one, seconds=min(one.seconds, other.seconds), host=min(one.host, other.host))
 
 
 def alike(trace: Trace) -> Trace:
@@ -108,10 +116,16 @@ def at_pace(trace: Trace, pace: float) -> Trace:
     """The same trace, in which everything that the device computes takes `pace` times as long."""
     if pace == 1.0 or not trace.times:
         return trace
+    clocks = trace.clocks and Clocks(
+        tuple(pace * seconds for seconds in trace.clocks.device),
+        tuple(pace * seconds for seconds in trace.clocks.host),
+        trace.clocks.joins,
+    )
     return replace(
         trace,
         times=tuple(pace * at for at in trace.times),
         seconds=pace * trace.seconds,
+        clocks=clocks,
         recipes={ident: replace(recipe, seconds=pace * recipe.seconds) for ident, recipe in trace.recipes.items()},
         regions=tuple(replace(region, seconds=pace * region.seconds) for region in trace.regions),
     )

@@ -9,19 +9,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from torch_tiers.allocator.lifetimes import Lifetime
 from torch_tiers.migrator import fields
+from torch_tiers.migrator.clocks import Clocks, wall
 from torch_tiers.migrator.fields import MOST_BYTES, MOST_SECONDS, BadField, finite, items, whole
 from torch_tiers.migrator.fields import field as value_of
 from torch_tiers.migrator.fields import text as string
 
-FORMAT = 2
+FORMAT = 3
 KEPT = 6  # tensors that one operation saves at most: a batch normalisation
 MOST_SITES = 1 << 17  # of a trace: a recorder stops at 100,000
 MOST_POSITIONS = 1 << 22  # of a trace
@@ -70,6 +71,8 @@ class Recipe:
         Storages it is made from. They are saved in the same period; each is kept, moved or has a recipe itself.
     seconds : float
         What recomputing it takes on the device.
+    host : float
+        What issuing it takes the host, in seconds.
     scratch : int
         Bytes that are in use besides while it is recomputed: results in between, a convolution's workspace.
     held : tuple of int
@@ -82,6 +85,7 @@ class Recipe:
     seconds: float
     scratch: int = 0
     held: tuple[int, ...] = ()
+    host: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,8 @@ class Region:
         Bytes of those.
     seconds : float
         What its forward takes on the device, up to its last save: recomputing stops there.
+    host : float
+        What that takes the host, in seconds.
     """
 
     path: str
@@ -108,6 +114,7 @@ class Region:
     inputs: tuple[int, ...]
     input_bytes: int
     seconds: float
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,9 +128,12 @@ class Trace:
     positions : int
         How many positions the period has.
     times : tuple of float
-        Seconds on the device from the period's begin to each position; empty if not measured.
+        Seconds from the period's begin until the device reaches each position; empty if not measured.
     seconds : float
         The whole period, the optimizer's step included; 0 if not measured.
+    clocks : Clocks or None
+        What each stretch takes the device and the host, of which `times` and `seconds` follow; None where there is no
+        device besides the host, or nothing was measured.
     others : tuple of int
         The most HBM in use between the position before and this one, in bytes, without the storages of
         the sites; one more at the end for what follows the last position. Empty if not measured. A storage
@@ -147,6 +157,17 @@ class Trace:
     recipes: Mapping[int, Recipe] = field(default_factory=dict, hash=False)
     regions: tuple[Region, ...] = ()
     held: Mapping[int, int] = field(default_factory=dict, hash=False)
+    clocks: Clocks | None = field(default=None, hash=False)
+
+    def on(self, clocks: Clocks) -> Trace:
+        """The same period, which takes device and host what `clocks` say."""
+        (*times, seconds), _ = wall(clocks)
+        return replace(self, clocks=clocks, times=tuple(times), seconds=seconds)
+
+    @cached_property
+    def lead(self) -> float:
+        """Seconds by which the host is ahead of the device as the period begins."""
+        return 0.0 if self.clocks is None else wall(self.clocks)[1]
 
     @cached_property
     def lifetimes(self) -> tuple[Lifetime, ...]:
@@ -232,6 +253,7 @@ class Trace:
             "recipes": {ident: asdict(recipe) for ident, recipe in self.recipes.items()},
             "regions": [asdict(region) for region in self.regions],
             "held": self.held,
+            "clocks": None if self.clocks is None else _told(self.clocks),
         }
         return json.dumps(data)
 
@@ -259,12 +281,28 @@ class Trace:
             recipes=_by_storage(value_of(data, "recipes"), "recipes", _recipe),
             regions=items(value_of(data, "regions"), "regions", partial(_region, positions=positions), MOST_SITES),
             held=_by_storage(data.get("held", {}), "held", partial(whole, high=positions + 1)),
+            clocks=_clocks(value_of(data, "clocks"), positions),
         )
         _check_order(trace)
         _check_measures(trace)
         _check_storages(trace)
         _check_regions(trace)
         return trace
+
+
+def _told(clocks: Clocks) -> dict[str, object]:
+    return {"device": list(clocks.device), "host": list(clocks.host), "joins": sorted(clocks.joins)}
+
+
+def _clocks(value: object, positions: int) -> Clocks | None:
+    if value is None:
+        return None
+    said = fields.record(value, "clocks")
+    fields.no_others(said, ("device", "host", "joins"), "clocks")
+    device = items(value_of(said, "device", "clocks"), "clocks.device", finite, positions + 1)
+    host = items(value_of(said, "host", "clocks"), "clocks.host", finite, positions + 1)
+    joins = items(value_of(said, "joins", "clocks"), "clocks.joins", partial(whole, high=positions), positions + 1)
+    return Clocks(device, host, frozenset(joins))
 
 
 _ident = partial(whole, low=-MOST_BYTES)  # storages that are not told apart have numbers below zero
@@ -294,6 +332,7 @@ def _recipe(value: object, where: str) -> Recipe:
         inputs=items(value_of(said, "inputs", where), f"{where}.inputs", _ident, MOST_INPUTS),
         seconds=finite(value_of(said, "seconds", where), f"{where}.seconds"),
         scratch=whole(said.get("scratch", 0), f"{where}.scratch"),
+        host=finite(said.get("host", 0.0), f"{where}.host"),
         held=items(said.get("held", []), f"{where}.held", _ident, MOST_INPUTS),  # earlier versions did not tell
     )
 
@@ -308,6 +347,7 @@ def _region(value: object, where: str, positions: int) -> Region:
         inputs=items(value_of(said, "inputs", where), f"{where}.inputs", _ident, MOST_INPUTS),
         input_bytes=whole(value_of(said, "input_bytes", where), f"{where}.input_bytes", 0, MOST_INPUTS * MOST_BYTES),
         seconds=finite(value_of(said, "seconds", where), f"{where}.seconds"),
+        host=finite(said.get("host", 0.0), f"{where}.host"),
     )
 
 
@@ -347,9 +387,15 @@ def _check_measures(trace: Trace) -> None:
     for name, found, wanted in (
         ("times", len(trace.times), trace.positions),
         ("others", len(trace.others), trace.positions + 1),
+        *(() if trace.clocks is None else _of_each_stretch(trace.clocks, trace.positions)),
     ):
         if found not in (0, wanted):
             raise BadField(name, f"has {found} items, and not one for each of {wanted}")
+
+
+def _of_each_stretch(clocks: Clocks, positions: int) -> Iterator[tuple[str, int, int]]:
+    yield "clocks.device", len(clocks.device), positions + 1
+    yield "clocks.host", len(clocks.host), positions + 1
 
 
 def _check_storages(trace: Trace) -> None:

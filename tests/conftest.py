@@ -21,13 +21,26 @@ settings.register_profile("fresh", deadline=None, print_blob=True)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--stress", action="store_true", help="run the tests marked stress, too")
     parser.addoption("--fresh-seeds", action="store_true", help="draw new seeds for randomised tests")
+    parser.addoption("--repeat", type=int, help="run only the tests that draw seeds, each so often, with new seeds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("fresh" if config.getoption("--fresh-seeds") else "tiers")
+    settings.load_profile("fresh" if fresh_seeds(config) else "tiers")
+
+
+def fresh_seeds(config: pytest.Config) -> bool:
+    return bool(config.getoption("--fresh-seeds") or config.getoption("--repeat"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if (times := metafunc.config.getoption("--repeat")) and "seed" in metafunc.fixturenames:
+        metafunc.fixturenames.append("repetition")
+        metafunc.parametrize("repetition", range(times))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--repeat"):
+        items[:] = [item for item in items if "seed" in item.fixturenames]  # type: ignore[attr-defined]
     no_gpu = None
     for item in items:
         if item.get_closest_marker("stress") and not config.getoption("--stress"):
@@ -58,11 +71,11 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
 def seed(request: pytest.FixtureRequest) -> int:
     """The test's own seed, the same in every run; pytest shows the line below when the test fails.
 
-    ``--fresh-seeds`` draws another, and TEST_SEED repeats one.
+    ``--fresh-seeds`` draws another, ``--repeat 100`` a hundred others, and TEST_SEED repeats one.
     """
     if given := os.environ.get("TEST_SEED"):
         value = int(given)
-    elif request.config.getoption("--fresh-seeds"):
+    elif fresh_seeds(request.config):
         value = random.SystemRandom().randrange(2**31)
     else:
         value = zlib.crc32(request.node.nodeid.encode()) >> 1

@@ -29,7 +29,6 @@ from torch_tiers.migrator.recompute.origins import Origins
 from torch_tiers.migrator.recording.recorder import Recorder
 from torch_tiers.migrator.trace import Trace
 
-HEAD_START = 0.1  # seconds for which the device is held up where the host is to be ahead of it throughout a period
 CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans
 SAMPLED = 7
 """Periods, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
@@ -121,9 +120,9 @@ class Mover:
             self._allocated_before = self.engine.compute.allocated()
         return True
 
-    def _new_recorder(self, head_start: float = 0.0) -> Recorder:
+    def _new_recorder(self, *, held: bool = False) -> Recorder:
         self.engine.used_up = 0
-        meter = self.engine.meter = self.engine.compute.meter(head_start)
+        meter = self.engine.meter = self.engine.compute.meter(held=held)
         return Recorder(self._outlived, meter, self._resident, self.verified, tries=not self._keeps)
 
     def _resident(self) -> int:
@@ -299,7 +298,7 @@ class Mover:
             if overflow and self.filling.patient:
                 self._expect_too_much()
             if self.learner.records_next:
-                self.recorder = self._new_recorder(HEAD_START if self.learner.head_start else 0.0)
+                self.recorder = self._new_recorder(held=self.learner.holds_device)
             if changed:
                 self._adopt()
             if self.recorder is not None:

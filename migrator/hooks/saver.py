@@ -300,6 +300,12 @@ class Saver(OnStack):
                     stack.enter_context(mover.recorder.aside())
             yield
 
+    def _arrive(self) -> None:
+        """The host came from the program to us."""
+        for mover in self.armed_movers:
+            if mover.recorder is not None:
+                mover.recorder.arrive()
+
     # ------------------------------------------------------------------------------------- hooks
 
     def pack(self, tensor: Tensor) -> Packed:
@@ -337,6 +343,7 @@ class Saver(OnStack):
     def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
         """Pack as ever, and remember with the node that made the tensor what became of it; try its formula."""
         packed: Packed
+        self._arrive()
         key = f"{node.path}:{number}"
         if isinstance(action, Stay):
             if action.enter:
@@ -355,6 +362,8 @@ class Saver(OnStack):
         """Backward needs a tensor that `pack` was given."""
         if self._forks != _forks:
             return in_a_fork(packed)
+        if self.place.recording:
+            self._arrive()
         if isinstance(packed, tuple):
             alias, version, stay, record = packed
             if alias._version != version:

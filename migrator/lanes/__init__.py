@@ -177,6 +177,9 @@ class Meter(Protocol):
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
 
+    def arrive(self) -> None:
+        """The host came from the program to us; see `resume`."""
+
     def part(self, resident: int) -> None:
         """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then."""
 
@@ -268,11 +271,8 @@ class Compute(Protocol):
     def allocated(self) -> int:
         """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""
 
-    def meter(self, head_start: float = 0.0) -> Meter:
-        """A meter of what happens from now on; where there is a device, that is held up before for so many seconds.
-
-        A program's host then gets ahead of it: on a host that is slower than the device every time is the host's.
-        """
+    def meter(self, *, held: bool = False) -> Meter:
+        """A meter of what happens from now on; where there is a device, it may be `held` back behind the host."""
 
     def peak(self, resident: int) -> int:
         """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""

@@ -126,8 +126,8 @@ class CudaCompute:
         with torch.cuda.device(self.device):
             torch.cuda._sleep(int(seconds * rate))
 
-    def meter(self, head_start: float = 0.0) -> CudaMeter:
-        return CudaMeter(self, head_start)
+    def meter(self, *, held: bool = False) -> CudaMeter:
+        return CudaMeter(self, held=held)
 
     def peak(self, resident: int) -> int:
         peak, self._before = max(self._before, self._peaks.restart()[0]), 0

@@ -106,7 +106,7 @@ class HostCompute:
     def allocated(self) -> int:
         return 0
 
-    def meter(self, head_start: float = 0.0) -> HostMeter:
+    def meter(self, *, held: bool = False) -> HostMeter:
         return HostMeter(self)
 
     def stalled(self) -> float:

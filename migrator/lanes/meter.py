@@ -1,8 +1,9 @@
 """What a period takes: device seconds and HBM at each of its positions, on a GPU and without one.
 
 A meter runs while a period is recorded. What the lanes and our own trials add to the period is taken out again: waits
-of the compute stream for a lane, and everything *aside*. On a GPU whose host is slower than itself, what was measured
-would be the host's pace. There the device can be held up before the period, so that the host has a *head start*.
+of the compute stream for a lane, and everything *aside*. On a GPU there are two clocks: the device's events, and the
+host's own time between our hooks. Where the device waits for the host, events tell the host's pace. So the device can
+be *held* back, again and again, so that the host is always ahead of it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
+
+from torch_tiers.migrator.clocks import Clocks
 
 if TYPE_CHECKING:
     from torch_tiers.migrator.lanes.cuda import CudaCompute
@@ -18,12 +22,20 @@ if TYPE_CHECKING:
     from torch_tiers.migrator.lanes.laps import TimedEvent
 
 
+HOLD = 5e-3  # seconds for which the device is held back at once: as many launches as its queue takes
+NEAR = 8  # ticks: when the device has passed the last but so many, it is held back
+
+
 class Measures(NamedTuple):
-    """A period's `times`, `seconds` and `others`; see `migrator.trace.Trace`."""
+    """A period's `times`, `seconds`, `others` and `clocks`; see `migrator.trace.Trace`.
+
+    With clocks, the times are those of the device by itself.
+    """
 
     times: tuple[float, ...]
     seconds: float
     others: tuple[int, ...]
+    clocks: Clocks | None = None
 
 
 class HostMeter:
@@ -53,6 +65,9 @@ class HostMeter:
         self._times.append(self.mark() - self._begin)
         self._others.append(self._compute.static)
 
+    def arrive(self) -> None:
+        """There is one clock."""
+
     def part(self, resident: int) -> None:
         """Nothing here measures memory."""
 
@@ -81,14 +96,24 @@ class HostMeter:
 
 
 class CudaMeter:
-    """Events on the compute stream, and the peaks of the allocator."""
+    """Events on the compute stream, the host's clock, and the peaks of the allocator.
 
-    def __init__(self, compute: CudaCompute, head_start: float = 0.0) -> None:
+    Parameters
+    ----------
+    held : bool
+        Whether the device is held back whenever it has nearly caught up with the host.
+    """
+
+    def __init__(self, compute: CudaCompute, *, held: bool = False) -> None:
         self._compute = compute
-        if head_start:
-            compute.hold_up(head_start)  # before the period begins, so that it is no part of it
+        self._held = held
+        if held:
+            compute.hold_up(HOLD)  # before the period begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
+        self._issued: list[float] = []  # the host's own seconds, at each tick
+        self._issuing = 0.0  # the same, so far
+        self._since: float | None = time.perf_counter()  # when the program went on; None while it is we who work
         self._others: list[tuple[int, int]] = []  # of a stretch: the most in its parts, and after the last of them
         self._left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
         self._gaps: list[tuple[float, float]] = []  # the same in seconds, once the period is over
@@ -112,10 +137,29 @@ class CudaMeter:
 
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
+        self.arrive()
+        self._issued.append(self._issuing)
         # Into a graph that is being captured no event of ours may go.
         capturing = self._compute.capturing()
         self._ticks.append(self._ticks[-1] if capturing and self._ticks else self.mark())
         self._others.append(self._stretch(resident))
+        if self._held and not capturing:
+            self._hold_back()
+        self._since = time.perf_counter()  # at the latest; who resumes later has it start later
+
+    def arrive(self) -> None:
+        """The host came from the program to us: what it does from now on until `resume` is not the program's."""
+        if self._since is not None:
+            self._issuing += time.perf_counter() - self._since
+            self._since = None
+
+    def _hold_back(self) -> None:
+        """Hold the device up if it has come near to the host, which then gets ahead again."""
+        if not self._ticks[-NEAR:][0].query():
+            return
+        start = self.mark()
+        self._compute.hold_up(HOLD)
+        self._left_out.append((start, self.mark()))
 
     def part(self, resident: int) -> None:
         """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then.
@@ -142,6 +186,7 @@ class CudaMeter:
         """
         self._highest = self._parted = 0
         self._compute.lap(with_present=brought)
+        self._since = time.perf_counter()
 
     def abandon(self) -> None:
         """Nobody wants to know what the period takes: waits are left out of nothing any more."""
@@ -150,6 +195,7 @@ class CudaMeter:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is done inside is not the program's."""
+        self.arrive()
         self._highest = max(self._highest, self._compute.lap())
         start = self.mark()
         try:
@@ -158,6 +204,7 @@ class CudaMeter:
         finally:
             self._left_out.append((start, self.mark()))
             self._compute.lap()
+            self._since = time.perf_counter()
 
     def most(self) -> int:
         """The most bytes in use since this was last called, aside."""
@@ -170,6 +217,7 @@ class CudaMeter:
         Within the capture of a graph nothing is known: 0 seconds.
         """
         self._compute.waited = None
+        self.arrive()
         if self._compute.capturing():
             return Measures((), 0.0, ())  # nobody may wait for the device now
         stretches = (*self._others, self._stretch(resident))
@@ -184,7 +232,9 @@ class CudaMeter:
             over.synchronize()  # another stream's may lie behind the end
             self._gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
         *times, seconds = without(self._gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
-        return Measures(tuple(times), seconds, others)
+        device = tuple(max(0.0, after - before) for before, after in pairwise((0.0, *times, seconds)))
+        host = tuple(after - before for before, after in pairwise((0.0, *self._issued, self._issuing)))
+        return Measures(tuple(times), seconds, others, Clocks(device, host))
 
 
 def without(gaps: list[tuple[float, float]], times: list[float]) -> list[float]:

@@ -103,13 +103,12 @@ class Learner:
         return self._recordings.due
 
     @property
-    def head_start(self) -> bool:
+    def holds_device(self) -> bool:
         """Whether the host is to be ahead of the device in that period, which so tells the device's own pace.
 
-        Only in the last one before plans are made: the lap that is longer by the time for which the device was held up
-        is then compared with nothing, as laps do not count while plans are made, nor right after.
+        Only in the last one of those recorded in a row: a program that is slow to learn is not to be slower.
         """
-        return self._recordings.last_first
+        return self._recordings.last
 
     @property
     def planning(self) -> bool:

@@ -75,10 +75,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is computed again at one position: how long it takes, and the held storages it reads."""
+    """What is computed again at one position: how long it takes device and host, and the held storages it reads."""
 
     seconds: float
     inputs: tuple[int, ...]
+    host: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,7 @@ class _Builder:
         self.made: dict[int, int] = {}  # dropped storage -> position at which it is made
         self.changes = np.zeros(trace.positions + 2, dtype=np.int64)
         self.seconds: dict[int, float] = {}
+        self.host: dict[int, float] = {}
         self.inputs: dict[int, set[int]] = {}
         self.inputs_seen: dict[str, int] = {}  # of each region's path
         self.passing: dict[int, tuple[int, int]] = {}  # what nobody keeps: its birth, and the first stretch without it
@@ -233,7 +235,10 @@ class _Builder:
             held=self.held,
             recomputed=tuple(site.key for site in self.recomputed),
             again=np.cumsum(self.changes)[:-1],
-            work={at: Work(s, tuple(sorted(self.inputs[at]))) for at, s in sorted(self.seconds.items())},
+            work={
+                at: Work(seconds, tuple(sorted(self.inputs[at])), self.host[at])
+                for at, seconds in sorted(self.seconds.items())
+            },
         )
 
     def _hold(self, ident: int, nbytes: int, holder: Holder) -> None:
@@ -253,7 +258,7 @@ class _Builder:
             self._hold(ident, nbytes, Holder(checkpoint_key(region.path, number), region.begin, at))
         if begins is None:
             return
-        self._work(begins, region.seconds, region.inputs)
+        self._work(begins, region.seconds, region.inputs, region.host)
         own = set(region.inputs)
         last: dict[int, int] = {}
         for site in inner:
@@ -276,8 +281,9 @@ class _Builder:
             if uses[ident]:
                 self._make(ident, first[ident])
         for ident, at in self.made.items():
-            self._work(at, self.trace.recipes[ident].seconds, self.trace.recipes[ident].inputs)
-            for source in self.trace.recipes[ident].inputs:
+            recipe = self.trace.recipes[ident]
+            self._work(at, recipe.seconds, recipe.inputs, recipe.host)
+            for source in recipe.inputs:
                 (uses[source] if source in uses else self.held[source].asked).append(at)
         self._pass(self.recomputed, self.made)
         for ident, at in self.made.items():
@@ -324,8 +330,9 @@ class _Builder:
             else:
                 del above[made]
 
-    def _work(self, at: int, seconds: float, inputs: tuple[int, ...]) -> None:
+    def _work(self, at: int, seconds: float, inputs: tuple[int, ...], host: float) -> None:
         self.seconds[at] = self.seconds.get(at, 0.0) + seconds
+        self.host[at] = self.host.get(at, 0.0) + host
         self.inputs.setdefault(at, set()).update(ident for ident in inputs if ident in self.held)
 
     def _there(self, first: int, end: int, nbytes: int) -> None:

@@ -19,10 +19,11 @@ Follow: TypeAlias = "Callable[[Way, Any, Origins], list[Any] | None]"
 
 
 class Took(NamedTuple):
-    """What it took to carry a formula out: seconds on the device, and bytes in use besides what it makes."""
+    """What it took to carry a formula out: seconds on the device, bytes in use besides what it makes, host seconds."""
 
     seconds: float
     scratch: int
+    host: float = 0.0
 
 
 _IN_PLACE = frozenset(

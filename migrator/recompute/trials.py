@@ -7,6 +7,7 @@ without. The device is not waited for: what it found is read when the period is 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ class _Tried(NamedTuple):
     start: Any
     end: Any
     scratch: int
+    host: float
 
 
 class Trials:
@@ -145,29 +147,29 @@ class Trials:
         ways.clear()
         self._meter.most()
         before = self._meter.most()  # nothing lies between: what is in use now
-        start = self._meter.mark()
+        start, began = self._meter.mark(), time.perf_counter()
         run(trial.what, look)
-        end = self._meter.mark()
+        host, end = time.perf_counter() - began, self._meter.mark()
         scratch = max(0, self._meter.most() - before - trial.nbytes)
         # The trial's inputs need not outlive the node that saved them.
         self._tried.append(
-            _Tried(replace(trial, what=_NOTHING, unlike=None), torch.stack(same).all(), start, end, scratch)
+            _Tried(replace(trial, what=_NOTHING, unlike=None), torch.stack(same).all(), start, end, scratch, host)
         )
 
     def results(self) -> dict[int, tuple[Recipe, Verified]]:
         """What held, by storage; blocks until the device has passed all trials."""
-        for trial, same, start, end, scratch in self._tried:
+        for trial, same, start, end, scratch, host in self._tried:
             if not same:  # one by one: to gather them would ask for memory that the program does not
                 continue
             (name,) = trial.verified.held
-            verified = trial.verified._replace(held={name: Took(self._meter.seconds(start, end), scratch)})
+            verified = trial.verified._replace(held={name: Took(self._meter.seconds(start, end), scratch, host)})
             self._held[trial.ident] = (_recipe(name, verified, trial.inputs), verified)
         return self._held
 
 
 def _recipe(name: str, verified: Verified, inputs: Inputs) -> Recipe:
     took = verified.held[name]
-    return Recipe(operation(name), inputs.idents, took.seconds, took.scratch, inputs.held)
+    return Recipe(operation(name), inputs.idents, took.seconds, took.scratch, inputs.held, took.host)
 
 
 def _is_storage(trial: Trial, made: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_tiers.migrator.clocks import Clocks
 from torch_tiers.migrator.engine.group import State
 from torch_tiers.migrator.engine.storages import Known, holders
 from torch_tiers.migrator.lanes import Meter
@@ -140,6 +141,11 @@ class Recorder:
             self._see_what_is_held()
         self._position += 1
         return self._position - 1
+
+    def arrive(self) -> None:
+        """The host came from the program to us."""
+        if self._meter is not None:
+            self._meter.arrive()
 
     def resume(self, *, brought: bool = False) -> None:
         """The program goes on from the position that it has reached, for which something was `brought` back."""
@@ -294,10 +300,10 @@ class Recorder:
         measures = self._meter.finish(self._resident(), list(accumulate(change)))
         measured = measures.seconds > 0
         recipes = self.trials.results() if measured and self.trials is not None else {}
-        regions = self._regions(self._meter) if measured else []
+        regions = self._regions(self._meter, measures.clocks) if measured else []
         self._meter = self.trials = None  # graphs that live on have nothing more to tell
         self.verified = {site.key: recipes[site.storage][1] for site in sites if site.storage in recipes}
-        return Trace(
+        trace = Trace(
             tuple(sites),
             self._position,
             times=measures.times,
@@ -307,6 +313,7 @@ class Recorder:
             regions=tuple(regions),
             held=held,
         )
+        return trace if measures.clocks is None else trace.on(measures.clocks)
 
     def _held_besides(self) -> tuple[list[int], dict[int, int]]:
         """What the program holds of what was saved: how that changes others' bytes, and `Trace.held`."""
@@ -327,7 +334,7 @@ class Recorder:
                 change[each.end] -= nbytes
         return change[:-1], held
 
-    def _regions(self, meter: Meter) -> list[Region]:
+    def _regions(self, meter: Meter, clocks: Clocks | None) -> list[Region]:
         # The others were entered twice, left by an exception, cannot be repeated, or nothing was saved in them.
         visits = {
             path: visit
@@ -342,5 +349,6 @@ class Recorder:
                 alone -= known is None
                 idents.append(alone if known is None else known.ident)
             nbytes = {known.ident: known.high - known.low for known in visit.inputs if known is not None}
-            regions.append(Region(path, visit.begin, visit.end, tuple(idents), sum(nbytes.values()), seconds))
+            host = 0.0 if clocks is None else sum(clocks.host[visit.begin + 1 : visit.end])
+            regions.append(Region(path, visit.begin, visit.end, tuple(idents), sum(nbytes.values()), seconds, host))
         return regions

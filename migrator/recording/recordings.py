@@ -44,9 +44,9 @@ class Recordings:
         return self._to_record > 0
 
     @property
-    def last_first(self) -> bool:
-        """Whether the next period is the last that is recorded before there is a plan."""
-        return self.learning and self._to_record == 1
+    def last(self) -> bool:
+        """Whether the next period is the last of those that are recorded in a row."""
+        return self._to_record == 1
 
     @property
     def traces(self) -> tuple[Trace, ...]:

@@ -60,7 +60,7 @@ class StreamCompute(HostCompute):
         self.current = 1
         self.waits: list[tuple[Event, Stream]] = []
         self.stands_for: list[int] = []
-        self.head_starts: list[float] = []
+        self.held: list[bool] = []
         self.tidied = 0
         self.outlasted: list[tuple[Event, Stream]] = []
         self.handed_over: list[tuple[torch.Tensor, int]] = []
@@ -71,9 +71,9 @@ class StreamCompute(HostCompute):
     def time_waits(self, periods: int) -> None:
         self.stands_for.append(periods)
 
-    def meter(self, head_start: float = 0.0) -> HostMeter:
-        self.head_starts.append(head_start)
-        return super().meter(head_start)
+    def meter(self, *, held: bool = False) -> HostMeter:
+        self.held.append(held)
+        return super().meter(held=held)
 
     def tidy(self) -> None:
         self.tidied += 1

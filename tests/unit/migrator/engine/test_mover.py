@@ -18,7 +18,7 @@ from torch_tiers.migrator.engine import filling
 from torch_tiers.migrator.engine.backing import Backing, log
 from torch_tiers.migrator.engine.engine import EVERY, Engine
 from torch_tiers.migrator.engine.group import State
-from torch_tiers.migrator.engine.mover import CLOSELY, HEAD_START, SAMPLED, Go, Mover, Stay
+from torch_tiers.migrator.engine.mover import CLOSELY, SAMPLED, Go, Mover, Stay
 from torch_tiers.migrator.lanes import SLOT
 from torch_tiers.migrator.lanes.host import HostCompute, HostLane
 from torch_tiers.migrator.learning.feedback import Feedback
@@ -26,6 +26,7 @@ from torch_tiers.migrator.learning.learner import Learner
 from torch_tiers.migrator.links import PCIE_GEN5, Links, usable
 from torch_tiers.migrator.plan import PageGroup, Plan
 from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.recording.recordings import PERIODS_AFTER_DRIFT
 from torch_tiers.migrator.telemetry.counters import Counters
 
 
@@ -431,23 +432,24 @@ def test_waits_are_timed_for_as_long_as_plans_have_not_settled(rig: Rig, monkeyp
     assert rig.compute.stands_for == [1] * 2 * CLOSELY
 
 
-def test_the_host_is_ahead_in_the_last_period_that_is_recorded_before_there_is_a_plan() -> None:
+def test_the_device_is_held_back_in_the_last_of_the_periods_that_are_recorded_in_a_row() -> None:
     rig = Rig(recordings=3)
     for _ in range(4):
         run(rig, layers(2))
-    assert rig.compute.head_starts == [0.0, 0.0, HEAD_START]
-    run(rig, layers(3))  # which is drift, and recorded
-    assert rig.compute.head_starts[3:] == [0.0]
+    assert rig.compute.held == [False, False, True]
+    for _ in range(1 + PERIODS_AFTER_DRIFT):
+        run(rig, layers(3))  # which is drift, and recorded
+    assert rig.compute.held[3:] == [False] * (PERIODS_AFTER_DRIFT - 1) + [True]
     rig.close()
 
 
-def test_what_begins_again_gets_no_head_start() -> None:
+def test_what_begins_again_is_not_held_back() -> None:
     """A program may look at forwards as often as it likes, and is not to wait each time."""
     rig = Rig(recordings=2)
     run(rig, layers(2))
     for _ in range(3):
         rig.mover.begin_again()
-    assert rig.compute.head_starts == [0.0, HEAD_START, 0.0, 0.0, 0.0]
+    assert rig.compute.held == [False, True, False, False, False]
     rig.close()
 
 

@@ -233,16 +233,18 @@ def test_several_periods_are_recorded_before_the_first_plan_where_that_is_asked_
     assert not learner.records_next
 
 
-def test_the_host_gets_a_head_start_in_the_last_period_before_the_first_plan_and_in_no_other() -> None:
+def test_the_device_is_held_back_in_the_last_period_of_those_that_are_recorded_in_a_row() -> None:
     learner, given = Learner(POLICIES["flashneuron"], TARGET, recordings=3), []
     for _ in range(3):
-        given.append(learner.head_start)
+        given.append(learner.holds_device)
         learner.period_over(TRACE, 0, whole=True, pressed=False, drifted=False)
     assert given == [False, False, True]
     quiet(learner, TARGET, drifted=True)
+    given.clear()
     while learner.records_next:
-        assert not learner.head_start
+        given.append(learner.holds_device)
         learner.period_over(TRACE, TARGET, whole=True, pressed=False, drifted=False)
+    assert given == [False] * (len(given) - 1) + [True]
 
 
 def test_what_is_learned_anew_is_planned_for_when_all_is_recorded_again() -> None:
@@ -253,7 +255,7 @@ def test_what_is_learned_anew_is_planned_for_when_all_is_recorded_again() -> Non
     given, changed = [], []
     quiet(learner, 0)
     for _ in range(3):
-        given.append(learner.head_start)
+        given.append(learner.holds_device)
         changed.append(learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False))
     assert before and learner.plans
     assert (given, changed) == ([False, False, True], [False, False, True])
