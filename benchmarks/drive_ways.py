@@ -28,7 +28,7 @@ from torch_tiers.allocator.nvme.kvikio import KvikioFile
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import DEPTH, STRIPE, NvmeStore
-from torch_tiers.allocator.nvme.ways import SLOT, SLOTS
+from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
 from torch_tiers.allocator.sizes import GiB, MiB, format_size, parse_size
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct, DirectWay
@@ -105,7 +105,7 @@ class ByEngine:
         self._direct: Direct | None = None
         if direct:
             register = (None, None) if compat else (cufile.register, cufile.deregister)
-            rings = [Ring(device, SLOTS, SLOT, *register) for _ in range(2)]
+            rings = [Ring(device, SLOTS, SLOT_BYTES, *register) for _ in range(2)]
             way = DirectWay(self._store, rings[0], rings[1])
             self._direct = Direct(way, *lanes(device, ("gds_write", "gds_read"), counters, native=True), counters)
         self._engine = Engine(

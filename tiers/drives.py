@@ -15,7 +15,7 @@ from torch_tiers.allocator.nvme.choose import Opener, choose_backends, gpu_in_us
 from torch_tiers.allocator.nvme.decide import Decision
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.allocator.nvme.ways import SLOT, SLOTS
+from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
 from torch_tiers.allocator.room import Room
 from torch_tiers.config import NvmeConfig
 from torch_tiers.migrator.engine.direct import DirectWay
@@ -78,7 +78,7 @@ class Drives:
         rings: list[Ring] = []
         try:
             while len(rings) < 2:
-                rings.append(Ring(device, SLOTS, SLOT, cufile.register, cufile.deregister))
+                rings.append(Ring(device, SLOTS, SLOT_BYTES, cufile.register, cufile.deregister))
         except TiersError as error:
             for ring in rings:
                 ring.close()

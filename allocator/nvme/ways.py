@@ -28,11 +28,11 @@ NAMES: dict[Way, str] = {
     "p2pdma": "straight, by PCI P2PDMA",
     "compat": "by kvikio's bounce buffers",
 }
-SLOTS, SLOT = 4, 16 * MiB
+SLOTS, SLOT_BYTES = 4, 16 * MiB
 """Of a ring of staging slots: at 10 GB/s a drive is through with four in 7 ms, and a copy into one takes 20 us."""
-RINGS = 2 * SLOTS * SLOT
+RINGS = 2 * SLOTS * SLOT_BYTES
 """What is registered with cuFile of a GPU's memory, for both directions; other devices address it through BAR1."""
-RING = SLOTS * SLOT
+RING = SLOTS * SLOT_BYTES
 """What a way is timed with."""
 ENOUGH = 0.95
 """Of the speed of ``host``, with which a direct way wins: it spares host memory and its bandwidth."""

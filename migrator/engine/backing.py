@@ -191,7 +191,7 @@ class Backing:
         block = parcel.block
         if block is None:
             return False
-        last = parcel.lent or parcel.filled  # what is copied out was waited for until it had been copied in
+        last = parcel.returned or parcel.filled  # what is copied out was waited for until it had been copied in
         if last is not None and not last.query():
             self._guards.add(block, last)
         self._in_dram.pop(parcel, None)
@@ -360,7 +360,7 @@ class Backing:
     def lend(self, parcel: Parcel, copy: Callable[[DramBlock], Event]) -> None:
         """Have the parcel's bytes copied out of its block; blocks the host while they are still on disk.
 
-        `copy` is called with the lock held: nobody may take the block away before `Parcel.lent` says that
+        `copy` is called with the lock held: nobody may take the block away before `Parcel.returned` says that
         it is in use.
 
         Raises
@@ -378,7 +378,7 @@ class Backing:
                         parcel.reading.exception()
                 parcel.reading.result()
             assert parcel.block is not None
-            parcel.lent = copy(parcel.block)
+            parcel.returned = copy(parcel.block)
 
     def _read_into(self, parcel: Parcel, block: DramBlock) -> None:
         assert self._disk is not None and parcel.extent is not None

@@ -21,12 +21,13 @@ import torch
 from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct
-from torch_tiers.migrator.engine.direct.parcel import Asked, DirectParcel, Source
+from torch_tiers.migrator.engine.direct.parcel import DirectParcel, Source
 from torch_tiers.migrator.engine.group import NEVER, Claim, ClaimOn, Group, State, unclaimed
 from torch_tiers.migrator.engine.moved import Saved, nothing
 from torch_tiers.migrator.engine.parcel import Parcel
 from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.lanes import Compute, Event, Lane, Leaving, Meter, Stream, whole
+from torch_tiers.migrator.lanes.promised import PromisedEvent
 from torch_tiers.migrator.plan import READ_AHEAD
 from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.timing import Lap
@@ -252,13 +253,13 @@ class Engine:
                 self._again = group
             self._bring(group)
             self.unsettled = True
-        assert group.buffer is not None and group.parcel is not None and group.parcel.lent is not None
+        assert group.buffer is not None and group.parcel is not None and group.parcel.returned is not None
         if group in self._early:
             del self._early[group]
             self.unsettled = True
         stream = self.compute.stream()
         if stream not in group.ready_on:
-            self._wait(group.parcel.lent, "h2d", stream)
+            self._wait(group.parcel.returned, "h2d", stream)
             group.ready_on.append(stream)
             if stream != group.stream:
                 self.compute.hand_over(group.buffer)
@@ -278,8 +279,8 @@ class Engine:
             buffer = self._copy_back(group.parcel, stream)
         elif stream != group.stream:
             self.compute.hand_over(buffer)
-        assert group.parcel.lent is not None
-        self._wait(group.parcel.lent, "h2d", stream)
+        assert group.parcel.returned is not None
+        self._wait(group.parcel.returned, "h2d", stream)
         return buffer
 
     def used(self, group: Group) -> None:
@@ -304,7 +305,7 @@ class Engine:
             self._count(group, group.nbytes)
 
     def _copy_back(self, parcel: Parcel | DirectParcel, stream: Stream) -> torch.Tensor:
-        """A new buffer of `stream` that a parcel is on its way to; `Parcel.lent` says when it has come."""
+        """A new buffer of `stream` that a parcel is on its way to; `Parcel.returned` says when it has come."""
         buffer = self.compute.empty(parcel.nbytes)
         if isinstance(parcel, DirectParcel):
             assert self._direct is not None
@@ -314,9 +315,9 @@ class Engine:
         self.backing.lend(parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
         return buffer
 
-    def _wait(self, event: Event | Asked, cause: str, stream: Stream) -> None:
+    def _wait(self, event: Event | PromisedEvent, cause: str, stream: Stream) -> None:
         """Let `stream` go on only after `event`; the host waits until that is there."""
-        if isinstance(event, Asked):
+        if isinstance(event, PromisedEvent):
             assert self._direct is not None
             there = self._direct.there(event)
             if there is not None:
@@ -325,10 +326,10 @@ class Engine:
             self.compute.wait(event, cause, stream)
 
     def _leave_home(self, group: Group) -> None:
-        if group.stream not in group.ready_on and group.parcel is not None and group.parcel.lent is not None:
+        if group.stream not in group.ready_on and group.parcel is not None and group.parcel.returned is not None:
             # The lane may still write into the buffer; the stream that gets this memory next must not.
-            lent = group.parcel.lent
-            event = lent.settled() if isinstance(lent, Asked) else lent
+            returned = group.parcel.returned
+            event = returned.settled() if isinstance(returned, PromisedEvent) else returned
             if event is not None:
                 self._wait(event, "h2d", group.stream)
         group.buffer = None
@@ -374,7 +375,7 @@ class Engine:
             filled = group.parcel.filled
             if isinstance(group.parcel, DirectParcel):
                 group.parcel.dropped = True  # so that the rest of it is not written
-            event = filled.settled() if isinstance(filled, Asked) else filled
+            event = filled.settled() if isinstance(filled, PromisedEvent) else filled
             if event is not None:
                 self.compute.outlast(event, group.stream)
         self.tensors.let_go(group.members, self.empty)  # which the period's list of storages knows until its end

@@ -25,7 +25,7 @@ class Parcel:
         Where it lies in DRAM.
     after : sequence of Event
         To be passed before anything is written into `block`.
-    filled, lent : Event or None
+    filled, returned : Event or None
         The last copy into the block, and the last out of it; set by the engine.
     """
 
@@ -34,7 +34,7 @@ class Parcel:
     block: DramBlock | None = None
     after: Sequence[Event] = ()
     filled: Event | None = None
-    lent: Event | None = None
+    returned: Event | None = None
     extent: NvmeExtent | None = None
     writing: Future[None] | None = None
     reading: Future[None] | None = None

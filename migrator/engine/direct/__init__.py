@@ -19,12 +19,13 @@ from functools import partial
 import torch
 
 from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.migrator.engine.direct.parcel import Asked, Chunk, DirectParcel, Source, cut
+from torch_tiers.migrator.engine.direct.parcel import Chunk, DirectParcel, Source, cut
 from torch_tiers.migrator.engine.direct.reader import Read, Reader
-from torch_tiers.migrator.engine.direct.ring import Ring
 from torch_tiers.migrator.engine.direct.writer import Write, Writer
 from torch_tiers.migrator.lanes import Event, Lane
+from torch_tiers.migrator.lanes.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import HOST
 
@@ -93,13 +94,13 @@ class Direct:
             chunks = None if self._closed else self._chunks(nbytes)
             if chunks is None:
                 return None
-            parcel = DirectParcel(nbytes, chunks, Asked("gds_write"))
+            parcel = DirectParcel(nbytes, chunks, PromisedEvent("gds_write"))
             self._writer.jobs.put(Write(parcel, cut(sources, chunks), after, parcel.filled))
             self._counters.groups += 1
         return parcel
 
     def read(self, parcel: DirectParcel, buffer: torch.Tensor, after: Sequence[Event]) -> None:
-        """Start to read a parcel into `buffer`, which is written to once `after` is passed; see `DirectParcel.lent`.
+        """Start to read a parcel into `buffer`, once `after` is passed; `DirectParcel.returned` tells when it is there.
 
         Raises
         ------
@@ -109,10 +110,10 @@ class Direct:
         with self._lock:
             if self._closed:
                 raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
-            parcel.lent = asked = Asked("gds_read")
-            self._reader.jobs.put(Read(parcel, buffer, after, asked))
+            parcel.returned = promised = PromisedEvent("gds_read")
+            self._reader.jobs.put(Read(parcel, buffer, after, promised))
 
-    def there(self, asked: Asked) -> Event | None:
+    def there(self, promised: PromisedEvent) -> Event | None:
         """Block the host until a lane was asked for all copies, which counts as a stall; the event of the last one.
 
         Raises
@@ -120,10 +121,10 @@ class Direct:
         StoreError
             If the drives do not give back what was written.
         """
-        if asked.is_there:
-            return asked.event()
-        with self._counters.waiting(asked.lane):
-            return asked.event()
+        if promised.is_there:
+            return promised.event()
+        with self._counters.waiting(promised.lane):
+            return promised.event()
 
     def drop(self, parcel: DirectParcel) -> None:
         """Forget a parcel, also while it is on its way."""

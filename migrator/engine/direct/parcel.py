@@ -1,8 +1,7 @@
-"""A parcel of the direct way: the bytes of one group, in chunks, and what its threads will have asked lanes for."""
+"""A parcel of the direct way: the bytes of one group, in chunks."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,62 +10,8 @@ from typing import NamedTuple
 import torch
 
 from torch_tiers.allocator.nvme.store import NvmeExtent
-from torch_tiers.migrator.lanes import Event, Piece
-
-
-class Asked:
-    """An event that is not there yet: a thread of the direct way will ask a lane for it.
-
-    Attributes
-    ----------
-    lane : str
-        What is waited for with it.
-    """
-
-    def __init__(self, lane: str) -> None:
-        self.lane = lane
-        self._is_there = threading.Event()
-        self._event: Event | None = None
-        self._error: BaseException | None = None
-
-    def set(self, event: Event | None) -> None:
-        """The lane was asked for the last copy; None if there was nothing to copy."""
-        self._event = event
-        self._is_there.set()
-
-    def fail(self, error: BaseException) -> None:
-        """The lane was not asked for all copies, because of `error`, and carries none of them out any more."""
-        self._error = error
-        self._is_there.set()
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the thread is through with it."""
-        return self._is_there.is_set()
-
-    def event(self) -> Event | None:
-        """Block the host until the lane was asked; the event of the last copy."""
-        self._is_there.wait()
-        if self._error is not None:
-            raise self._error
-        return self._event
-
-    def settled(self) -> Event | None:
-        """Block the host until it is known what became of it; the event of the last copy, if all were asked for."""
-        self._is_there.wait()
-        return None if self._error is not None else self._event
-
-    def query(self) -> bool:
-        """Whether the copies are over; raises what kept the lane from being asked."""
-        if not self.is_there:
-            return False
-        event = self.event()
-        return event is None or event.query()
-
-    def synchronize(self) -> None:
-        """Block the host until they are."""
-        if (event := self.event()) is not None:
-            event.synchronize()
+from torch_tiers.migrator.lanes import Piece
+from torch_tiers.migrator.lanes.promised import PromisedEvent
 
 
 @dataclass(eq=False, slots=True)
@@ -98,9 +43,9 @@ class DirectParcel:
 
     Attributes
     ----------
-    filled : Asked
+    filled : PromisedEvent
         The copies out of the program's memory.
-    lent : Asked or None
+    returned : PromisedEvent or None
         The last copies into a buffer.
     dropped : bool
         Nobody needs the bytes any more.
@@ -108,14 +53,14 @@ class DirectParcel:
 
     nbytes: int
     chunks: tuple[Chunk, ...]
-    filled: Asked
-    lent: Asked | None = None
+    filled: PromisedEvent
+    returned: PromisedEvent | None = None
     dropped: bool = False
 
     def in_use(self) -> bool:
         """Whether a thread or a drive still works on it."""
-        asked = self.filled if self.lent is None else self.lent
-        return not asked.is_there or not all(chunk.stored.done() for chunk in self.chunks)
+        last = self.filled if self.returned is None else self.returned
+        return not last.is_there or not all(chunk.stored.done() for chunk in self.chunks)
 
 
 class Source(NamedTuple):

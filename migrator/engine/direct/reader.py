@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 
 from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.migrator.engine.direct.parcel import Asked, Chunk, DirectParcel
-from torch_tiers.migrator.engine.direct.ring import Ring
+from torch_tiers.migrator.engine.direct.parcel import Chunk, DirectParcel
 from torch_tiers.migrator.lanes import Event, Lane, whole
+from torch_tiers.migrator.lanes.promised import PromisedEvent
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +27,7 @@ class Read:
     parcel: DirectParcel
     buffer: torch.Tensor
     after: Sequence[Event]
-    asked: Asked
+    promised: PromisedEvent
     error: BaseException | None = None  # the first of its chunks
 
 
@@ -130,22 +131,22 @@ class Reader:
 
     def _answer(self, job: Read, last: Event | None) -> None:
         if job.error is None:
-            job.asked.set(last)
+            job.promised.set(last)
             return
         for copy, _ in self._landed:  # nothing writes into the buffer once the failure is known
-            _outlast(copy)
-        job.asked.fail(job.error)
+            _has_succeeded(copy)
+        job.promised.fail(job.error)
 
     def _empty(self) -> None:
         event, slot = self._landed.popleft()
-        if _outlast(event):
+        if _has_succeeded(event):
             self._ring.give(slot)
         else:  # the lane may still read it
             self._lost += 1
 
 
-def _outlast(event: Event) -> bool:
-    """Wait for a copy; False if that failed, as it does where the device has."""
+def _has_succeeded(event: Event) -> bool:
+    """Wait for a copy; False if it failed, as it does where the device has."""
     try:
         event.synchronize()
     except Exception:  # whoever waits for the buffer is told; this thread goes on

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.migrator.engine.direct.parcel import Asked, Chunk, DirectParcel, Source, into
-from torch_tiers.migrator.engine.direct.ring import Ring
+from torch_tiers.migrator.engine.direct.parcel import Chunk, DirectParcel, Source, into
 from torch_tiers.migrator.lanes import Event, Lane
+from torch_tiers.migrator.lanes.promised import PromisedEvent
 
 log = logging.getLogger("tiers")
 
@@ -25,7 +26,7 @@ class Write(NamedTuple):
     parcel: DirectParcel
     sources: list[list[Source]]
     after: Sequence[Event]
-    asked: Asked
+    promised: PromisedEvent
 
 
 class Writer:
@@ -57,7 +58,9 @@ class Writer:
             self._write(*job)
             del job
 
-    def _write(self, parcel: DirectParcel, sources: list[list[Source]], after: Sequence[Event], asked: Asked) -> None:
+    def _write(
+        self, parcel: DirectParcel, sources: list[list[Source]], after: Sequence[Event], promised: PromisedEvent
+    ) -> None:
         last: Event | None = None
         begun = 0
         try:
@@ -66,24 +69,24 @@ class Writer:
                     break
                 slot = self._ring.take()
                 try:
-                    # Out of the list at once: whoever waits for `asked` may look whether the sources are free.
+                    # Out of the list at once: whoever waits for `promised` may look whether the sources are free.
                     last = self._lane.copy(into(slot, sources.pop(0)), after)
                 except BaseException:
                     self._ring.give(slot)
                     raise
                 begun += 1
                 if begun == len(parcel.chunks):
-                    asked.set(last)
+                    promised.set(last)
                 self._store(chunk, slot, last)
         except BaseException as error:  # belongs to who waits
-            if not asked.is_there:
+            if not promised.is_there:
                 sources.clear()
-                asked.fail(error)
+                promised.fail(error)
         for chunk in parcel.chunks[begun:]:
             chunk.stored.set_result(None)  # nobody will read it
         sources.clear()
-        if not asked.is_there:
-            asked.set(last)
+        if not promised.is_there:
+            promised.set(last)
 
     def _store(self, chunk: Chunk, slot: torch.Tensor, filled: Event) -> None:
         """Hand a slot to the store once it is filled. It goes back to the ring when its bytes are safe."""

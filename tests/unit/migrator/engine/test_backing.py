@@ -351,7 +351,7 @@ def test_a_block_is_not_given_back_while_it_is_read_into(make: Make, arena: Dram
     assert (arena.used, store.used) == (0, 0)
 
 
-@pytest.mark.parametrize("copy", ["filled", "lent"])
+@pytest.mark.parametrize("copy", ["filled", "returned"])
 def test_whoever_gets_a_block_waits_for_the_copy_that_still_touches_it(make: Make, copy: str) -> None:
     backing = make()
     parcels = fill(backing, 8)
@@ -364,7 +364,7 @@ def test_whoever_gets_a_block_waits_for_the_copy_that_still_touches_it(make: Mak
 def test_a_copy_that_is_over_is_not_waited_for(make: Make) -> None:
     backing = make()
     parcels = fill(backing, 8)
-    under_way = parcels[3].lent = HostEvent()
+    under_way = parcels[3].returned = HostEvent()
     backing.drop(parcels[3])
     under_way.set()
     assert list(backing.new(NBYTES, 0).after) == []
@@ -385,7 +385,7 @@ def test_copies_far_behind_the_host_are_not_all_asked_about_with_each_parcel() -
     backing = Backing(arena, None, Counters())
     parcels = [backing.new(PAGE, k) for k in range(count)]
     for parcel in parcels:
-        parcel.filled = parcel.lent = Behind()
+        parcel.filled = parcel.returned = Behind()
         backing.drop(parcel)
     Behind.asked = 0
     more = [backing.new(2 * PAGE, k) for k in range(GUARDS)]
@@ -404,7 +404,7 @@ def test_memory_is_not_read_into_while_a_copy_still_touches_it(make: Make, arena
     settle(backing, parcels)
     assert on_disk_only(parcels[0])
     others = take_all(arena)
-    under_way = parcels[11].lent = HostEvent()
+    under_way = parcels[11].returned = HostEvent()
     backing.drop(parcels[11])
     reads = len(store.reads)
     assert backing.read_ahead(parcels[0])
@@ -577,7 +577,7 @@ def test_a_parcel_that_is_needed_waits_for_a_read_rather_than_fail(make: Make, a
         assert eventually(lambda number=number: len(store.reads) > number)  # type: ignore[misc]
         store.reads[number].set_result(None)
     lending.join(10)
-    assert parcels[8].lent is not None
+    assert parcels[8].returned is not None
 
 
 # -------------------------------------------------------------------------------------- on a real disk

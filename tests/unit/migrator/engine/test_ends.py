@@ -79,21 +79,21 @@ def test_a_group_that_dies_on_its_way_out_makes_nobody_wait(rig: Rig) -> None:
 def test_memory_that_a_lane_still_fills_is_not_reused_before(rig: Rig) -> None:
     held = coming_home(rig)
     assert held.group.parcel is not None
-    lent = held.group.parcel.lent
+    returned = held.group.parcel.returned
     held.die()
     rig.engine.collect()
-    assert lent in [event for event, _ in rig.compute.waits]
+    assert returned in [event for event, _ in rig.compute.waits]
 
 
 def test_a_block_that_a_lane_still_reads_is_guarded(rig: Rig) -> None:
     rig = Rig(dram=PAGE)
     held = coming_home(rig)
     assert held.group.parcel is not None
-    lent = held.group.parcel.lent
+    returned = held.group.parcel.returned
     held.die()
     rig.sent()
     _, after, _ = rig.out.jobs[-1]
-    assert lent in after
+    assert returned in after
     rig.back.run()
     rig.close()
 
