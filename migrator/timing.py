@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 from torch_tiers.allocator.sizes import MiB
@@ -21,6 +22,7 @@ from torch_tiers.migrator.trace import Recipe, Region, Trace
 Timed = TypeVar("Timed", Recipe, Region)
 
 LARGE = 64 * MiB  # of an operation's result: past what caches hold, and longer than a call takes
+SEVERAL = 3  # of a kind, of which the one in the middle tells what they take
 CALL = 5e-6  # seconds between two kernels
 PRODUCT = re.compile(r"\w*(?:mmBackward0|ConvolutionBackward0)(?:\[.*?\])?")
 """Matrix products and convolutions in a formula's name; a convolution is named with its shapes."""
@@ -96,7 +98,26 @@ def alike(trace: Trace) -> Trace:
         {region.path: region for region in trace.regions},
         lambda path, region: (region.end - region.begin, region.input_bytes, saved[path]),
     )
-    return replace(trace, recipes=recipes, regions=tuple(regions.values()))
+    seen = replace(trace, recipes=recipes, regions=tuple(regions.values()))
+    return seen if trace.clocks is None else seen.on(replace(trace.clocks, host=_host_alike(trace, trace.clocks)))
+
+
+def _host_alike(trace: Trace, clocks: Clocks) -> tuple[float, ...]:
+    """The host's seconds, in no stretch more than what most of its kind take, at the same place of other layers.
+
+    What makes one longer while a period is recorded is a queue that is full, or memory that is asked for anew.
+    """
+    kinds: dict[int, Hashable] = {}
+    for site in trace.sites:
+        path, _, number = site.key.rpartition(":")
+        layer = re.sub(r"\d+", "", path), number
+        kinds |= {site.birth: ("saved", *layer)}
+        kinds |= {use: ("used", count, *layer) for count, use in enumerate(site.uses)}
+    of_kind: dict[Hashable, list[float]] = {}
+    for at, kind in kinds.items():
+        of_kind.setdefault(kind, []).append(clocks.host[at])
+    usual = {kind: median(seconds) for kind, seconds in of_kind.items() if len(seconds) >= SEVERAL}
+    return tuple(min(seconds, usual.get(kinds.get(at), math.inf)) for at, seconds in enumerate(clocks.host))
 
 
 def _by_the_byte(recipes: Mapping[int, Recipe], nbytes: Mapping[int, int]) -> dict[int, Recipe]:

@@ -153,7 +153,10 @@ class Saver(OnStack):
         # here, and in `leave`, is a tenth of a millisecond of a step.
         modules, place = self.modules, self.place
         node = modules.nodes.get(id(module))
-        if node is None or place.recording or not modules.stack:
+        if place.recording:
+            with self._between():
+                self._enter(module, args)
+        elif node is None or not modules.stack:
             self._enter(module, args)
         else:
             modules.stack.append(place.here)
@@ -195,7 +198,8 @@ class Saver(OnStack):
         place, stack = self.place, self.modules.stack
         if place.recording:
             if named is not None and not self.modules.within_compiled:
-                self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
+                with self._between():
+                    self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
         elif self._agenda.normalises:
             note_epsilon(module, output)
         if stack:
@@ -305,6 +309,17 @@ class Saver(OnStack):
         for mover in self.armed_movers:
             if mover.recorder is not None:
                 mover.recorder.arrive()
+
+    @contextmanager
+    def _between(self) -> Iterator[None]:
+        """What is done inside takes the host time that is not the program's; nothing of it is recorded."""
+        self._arrive()
+        try:
+            yield
+        finally:
+            for mover in self.armed_movers:
+                if mover.recorder is not None:
+                    mover.recorder.depart()
 
     # ------------------------------------------------------------------------------------- hooks
 

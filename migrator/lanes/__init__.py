@@ -178,7 +178,10 @@ class Meter(Protocol):
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
 
     def arrive(self) -> None:
-        """The host came from the program to us; see `resume`."""
+        """The host came from the program to us: what it does until it departs is not the program's."""
+
+    def depart(self) -> None:
+        """The host goes on with the program, as it does after `resume`, too."""
 
     def part(self, resident: int) -> None:
         """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then."""

@@ -9,7 +9,7 @@ be *held* back, again and again, so that the host is always ahead of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 HOLD = 5e-3  # seconds for which the device is held back at once: as many launches as its queue takes
+BEHIND, IDLE = 5e-4, 1e-4  # seconds by which a device is behind for certain, and by which it is not
 NEAR = 8  # ticks: when the device has passed the last but so many, it is held back
 
 
@@ -68,6 +69,9 @@ class HostMeter:
     def arrive(self) -> None:
         """There is one clock."""
 
+    def depart(self) -> None:
+        """There is one clock."""
+
     def part(self, resident: int) -> None:
         """Nothing here measures memory."""
 
@@ -111,9 +115,7 @@ class CudaMeter:
             compute.hold_up(HOLD)  # before the period begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
-        self._issued: list[float] = []  # the host's own seconds, at each tick
-        self._issuing = 0.0  # the same, so far
-        self._since: float | None = time.perf_counter()  # when the program went on; None while it is we who work
+        self._host = _Host(self._begin)
         self._others: list[tuple[int, int]] = []  # of a stretch: the most in its parts, and after the last of them
         self._left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
         self._gaps: list[tuple[float, float]] = []  # the same in seconds, once the period is over
@@ -138,28 +140,31 @@ class CudaMeter:
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
         self.arrive()
-        self._issued.append(self._issuing)
         # Into a graph that is being captured no event of ours may go.
         capturing = self._compute.capturing()
-        self._ticks.append(self._ticks[-1] if capturing and self._ticks else self.mark())
+        tick = self._ticks[-1] if capturing and self._ticks else self.mark()
+        self._ticks.append(tick)
         self._others.append(self._stretch(resident))
-        if self._held and not capturing:
-            self._hold_back()
-        self._since = time.perf_counter()  # at the latest; who resumes later has it start later
+        if self._held and not capturing and self._ticks[-NEAR:][0].query():
+            tick = self._hold_back()
+        self._host.stretch_over(tick)
+        self.depart()  # at the latest: who departs once more has the program go on from then
 
     def arrive(self) -> None:
-        """The host came from the program to us: what it does from now on until `resume` is not the program's."""
-        if self._since is not None:
-            self._issuing += time.perf_counter() - self._since
-            self._since = None
+        """The host came from the program to us: what it does from now on, until it departs, is not the program's."""
+        self._host.arrive()
 
-    def _hold_back(self) -> None:
-        """Hold the device up if it has come near to the host, which then gets ahead again."""
-        if not self._ticks[-NEAR:][0].query():
-            return
+    def depart(self) -> None:
+        """The host goes on with the program."""
+        self._host.depart()
+
+    def _hold_back(self) -> TimedEvent:
+        """Hold the device, which has come near to the host, so that the host gets ahead again; when that is over."""
         start = self.mark()
         self._compute.hold_up(HOLD)
-        self._left_out.append((start, self.mark()))
+        over = self.mark()
+        self._left_out.append((start, over))
+        return over
 
     def part(self, resident: int) -> None:
         """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then.
@@ -186,7 +191,7 @@ class CudaMeter:
         """
         self._highest = self._parted = 0
         self._compute.lap(with_present=brought)
-        self._since = time.perf_counter()
+        self.depart()
 
     def abandon(self) -> None:
         """Nobody wants to know what the period takes: waits are left out of nothing any more."""
@@ -204,7 +209,7 @@ class CudaMeter:
         finally:
             self._left_out.append((start, self.mark()))
             self._compute.lap()
-            self._since = time.perf_counter()
+            self.depart()
 
     def most(self) -> int:
         """The most bytes in use since this was last called, aside."""
@@ -228,13 +233,77 @@ class CudaMeter:
         )
         end = self.mark()
         end.synchronize()
+        now = time.perf_counter()
+        self._host.stretch_over(end)
         for start, over in self._left_out:
             over.synchronize()  # another stream's may lie behind the end
             self._gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
         *times, seconds = without(self._gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
         device = tuple(max(0.0, after - before) for before, after in pairwise((0.0, *times, seconds)))
-        host = tuple(after - before for before, after in pairwise((0.0, *self._issued, self._issuing)))
-        return Measures(tuple(times), seconds, others, Clocks(device, host))
+        host, joins = self._host.told(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
+        return Measures(tuple(times), seconds, others, Clocks(device, host, joins))
+
+
+class _Host:
+    """The host's clock: when it was with the program in each stretch, and whether it waited for the device there."""
+
+    def __init__(self, begin: TimedEvent) -> None:
+        self._since: float | None = time.perf_counter()  # when the program went on; None while it is we who work
+        self._own = 0.0  # seconds of this stretch
+        self._behind = begin  # what the device had yet to pass as the stretch began
+        self._began, self._ended = self._since, self._since
+        self._stretches: list[_Stretch] = []
+
+    def arrive(self) -> None:
+        if self._since is not None:
+            self._ended = time.perf_counter()
+            self._own += self._ended - self._since
+            self._since = None
+
+    def depart(self) -> None:
+        self._since = time.perf_counter()
+        if not self._own:
+            self._began = self._since
+
+    def stretch_over(self, behind: TimedEvent) -> None:
+        """The next one begins, at the event after which the device has what is issued in it."""
+        self._stretches.append(_Stretch(self._own, self._began, self._ended, self._behind))
+        self._own, self._behind = 0.0, behind
+
+    def told(
+        self, device: Sequence[float], when: Callable[[TimedEvent], float], ticks: Sequence[TimedEvent]
+    ) -> tuple[tuple[float, ...], frozenset[int]]:
+        """The host's own seconds in each stretch, and the stretches in which it waited for the device.
+
+        It did where the device was behind as the stretch began, and had nothing to do any more as it ended. Of what the
+        host did meanwhile only that counts which the device did not hide.
+
+        Parameters
+        ----------
+        device : sequence of float
+            Seconds of the device's in each stretch.
+        when : callable
+            When the device passed an event, on the host's clock.
+        ticks : sequence of event
+            The end of each stretch.
+        """
+        own, joins = [], set()
+        for number, (stretch, busy, tick) in enumerate(zip(self._stretches, device, ticks, strict=True)):
+            behind = when(stretch.behind) - stretch.began
+            waited = behind > BEHIND and when(tick) - stretch.ended < IDLE
+            own.append(max(0.0, stretch.own - behind - busy) if waited else stretch.own)
+            if waited:
+                joins.add(number)
+        return tuple(own), frozenset(joins)
+
+
+class _Stretch(NamedTuple):
+    """What the host did from one position to the next: for how many seconds, from when to when, behind which event."""
+
+    own: float
+    began: float
+    ended: float
+    behind: TimedEvent
 
 
 def without(gaps: list[tuple[float, float]], times: list[float]) -> list[float]:

@@ -147,6 +147,11 @@ class Recorder:
         if self._meter is not None:
             self._meter.arrive()
 
+    def depart(self) -> None:
+        """The host goes on with the program; nothing was recorded meanwhile."""
+        if self._meter is not None:
+            self._meter.depart()
+
     def resume(self, *, brought: bool = False) -> None:
         """The program goes on from the position that it has reached, for which something was `brought` back."""
         if self._meter is not None:
