@@ -21,6 +21,8 @@ LANES = {
     "h2d": "DRAM to HBM",
     "disk_write": "DRAM to NVMe",
     "disk_read": "NVMe to DRAM",
+    "gds_write": "HBM to NVMe",
+    "gds_read": "NVMe to HBM",
 }
 EIGHTHS = " ▏▎▍▌▋▊▉"
 

@@ -15,6 +15,7 @@ from benchmarks import demo as demo_module
 from benchmarks.demo import Demo, DemoError, Training, choose_budget, main, read_stats, run_demo, train
 from benchmarks.demo_report import bar, render
 from torch_tiers.allocator.sizes import PAGE, MiB
+from torch_tiers.migrator.links import LANES
 
 STATS = {
     "device": "cpu",
@@ -24,7 +25,8 @@ STATS = {
     "periods": 2,
     "steps": 2,
     "peak": {"hbm": 59 * MiB, "dram": 20 * MiB, "nvme": 0},
-    "moved": {"d2h": 80 * MiB, "h2d": 80 * MiB, "disk_write": 40 * MiB, "disk_read": 40 * MiB},
+    "moved": dict.fromkeys(LANES, 0)
+    | {"d2h": 80 * MiB, "h2d": 80 * MiB, "disk_write": 40 * MiB, "disk_read": 40 * MiB, "gds_write": 24 * MiB},
     "groups": 4,
     "stalls": {"read from disk": {"count": 3, "seconds": 0.0125}},
     "unmanaged_bytes": 0,
@@ -67,7 +69,7 @@ def test_a_loss_that_differs_is_marked_and_counted() -> None:
 def test_peaks_budgets_lanes_times_and_stalls_are_shown() -> None:
     text = shown(demo(["5.5", "5.25"]))
     for expected in (
-        *("60.0 MiB", "off", "d2h", "disk_read", "80.0 MiB", "20.0 MiB"),
+        *("60.0 MiB", "off", "d2h", "disk_read", "80.0 MiB", "20.0 MiB", *LANES, "24.0 MiB"),
         *("110.0 ms", "120.0 ms", "read from disk", "12.5 ms in 3 stalls"),
     ):
         assert expected in text
