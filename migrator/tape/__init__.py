@@ -1,0 +1,9 @@
+"""What operators a program runs, step by step: recorded in C++ while they run.
+
+=============== =====================================================================
+`recorder`      `load` it; `Recorder.begin` and `end` a period
+`tape`          what a period was, as plain data
+`check`         whether it can be believed, with the PyTorch that is installed
+`native`        the recorder itself, built for that PyTorch
+=============== =====================================================================
+"""

@@ -1,0 +1,126 @@
+"""Whether the recorder sees what this version of PyTorch runs, told by a small program when it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.migrator.tape.tape import Tape
+
+if TYPE_CHECKING:
+    from torch_tiers.migrator.tape.recorder import Recorder
+
+Call = tuple[str, list[tuple[int, ...]]]
+
+SHOWN_TO_MODES_ALONE = "aten::detach"
+"""PyTorch shows it to a mode wherever it copies a tensor's head, with no operator run."""
+
+IN_PLACE_WITHOUT_MODES = {"aten::add_.Tensor": "aten::add.Tensor"}
+"""Where backward adds up gradients it does so in place, but not under a mode."""
+
+
+class Untrue(TiersError):
+    """What was recorded is not what ran."""
+
+
+class Listing(TorchDispatchMode):
+    """Lists operators and the shapes of what they return, in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operator."""
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        self.calls.append((name, [tuple(each.shape) for each in tree_leaves(result) if isinstance(each, Tensor)]))
+        return result
+
+
+def comparable(calls: Iterable[Call]) -> list[Call]:
+    """What a mode and the recorder have in common."""
+    return [(IN_PLACE_WITHOUT_MODES.get(name, name), shapes) for name, shapes in calls if name != SHOWN_TO_MODES_ALONE]
+
+
+def listed(tape: Tape) -> list[Call]:
+    """A tape's operators, as `Listing` has them."""
+    return [
+        (each.name, [value.form.sizes for value in each.outputs if value.form and value.form.sizes is not None])
+        for each in tape.operators
+    ]
+
+
+def check(recorder: Recorder) -> None:
+    """Compare operators and bits with recording, and without.
+
+    Raises
+    ------
+    Untrue
+        If they differ, or the program fails.
+    """
+    if recorder.is_recording:
+        raise Untrue("operators are recorded already")
+    try:
+        with ExitStack() as stack:
+            _as_ever(stack)
+            expected = _program()
+            listing = Listing()
+            with listing:
+                _program()
+            recorder.begin()
+            try:
+                found = _program()
+            finally:
+                tape = recorder.end()
+    except RuntimeError as error:
+        raise Untrue(f"operators cannot be recorded: {error}") from error
+    if tape is None or tape.broken is not None:
+        raise Untrue(f"operators cannot be recorded: {tape and tape.broken}")
+    calls, expected_calls = comparable(listed(tape)), comparable(listing.calls)
+    if calls != expected_calls:
+        raise Untrue(f"operators are not recorded as they run: {_first_difference(calls, expected_calls)}")
+    if not all(map(torch.equal, found, expected)):
+        raise Untrue("operators compute something else while they are recorded")
+
+
+def _as_ever(stack: ExitStack) -> None:
+    """Whatever the program has set, or is in the middle of."""
+    stack.enter_context(torch.inference_mode(mode=False))
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(torch.autocast("cpu", enabled=False))
+    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+    stack.enter_context(torch.device("cpu"))
+
+
+def _program() -> list[Tensor]:
+    """A forward and a backward that draw nothing from a generator of the program's."""
+    weight = torch.arange(48, dtype=torch.float32).reshape(6, 8).sub(20).div(40).requires_grad_()
+    image = torch.arange(2 * 2 * 6 * 6, dtype=torch.float32).reshape(2, 2, 6, 6).sin()
+    kernel = torch.arange(36, dtype=torch.float32).reshape(2, 2, 3, 3).cos().requires_grad_()
+    generator = torch.Generator().manual_seed(1)
+    x = F.relu(F.conv2d(image, kernel, padding=1), inplace=True).flatten(1)[:, :8]
+    x = x * torch.bernoulli(torch.full_like(x, 0.5), generator=generator)
+    heads = F.linear(x, weight).view(2, 3, 1, 2)
+    out = F.scaled_dot_product_attention(heads, heads, heads)
+    first, second = torch.cat([out, out], dim=-1).chunk(2, dim=1) if out.shape[1] % 2 == 0 else (out, out)
+    loss = F.layer_norm(first + second.sigmoid(), (2,)).pow(2).sum() + 1
+    loss.backward()
+    assert weight.grad is not None and kernel.grad is not None
+    return [loss.detach(), weight.grad, kernel.grad]
+
+
+def _first_difference(found: list[Call], expected: list[Call]) -> str:
+    for number, (one, other) in enumerate(zip(found, expected, strict=False)):
+        if one != other:
+            return f"the {number}th is {one}, and not {other}"
+    return f"{len(found)} of {len(expected)}"

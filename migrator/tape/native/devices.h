@@ -1,0 +1,79 @@
+// What is asked of a device while an operator is recorded, by the interfaces that do without its headers: the stream
+// that it runs on, whether that is captured into a graph, and where its random numbers are.
+#pragma once
+
+#include <ATen/Context.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <dlfcn.h>
+
+#include <mutex>
+
+namespace {
+
+using Guard = c10::impl::DeviceGuardImplInterface;
+
+const Guard *guard_of(c10::Device device) {
+  return c10::impl::device_guard_impl_registry[size_t(device.type())].load();
+}
+
+// torch 2.11 has no way to ask this of any device: the symbols of CUDA's own are looked up. They are there, if a CUDA
+// stream is.
+struct Captures {
+  using Native = void *(*)(const c10::Stream *);  // c10::cuda::CUDAStream::stream, which holds nothing but a stream
+  using Ask = int (*)(void *, int *);             // cudaStreamIsCapturing
+  Native native = nullptr;
+  Ask ask = nullptr;
+
+  Captures() {
+    for (const char *library : {"libc10_cuda.so", "libc10_hip.so"})
+      if (void *handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD)) {
+        native = reinterpret_cast<Native>(dlsym(handle, "_ZNK3c104cuda10CUDAStream6streamEv"));
+        ask = reinterpret_cast<Ask>(dlsym(handle, "cudaStreamIsCapturing"));  // of what it was linked to
+        if (native && ask) return;
+      }
+  }
+
+  // Where it cannot be told, it may be: what is captured must not be taken for what ran.
+  bool operator()(const c10::Stream &stream) const {
+    int status = 0;
+    return !native || !ask || ask(native(&stream), &status) != 0 || status != 0;
+  }
+};
+
+template <typename Interface>
+bool is_capturing(const Interface &guard, const c10::Stream &stream) {
+  if (stream.id() == 0) return false;  // nobody may capture the default stream
+  if constexpr (requires { guard.isStreamCapturing(stream); }) {
+    return guard.isStreamCapturing(stream);
+  } else {
+    static const Captures captures;
+    return stream.device_type() == c10::DeviceType::CUDA && captures(stream);
+  }
+}
+
+// Where a generator is before an operator draws from it.
+struct Drawn {
+  uint32_t call = 0;
+  int8_t device_type = 0, device_index = -1;
+  bool by_default = false;  // the device's own, not one that was given
+  uint64_t seed = 0, offset = 0;
+  at::Tensor state;  // of a generator on the host, whose seed and offset do not tell where it is
+};
+
+Drawn state_of(const at::Generator &generator, bool with_state) {
+  Drawn drawn;
+  const c10::Device device = generator.device();
+  drawn.device_type = int8_t(device.type());
+  drawn.device_index = device.index();
+  at::Generator &own = const_cast<at::Generator &>(generator);
+  std::lock_guard<std::mutex> lock(own.mutex());
+  drawn.seed = own.current_seed();
+  if (device.is_cpu()) {
+    if (with_state) drawn.state = own.get_state();
+  } else {
+    drawn.offset = own.get_offset();
+  }
+  return drawn;
+}
+
+}  // namespace

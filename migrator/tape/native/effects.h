@@ -1,0 +1,128 @@
+// What an operator does besides making its outputs: what it writes, whether it draws random numbers, whether the host
+// waits for it. Told from its schema and its tags, once, and kept with the operator.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+// When the host waits for the device, or reads what that has computed.
+enum class Waits : uint8_t { kNever, kAlways, kIfMasked, kIfItCopiesBetweenDevices };
+
+struct Effects {
+  std::string name;  // "aten::add.Tensor"
+  size_t arguments = 0, returns = 0;
+  std::vector<bool> written;  // for each argument, whether the bytes of its tensors change
+  bool writes = false;        // whether one of them is
+  bool is_aten = false;       // PyTorch's own, which nobody takes away and defines anew
+  bool random = false, collective = false;
+  // A view of the kind that changes its own argument: the tensor lies elsewhere afterwards, and no byte has changed.
+  bool moves_the_tensor = false;
+  // Kernels of others may bump a version as often as they like.
+  bool counts_versions = false;
+  Waits waits = Waits::kNever;
+  int device = -1, non_blocking = -1, generator = -1;  // where these arguments are; -1: there is none
+};
+
+template <size_t size>
+bool is_among(std::string_view name, const std::string_view (&names)[size]) {
+  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+}
+
+bool begins_with_one_of(std::string_view name, const auto &prefixes) {
+  return std::any_of(std::begin(prefixes), std::end(prefixes),
+                     [&](std::string_view prefix) { return name.starts_with(prefix); });
+}
+
+// Their running statistics change where they train, and their schemas do not say so.
+constexpr std::string_view kWritesStatistics[] = {"aten::native_batch_norm", "aten::cudnn_batch_norm",
+                                                  "aten::miopen_batch_norm", "aten::_batch_norm_impl_index"};
+
+// What their schemas say is written is not: it is looked at, or lent to a stream.
+constexpr std::string_view kWritesNothing[] = {"aten::record_stream", "aten::rename_", "aten::_fw_primal"};
+
+// That read on the host what was computed, and have no tag that says so.
+constexpr std::string_view kReads[] = {"aten::_linalg_check_errors", "aten::_nested_tensor_storage_offsets"};
+
+constexpr std::string_view kTakesMasks[] = {"aten::index", "aten::index_put", "aten::index_put_",
+                                            "aten::_index_put_impl_", "aten::_unsafe_index"};
+
+constexpr std::string_view kCopies[] = {"aten::copy_", "aten::_to_copy", "aten::_copy_from"};
+
+constexpr std::string_view kCollectives[] = {
+    "c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::", "symm_mem::"};
+
+Effects effects_of(const c10::OperatorHandle &op) {
+  const auto &schema = op.schema();
+  const std::string base = schema.name();
+  Effects effects;
+  effects.name = schema.overload_name().empty() ? base : base + "." + schema.overload_name();
+  effects.arguments = schema.arguments().size();
+  effects.returns = schema.returns().size();
+  effects.is_aten = base.starts_with("aten::");
+  effects.counts_versions = !effects.is_aten;
+  effects.collective = begins_with_one_of(base, kCollectives);
+  effects.random = op.hasTag(at::Tag::nondeterministic_seeded);
+  effects.moves_the_tensor = op.hasTag(at::Tag::inplace_view);
+  const bool is_quiet = effects.moves_the_tensor || is_among(base, kWritesNothing);
+  const bool keeps_statistics = is_among(base, kWritesStatistics);
+  effects.written.resize(effects.arguments);
+  for (size_t index = 0; index < effects.arguments; ++index) {
+    const auto &argument = schema.arguments()[index];
+    const auto *alias = argument.alias_info();
+    const bool is_statistics = keeps_statistics && argument.name().starts_with("running_");
+    effects.written[index] = (alias && alias->isWrite() && !is_quiet) || is_statistics;
+    effects.writes |= effects.written[index];
+    if (argument.name() == "device") effects.device = int(index);
+    if (argument.name() == "non_blocking") effects.non_blocking = int(index);
+    if (argument.type()->str().find("Generator") != std::string::npos) effects.generator = int(index);
+  }
+  effects.random |= effects.generator >= 0;
+  if (is_among(base, kTakesMasks))
+    effects.waits = Waits::kIfMasked;
+  else if (is_among(base, kCopies))
+    effects.waits = Waits::kIfItCopiesBetweenDevices;
+  else if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape) ||
+           is_among(base, kReads))
+    effects.waits = Waits::kAlways;
+  return effects;
+}
+
+// Effects by operator. Used under the recorder's lock.
+class Table {
+ public:
+  const Effects &of(const c10::OperatorHandle &op) {
+    auto &known = known_[&op.operator_name()];
+    if (!known || !holds(*known, op)) {
+      if (known) outdated_.push_back(std::move(known));  // a tape may still name it
+      known = std::make_unique<Effects>(effects_of(op));
+    }
+    return *known;
+  }
+
+  // Whether they are still those of the operator that is at this address: a library of the program's may be gone, and
+  // have been made anew.
+  static bool holds(const Effects &effects, const c10::OperatorHandle &op) {
+    if (effects.is_aten) return true;
+    const auto &schema = op.schema();
+    const std::string &base = schema.name(), &overload = schema.overload_name();
+    const size_t size = base.size() + (overload.empty() ? 0 : overload.size() + 1);
+    return effects.arguments == schema.arguments().size() && effects.returns == schema.returns().size() &&
+           effects.name.size() == size && effects.name.starts_with(base) && effects.name.ends_with(overload);
+  }
+
+ private:
+  std::unordered_map<const c10::OperatorName *, std::unique_ptr<Effects>> known_;
+  std::vector<std::unique_ptr<Effects>> outdated_;
+};
+
+}  // namespace

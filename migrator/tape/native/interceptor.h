@@ -1,0 +1,58 @@
+// Where operators come by: one boxed fallback, for a key that belongs to nobody and lies below autograd, autocast and
+// dispatch modes, and above every backend. What it sees is what a dispatch mode sees.
+//
+// The key is included in the thread that records, and autograd takes that along to the threads of its backward. It is
+// excluded while an operator runs, so nothing that one calls comes by. Where it is not included it costs nothing.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "recorder.h"
+
+namespace {
+
+// The one place that names the key. PyTorch reserves it for a mode of fake tensors in C++, which it has not got yet; a
+// version that has one registers its own fallback, and then ours is refused.
+constexpr auto kKey = c10::DispatchKey::Fake;
+
+// Never taken away, not even at the end: other threads may be in it.
+Recorder &recorder() {
+  static Recorder &one = *new Recorder;
+  return one;
+}
+
+void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  Recorder &to = recorder();
+  // Left from a scope that has put back what it found: it is over.
+  if (!to.recording.load(std::memory_order_relaxed)) c10::impl::tls_set_dispatch_key_included(kKey, false);
+  const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+  Open open;
+  // Meta tensors, and fake ones, which run as such, have no bytes.
+  if (keys.has_backend(c10::BackendComponent::MetaBit) || !to.recording.load(std::memory_order_relaxed) ||
+      !to.enter(op, *stack, open)) {
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  try {
+    op.redispatchBoxed(below, stack);
+  } catch (...) {
+    to.leave(*stack, open, true);
+    throw;
+  }
+  to.leave(*stack, open, false);
+}
+
+// For the rest of the process.
+void install() {
+  static bool done = false;
+  if (done) return;
+  auto &dispatcher = c10::Dispatcher::singleton();
+  TORCH_CHECK(!dispatcher.hasBackendFallbackForDispatchKey(kKey), "the key ", kKey, " has a fallback already");
+  auto kernel = c10::KernelFunction::makeFromBoxedFunction<&intercept>();
+  new c10::RegistrationHandleRAII(dispatcher.registerFallback(kKey, std::move(kernel), "the recorder of operators"));
+  done = true;
+}
+
+}  // namespace

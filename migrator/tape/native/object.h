@@ -1,0 +1,88 @@
+// Python's objects here. PyTorch has such helpers, too; its headers for them take twenty seconds to compile.
+#pragma once
+
+#include <torch/csrc/python_headers.h>
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/Tensor.h>
+
+#include <exception>
+#include <memory>
+#include <string>
+
+namespace {
+
+struct Drop {
+  void operator()(PyObject *object) const { Py_DECREF(object); }
+};
+
+using Object = std::unique_ptr<PyObject, Drop>;
+
+// Python knows what went wrong.
+struct InPython : std::exception {};
+
+Object checked(PyObject *object) {
+  if (!object) throw InPython();
+  return Object(object);
+}
+
+Object borrowed(PyObject *object) {
+  Py_INCREF(object);
+  return Object(object);
+}
+
+Object none() { return borrowed(Py_None); }
+Object number(int64_t value) { return checked(PyLong_FromLongLong(value)); }
+Object number(uint64_t value) { return checked(PyLong_FromUnsignedLongLong(value)); }
+Object truth(bool value) { return checked(PyBool_FromLong(value)); }
+Object text(const std::string &value) { return checked(PyUnicode_FromStringAndSize(value.data(), value.size())); }
+
+template <typename... Parts>
+Object tuple(const Parts &...parts) {
+  return checked(PyTuple_Pack(sizeof...(parts), parts.get()...));
+}
+
+template <typename Range, typename Make>
+Object list_of(const Range &range, Make &&make) {
+  Object list = checked(PyList_New(0));
+  for (const auto &each : range)
+    if (PyList_Append(list.get(), make(each).get())) throw InPython();
+  return list;
+}
+
+int64_t integer_of(PyObject *object) {
+  const long long value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred()) throw InPython();
+  return value;
+}
+
+// What a function of the module does; an exception becomes one of Python's.
+template <typename Function>
+PyObject *answer(Function &&function) {
+  try {
+    return Object(function()).release();
+  } catch (const InPython &) {
+  } catch (const c10::Error &error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+  } catch (const std::exception &error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+// The tensor in an object of Python's.
+at::Tensor tensor_of(PyObject *object) {
+  static PyObject *name = PyUnicode_InternFromString("_cdata");
+  static PyObject *base = PyObject_GetAttrString(checked(PyImport_ImportModule("torch._C")).get(), "TensorBase");
+  TORCH_CHECK(base && PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject *>(base)), "a tensor is wanted");
+  // A subclass of the program's is not asked.
+  const auto state = at::impl::PythonTorchFunctionTLS::get_disabled_state();
+  at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  PyObject *address = PyObject_GetAttr(object, name);
+  at::impl::PythonTorchFunctionTLS::set_disabled_state(state);
+  Object held = checked(address);
+  auto *impl = static_cast<c10::TensorImpl *>(PyLong_AsVoidPtr(held.get()));
+  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+}
+
+}  // namespace

@@ -1,0 +1,326 @@
+// The module `tape`: begins and ends periods, and hands over what they were; see `migrator/tape/tape.py`.
+//
+// One source, with the parts in headers of its own, since each that includes PyTorch's takes fifteen seconds to
+// compile, and somebody waits for that. Everything here runs with the interpreter's lock held; the recorder does not
+// need it, and waits for nobody who has it.
+#include <pthread.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+
+#include "interceptor.h"
+#include "object.h"
+
+namespace {
+
+constexpr auto kPeriod = "torch_tiers.migrator.tape.period";
+
+// ------------------------------------------------------------------------------------- what a period was
+
+Object dtype(uint64_t type) { return borrowed(reinterpret_cast<PyObject *>(torch::getTHPDtype(at::ScalarType(type)))); }
+
+Object numbers(const uint64_t *begin, size_t count) {
+  Object out = checked(PyTuple_New(Py_ssize_t(count)));
+  for (size_t index = 0; index < count; ++index)
+    PyTuple_SET_ITEM(out.get(), index, number(int64_t(begin[index])).release());
+  return out;
+}
+
+// The form of the value at `index`: None, or its offset, sizes, strides (all three None if it has none that count),
+// dtype, device, and whether it is conjugated, and negated.
+Object form(const Words &words, size_t index) {
+  const uint64_t word = words[index];
+  const auto code = Code(uint8_t(word));
+  if (code != kTensor && code != kOpaque && code != kNumber) return none();
+  if (code == kOpaque && word == head(kOpaque)) return none();  // a storage alone
+  const size_t dims = code == kTensor ? word >> 32 & 0xFFFF : 0;
+  const auto type = c10::DeviceType(int8_t(word >> 16));
+  Object device = checked(THPDevice_New(c10::Device(type, c10::DeviceIndex(int8_t(word >> 24)))));
+  Object bits = number(int64_t(word >> 48)), of = dtype(uint8_t(word >> 8));
+  if (code == kOpaque) return tuple(none(), none(), none(), of, device, bits);
+  if (code == kNumber) return tuple(number(int64_t(0)), numbers(nullptr, 0), numbers(nullptr, 0), of, device, bits);
+  const uint64_t *sizes = words.data() + index + 2;
+  return tuple(number(int64_t(words[index + 1])), numbers(sizes, dims), numbers(sizes + dims, dims), of, device, bits);
+}
+
+bool is_value(uint64_t word) { return uint8_t(word) >= kTensor; }
+
+// The forms of the values in some of the words.
+Object forms(const Words &words, size_t begin, size_t end) {
+  Object list = checked(PyList_New(0));
+  for (size_t index = begin; index < end; index += 1 + follows(words, index)) {
+    if (!is_value(words[index])) continue;
+    Object item = form(words, index);
+    if (PyList_Append(list.get(), item.get())) throw InPython();
+  }
+  return list;
+}
+
+Object argument(const c10::IValue &value) {
+  if (value.isInt()) return number(value.toInt());
+  if (value.isDouble()) return checked(PyFloat_FromDouble(value.toDouble()));
+  if (value.isBool()) return truth(value.toBool());
+  if (value.isString()) return text(value.toStringRef());
+  if (value.isDevice()) return checked(THPDevice_New(value.toDevice()));
+  if (value.isComplexDouble()) {
+    const auto complex = value.toComplexDouble();
+    return checked(PyComplex_FromDoubles(complex.real(), complex.imag()));
+  }
+  if (value.isList()) return list_of(value.toListRef(), argument);
+  return none();
+}
+
+Object step(const Step &of) {
+  const Effects &effects = *of.effects;
+  Object written = checked(PyList_New(0));
+  for (size_t index = 0; index < effects.arguments; ++index)
+    if (effects.written[index] && PyList_Append(written.get(), number(int64_t(index)).get())) throw InPython();
+  const auto place = [](const std::pair<uint16_t, int32_t> &each) {
+    return tuple(number(int64_t(each.first)), number(int64_t(each.second)));
+  };
+  return tuple(number(of.number), text(effects.name), list_of(of.arguments, argument), list_of(of.places, place),
+               forms(of.words, 1, of.inputs), forms(of.words, of.inputs, of.words.size()), written,
+               truth(effects.random), truth(effects.collective), truth(of.whole));
+}
+
+// As `tape.py` unpacks it.
+struct Packed {
+  uint64_t begun, ran;
+  int64_t stream;
+  uint32_t before, after, step, inputs, inputs_count, outputs, outputs_count, module, thread;
+  int32_t graph_task;
+  uint8_t waits, raised;
+  uint16_t nothing;
+  uint32_t none;
+};
+static_assert(sizeof(Packed) == 72 && sizeof(Use) == 12);
+
+template <typename Item>
+Object bytes(const std::vector<Item> &items) {
+  return checked(PyBytes_FromStringAndSize(reinterpret_cast<const char *>(items.data()), items.size() * sizeof(Item)));
+}
+
+size_t nbytes_of(const Period &period) {
+  constexpr size_t kStorageImpl = sizeof(c10::StorageImpl);  // what a weak reference keeps of a storage that is gone
+  return sizeof(Period) + period.calls.capacity() * sizeof(Call) + period.uses.capacity() * sizeof(Use) +
+         period.storages.nbytes() + period.storages.all().size() * kStorageImpl +
+         period.saves.capacity() * sizeof(Save) + period.save_words.capacity() * sizeof(uint64_t) +
+         period.drawn.capacity() * sizeof(Drawn);
+}
+
+Object contents(const Period &period) {
+  std::unordered_map<const Step *, uint32_t> places;
+  std::vector<const Step *> steps;
+  std::vector<Packed> calls;
+  for (const Call &call : period.calls) {
+    if (!call.step) continue;
+    const auto [found, is_new] = places.emplace(call.step.get(), uint32_t(steps.size()));
+    if (is_new) steps.push_back(call.step.get());
+    calls.push_back({call.begun, call.ran, call.stream, call.before, call.after, found->second, call.inputs,
+                     uint32_t(call.step->places.size()), call.outputs, call.outputs_count, call.module, call.thread,
+                     call.graph_task, call.waits, call.raised, 0, 0});
+  }
+  std::vector<uint64_t> nbytes;
+  for (const Stored &stored : period.storages.all()) nbytes.push_back(stored.nbytes);
+  const auto save = [&](const Save &each) {
+    Object all = forms(period.save_words, each.words, each.words + each.words_count);
+    Object first = PyList_GET_SIZE(all.get()) ? checked(PySequence_GetItem(all.get(), 0)) : none();
+    return tuple(number(int64_t(each.position)), number(int64_t(int32_t(each.use.storage))),
+                 number(int64_t(int32_t(each.use.version))), number(int64_t(each.use.state)), first);
+  };
+  const auto mark = [](const Mark &each) {
+    return tuple(number(int64_t(each.position)), number(each.number), number(each.when));
+  };
+  const auto drawn = [](const Drawn &each) {
+    const auto *state_bytes = each.state.defined() ? static_cast<const char *>(each.state.const_data_ptr()) : nullptr;
+    Object state = state_bytes ? checked(PyBytes_FromStringAndSize(state_bytes, each.state.numel())) : none();
+    const c10::Device device(c10::DeviceType(each.device_type), each.device_index);
+    return tuple(number(int64_t(each.call)), checked(THPDevice_New(device)), truth(each.by_default), number(each.seed),
+                 number(each.offset), state);
+  };
+  Object parts = checked(PyTuple_New(12));
+  size_t next = 0;
+  const auto add = [&](Object part) { PyTuple_SET_ITEM(parts.get(), next++, part.release()); };
+  add(number(int64_t(period.thread)));
+  add(number(period.began));
+  add(number(period.known));
+  add(number(period.structure));
+  add(period.broken ? text(period.broken) : none());
+  add(bytes(calls));
+  add(bytes(period.uses));
+  add(bytes(nbytes));
+  add(list_of(steps, [](const Step *each) { return step(*each); }));
+  add(list_of(period.saves, save));
+  add(list_of(period.marks, mark));
+  add(list_of(period.drawn, drawn));
+  return parts;
+}
+
+Period &period_of(PyObject *capsule) {
+  auto *period = static_cast<Period *>(PyCapsule_GetPointer(capsule, kPeriod));
+  if (!period) throw InPython();
+  return *period;
+}
+
+void drop(PyObject *capsule) { delete static_cast<Period *>(PyCapsule_GetPointer(capsule, kPeriod)); }
+
+Object use(const std::optional<Use> &found) {
+  if (!found) return none();
+  return tuple(number(int64_t(found->storage)), number(int64_t(int32_t(found->version))),
+               number(int64_t(found->state)));
+}
+
+// ------------------------------------------------------------------------------------- functions
+
+// install(): for the rest of the process.
+PyObject *install_(PyObject *, PyObject *) {
+  return answer([&] {
+    install();
+    static bool watched = false;
+    if (!std::exchange(watched, true))
+      pthread_atfork(nullptr, nullptr, [] {
+        c10::impl::tls_set_dispatch_key_included(kKey, false);
+        recorder().forked();
+      });
+    return none();
+  });
+}
+
+// begin(with_states): record what this thread does from now on; whether nobody else is recording.
+PyObject *begin(PyObject *, PyObject *with_states) {
+  return answer([&] {
+    const bool begun = recorder().begin(with_states == Py_True);
+    if (begun) c10::impl::tls_set_dispatch_key_included(kKey, true);
+    return truth(begun);
+  });
+}
+
+// end(): the period that is over, as a capsule; None where none was recorded.
+PyObject *end(PyObject *, PyObject *) {
+  return answer([&] {
+    c10::impl::tls_set_dispatch_key_included(kKey, false);
+    auto period = recorder().end();
+    if (!period) return none();
+    Object capsule = checked(PyCapsule_New(period.get(), kPeriod, drop));
+    (void)period.release();
+    return capsule;
+  });
+}
+
+// pause(): record nothing of this thread until `resume` is given what this returns.
+PyObject *pause(PyObject *, PyObject *) {
+  const bool was = c10::impl::tls_is_dispatch_key_excluded(kKey);
+  c10::impl::tls_set_dispatch_key_excluded(kKey, true);
+  return PyBool_FromLong(was);
+}
+
+PyObject *resume(PyObject *, PyObject *was) {
+  c10::impl::tls_set_dispatch_key_excluded(kKey, was == Py_True);
+  Py_RETURN_NONE;
+}
+
+PyObject *is_recording(PyObject *, PyObject *) { return PyBool_FromLong(recorder().recording); }
+
+// enter(number): the module that is entered.
+PyObject *enter(PyObject *, PyObject *which) {
+  return answer([&] {
+    recorder().module.store(uint32_t(integer_of(which)), std::memory_order_relaxed);
+    return none();
+  });
+}
+
+// position(number): a mark between two operators.
+PyObject *position(PyObject *, PyObject *which) {
+  return answer([&] {
+    recorder().position(integer_of(which));
+    return none();
+  });
+}
+
+// saved(tensor): autograd saves it now; its storage, version and state on the tape, or None.
+PyObject *saved(PyObject *, PyObject *object) {
+  return answer([&] { return use(recorder().saved(tensor_of(object))); });
+}
+
+// unseen(tensor): what no operator has was written to it; to any of them, if None is given.
+PyObject *unseen(PyObject *, PyObject *object) {
+  return answer([&] {
+    const at::Tensor tensor = object == Py_None ? at::Tensor() : tensor_of(object);
+    recorder().unseen(object == Py_None ? nullptr : &tensor);
+    return none();
+  });
+}
+
+// contents(period): all of it, for `tape.py`.
+PyObject *contents_(PyObject *, PyObject *period) {
+  return answer([&] { return contents(period_of(period)); });
+}
+
+// find(period, tensor): its storage, version and state on that tape; None where it is not as it was left.
+PyObject *find(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "find(period, tensor)");
+    return use(period_of(args[0]).find(tensor_of(args[1])));
+  });
+}
+
+// is_alive(period, storage): whether anybody still has that storage.
+PyObject *is_alive(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "is_alive(period, storage)");
+    const Period &period = period_of(args[0]);
+    const auto index = size_t(integer_of(args[1]));
+    TORCH_CHECK(index < period.storages.all().size(), "no such storage");
+    return truth(!period.storages[uint32_t(index)].storage.expired());
+  });
+}
+
+// sizes(period): its calls, its bytes, and the number and the bytes of all steps that are known.
+PyObject *sizes(PyObject *, PyObject *object) {
+  return answer([&] {
+    const Period &period = period_of(object);
+    const auto [steps, bytes] = recorder().steps();
+    return tuple(number(uint64_t(period.calls.size())), number(uint64_t(nbytes_of(period))), number(uint64_t(steps)),
+                 number(uint64_t(bytes)));
+  });
+}
+
+// effects(name, overload): written arguments, whether it is random, whether it is collective, and when the host waits.
+PyObject *effects(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2 && PyUnicode_Check(args[0]) && PyUnicode_Check(args[1]), "effects(name, overload)");
+    const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(PyUnicode_AsUTF8(args[0]), PyUnicode_AsUTF8(args[1]));
+    const Effects &of = recorder().effects(op);
+    std::vector<int64_t> written;
+    for (size_t index = 0; index < of.arguments; ++index)
+      if (of.written[index]) written.push_back(int64_t(index));
+    return tuple(list_of(written, [](int64_t each) { return number(each); }), truth(of.random), truth(of.collective),
+                 number(int64_t(of.waits)));
+  });
+}
+
+PyMethodDef functions[] = {
+    {"install", install_, METH_NOARGS, nullptr},
+    {"begin", begin, METH_O, nullptr},
+    {"end", end, METH_NOARGS, nullptr},
+    {"pause", pause, METH_NOARGS, nullptr},
+    {"resume", resume, METH_O, nullptr},
+    {"is_recording", is_recording, METH_NOARGS, nullptr},
+    {"enter", enter, METH_O, nullptr},
+    {"position", position, METH_O, nullptr},
+    {"saved", saved, METH_O, nullptr},
+    {"unseen", unseen, METH_O, nullptr},
+    {"contents", contents_, METH_O, nullptr},
+    {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(find)), METH_FASTCALL, nullptr},
+    {"is_alive", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(is_alive)), METH_FASTCALL, nullptr},
+    {"sizes", sizes, METH_O, nullptr},
+    {"effects", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(effects)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "tape", nullptr, -1, functions};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_tape() { return PyModule_Create(&module); }

@@ -1,0 +1,87 @@
+"""Records what operators a thread runs: one period at a time, one thread at a time.
+
+From `begin` to `end` every operator that the thread calls is recorded, and those of the backwards that it runs,
+whichever threads these take. Not those of its other threads: what they make comes from nowhere, and what they write has
+been written unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from torch_tiers.allocator.extension import CannotBuild
+from torch_tiers.migrator.tape import check, native
+from torch_tiers.migrator.tape.tape import Tape
+
+
+class Recorder:
+    """The recorder of this process.
+
+    Attributes
+    ----------
+    enter : callable
+        Given a number: operators from now on belong to that module.
+    position : callable
+        Given a number: a mark between the operator before and the one that follows.
+    pause, resume : callable
+        Nothing that this thread does is recorded until `resume` is given what `pause` returned. Neither takes longer
+        than a call.
+    saved : callable
+        Given a tensor that autograd saves: note it. Returns its storage, its version and its state, or None.
+    unseen : callable
+        Given a tensor: its bytes were written by what is no operator; given None: those of any may be.
+    """
+
+    def __init__(self, library: native.Recorder) -> None:
+        self._native = library
+        self.enter: Callable[[int], None] = library.enter
+        self.position: Callable[[int], None] = library.position
+        self.pause: Callable[[], bool] = library.pause
+        self.resume: Callable[[bool], None] = library.resume
+        self.saved: Callable[[Tensor], native.Use | None] = library.saved
+        self.unseen: Callable[[Tensor | None], None] = library.unseen
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a period is under way, in any thread."""
+        return self._native.is_recording()
+
+    def begin(self, *, states: bool = False) -> bool:
+        """Record from now on; False if another thread is recording.
+
+        With `states`, what the host's generators are in before each random operator is copied: 5 kB a time.
+        """
+        return self._native.begin(states)
+
+    def end(self) -> Tape | None:
+        """What was recorded; None where nothing was. In the thread that began, outside of any mode."""
+        period = self._native.end()
+        return None if period is None else Tape.read(self._native, period)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is not the program's."""
+        was = self.pause()
+        try:
+            yield
+        finally:
+            self.resume(was)
+
+
+def obstacle() -> str | None:
+    """What keeps it from being built here, without building it; None if nothing is known to."""
+    return native.obstacle()
+
+
+def load(cache_dir: Path) -> Recorder | str:
+    """The recorder, built if it has not been, and found to be true; or what keeps it from being so."""
+    try:
+        recorder = Recorder(native.load(native.build(cache_dir)))
+        check.check(recorder)
+    except (CannotBuild, check.Untrue) as reason:
+        return str(reason)
+    return recorder
