@@ -26,17 +26,20 @@ class Clocks:
         Seconds that the host needs to issue them, by itself: without waiting for the device.
     joins : collection of int
         Stretches in which the host waits until the device is through with all that was issued.
+    hooks : float
+        Seconds for which ours keep the host in each stretch, which they would not without us.
     """
 
     device: Sequence[float]
     host: Sequence[float]
     joins: Collection[int] = ()
+    hooks: float = 0.0
 
 
 def wall(clocks: Clocks) -> tuple[list[float], float]:
-    """When a period that is one of many alike reaches the end of each stretch; and the host's lead as it begins.
+    """When a period that is one of many alike reaches the end of each stretch without us; and the host's lead then.
 
-    Both in seconds; the first stretch begins at 0, on the device.
+    The lead is that as the period begins. Both in seconds; the first stretch begins at 0, on the device.
     """
     ends, host = _played(clocks, 0.0)
     lead = min(QUEUE, max(0.0, ends[-1] - host)) if ends else 0.0

@@ -43,6 +43,10 @@ class Simulated:
         The step with everything kept.
     recomputing : float
         Seconds of the step spent on recomputing what was dropped.
+    issuing : float
+        Seconds of the host's for the program itself; 0 where it has no clock of its own.
+    calls : float
+        Seconds of the host's for what this plan moves and recomputes.
     stalls : mapping of str to float
         Seconds for which compute waited, by the lane it waited for.
     busy : mapping of str to float
@@ -63,6 +67,8 @@ class Simulated:
     seconds: float
     ideal: float
     recomputing: float
+    issuing: float
+    calls: float
     stalls: Mapping[str, float]
     busy: Mapping[str, float]
     peak: Mapping[str, int]
@@ -145,7 +151,7 @@ class _Step:
         self.free = dict.fromkeys(LANES, 0.0)  # when each lane is free
         self.busy = dict.fromkeys(LANES, 0.0)
         self.stalls = dict.fromkeys(LANES, 0.0)
-        self.recomputing = 0.0
+        self.recomputing = self.calls = 0.0
         self.leaving: deque[_Group] = deque()
         self.order: deque[_Group] = deque()
         self.lingering = np.zeros(trace.positions + 2, dtype=np.int64)  # changes of what left, but for the program
@@ -230,13 +236,14 @@ class _Step:
     def _stretch(self, number: int) -> None:
         """The program goes on to the next position."""
         clocks = self.clocks
-        self._issue_and_compute(clocks.host[number], clocks.device[number])
+        self._issue_and_compute(clocks.host[number] + clocks.hooks, clocks.device[number])
         if clocks.joins and number in clocks.joins:
             self.host = self.now
 
     def _again(self, work: Work) -> None:
         """Recompute."""
         begin = self.now
+        self.calls += work.host
         self._issue_and_compute(work.host, work.seconds)
         self.recomputing += self.now - begin
 
@@ -273,6 +280,7 @@ class _Step:
         if self.trace.clocks is None:
             self.now += self.links.costs.host
         self.host += self.links.costs.host
+        self.calls += self.links.costs.host
         first, *onward = group.way_out
         group.sent, group.out = self._copy(first, group.planned.nbytes, self.now)
         group.written = group.out
@@ -343,6 +351,8 @@ class _Step:
             seconds=max(self.now, self.host + self.trace.lead),
             ideal=self.trace.seconds,
             recomputing=self.recomputing,
+            issuing=sum(self.clocks.host),
+            calls=self.calls,
             stalls=self.stalls,
             busy=self.busy,
             peak={

@@ -42,6 +42,13 @@ class Lap(NamedTuple):
     age: int = 0
 
 
+class HostLap(NamedTuple):
+    """What a period took the host, in seconds: all of it with waits for the device, and what of it was our own work."""
+
+    seconds: float
+    ours: float
+
+
 def product_in(name: str) -> str | None:
     """The first product in an operation's or a formula's name; None if there is none."""
     found = PRODUCT.search(name)
@@ -133,20 +140,32 @@ def _by_the_byte(recipes: Mapping[int, Recipe], nbytes: Mapping[int, int]) -> di
     return quick
 
 
+def with_host(trace: Trace, pace: float, hooks: float) -> Trace:
+    """The same trace, in which what the program issues takes the host `pace` times as long, and our hooks so long.
+
+    Parameters
+    ----------
+    hooks : float
+        Seconds in a period, under any plan.
+    """
+    clocks = trace.clocks
+    if clocks is None:
+        return trace
+    host = tuple(pace * seconds for seconds in clocks.host)
+    return trace.on(replace(clocks, host=host, hooks=hooks / (trace.positions + 1)))
+
+
 def at_pace(trace: Trace, pace: float) -> Trace:
     """The same trace, in which everything that the device computes takes `pace` times as long."""
     if pace == 1.0 or not trace.times:
         return trace
-    clocks = trace.clocks and Clocks(
-        tuple(pace * seconds for seconds in trace.clocks.device),
-        tuple(pace * seconds for seconds in trace.clocks.host),
-        trace.clocks.joins,
-    )
+    clocks = trace.clocks and replace(trace.clocks, device=tuple(pace * seconds for seconds in trace.clocks.device))
+    if clocks is not None:
+        trace = trace.on(clocks)
+    else:
+        trace = replace(trace, times=tuple(pace * at for at in trace.times), seconds=pace * trace.seconds)
     return replace(
         trace,
-        times=tuple(pace * at for at in trace.times),
-        seconds=pace * trace.seconds,
-        clocks=clocks,
         recipes={ident: replace(recipe, seconds=pace * recipe.seconds) for ident, recipe in trace.recipes.items()},
         regions=tuple(replace(region, seconds=pace * region.seconds) for region in trace.regions),
     )

@@ -291,18 +291,19 @@ class Trace:
 
 
 def _told(clocks: Clocks) -> dict[str, object]:
-    return {"device": list(clocks.device), "host": list(clocks.host), "joins": sorted(clocks.joins)}
+    joins = sorted(clocks.joins)
+    return {"device": list(clocks.device), "host": list(clocks.host), "joins": joins, "hooks": clocks.hooks}
 
 
 def _clocks(value: object, positions: int) -> Clocks | None:
     if value is None:
         return None
     said = fields.record(value, "clocks")
-    fields.no_others(said, ("device", "host", "joins"), "clocks")
+    fields.no_others(said, ("device", "host", "joins", "hooks"), "clocks")
     device = items(value_of(said, "device", "clocks"), "clocks.device", finite, positions + 1)
     host = items(value_of(said, "host", "clocks"), "clocks.host", finite, positions + 1)
     joins = items(value_of(said, "joins", "clocks"), "clocks.joins", partial(whole, high=positions), positions + 1)
-    return Clocks(device, host, frozenset(joins))
+    return Clocks(device, host, frozenset(joins), finite(value_of(said, "hooks", "clocks"), "clocks.hooks"))
 
 
 _ident = partial(whole, low=-MOST_BYTES)  # storages that are not told apart have numbers below zero

@@ -18,6 +18,7 @@ from itertools import islice
 
 import torch
 
+from torch_tiers.allocator.errors import TierFull
 from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct
@@ -75,6 +76,7 @@ class Engine:
         self._again: Group | None = None  # the last one that came back a second time
         self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
         self.dead: deque[ClaimOn] = deque()
+        self._dying: deque[Group] = deque()  # that no graph holds, and that a thread may still ask a lane to copy
         self.meter: Meter | None = None  # of the period under way, if it is recorded
         self._out = out
         self._back = back
@@ -176,13 +178,36 @@ class Engine:
         return self.resident > self.limit and not self._leaving
 
     def _let_go(self, group: Group) -> None:
+        parcel = group.parcel
+        assert parcel is not None and parcel.filled is not None
+        try:
+            self._wait(parcel.filled, "d2h", group.stream)
+        except Exception as error:  # the bytes are still in HBM
+            if not isinstance(parcel, DirectParcel):
+                raise
+            self._send_after_all(group, parcel, error)
+            return
         del self._leaving[group]
-        assert group.parcel is not None and group.parcel.filled is not None
-        self._wait(group.parcel.filled, "d2h", group.stream)
         self.tensors.let_go(group.members, self.empty)
         group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)
+
+    def _send_after_all(self, group: Group, parcel: DirectParcel, error: Exception) -> None:
+        """Start a group's copy to DRAM, as the direct way failed; what has no room there either stays."""
+        assert self._direct is not None
+        self._direct.say_failed(error)
+        del self._leaving[group]
+        self._waiting.pop(group, None)
+        group.state, group.parcel = State.FILLING, None
+        self._direct.drop(parcel)
+        try:
+            self._send_by_dram(group, parcel.nbytes, insist=False)
+        except TierFull as full:
+            self.backing.say_what_stays(full)
+            return
+        group.state = State.LEAVING
+        self._leaving[group] = self._waiting[group] = None
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor without memory."""
@@ -253,34 +278,24 @@ class Engine:
                 self._again = group
             self._bring(group)
             self.unsettled = True
-        assert group.buffer is not None and group.parcel is not None and group.parcel.returned is not None
         if group in self._early:
             del self._early[group]
             self.unsettled = True
-        stream = self.compute.stream()
-        if stream not in group.ready_on:
-            self._wait(group.parcel.returned, "h2d", stream)
-            group.ready_on.append(stream)
-            if stream != group.stream:
-                self.compute.hand_over(group.buffer)
-        return group.buffer
+        return self._make_ready(group)
 
     def glimpse(self, saved: Saved) -> torch.Tensor | None:
         """The same for somebody who only looks: what comes back to HBM, and when, is as without it.
 
         What is away is copied to a buffer of its own, which the present stream may read at once.
         """
-        group, stream = saved.group, self.compute.stream()
+        group = saved.group
         if group.state in (State.FILLING, State.LEAVING):
             return None
-        assert group.parcel is not None
-        buffer = group.buffer
-        if buffer is None:
-            buffer = self._copy_back(group.parcel, stream)
-        elif stream != group.stream:
-            self.compute.hand_over(buffer)
-        assert group.parcel.returned is not None
-        self._wait(group.parcel.returned, "h2d", stream)
+        if group.state is not State.AWAY:
+            return self._make_ready(group)
+        self._fetch(group)  # and there it stays if this is interrupted: the lane may still write to it
+        buffer = self._make_ready(group)
+        self._leave_home(group)
         return buffer
 
     def used(self, group: Group) -> None:
@@ -296,13 +311,27 @@ class Engine:
                 self._leave_home(group)
 
     def _bring(self, group: Group) -> None:
+        self._fetch(group)
+        if group.unused:
+            self._count(group, group.nbytes)
+
+    def _fetch(self, group: Group) -> None:
         assert group.parcel is not None
         group.stream = self.compute.stream()
         group.buffer = self._copy_back(group.parcel, group.stream)
         group.ready_on = []
         group.state = State.HOME
-        if group.unused:
-            self._count(group, group.nbytes)
+
+    def _make_ready(self, group: Group) -> torch.Tensor:
+        """The buffer of a group that is HOME, which the present stream may read."""
+        assert group.buffer is not None and group.parcel is not None and group.parcel.returned is not None
+        stream = self.compute.stream()
+        if stream not in group.ready_on:
+            self._wait(group.parcel.returned, "h2d", stream)
+            group.ready_on.append(stream)
+            if stream != group.stream:
+                self.compute.hand_over(group.buffer)
+        return group.buffer
 
     def _copy_back(self, parcel: Parcel | DirectParcel, stream: Stream) -> torch.Tensor:
         """A new buffer of `stream` that a parcel is on its way to; `Parcel.returned` says when it has come."""
@@ -345,9 +374,18 @@ class Engine:
             group.claims -= 1
             if group.claims == 0:
                 group.claim = unclaimed  # which holds the group
+                self._waiting.pop(group, None)
+                self._dying.append(group)
+                if isinstance(group.parcel, DirectParcel):
+                    group.parcel.dropped = True  # so that the rest of it is not written
+        for _ in range(len(self._dying)):
+            group = self._dying.popleft()
+            if isinstance(group.parcel, DirectParcel) and not group.parcel.is_asked_for:
+                self._dying.append(group)  # to wait for the thread would have the program wait
+            else:
                 self._forget(group)
                 self.unsettled = True
-        if not self._waiting:
+        if not (self._waiting or self._dying):
             self.backing.users.discard(self)
 
     def _collect_for_others(self) -> None:
@@ -369,24 +407,25 @@ class Engine:
         self._early.pop(group, None)
         if self._again is group:
             self._again = None
-        if group.state is State.HOME:
-            self._leave_home(group)
-        elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
-            filled = group.parcel.filled
-            if isinstance(group.parcel, DirectParcel):
-                group.parcel.dropped = True  # so that the rest of it is not written
-            event = filled.settled() if isinstance(filled, PromisedEvent) else filled
-            if event is not None:
-                self.compute.outlast(event, group.stream)
-        self.tensors.let_go(group.members, self.empty)  # which the period's list of storages knows until its end
-        group.members.clear()
-        group.state = State.GONE
-        if isinstance(group.parcel, DirectParcel):
-            assert self._direct is not None
-            self._direct.drop(group.parcel)
-        elif group.parcel is not None:
-            self.backing.drop(group.parcel)
-        group.parcel = None
+        try:
+            if group.state is State.HOME:
+                self._leave_home(group)
+            elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
+                filled = group.parcel.filled
+                event = filled.settled() if isinstance(filled, PromisedEvent) else filled
+                if event is not None:
+                    self.compute.outlast(event, group.stream)
+        finally:  # Ctrl-C, for one
+            group.buffer = None
+            self.tensors.let_go(group.members, self.empty)  # which the period's list of storages knows until its end
+            group.members.clear()
+            group.state = State.GONE
+            parcel, group.parcel = group.parcel, None
+            if isinstance(parcel, DirectParcel):
+                assert self._direct is not None
+                self._direct.drop(parcel)
+            elif parcel is not None:
+                self.backing.drop(parcel)
 
     def _count(self, group: Group, nbytes: int) -> None:
         self.resident += nbytes - group.counted

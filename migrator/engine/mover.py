@@ -27,6 +27,7 @@ from torch_tiers.migrator.recompute.dropped import Dropped, Recomputed
 from torch_tiers.migrator.recompute.finder import Finder, Verified, base_of
 from torch_tiers.migrator.recompute.origins import Origins
 from torch_tiers.migrator.recording.recorder import Recorder
+from torch_tiers.migrator.timing import HostLap
 from torch_tiers.migrator.trace import Trace
 
 CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans
@@ -252,7 +253,7 @@ class Mover:
 
     # ---------------------------------------------------------------------------------- periods
 
-    def end_period(self, *, whole: bool, alone: bool = True, overflow: int = 0) -> bool:
+    def end_period(self, *, whole: bool, alone: bool = True, overflow: int = 0, host: HostLap | None = None) -> bool:
         """The period is over; whether there are new plans.
 
         Parameters
@@ -263,6 +264,8 @@ class Mover:
             Whether no other thread trains on this device, so that periods do not overlap.
         overflow : int
             Bytes for which the allocator had no room in HBM.
+        host : HostLap, optional
+            See `Learner.period_over`.
         """
         self._fitting = 0 if overflow else self._fitting + 1
         self._stayed &= not self.filling.sent and all(plan.keeps_everything for plan in self.learner.plans)
@@ -290,6 +293,7 @@ class Mover:
                 pressed=pressed,
                 overflow=overflow,
                 lap=lap,
+                host=None if lap is None else host,
                 refused=refused,
             )
             if refused and trace is None and not (changed or drifted):  # else it may not have been these plans'

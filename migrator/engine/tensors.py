@@ -7,6 +7,7 @@ is what the two have in common; the tests hold both to it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -28,7 +29,19 @@ if TYPE_CHECKING:
     from torch_tiers.migrator.recompute.ways import Way
     from torch_tiers.migrator.recording.recorder import Record
 
-__all__ = ["Moved", "Saved", "Storages", "Tensors", "arrange", "follow", "hooks", "let_go", "memory_of", "spans"]
+__all__ = [
+    "Moved",
+    "Saved",
+    "Storages",
+    "Tensors",
+    "arrange",
+    "follow",
+    "hooks",
+    "let_go",
+    "memory_of",
+    "spans",
+    "spent",
+]
 
 
 def hooks(saver: Saver, place: Place[Action], least: int) -> Hooks:
@@ -42,6 +55,11 @@ def hooks(saver: Saver, place: Place[Action], least: int) -> Hooks:
 def follow(way: Way, node: Any, source: Origins) -> list[Any] | None:
     """See `migrator.recompute.ways.follow`."""
     return ways.follow(way, node, source)
+
+
+def spent() -> float:
+    """Seconds that hooks have taken so far in this process; NaN where nobody counts them."""
+    return math.nan
 
 
 _SavedType: TypeAlias = Saved
@@ -78,4 +96,7 @@ class Tensors(Protocol):
         ...
 
     def follow(self, way: Way, node: Any, source: Origins) -> list[Any] | None:  # noqa: D102
+        ...
+
+    def spent(self) -> float:  # noqa: D102
         ...

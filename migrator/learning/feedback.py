@@ -8,6 +8,8 @@
   not in it. So did one that had to put something elsewhere; that comes off the budget for as long as it makes it less.
 - A lane for which compute waited for longer than was predicted is slower than was taken for granted. Measured against
   that, lanes only ever become slower.
+- What a period takes the host, without what was our own work, is the most that its own work can be: recorded, the host
+  works with cold caches and on memory that is asked for anew. Our own work is counted as it is.
 - What a period takes without its waits says by how much recorded times are too long, or a little too short. Too long is
   believed as soon as two periods agree, as nothing makes a period shorter than it is, or half of several are shorter;
   too short only if none of several was as short as predicted, as hosts that others use change their speed by two within
@@ -26,7 +28,8 @@ from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.learning.made import Made
 from torch_tiers.migrator.links import Links
 from torch_tiers.migrator.simulator import Simulated
-from torch_tiers.migrator.timing import Lap
+from torch_tiers.migrator.timing import HostLap, Lap, at_pace, with_host
+from torch_tiers.migrator.trace import Trace
 
 PRESSED = 0.03  # of the target: what the budget gives back when the allocator was pressed
 SETTLED = 0.02  # of the target: closer than this the budget stays as it is
@@ -38,6 +41,7 @@ CUTS = 3  # of the budget for flushes, one after the other, after which these ar
 PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
 LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
 UNTOLD = 16  # periods under new plans, after which laps that did not come are not waited for
+HOSTS = 4  # periods of which the one that took the host the least tells what it needs
 SURE = 8  # periods of which none may have been as short as predicted, before that is taken to be too short
 LOOKS = 2  # times that the program's times or its links are corrected: it is to settle, and each costs a plan
 FASTEST = 0.3  # of the recorded times: on a slow host a recording is three times too long, and not more
@@ -62,7 +66,11 @@ class Feedback:
     def __init__(self, target: int, given: Links) -> None:
         self.given = given
         self.correction = 0  # of the budget, in bytes
-        self.pace = 1.0  # what the program's own times are multiplied by
+        self.pace = 1.0  # what the program's own times on the device are multiplied by
+        self.host_pace = 1.0  # and those of the host
+        self.hooks = 0.0  # seconds that hooks of ours keep the host in a period, under any plan
+        self._hosts: list[HostLap] = []  # of the periods under the plans there are, once these have settled
+        self._has_seen_host = False
         self._borne_out = False  # whether as many laps as correct that came while nobody else needed the memory bus
         self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
         self._target = target
@@ -81,7 +89,8 @@ class Feedback:
         """What is corrected by how much, for a log."""
         lanes = "".join(f", {lane} gives {part:.0%} of what was told" for lane, part in self._parts.items())
         sign = "-" if self.correction < 0 else "+"
-        return f"budget {sign}{format_size(abs(self.correction))}, recorded times x {self.pace:.2f}{lanes}"
+        host = f"host x {self.host_pace:.2f} and {self.hooks * 1e3:.1f} ms of hooks"
+        return f"budget {sign}{format_size(abs(self.correction))}, recorded times x {self.pace:.2f}, {host}{lanes}"
 
     @property
     def settled(self) -> bool:
@@ -96,12 +105,17 @@ class Feedback:
         """What the lanes are taken to give, corrected."""
         return self.given.scaled(self._parts)
 
+    def corrected(self, trace: Trace) -> Trace:
+        """What was recorded, as it is taken to be."""
+        return with_host(at_pace(trace, self.pace), self.host_pace, self.hooks)
+
     def under(self, given: Links) -> Feedback:
         """The same corrections, to other links; what is found of those is not held against these."""
         other = copy(self)
         other.given = given
         # Of what laps told beside others nothing is borne out without them, nor the other way round.
         other._laps = list(self._laps) if given.contended == self.given.contended else []
+        other._hosts = []
         other._parts = dict(self._parts)
         return other
 
@@ -109,6 +123,7 @@ class Feedback:
         """The plans changed: what the allocator caches will have to change, too."""
         self._under = self._presses = self._highest = 0
         self._laps.clear()
+        self._hosts.clear()
 
     def stayed(self) -> None:
         """The plans are the same by what was corrected: what periods say of that is told by those to come."""
@@ -121,11 +136,20 @@ class Feedback:
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
         self.pace, self._borne_out = 1.0, False
+        self.host_pace, self.hooks, self._has_seen_host = 1.0, 0.0, False
         self._laps.clear()
         self._looks = self._cuts = 0
 
     def period_over(
-        self, made: Sequence[Made], base: int, peak: int, *, pressed: bool, overflow: int, lap: Lap | None
+        self,
+        made: Sequence[Made],
+        base: int,
+        peak: int,
+        *,
+        pressed: bool,
+        overflow: int,
+        lap: Lap | None,
+        host: HostLap | None = None,
     ) -> bool:
         """Take in a period under the plans `made`, one for each kind of period; whether any correction changed.
 
@@ -135,6 +159,8 @@ class Feedback:
             See `peak`.
         lap : Lap, optional
             See `lap`.
+        host : HostLap, optional
+            See `host`.
         """
         if (overflow or pressed or peak > self._target) and _hold_least(made):
             self._under += 1
@@ -152,8 +178,26 @@ class Feedback:
         )
         # Nor does it say anything of the pace; and memory in DRAM is slow whatever the plan.
         if lap is not None and len(made) == len(predictions) == 1 and not (pressed or overflow):
-            changed |= self.lap(lap, predictions[0])
+            changed |= (host is not None and self.host(host, predictions[0])) or self.lap(lap, predictions[0])
         return changed
+
+    def host(self, host: HostLap, predicted: Simulated) -> bool:
+        """Take in what a period took the host; whether what it is taken to need changed.
+
+        The least of a few periods: what makes one longer is a wait for the device, or for others. Once for what was
+        recorded.
+        """
+        if self._under < SETTLING or self._has_seen_host or self.given.contended or not predicted.issuing:
+            return False
+        self._hosts.append(host)
+        if len(self._hosts) < HOSTS:
+            return False
+        self._has_seen_host = True
+        best = min(self._hosts, key=lambda host: host.seconds - host.ours)
+        before = predicted.issuing / self.host_pace
+        self.host_pace = min(1.0, (best.seconds - best.ours) / before)
+        self.hooks = max(0.0, best.ours - predicted.calls)
+        return self.hooks + abs(1 - self.host_pace) * before > OFF_PACE * predicted.seconds
 
     def peak(
         self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0

@@ -26,7 +26,7 @@ from torch_tiers.migrator.plan import NoPlanFits, Plan
 from torch_tiers.migrator.policies import Policy
 from torch_tiers.migrator.recording.recordings import Recordings
 from torch_tiers.migrator.simulator import Simulated
-from torch_tiers.migrator.timing import Lap, alike, at_pace
+from torch_tiers.migrator.timing import HostLap, Lap, alike
 from torch_tiers.migrator.trace import Trace
 
 log = logging.getLogger("tiers")
@@ -172,6 +172,7 @@ class Learner:
         pressed: bool,
         overflow: int = 0,
         lap: Lap | None = None,
+        host: HostLap | None = None,
         refused: bool = False,
     ) -> bool:
         """Take in one period; whether `plans` changed.
@@ -193,6 +194,8 @@ class Learner:
             Whether a tensor was saved that no plan knows, or one was not that a plan relies on.
         lap : Lap, optional
             What this period took, or the one before it, and for how long compute waited for each lane.
+        host : HostLap, optional
+            What this period took the host.
         refused : bool
             Whether a tier had no room for what the plan moves, so that it stayed in HBM: what the period took, of
             memory and of time, tells nothing of the plan.
@@ -226,7 +229,10 @@ class Learner:
         lap = None if drifted else lap
         if not self._contest.racing:  # a rival is not corrected: it is faster as it is, or goes
             base = max(self._before_correction(trace) for trace in self._planned)
-            if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap):
+            host = None if lap is None else host
+            if self._feedback.period_over(
+                self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap, host=host
+            ):
                 log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
                 self._standby.outdated()
                 return self._plan(present=self._made)
@@ -406,7 +412,7 @@ class Learner:
 
     def _to_plan(self) -> tuple[tuple[Trace, ...], tuple[int, ...]]:
         """What plans are made for, and the budget of each before correction."""
-        traces = tuple(at_pace(alike(trace), self._feedback.pace) for trace in self._recordings.traces)
+        traces = tuple(self._feedback.corrected(alike(trace)) for trace in self._recordings.traces)
         return traces, tuple(self._before_correction(trace) for trace in traces)
 
     def _plan_ahead(self) -> None:

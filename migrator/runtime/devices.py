@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
+from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.native import aside, lane
 from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.allocator.sizes import format_size
@@ -46,9 +48,11 @@ class Device:
     ----------
     budget : int
         HBM that the process may take, in bytes.
+    beside : int
+        Bytes of it that lie beside PyTorch's allocator: what the direct way takes.
     holes : int
-        Bytes of it that no plan may count on: staging slots, and segments of PyTorch's allocator that were there
-        before, in use in part, as no larger request fits.
+        Bytes of the rest that no plan may count on: segments of PyTorch's allocator that were there before, in use in
+        part, as no larger request fits.
     direct : Direct or None
         The way to NVMe past host memory.
     links : Links
@@ -61,10 +65,16 @@ class Device:
     out: Lane
     back: Lane
     budget: int
+    beside: int = 0
     holes: int = 0
     direct: Direct | None = None
     links: Links = PCIE_GEN5
     told: set[str] = field(default_factory=set)
+
+    @property
+    def room(self) -> int:
+        """What of the budget is left for the program, in bytes."""
+        return self.budget - self.beside
 
 
 def _margin(device: torch.device, options: Options) -> float:
@@ -125,6 +135,7 @@ class Devices:
         self._short = False  # of room below HBM: what stays may need more than the budget
         self._loans: dict[torch.device, _Loan] = {}  # of HBM beyond the budget, before there are plans
         self._lending_is_told = False
+        self._withheld: dict[torch.device, PageAllocator] = {}  # those that have less than their budget
         self._lock = threading.Lock()  # so that each is made once
 
     def make_mover(self, device: torch.device, options: Options, tensors: Tensors) -> Mover:
@@ -150,21 +161,21 @@ class Devices:
         engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors, shared.direct)
         learner = Learner(
             POLICIES[options.policy],
-            max(0, int(shared.budget * (1 - _margin(device, options))) - shared.holes),
+            max(0, int(shared.room * (1 - _margin(device, options))) - shared.holes),
             shared.links,
             in_background,
             RECORDINGS if device.type == "cuda" else 1,
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
             must_fit=device.type == "cuda" and options.pages() is None,
-            budget=shared.budget,
+            budget=shared.room,
             weighs_costs=weighs_costs(options.policy),
             told=shared.told,
         )
         lent, pages = 0, options.pages() if device.type == "cuda" else None
         keeps = options.policy == "keep"
         if pages is not None and not keeps:
-            lent = self._to_lend(device, shared.budget, self._backing, options.strict, pages)
-        return Mover(engine, learner, shared.budget, keeps=keeps, spills=options.pages() is not None, lent=lent)
+            lent = self._to_lend(device, shared.room, self._backing, options.strict, pages)
+        return Mover(engine, learner, shared.room, keeps=keeps, spills=options.pages() is not None, lent=lent)
 
     def _to_lend(self, device: torch.device, budget: int, backing: Backing, strict: bool, pages: PageAllocator) -> int:
         """Bytes beyond the budget for the first steps, where a drive would have to take all that they save.
@@ -206,13 +217,16 @@ class Devices:
         shared = open_device(device, self._counters, budget, memory, native=options.native_lanes)
         if device.type == "cuda" and pages is None:
             shared = replace(shared, holes=holes(device))
+        shared = self._with_direct_way(shared, device, options)
+        if pages is not None and shared.beside:
+            pages.withhold(device, shared.beside)
+            self._withheld[device] = pages
         if device.type == "cuda" and options.enforce and not self._short:
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, shared.room / total), device)
             self._limited.add(device)
             if self._short:  # for another thread found so since that was asked
                 self._lift_limits()
-        shared = self._with_direct_way(shared, device, options)
         self.opened[device] = shared
         return shared
 
@@ -220,11 +234,19 @@ class Devices:
         way = options.direct(device)
         if way is None:
             return replace(shared, links=options.links.staged)
-        out, back = lanes(device, ("gds_write", "gds_read"), self._counters, native=options.native_lanes)
+        if way.nbytes >= shared.budget:
+            way.out.close()
+            way.back.close()
+            raise TiersError(
+                f"the direct way to nvme takes {format_size(way.nbytes)} of {device}, and the budget is "
+                f'{format_size(shared.budget)}: raise TIERS_HBM, or set nvme.gds to "off"'
+            )
+        # What is copied within HBM is counted nowhere: the drives have yet to take it.
+        out, back = lanes(device, ("gds_write", "gds_read"), Counters(), native=options.native_lanes)
         return replace(
             shared,
             direct=Direct(way, out, back, self._counters),
-            holes=shared.holes + way.out.nbytes_total + way.back.nbytes_total,
+            beside=way.nbytes,
             links=options.links.with_direct_way(way.write, way.read),
         )
 
@@ -236,19 +258,28 @@ class Devices:
             self._limited.discard(device)
 
     def close(self) -> None:
-        """Wait for copies and disk requests that are under way; lift the limits that were set."""
-        for shared in self.opened.values():
-            if shared.direct is not None:
-                shared.direct.close()
-            shared.out.close()
-            shared.back.close()
-            shared.compute.close()
-        for device, loan in self._loans.items():  # the allocator lasts longer than the session
+        """Wait for copies and disk requests that are under way; lift the limits that were set.
+
+        Interrupted while it waits for one it goes on with the others.
+        """
+        with ExitStack() as ending:  # in reverse order
+            if self._backing is not None:
+                ending.callback(self._backing.close)
+            ending.callback(self._lift_limits)
+            ending.callback(self._give_back_pages)
+            for shared in self.opened.values():
+                for each in (shared.compute, shared.back, shared.out, shared.direct):
+                    if each is not None:
+                        ending.callback(each.close)
+
+    def _give_back_pages(self) -> None:
+        """The allocator lasts longer than the session."""
+        for device, loan in self._loans.items():
             loan.pages.lend(device, 0)
+        for device, pages in self._withheld.items():
+            pages.withhold(device, 0)
         self._loans.clear()
-        self._lift_limits()
-        if self._backing is not None:
-            self._backing.close()
+        self._withheld.clear()
 
 
 def holes(device: torch.device) -> int:

@@ -36,6 +36,7 @@ from torch_tiers.migrator.plan import NoPlanFits, Plan
 from torch_tiers.migrator.runtime import entry
 from torch_tiers.migrator.runtime.advice import Advice
 from torch_tiers.migrator.runtime.devices import Devices, has_tiers, name_of
+from torch_tiers.migrator.runtime.host_time import HostTime
 from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.optimizers import Optimizers
 from torch_tiers.migrator.runtime.options import Advisor, Options
@@ -65,6 +66,7 @@ class Runtime:
         self._overwriting: Overwriting | None = None
         self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()
+        self.time = HostTime()
         self._unmanaged = 0
         self._rounds = 0  # steps of all optimizers together
         self._devices = Devices(self._counters)
@@ -269,6 +271,7 @@ class Runtime:
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
         advice = self._advice.period_over(saver.armed_movers)
         changed = False
+        host = None if self._tensors is None else self.time.period_over(self._tensors.spent())
         pages = self.options.pages()
         for mover in saver.armed_movers:
             device = mover.engine.compute.device
@@ -279,7 +282,7 @@ class Runtime:
             if overflow:
                 self._happened("hbm was full", device=str(device), bytes=overflow)
             try:
-                changed |= mover.end_period(whole=whole, alone=threads == 1, overflow=overflow)
+                changed |= mover.end_period(whole=whole, alone=threads == 1, overflow=overflow, host=host)
                 changed |= advice is not None and mover.heed(*advice)
             except NoPlanFits as error:
                 if not self.closed:

@@ -10,11 +10,11 @@ stays in the host's memory: the program's own is let go of as soon as it was cop
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -28,6 +28,8 @@ from torch_tiers.migrator.lanes import Event, Lane
 from torch_tiers.migrator.lanes.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import HOST
+
+log = logging.getLogger("tiers")
 
 _LOOK = 0.1  # seconds, at a thread that does not end
 
@@ -52,6 +54,11 @@ class DirectWay:
     write: float = 0.0
     read: float = 0.0
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the device's memory, outside of every allocator."""
+        return self.out.nbytes_total + self.back.nbytes_total + self.nvme.scratch
+
 
 class Direct:
     """Moves groups of one device to a store and back without a copy in the host's memory. Thread-safe.
@@ -61,21 +68,21 @@ class Direct:
     way : DirectWay
         The store and the rings, which are closed with this.
     out, back : Lane
-        Copy within HBM. No other thread uses them, and they are closed with this.
+        Copy within HBM, which nobody need count. No other thread uses them, and they are closed with this.
     counters : Counters
-        Receives what was moved.
+        Receives what the drives took and gave, and what went through the host's memory instead.
     """
 
     def __init__(self, way: DirectWay, out: Lane, back: Lane, counters: Counters) -> None:
         self._nvme = way.nvme
-        self._closing = (out, back, way.out, way.back)
+        self._rings = (way.out, way.back)
         self._chunk = way.out.slot_bytes
         self._counters = counters
-        self._lock = threading.Lock()  # guards the two below
-        self._dropped: list[DirectParcel] = []
+        self._lock = threading.Lock()  # guards the counters, parcels' extents, and whether this is closed
         self._closed = False
-        self._writer = Writer(way.nvme, out, way.out, partial(self._tell, "gds_write"))
-        self._reader = Reader(way.nvme, back, way.back, partial(self._tell, "gds_read"))
+        self._failure_is_told = False
+        self._writer = Writer(way.nvme, out, way.out, self._tell)
+        self._reader = Reader(way.nvme, back, way.back, self._tell)
         # Daemons: a program must be able to end although a drive does not answer.
         self._threads = [
             threading.Thread(target=worker.run, name=f"tiers-gds-{name}", daemon=True)
@@ -90,7 +97,6 @@ class Direct:
         `DirectParcel.filled` tells when its sources were read.
         """
         with self._lock:
-            self._reap()
             chunks = None if self._closed else self._chunks(nbytes)
             if chunks is None:
                 return None
@@ -126,30 +132,37 @@ class Direct:
         with self._counters.waiting(promised.lane):
             return promised.event()
 
+    def say_failed(self, error: Exception) -> None:
+        """Say, once, that a group goes through host memory instead."""
+        told, self._failure_is_told = self._failure_is_told, True
+        if not told:
+            log.warning("the direct way to nvme fails, and what fails goes through the host's memory: %s", error)
+
     def drop(self, parcel: DirectParcel) -> None:
-        """Forget a parcel, also while it is on its way."""
+        """Forget a parcel, also while it is on its way: then its extents are given back when that is over."""
         parcel.dropped = True
-        with self._lock:
-            self._dropped.append(parcel)
-            self._reap()
+        for future in parcel.under_way():
+            future.add_done_callback(lambda _: self._free_if_over(parcel))
+        self._free_if_over(parcel)
 
     def close(self) -> None:
-        """Wait for what was asked for, unless a drive does not answer. Idempotent."""
+        """Wait for what was asked for, unless a drive does not answer. Idempotent.
+
+        Interrupted, it has all fail that has not begun, so that the threads end by themselves.
+        """
         with self._lock:
             already, self._closed = self._closed, True
             if not already:
                 self._writer.jobs.put(None)
                 self._reader.jobs.put(None)
-        for thread in self._threads:
-            while thread.is_alive() and not self._nvme.stuck:
-                thread.join(_LOOK)
-        while any(parcel.in_use() for parcel in self._dropped) and not self._nvme.stuck:
-            time.sleep(_LOOK / 10)  # for writes that are with the store
-        with self._lock:
-            self._reap()
-        if not any(thread.is_alive() for thread in self._threads):
-            for each in self._closing:
-                each.close()
+        try:
+            for thread in self._threads:
+                while thread.is_alive() and not self._nvme.stuck:
+                    thread.join(_LOOK)
+        except BaseException:
+            for ring in self._rings:
+                ring.close()
+            raise
 
     def _chunks(self, nbytes: int) -> tuple[Chunk, ...] | None:
         chunks: list[Chunk] = []
@@ -157,23 +170,24 @@ class Direct:
             size = min(self._chunk, nbytes - start)
             extent = self._nvme.allocate(size)
             if extent is None:
-                for chunk in chunks:
-                    self._forget(chunk)
+                self._free(chunks)
                 return None
             chunks.append(Chunk(start, size, extent))
         return tuple(chunks)
 
-    def _reap(self) -> None:
-        for parcel in [parcel for parcel in self._dropped if not parcel.in_use()]:
-            self._dropped.remove(parcel)
-            for chunk in parcel.chunks:
-                self._forget(chunk)
+    def _free_if_over(self, parcel: DirectParcel) -> None:
+        with self._lock:  # several threads may have been the last
+            if not parcel.under_way():
+                self._free(parcel.chunks)
 
-    def _forget(self, chunk: Chunk) -> None:
-        extent, chunk.extent, chunk.rescued = chunk.extent, None, None
-        if extent is not None:
-            self._nvme.free(extent)
+    def _free(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            extent, chunk.extent, chunk.rescued = chunk.extent, None, None
+            if extent is not None:
+                self._nvme.free(extent)
 
     def _tell(self, lane: str, nbytes: int, begin: float) -> None:
+        with self._lock:
+            self._counters.moved[lane] += nbytes
         if (timeline := self._counters.timeline) is not None:
             timeline.copied(HOST, lane, nbytes, begin, time.perf_counter())

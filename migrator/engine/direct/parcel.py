@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,10 +57,17 @@ class DirectParcel:
     returned: PromisedEvent | None = None
     dropped: bool = False
 
-    def in_use(self) -> bool:
-        """Whether a thread or a drive still works on it."""
-        last = self.filled if self.returned is None else self.returned
-        return not last.is_there or not all(chunk.stored.done() for chunk in self.chunks)
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether no thread will ask a lane for copies of the program's memory any more."""
+        return self.filled.is_there and (self.returned is None or self.returned.is_there)
+
+    def under_way(self) -> list[Future[Any]]:
+        """What threads and drives still do with it."""
+        promised = (self.filled, *(() if self.returned is None else (self.returned,)))
+        futures: list[Future[Any]] = [each.asked for each in promised]
+        futures += (chunk.stored for chunk in self.chunks)
+        return [future for future in futures if not future.done()]
 
 
 class Source(NamedTuple):

@@ -48,14 +48,14 @@ class Reader:
     ----------
     nvme, lane, ring
         Where from, by which lane and by whose slots.
-    was_read : callable
-        Told the bytes of each chunk that came from the drives, and when its read began.
+    tell : callable
+        Told by which lane each chunk came, its bytes, and when that began.
     """
 
-    def __init__(self, nvme: NvmeStore, lane: Lane, ring: Ring, was_read: Callable[[int, float], None]) -> None:
+    def __init__(self, nvme: NvmeStore, lane: Lane, ring: Ring, tell: Callable[[str, int, float], None]) -> None:
         self.jobs: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
         self._nvme, self._lane, self._ring = nvme, lane, ring
-        self._was_read = was_read
+        self._tell = tell
         self._coming: deque[_Coming] = deque()
         self._lost = 0  # slots that no one may use any more
         self._landed: deque[tuple[Event, torch.Tensor]] = deque()  # slots that are being emptied
@@ -69,6 +69,8 @@ class Reader:
             self._land()
         while self._landed:
             self._empty()
+        self._ring.close()
+        self._lane.close()
 
     def _next(self) -> Read | None:
         """The next job. While there is none, chunks land."""
@@ -116,10 +118,9 @@ class Reader:
             if source is not None and job.error is None:
                 target = job.buffer[chunk.start : chunk.start + chunk.nbytes]
                 event = self._lane.copy([whole(target, source)], job.after)
-                if slot is not None:
-                    self._was_read(chunk.nbytes, begin)
-                else:
+                if slot is None:
                     event.synchronize()  # the chunk may be forgotten from now on, and its memory with it
+                self._tell("h2d" if slot is None else "gds_read", chunk.nbytes, begin)
         except BaseException as error:  # belongs to who waits
             job.error = job.error or error
         if slot is not None and event is not None:

@@ -36,27 +36,24 @@ class Writer:
     ----------
     nvme, lane, ring
         Where to, by which lane and by whose slots.
-    wrote : callable
-        Told the bytes of each chunk that is on the drives, and when its write began.
+    tell : callable
+        Told by which lane each chunk went, its bytes, and when that began.
     """
 
-    def __init__(
-        self,
-        nvme: NvmeStore,
-        lane: Lane,
-        ring: Ring,
-        wrote: Callable[[int, float], None],
-    ) -> None:
+    def __init__(self, nvme: NvmeStore, lane: Lane, ring: Ring, tell: Callable[[str, int, float], None]) -> None:
         self.jobs: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         self._nvme, self._lane, self._ring = nvme, lane, ring
-        self._wrote = wrote
+        self._tell = tell
         self._rescue_is_told = False
 
     def run(self) -> None:
-        """Work until a job is None."""
+        """Work until a job is None, and wait for the drives."""
         while (job := self.jobs.get()) is not None:
             self._write(*job)
             del job
+        self._ring.drain()
+        self._ring.close()
+        self._lane.close()
 
     def _write(
         self, parcel: DirectParcel, sources: list[list[Source]], after: Sequence[Event], promised: PromisedEvent
@@ -93,12 +90,16 @@ class Writer:
         assert chunk.extent is not None
         try:
             filled.synchronize()
-            begin = time.perf_counter()
-            writing = self._nvme.write(chunk.extent, slot[: chunk.extent.nbytes])
         except BaseException as error:
             self._ring.give(slot)
             chunk.stored.set_exception(error)
             raise
+        begin = time.perf_counter()
+        try:
+            writing = self._nvme.write(chunk.extent, slot[: chunk.extent.nbytes])
+        except BaseException as error:  # such as no thread to be had
+            writing = Future()
+            writing.set_exception(error)
         writing.add_done_callback(lambda future: self._written(future, chunk, slot, begin))
 
     def _written(self, writing: Future[None], chunk: Chunk, slot: torch.Tensor, begin: float) -> None:
@@ -106,24 +107,26 @@ class Writer:
         try:
             error = writing.exception()
             if error is None:
-                self._wrote(chunk.nbytes, begin)
+                self._tell("gds_write", chunk.nbytes, begin)
             else:
                 self._rescue(chunk, slot, error)
         except BaseException as caught:  # such as no memory to keep it in
             failed = caught
-        try:
-            self._ring.give(slot)
-        finally:  # who waits for it must not wait for ever
+        try:  # who waits for it must not wait for ever
             if failed is None:
                 chunk.stored.set_result(None)
             else:
                 chunk.stored.set_exception(failed)
+        finally:
+            self._ring.give(slot)
 
     def _rescue(self, chunk: Chunk, slot: torch.Tensor, error: BaseException) -> None:
         """Keep in the host's memory what the drives did not take: the program's own may be gone by now."""
         if not isinstance(error, Exception):
             raise error
+        begin = time.perf_counter()
         chunk.rescued = slot[: chunk.nbytes].to("cpu", copy=True)
+        self._tell("d2h", chunk.nbytes, begin)
         extent, chunk.extent = chunk.extent, None
         if extent is not None:
             self._nvme.free(extent)

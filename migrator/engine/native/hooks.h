@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/python_compat.h>
 
+#include <chrono>
+
 #include "moved.h"
 #include "storages.h"
 
@@ -215,9 +217,29 @@ PyObject *unpack(const Hook &hook, PyObject *given) {
   return Py_TYPE(given) == &moved_type ? unpack_moved(hook, given) : nullptr;
 }
 
+// For how long hooks have kept the host so far: all threads hold the interpreter's lock here.
+class Spent {
+ public:
+  Spent() : began_(Clock::now()) {}
+  ~Spent() { total += Clock::now() - began_; }
+  Spent(const Spent &) = delete;
+  Spent &operator=(const Spent &) = delete;
+
+  using Clock = std::chrono::steady_clock;
+  static inline Clock::duration total{};
+
+ private:
+  Clock::time_point began_;
+};
+
+PyObject *spent(PyObject *, PyObject *) {
+  return PyFloat_FromDouble(std::chrono::duration<double>(Spent::total).count());
+}
+
 template <PyObject *(*shortcut)(const Hook &, PyObject *)>
 PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, PyObject *names) {
   HANDLE_TH_ERRORS
+  const Spent spent;
   const auto &hook = *reinterpret_cast<Hook *>(self);
   TORCH_CHECK_TYPE(PyVectorcall_NARGS(flags) == 1 && !names && hook.place, "a hook takes what is saved, or was packed");
   if (PyObject *answer = shortcut(hook, args[0])) return answer;

@@ -27,6 +27,7 @@ PyMethodDef functions[] = {
     {"let_go", fast(let_go), METH_FASTCALL, nullptr},
     {"hooks", fast(make_hooks), METH_FASTCALL, nullptr},
     {"follow", fast(follow), METH_FASTCALL, nullptr},
+    {"spent", spent, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -10,10 +10,12 @@ import pytest
 
 from tests.unit.modelled import gpt
 from torch_tiers.allocator.sizes import GiB, MiB
+from torch_tiers.migrator.clocks import Clocks
 from torch_tiers.migrator.learning.feedback import (
     CUTS,
     FASTEST,
     GROWTHS,
+    HOSTS,
     LAPS,
     LATE,
     LATE_PACE,
@@ -30,7 +32,8 @@ from torch_tiers.migrator.learning.feedback import (
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.simulator import Simulated, simulate
-from torch_tiers.migrator.timing import Lap, at_pace
+from torch_tiers.migrator.timing import HostLap, Lap, at_pace
+from torch_tiers.migrator.trace import Site, Trace
 
 TARGET = 1000 * MiB
 MODEL = gpt(blocks=8)
@@ -397,3 +400,30 @@ def test_a_flush_that_no_smaller_budget_ends_is_not_the_plan_s() -> None:
             plans += 1
     assert plans == CUTS
     assert feedback.correction == -CUTS * int(PRESSED * TARGET)
+
+
+def test_the_host_needs_no_more_than_its_shortest_period_took_without_us() -> None:
+    clocks = Clocks((1.0,) * 3, (2.0,) * 3)
+    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
+    predicted = simulate(trace, PCIE_GEN5, make_plan("test", trace, (), 1000))
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    for _ in range(SETTLING):
+        assert not feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
+    took = [feedback.host(HostLap(seconds, 1.0), predicted) for seconds in (6.0, 4.0, 9.0, 5.0)]
+    assert took == [False, False, False, True]
+    corrected = feedback.corrected(trace).clocks
+    assert corrected is not None
+    assert list(corrected.host) == pytest.approx([1.0] * 3)
+    assert corrected.hooks * 3 == pytest.approx(1.0)
+    assert not feedback.host(HostLap(1.0, 0.5), predicted), "once"
+
+
+def test_a_host_that_waits_for_the_device_is_not_taken_to_need_longer_than_was_recorded() -> None:
+    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(Clocks((2.0,) * 3, (1.0,) * 3))
+    predicted = simulate(trace, PCIE_GEN5, make_plan("test", trace, (), 1000))
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    for _ in range(SETTLING):
+        feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
+    for _ in range(HOSTS):
+        feedback.host(HostLap(6.1, 0.1), predicted)
+    assert feedback.corrected(trace).seconds == trace.seconds
