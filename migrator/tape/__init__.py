@@ -4,6 +4,7 @@
 `recorder`      `load` it; `Recorder.begin` and `end` a period
 `tape`          what a period was, as plain data
 `check`         whether it can be believed, with the PyTorch that is installed
+`compiled`      of what is compiled nothing is recorded
 `native`        the recorder itself, built for that PyTorch
 =============== =====================================================================
 """

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_tiers.allocator.extension import CannotBuild
 from torch_tiers.migrator.tape import check, native
+from torch_tiers.migrator.tape.compiled import Compiled
 from torch_tiers.migrator.tape.tape import Tape
 
 
@@ -34,6 +35,10 @@ class Recorder:
         Given a tensor that autograd saves: note it. Returns its storage, its version and its state, or None.
     unseen : callable
         Given a tensor: its bytes were written by what is no operator; given None: those of any may be.
+    effects : callable
+        Given an operator's name and overload: which arguments it writes, whether it may draw random numbers, whether
+        other ranks take part, and when the host waits (0: never, 1: always, 2: if a mask is among its indices, 3: if it
+        copies between devices and is not asked to go on).
     """
 
     def __init__(self, library: native.Recorder) -> None:
@@ -44,6 +49,8 @@ class Recorder:
         self.resume: Callable[[bool], None] = library.resume
         self.saved: Callable[[Tensor], native.Use | None] = library.saved
         self.unseen: Callable[[Tensor | None], None] = library.unseen
+        self.effects: Callable[[str, str], tuple[list[int], bool, bool, int]] = library.effects
+        self._compiled = Compiled(self.pause, self.resume)
 
     @property
     def is_recording(self) -> bool:
@@ -55,11 +62,16 @@ class Recorder:
 
         With `states`, what the host's generators are in before each random operator is copied: 5 kB a time.
         """
-        return self._native.begin(states)
+        if not self._native.begin(states):
+            return False
+        self._compiled.remove()  # a fork has what its parent installed
+        self._compiled.install()
+        return True
 
     def end(self) -> Tape | None:
         """What was recorded; None where nothing was. In the thread that began, outside of any mode."""
         period = self._native.end()
+        self._compiled.remove()
         return None if period is None else Tape.read(self._native, period)
 
     @contextmanager

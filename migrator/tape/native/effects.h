@@ -61,6 +61,12 @@ constexpr std::string_view kCopies[] = {"aten::copy_", "aten::_to_copy", "aten::
 constexpr std::string_view kCollectives[] = {
     "c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::", "symm_mem::"};
 
+// The schemas of collectives do not say what is written: all that is no input, and no version is counted up.
+bool is_received(std::string_view base, const c10::Argument &argument) {
+  return base.starts_with("c10d::") && base.ends_with("_") && !argument.name().starts_with("input") &&
+         argument.type()->str().starts_with("Tensor") && !argument.type()->str().ends_with("?");
+}
+
 Effects effects_of(const c10::OperatorHandle &op) {
   const auto &schema = op.schema();
   const std::string base = schema.name();
@@ -80,7 +86,7 @@ Effects effects_of(const c10::OperatorHandle &op) {
     const auto &argument = schema.arguments()[index];
     const auto *alias = argument.alias_info();
     const bool is_statistics = keeps_statistics && argument.name().starts_with("running_");
-    effects.written[index] = (alias && alias->isWrite() && !is_quiet) || is_statistics;
+    effects.written[index] = (alias && alias->isWrite() && !is_quiet) || is_statistics || is_received(base, argument);
     effects.writes |= effects.written[index];
     if (argument.name() == "device") effects.device = int(index);
     if (argument.name() == "non_blocking") effects.non_blocking = int(index);

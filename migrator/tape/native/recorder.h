@@ -363,9 +363,13 @@ class Recorder {
       stored.nbytes = storage->nbytes();
       stored.state = int32_t(number);
     }
+    if (effects.moves_the_tensor && impl.version_counter().enabled()) {
+      seen(index, counter_of(impl.version_counter())) = version;
+      pending_.push_back({impl.version_counter(), index, number, this_thread(), false});
+      return {index, version, stored.state};
+    }
     // A view counts versions with its base, but not before we are through.
     if (input) return {index, input->version, stored.state};
-    if (effects.moves_the_tensor) return look(impl, storage, false);
     stored.state = int32_t(number);
     stored.nbytes = storage->nbytes();
     seen(index, counter_of(impl.version_counter())) = version;

@@ -1,0 +1,99 @@
+"""What is compiled is no business of the tape's: its kernels fill buffers behind the dispatcher.
+
+And Dynamo compiles again where the keys of the dispatcher differ from those it compiled under. So the key is excluded
+before it compares them, in whatever it runs, and in what Inductor has made for a backward, which autograd calls.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType, ModuleType
+from typing import Any
+
+_DYNAMO = "torch._dynamo.eval_frame"  # to import it takes seconds, and the program may not need it
+_INDUCTOR = "torch._inductor.output_code"
+_RUNS_COMPILED = "compile_wrapper"  # in which Dynamo calls what is compiled; what is not to be has another
+
+Callback = Any
+
+
+class Compiled:
+    """Has nothing recorded of what is compiled, from `install` to `remove`.
+
+    Parameters
+    ----------
+    pause, resume : callable
+        The recorder's.
+    """
+
+    def __init__(self, pause: Callable[[], bool], resume: Callable[[bool], None]) -> None:
+        self._pause = pause
+        self._resume = resume
+        self._undo: list[tuple[Any, str, Any, Any]] = []  # whose, which, what it was, what it is
+
+    def install(self) -> None:
+        """From now on, for what is imported by now. In one thread at a time."""
+        dynamo, inductor = sys.modules.get(_DYNAMO), sys.modules.get(_INDUCTOR)
+        if dynamo is not None and hasattr(dynamo, "set_eval_frame") and hasattr(dynamo, "_maybe_set_eval_frame"):
+            self._watch(dynamo)
+        base: Any = getattr(inductor, "OutputCode", None)
+        for each in list(vars(inductor).values()) if base is not None else ():
+            if isinstance(each, type) and issubclass(each, base) and "__call__" in vars(each):
+                self._put(each, "__call__", self._aside(vars(each)["__call__"]))
+
+    def remove(self) -> None:
+        """All as it was. Who has put something else in its place since keeps that."""
+        while self._undo:
+            owner, name, before, ours = self._undo.pop()
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, before)
+
+    def _put(self, owner: Any, name: str, ours: Any) -> None:
+        self._undo.append((owner, name, vars(owner)[name], ours))
+        setattr(owner, name, ours)
+
+    def _aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def aside(*args: Any, **kwargs: Any) -> Any:
+            was = self._pause()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._resume(was)
+
+        return aside
+
+    def _watch(self, dynamo: ModuleType) -> None:
+        """Pause where Dynamo's wrapper begins, before it notes the keys, and resume where it ends.
+
+        It begins with `prior = set_eval_frame(None)`, and ends with `_maybe_set_eval_frame(prior)`; in between it calls
+        either with something else. Where that is the same by chance, we resume too early, and pause again at the next
+        `set_eval_frame(None)`.
+        """
+        set_frame, maybe_set_frame = dynamo.set_eval_frame, dynamo._maybe_set_eval_frame
+        threads = threading.local()
+
+        def inside() -> list[tuple[FrameType, Callback, bool]]:
+            found: list[tuple[FrameType, Callback, bool]] = threads.__dict__.setdefault("inside", [])
+            return found
+
+        def set_eval_frame(callback: Callback) -> Callback:
+            caller, within = sys._getframe(1), inside()
+            begins = caller.f_code.co_name == _RUNS_COMPILED and not (within and within[-1][0] is caller)
+            was = self._pause() if begins else False
+            prior = set_frame(callback)
+            if begins:
+                within.append((caller, prior, was))
+            return prior
+
+        def maybe_set_eval_frame(callback: Callback) -> Callback:
+            within = inside()
+            if within and within[-1][0] is sys._getframe(1) and callback is within[-1][1]:
+                self._resume(within.pop()[2])
+            return maybe_set_frame(callback)
+
+        self._put(dynamo, "set_eval_frame", set_eval_frame)
+        self._put(dynamo, "_maybe_set_eval_frame", maybe_set_eval_frame)

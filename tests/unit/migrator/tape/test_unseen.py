@@ -1,0 +1,176 @@
+"""Who writes without an operator is found out by versions, or has no producer from the start."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torch_tiers.migrator.tape.recorder import Recorder
+from torch_tiers.migrator.tape.tape import Operator, Tape
+
+
+def end(recorder: Recorder) -> Tape:
+    tape = recorder.end()
+    assert tape is not None and tape.broken is None
+    return tape
+
+
+def last(tape: Tape) -> Operator:
+    return tape.operators[-1]
+
+
+def in_another_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_write_through_data_is_seen(recorder: Recorder) -> None:
+    recorder.begin()
+    x = torch.ones(3)
+    x.data.add_(1)
+    x.sin()
+    tape = end(recorder)
+    write = next(each for each in tape.operators if each.name == "aten::add_.Tensor")
+    assert x._version == 0 and last(tape).inputs[0].producer == write.number == tape.producer(x)
+
+
+def test_data_that_is_exchanged_has_the_other_s_state(recorder: Recorder) -> None:
+    recorder.begin()
+    x, y = torch.ones(3), torch.zeros(3)
+    x.data = y
+    x.sin()
+    assert last(end(recorder)).inputs[0].producer == 1
+
+
+def test_tensor_that_is_set_has_the_other_s_state(recorder: Recorder) -> None:
+    recorder.begin()
+    x, y = torch.ones(3), torch.zeros(4)
+    x.set_(y)
+    x.sin()
+    tape = end(recorder)
+    assert last(tape).inputs[0].producer == 1 and tape.producer(y) == 1
+
+
+def test_tensor_that_is_turned_in_place_keeps_its_producer(recorder: Recorder) -> None:
+    recorder.begin()
+    x = torch.ones(3, 2)
+    x.t_()
+    x.sin()
+    tape = end(recorder)
+    assert last(tape).inputs[0].producer == tape.producer(x) == 0
+
+
+def test_write_in_another_thread_is_unseen(recorder: Recorder) -> None:
+    recorder.begin()
+    x, y = torch.ones(3), torch.ones(3)
+    in_another_thread(lambda: x.add_(1))
+    x.sin()
+    y.sin()
+    tape = end(recorder)
+    assert len(tape.operators) == 4
+    assert [each.inputs[0].producer for each in tape.operators[2:]] == [None, 1]
+
+
+def test_what_another_thread_makes_has_no_producer(recorder: Recorder) -> None:
+    made: list[Tensor] = []
+    recorder.begin()
+    in_another_thread(lambda: made.append(torch.ones(3)))
+    made[0].sin()
+    tape = end(recorder)
+    assert len(tape.operators) == 1 and last(tape).inputs[0].producer is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.from_numpy(np.ones(3, dtype=np.float32)),
+        lambda: torch.frombuffer(bytearray(12), dtype=torch.float32),
+        lambda: torch.from_dlpack(np.ones(3, dtype=np.float32)),
+    ],
+)
+def test_memory_of_others_has_no_producer(recorder: Recorder, make: Callable[[], Tensor]) -> None:
+    recorder.begin()
+    x = make()
+    x.sin()
+    tape = end(recorder)
+    assert last(tape).inputs[0].producer is None
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.numpy().fill(2),
+        lambda x: np.from_dlpack(x).__setitem__(0, 2) if np.from_dlpack(x).flags.writeable else x.numpy().fill(2),
+        lambda x: ctypes.memset(x.data_ptr(), 0, 4),
+    ],
+)
+def test_write_that_is_told_of_makes_another_state(recorder: Recorder, write: Callable[[Tensor], object]) -> None:
+    """Nobody else can know of it: versions count operators. What is made again of it must be compared once."""
+    recorder.begin()
+    x = torch.ones(3)
+    y = torch.ones(3)
+    write(x)
+    recorder.unseen(x)
+    x.sin()
+    y.sin()
+    tape = end(recorder)
+    *_, first, second = tape.operators
+    assert first.inputs[0].producer is None and second.inputs[0].producer == 1
+
+
+def test_version_that_others_count_up_makes_another_state(recorder: Recorder) -> None:
+    recorder.begin()
+    x = torch.ones(3)
+    x.sin()
+    torch.autograd.graph.increment_version(x)
+    x.cos()
+    ones, sin, cos = end(recorder).operators
+    assert sin.inputs[0].producer == ones.number and cos.inputs[0].producer is None
+
+
+def test_write_after_the_period_is_found_out(recorder: Recorder) -> None:
+    recorder.begin()
+    x = torch.ones(3)
+    tape = end(recorder)
+    assert tape.producer(x) == 0
+    x.add_(1)
+    assert tape.find(x) is None and tape.find(torch.ones(2)) is None
+
+
+def test_storage_that_is_resized_is_another_state(recorder: Recorder) -> None:
+    recorder.begin()
+    x = torch.ones(3)
+    storage = x.untyped_storage()
+    storage.resize_(0)
+    storage.resize_(24)
+    x.sin()
+    assert last(end(recorder)).inputs[0].producer is None
+
+
+def test_storage_that_is_emptied_and_refilled_has_who_refilled_it(recorder: Recorder) -> None:
+    """As FSDP does it, without counting versions up."""
+    x = torch.ones(3)
+    recorder.begin()
+    x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(12)
+    with torch.autograd._unsafe_preserve_version_counter(x):
+        x.fill_(2)
+    x.sin()
+    assert x._version == 0
+    tape = end(recorder)
+    assert last(tape).inputs[0].producer == last(tape).number - 1
+
+
+def test_all_is_another_state_where_anything_may_have_been_written(recorder: Recorder) -> None:
+    recorder.begin()
+    x = torch.ones(3)
+    recorder.unseen(None)
+    x.sin()
+    assert last(end(recorder)).inputs[0].producer is None
