@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -10,17 +9,9 @@ import torch
 
 import torch_tiers as tiers
 from tests.programs import PROGRAMS, build, run
+from tests.scenarios import moving
 from tests.scenarios.equality import BUDGETS, PLANNED, STEPS, check, check_policy, plain
 from torch_tiers.migrator.policies import POLICIES
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Let the threads of the runtime have the other core: OpenMP's would spin on it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -33,6 +24,19 @@ def test_equal_when(budget: str, program: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_equal_under(policy: str, program: str) -> None:
     check_policy(program, policy, "cpu")
+
+
+def test_equal_where_pytorch_computes_in_two_threads() -> None:
+    """As programs do; all else here has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = run("cnn_bn", 5, "cpu")
+        with moving(share=2 / 3, recompute=True) as session:
+            assert run("cnn_bn", 5, "cpu") == expected
+            assert session.stats()["moved"]["h2d"] > 0
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache

@@ -16,14 +16,16 @@ import torch
 from examples import train_resnet
 from examples.train_gpt import GPT, PRESETS, standard_library
 from examples.train_resnet import Photographs, augment, decode, draw, load_photographs
+from tests.unit import warm
 
 ROOT = Path(__file__).parents[2]
 GPT_STEP = re.compile(r"step \d+ loss \d+\.\d+ time \d+\.\d ms")
 
 
 def run(script: str, *arguments: str) -> list[str]:
-    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    with warm.interpreter():
+        command = [sys.executable, str(ROOT / "examples" / script), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def losses(lines: list[str]) -> list[str]:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 
 import pytest
+import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.allocators import Row, by_start, compare, reserved_to_live, table
 from benchmarks.alternate import Ratio
 from benchmarks.turns import WARMUP, environment, moves, work
+from tests.unit import warm
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
     """Of two processes that took turns: to start them takes seconds."""
-    return compare("reference_gpt", ["plain", "expandable"], 3, device="cpu", tiny=True)
+    with warm.interpreter():
+        return compare("reference_gpt", ["plain", "expandable"], 3, device="cpu", tiny=True)
 
 
 def test_two_processes_take_turns_and_are_compared(rows: list[Row]) -> None:
@@ -42,14 +46,17 @@ def test_ratios_of_the_fastest_steps_are_told_beside_those_of_all(rows: list[Row
 
 
 def test_variants_can_run_one_after_the_other() -> None:
-    rows = compare("changing_gpt", ["plain", "expandable"], 2, device="cpu", tiny=True, apart=True, turn=3)
+    with warm.interpreter():
+        rows = compare("changing_gpt", ["plain", "expandable"], 2, device="cpu", tiny=True, apart=True, turn=3)
     assert [row.variant for row in rows] == ["plain", "expandable"]
     assert all((len(row.before), len(row.steps)) == (WARMUP, 2) for row in rows), "a round is a turn's median"
     assert all(len(row.shares) == 1 + WARMUP + 2 * 3 - 2 for row in rows)
 
 
 @pytest.mark.filterwarnings("default")  # PyTorch's own, while it compiles
-def test_blocks_can_be_compiled() -> None:
+def test_blocks_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    # All but the code that Inductor makes, which takes half a minute: tests.scenarios.compiled has some.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     counters.clear()
     answers = StringIO()
     work("reference_gpt", "cpu", tiny=True, commands=StringIO("step\nstep\n"), answers=answers, share=0.4)

@@ -14,6 +14,7 @@ from rich.console import Console
 from benchmarks import demo as demo_module
 from benchmarks.demo import Demo, DemoError, Training, choose_budget, main, read_stats, run_demo, train
 from benchmarks.demo_report import bar, render
+from tests.unit import warm
 from torch_tiers.allocator.sizes import PAGE, MiB
 from torch_tiers.migrator.links import LANES
 
@@ -96,7 +97,8 @@ def test_the_budget_leaves_too_little_dram_for_what_moves() -> None:
 
 def test_the_example_is_run_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERS_ALLOCATOR", "no such thing")  # the user's own settings do not reach it
-    training = train(2, tmp_path, {})
+    with warm.interpreter():
+        training = train(2, tmp_path, {})
     assert len(training.losses) == len(training.step_ms) == 2
     assert float(training.losses[0]) > 5
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.fractions.methods import blocks_of, load_trl, prepare
 from benchmarks.fractions.processes import Failed, Setting, TooLong, Worker
 from benchmarks.fractions.worker import serve
 from benchmarks.workloads import reference_gpt, resnet152
+from tests.unit import warm
 from torch_tiers.allocator.errors import TiersError
 
 SHORT = Lengths(warmup=1, timed=3, learning=(8, 30), settled=3)
@@ -30,6 +32,13 @@ TINY = partial(reference_gpt, "cpu", tiny=True)
 
 def bench(**more: Any) -> Bench:
     return Bench(TINY, "64MiB", lengths=SHORT, **more)
+
+
+@pytest.fixture
+def warmly() -> Iterator[None]:
+    """Workers are forked off a process that has imported torch, which each would do anew."""
+    with warm.interpreter():
+        yield
 
 
 @pytest.mark.parametrize("build", [reference_gpt, resnet152], ids=lambda build: build.__name__)
@@ -185,7 +194,7 @@ def test_after_any_other_error_the_process_gives_up() -> None:
     assert [answer["again"] for answer in serving(RuntimeError("CUDA error"), {})] == [True]
 
 
-def test_a_worker_measures_and_one_that_dies_or_hangs_is_an_error_with_its_reason() -> None:
+def test_a_worker_measures_and_one_that_dies_or_hangs_is_an_error_with_its_reason(warmly: None) -> None:
     lengths = (("warmup", 1), ("timed", 3))
     worker = Worker("reference_gpt", Setting(tiny=True, dram="64MiB", lengths=lengths))
     try:
@@ -205,7 +214,7 @@ def test_a_worker_measures_and_one_that_dies_or_hangs_is_an_error_with_its_reaso
     hanging.close()
 
 
-def test_the_commands_go_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_go_through(warmly: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "fractions.json")
     common = ["--results", path, "--tiny", "--dram", "64MiB", "--steps", "3", "--learning", "8,20"]
     main(["run", *common, "--workloads", "reference_gpt", "--budgets", "90", "--methods", "tiers:auto,checkpoint,trl"])

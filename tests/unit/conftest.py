@@ -1,0 +1,14 @@
+"""One thread of OpenMP's for all that these tests start."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Before torch is imported, and for programs that tests start. Tests run a process per core, and the runtime has threads
+# of its own: OpenMP's would spin on the cores that these wait for, and tests take several times their time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for the few tests with several
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if "torch" in sys.modules:  # tests of other folders are collected, too
+        sys.modules["torch"].set_num_threads(1)
