@@ -107,6 +107,12 @@ class PageAllocator:
         if periods is not None:
             periods.lend(nbytes)
 
+    def withhold(self, device: torch.device, nbytes: int) -> None:
+        """Keep so many bytes of a GPU's budget for what is not made by PyTorch, such as staging slots; 0 ends that."""
+        periods = self._of(device.index)
+        if periods is not None:
+            periods.withhold(nbytes)
+
     def peaks(self, device: torch.device) -> PeaksOfCore:
         """What tells the most bytes that a GPU's program had in use; for one caller, as each peak is told once."""
 

@@ -60,6 +60,7 @@ class Periods:
         self._refused = False  # whether it was said that there is no layout
         self._news: int | None = None  # the next period's peak, if the layout is of no use to it
         self._lent = 0  # bytes of HBM beyond the budget
+        self._withheld = 0  # bytes of the budget
         self._bare = False  # whether this period has no layout: the first after news
 
     @property
@@ -72,6 +73,11 @@ class Periods:
         if nbytes != self._lent:
             self.core.limit(HBM, self.core.counts().hbm_limit - self._lent + nbytes)
             self._lent = nbytes
+
+    def withhold(self, nbytes: int) -> None:
+        """Keep so many bytes of the budget for what does not come from here; 0 takes that back."""
+        self.core.limit(HBM, self.core.counts().hbm_limit + self._withheld - nbytes)
+        self._withheld = nbytes
 
     def begin(self) -> None:
         """The first one begins: what was asked for so far was of none."""

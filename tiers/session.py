@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from types import TracebackType
@@ -203,17 +204,17 @@ class Session:
         """End: give everything back and write the run directory. Idempotent."""
         if self.runtime.closed or os.getpid() != self._pid:  # a forked child has none of the threads
             return
-        self.runtime.close()
-        if self._monitor is not None:
-            self._monitor.close()
-        stats = self.stats()
-        if self._nvme is not None:
-            self._nvme.close()
-        if self._dram is not None:
-            if (pages := paging.installed()) is not None:
-                pages.borrow(None)
-            self._dram.close()
-        self._write_run(stats)
+        with ExitStack() as ending:  # in reverse order, and with the others where one is interrupted
+            ending.callback(lambda: self._write_run(self.stats()))
+            if self._dram is not None:
+                ending.callback(self._dram.close)
+                if (pages := paging.installed()) is not None:
+                    ending.callback(pages.borrow, None)
+            if self._nvme is not None:
+                ending.callback(self._nvme.close)
+            if self._monitor is not None:
+                ending.callback(self._monitor.close)
+            ending.callback(self.runtime.close)
 
     def _write_run(self, stats: dict[str, Any]) -> None:
         self._before_sigterm.clear()  # from here on it would write beside what is half written

@@ -22,6 +22,9 @@ except ImportError:
 Sum = Callable[[torch.Tensor], int]
 """Sums up a flat uint8 tensor, off the GIL."""
 
+SCRATCH = 3
+"""Blocks of a GPU's memory, each as large as the largest that is summed up there: keys, and two to work in."""
+
 _LOW = 2**32 - 1
 _ALL = 2**64 - 1
 _WEYL = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
@@ -97,7 +100,7 @@ class _Adder:
     def _grow(self, count: int) -> None:
         held: list[DeviceMemory] = []
         try:
-            while len(held) < 3:
+            while len(held) < SCRATCH:
                 held.append(DeviceMemory(self._device, 8 * count))
         except BaseException:
             for memory in held:

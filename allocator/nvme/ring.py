@@ -115,8 +115,13 @@ class Ring:
                 raise ValueError(f"{slot.data_ptr():#x} is no slot that was taken from this ring")
             self._taken.remove(slot.data_ptr())
             self._free.append(slot)
-            self._changed.notify()
+            self._changed.notify_all()
         self._free_if_unused()
+
+    def drain(self) -> None:
+        """Wait until all slots are back, or the ring is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._closed)
 
     def close(self) -> None:
         """Refuse whoever asks for a slot from now on, and free the memory once all slots are back. Idempotent.

@@ -21,6 +21,7 @@ from torch_tiers.allocator.at_exit import close_at_exit
 from torch_tiers.allocator.errors import CorruptionError, StoreError
 from torch_tiers.allocator.ledger import Account
 from torch_tiers.allocator.nvme.backend import BLOCK, Backend, read_all, write_all
+from torch_tiers.allocator.nvme.checksum import SCRATCH
 from torch_tiers.allocator.nvme.choose import Gds, choose_backend
 from torch_tiers.allocator.nvme.requests import Request, RequestPool, Rest, Transfer
 from torch_tiers.allocator.nvme.stripe import Stripe
@@ -141,6 +142,11 @@ class NvmeStore:
         """Bytes that it can hold now; falls when a disk is full or a directory fails."""
         with self._lock:
             return sum(volume.capacity for volume in self._volumes)
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of each GPU's memory that its checksums take."""
+        return SCRATCH * self._stripe if self._sums and self.takes_device_memory else 0
 
     @property
     def where(self) -> str:

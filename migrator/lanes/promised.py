@@ -14,32 +14,34 @@ class PromisedEvent:
     ----------
     lane : str
         What is waited for with it.
+    asked : Future
+        Done when the thread is through with it: the event of the last copy.
     """
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
-        self._asked: Future[Event | None] = Future()
+        self.asked: Future[Event | None] = Future()
 
     def set(self, event: Event | None) -> None:
         """The lane was asked for the last copy; None if there was nothing to copy."""
-        self._asked.set_result(event)
+        self.asked.set_result(event)
 
     def fail(self, error: BaseException) -> None:
         """The lane was not asked for all copies, because of `error`, and carries none of them out any more."""
-        self._asked.set_exception(error)
+        self.asked.set_exception(error)
 
     @property
     def is_there(self) -> bool:
         """Whether the thread is through with it."""
-        return self._asked.done()
+        return self.asked.done()
 
     def event(self) -> Event | None:
         """Block the host until the lane was asked; the event of the last copy."""
-        return self._asked.result()
+        return self.asked.result()
 
     def settled(self) -> Event | None:
         """Block the host until it is known what became of it; the event of the last copy, if all were asked for."""
-        return None if self._asked.exception() is not None else self._asked.result()
+        return None if self.asked.exception() is not None else self.asked.result()
 
     def query(self) -> bool:
         """Whether the copies are over; raises what kept the lane from being asked."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ import torch
 
 from tests.unit.by_hand import eventually
 from torch_tiers.allocator.dram import DramArena
-from torch_tiers.allocator.errors import StoreError
+from torch_tiers.allocator.errors import StoreError, TierFull
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
@@ -63,9 +66,10 @@ class Rig:
         self.store = Drives([directory], capacity, gds="off", step=MiB, backend=PosixFile)
         self.arena = DramArena(64 * MiB, pinned=False, step=MiB)
         self.backing = Backing(self.arena, self.store, self.counters)
-        out, back = HostLane("gds_write", self.counters), HostLane("gds_read", self.counters)
+        out, back = HostLane("gds_write", Counters()), HostLane("gds_read", Counters())
         self.rings = Ring(CPU, SLOTS, SLOT), Ring(CPU, SLOTS, SLOT)
         self.direct = Direct(DirectWay(self.store, *self.rings), out, back, self.counters)
+        self.out = out
         lanes = HostLane("d2h", self.counters), HostLane("h2d", self.counters)
         self.engine = Engine(HostCompute(self.counters), *lanes, self.backing, direct=self.direct)
         self.engine.limit = GiB
@@ -122,7 +126,9 @@ def test_a_group_comes_back_bit_for_bit_and_never_lies_in_dram(rig: Rig) -> None
     assert group.state is State.AWAY
     assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
     assert rig.arena.peak == 0
-    assert rig.counters.moved["gds_write"] == sum(map(len, contents)) == rig.counters.moved["d2h"] + group.nbytes
+    assert group.parcel is not None
+    moved = rig.counters.moved
+    assert moved["gds_read"] >= moved["gds_write"] == group.parcel.nbytes and moved["d2h"] == moved["h2d"] == 0
     assert rig.store.used >= group.nbytes
 
 
@@ -146,6 +152,8 @@ def test_what_the_drives_do_not_take_stays_in_the_hosts_memory_which_is_said_onc
         rig.let_go()
         assert torch.equal(rig.back(saved[0]), contents[0])
         assert torch.equal(rig.back(more[0]), others[0])
+    moved, kept = rig.counters.moved, 4 * SLOT
+    assert moved["d2h"] == moved["h2d"] == kept and moved["gds_write"] == moved["gds_read"] == 11 * SLOT - kept
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         "what nvme does not take is kept in the host's memory, beyond its budget"
     ]
@@ -160,7 +168,7 @@ def test_a_read_that_fails_raises_and_leaves_nothing_behind(rig: Rig, failing: i
     with pytest.raises(StoreError, match="as the test says"):
         rig.back(saved[0])
     rig.forget()
-    assert eventually(lambda: not rig.direct.close() and rig.store.used == 0)
+    assert eventually(lambda: rig.store.used == 0)
 
 
 def test_a_drive_without_room_sends_groups_by_dram(tmp_path: Path) -> None:
@@ -170,6 +178,135 @@ def test_a_drive_without_room_sends_groups_by_dram(tmp_path: Path) -> None:
     assert rig.arena.peak > 0 and rig.counters.moved["gds_write"] == 0
     assert torch.equal(rig.back(saved[0]), contents[0])
     rig.close()
+
+
+def test_a_group_that_the_direct_way_fails_on_goes_by_dram_which_is_said_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended training, and the bytes were still in HBM."""
+
+    def refuse(*_: object) -> HostEvent:
+        raise torch.OutOfMemoryError("no room to gather in")
+
+    monkeypatch.setattr(rig.out, "copy", refuse)
+    with caplog.at_level(logging.WARNING):
+        sent = [rig.send(2 * SLOT, 100) for _ in range(2)]
+        rig.let_go()
+    assert [group.state for group, *_ in sent] == 2 * [State.AWAY]
+    for _, saved, contents in sent:
+        assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
+    told = [record.getMessage() for record in caplog.records]
+    assert [text for text in told if "the direct way to nvme fails" in text and "no room to gather in" in text] == told[
+        :1
+    ]
+    rig.forget()
+    assert eventually(lambda: rig.store.used == 0)
+
+
+def test_a_group_that_finds_no_way_out_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> HostEvent:
+        raise TierFull("dram", None, 1, 0, 0)
+
+    monkeypatch.setattr(rig.out, "copy", refuse)
+    monkeypatch.setattr(rig.backing, "new", refuse)
+    group, saved, contents = rig.send(2 * SLOT)
+    rig.let_go()
+    assert group.members and rig.engine.resident == group.nbytes and rig.engine.source(saved[0]) is None
+    assert torch.equal(saved[0].alias, contents[0])
+    rig.forget()
+    assert not group.members and rig.engine.resident == 0
+
+
+def test_a_write_that_cannot_be_asked_for_is_kept_in_the_hosts_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Future[None]:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rig.store, "write", refuse)
+    _, saved, contents = rig.send(2 * SLOT)
+    rig.let_go()
+    assert torch.equal(rig.back(saved[0]), contents[0])
+
+
+def test_room_on_the_drives_is_there_again_once_a_dropped_group_is_written(rig: Rig) -> None:
+    """Nobody looked before the next group was sent or dropped: a tier looked full that was not."""
+    rig.store.go_on = threading.Event()
+    rig.send(SLOT)
+    rig.let_go()  # a slot was free
+    rig.forget()
+    assert rig.store.used > 0
+    rig.store.go_on.set()
+    assert eventually(lambda: rig.store.used == 0)
+
+
+@contextmanager
+def interrupted(after: float = 0.1) -> Iterator[None]:
+    """Ctrl-C in the middle of what is done inside."""
+    timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    timer.join()
+
+
+def test_a_buffer_that_is_read_into_outlives_an_interrupted_glimpse(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory was the next tensor's, and the lane wrote there."""
+    buffers: list[weakref.ref[torch.UntypedStorage]] = []
+    empty = rig.engine.compute.empty
+
+    def watched(nbytes: int) -> torch.Tensor:
+        buffer = empty(nbytes)
+        buffers.append(weakref.ref(buffer.untyped_storage()))
+        return buffer
+
+    monkeypatch.setattr(rig.engine.compute, "empty", watched)
+    group, saved, contents = rig.send(2 * SLOT)
+    rig.let_go()
+    assert eventually(lambda: rig.counters.moved["gds_write"] == 2 * SLOT)
+    rig.store.go_on = threading.Event()
+    with interrupted(), rig.engine.lock:
+        rig.engine.glimpse(saved[0])
+    rig.store.go_on.set()
+    assert eventually(lambda: rig.counters.moved["gds_read"] == 2 * SLOT)
+    gc.collect()
+    assert buffers[0]() is not None
+    assert torch.equal(rig.back(saved[0]), contents[0])
+    del group, saved
+    rig.forget()
+    gc.collect()
+    assert buffers[0]() is None and eventually(lambda: rig.store.used == 0)
+
+
+def test_a_group_whose_end_is_interrupted_leaves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, *_ = rig.send(2 * SLOT)
+    rig.let_go()
+    with rig.engine.lock:
+        rig.engine._bring(group)
+        assert group.parcel is not None and group.parcel.returned is not None
+        group.parcel.returned.synchronize()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.compute, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rig.forget()
+    assert group.state is State.GONE and group.buffer is None and rig.engine.resident == 0
+    assert eventually(lambda: rig.store.used == 0)
+
+
+def test_an_end_that_is_interrupted_leaves_no_thread_and_no_slot(rig: Rig) -> None:
+    rig.store.go_on = threading.Event()
+    group, *_ = rig.send(9 * SLOT)
+    with interrupted():
+        rig.direct.close()
+    rig.store.go_on.set()
+    assert eventually(lambda: not any(thread.is_alive() for thread in rig.direct._threads))
+    rig.direct.close()
+    assert eventually(lambda: all(ring._freed for ring in rig.rings))
+    assert group.members  # what did not get into a slot is where it was
 
 
 def test_only_what_is_for_nvme_goes_the_direct_way(rig: Rig) -> None:
@@ -183,19 +320,19 @@ def test_a_graph_that_dies_meanwhile_gives_memory_slots_and_extents_back(rig: Ri
     group, saved, _ = rig.send(9 * SLOT)
     memory = weakref.ref(saved[0].alias.untyped_storage())
     del saved, group
-    timer = threading.Timer(0.1, rig.store.go_on.set)
-    timer.start()
     rig.forget()
     gc.collect()
-    assert eventually(lambda: memory() is None)
+    assert memory() is not None  # a thread is still to copy from it
+    assert rig.counters.stalls == {}
+    rig.store.go_on.set()
+    assert eventually(lambda: rig.forget() or memory() is None)
+    assert eventually(lambda: rig.store.used == 0)
     rig.store.go_on = None
     _, saved, contents = rig.send(9 * SLOT)  # the slots are there again
     rig.let_go()
     assert torch.equal(rig.back(saved[0]), contents[0])
     rig.forget()
-    rig.direct.close()
-    assert rig.store.used == 0
-    timer.join()
+    assert eventually(lambda: rig.store.used == 0)
 
 
 def test_memory_is_let_go_of_once_it_is_in_slots_though_the_drive_is_still_at_work(rig: Rig) -> None:

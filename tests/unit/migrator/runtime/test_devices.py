@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from torch_tiers.migrator.lanes.host import HostCompute
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.migrator.engine.direct import DirectWay
+from torch_tiers.migrator.lanes.host import HostCompute, HostLane
+from torch_tiers.migrator.links import PCIE_GEN5
 from torch_tiers.migrator.runtime import devices
 from torch_tiers.migrator.runtime.devices import Device, Devices, holes
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -90,3 +94,95 @@ def test_what_is_lent_is_taken_back_at_the_end() -> None:
     every._to_lend(GPU, 100, SimpleNamespace(has_disk=True, dram_capacity=0), False, lender)
     every.close()
     assert lender.lent == [40, 0]
+
+
+class Ring:
+    """Slots of one size, as far as a budget is concerned."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes_total = self.slot_bytes = nbytes
+        self.closed = False
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def way(ring: int, scratch: int) -> Any:
+    return DirectWay(SimpleNamespace(scratch=scratch, stuck=False), Ring(ring), Ring(ring))  # type: ignore[arg-type]
+
+
+def test_what_lies_beside_an_allocator_is_within_the_budget(
+    emptied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's might fill the budget, and staging slots and checksums took 152 MiB more."""
+    fractions: list[float] = []
+    made = Device(HostCompute(Counters()), None, None, 50)  # type: ignore[arg-type]
+    monkeypatch.setattr(devices, "open_device", lambda *args, **named: made)
+    monkeypatch.setattr(
+        devices, "lanes", lambda device, names, *_, **__: [HostLane(name, Counters()) for name in names]
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: fractions.append(part))
+    allocator = Withholding()
+    for pages, enforce in ((None, True), (allocator, False)):
+        every: Any = Devices(Counters())
+        options = SimpleNamespace(
+            hbm=lambda device: 50,
+            pages=lambda pages=pages: pages,
+            native_lanes=False,
+            enforce=enforce,
+            direct=lambda _: way(ring=10, scratch=5),
+            links=PCIE_GEN5,
+        )
+        shared = every._open(GPU, options)
+        assert (shared.budget, shared.room) == (50, 25)
+        every.opened[GPU] = replace(shared, out=HostLane("d2h", Counters()), back=HostLane("h2d", Counters()))
+        every.close()
+    assert fractions[0] == 0.25
+    assert allocator.withheld == [25, 0]  # it lasts longer than the session
+
+
+class Withholding:
+    """An allocator that keeps some of its budget for others."""
+
+    def __init__(self) -> None:
+        self.withheld: list[int] = []
+
+    def peaks(self, device: torch.device) -> None:
+        """Nobody asks."""
+
+    def tidy(self, device: torch.device) -> None:
+        """Nor for this."""
+
+    def withhold(self, device: torch.device, nbytes: int) -> None:
+        self.withheld.append(nbytes)
+
+
+def test_a_direct_way_that_takes_all_of_the_budget_is_refused() -> None:
+    every: Any = Devices(Counters())
+    refused = way(ring=20, scratch=10)
+    made = Device(HostCompute(Counters()), None, None, 50)  # type: ignore[arg-type]
+    with pytest.raises(TiersError, match="raise TIERS_HBM"):
+        every._with_direct_way(made, GPU, SimpleNamespace(direct=lambda _: refused))
+    assert refused.out.closed and refused.back.closed
+
+
+def test_an_end_that_is_interrupted_goes_on_with_the_others() -> None:
+    """Ctrl-C while a drive was waited for left the lanes' threads and all limits."""
+
+    class Interrupted:
+        def close(self) -> None:
+            raise KeyboardInterrupt
+
+    every: Any = Devices(Counters())
+    out, back = HostLane("d2h", Counters()), HostLane("h2d", Counters())
+    every.opened[GPU] = Device(HostCompute(Counters()), out, back, 50, direct=Interrupted())  # type: ignore[arg-type]
+    closed: list[str] = []
+    every._backing = SimpleNamespace(close=lambda: closed.append("backing"))
+    with pytest.raises(KeyboardInterrupt):
+        every.close()
+    assert closed == ["backing"]
+    assert not out._thread.is_alive() and not back._thread.is_alive()
