@@ -126,6 +126,7 @@ class Recorder {
     } catch (...) {
       period_->broken = "an operator's results could not be read";
     }
+    if (cursor_ < known_.size()) __builtin_prefetch(known_[cursor_].get());  // what is likely to come next
     Call &call = period_->calls[open.call];
     call.ran = ran - open.before;
     call.after = uint32_t(now() - ran);
