@@ -346,13 +346,7 @@ class Engine:
 
     def _wait(self, event: Event | PromisedEvent, cause: str, stream: Stream) -> None:
         """Let `stream` go on only after `event`; the host waits until that is there."""
-        if isinstance(event, PromisedEvent):
-            assert self._direct is not None
-            there = self._direct.there(event)
-            if there is not None:
-                self.compute.wait(there, event.lane, stream)
-        else:
-            self.compute.wait(event, cause, stream)
+        self.compute.wait(event, event.lane if isinstance(event, PromisedEvent) else cause, stream)
 
     def _leave_home(self, group: Group) -> None:
         if group.stream not in group.ready_on and group.parcel is not None and group.parcel.returned is not None:

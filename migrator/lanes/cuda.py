@@ -27,6 +27,7 @@ from torch_tiers.migrator.lanes import (
 )
 from torch_tiers.migrator.lanes.laps import Gap, Laps, TimedEvent
 from torch_tiers.migrator.lanes.meter import CudaMeter
+from torch_tiers.migrator.lanes.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
 from torch_tiers.migrator.timing import Lap
@@ -82,12 +83,25 @@ class CudaCompute:
         self._laps.stand_for = periods
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
-        if not self._laps.stand_for and self.waited is None and not self.capturing():
+        timed = self._laps.stand_for or self.waited is not None or self.capturing()
+        reached: TimedEvent | None = None
+        if isinstance(event, PromisedEvent):
+            if timed and not event.is_there:
+                reached = self.mark(stream)  # before the host waits, while which the stream runs dry
+            there = event.event()
+            if there is None:
+                return
+            event = there
+        if not timed:
             # To wait costs a stream 0.1 us. The two events that tell for how long cost 6.4, on an H200.
             self.hold(stream, event)
             return
         # Told by the compute stream's own events: those of the lanes keep no time (`lane.cpp` says why).
-        gap = self.follow(stream, event)
+        if reached is None:
+            gap = self.follow(stream, event)
+        else:
+            self.hold(stream, event)
+            gap = reached, self.mark(stream)
         if gap is None:
             return
         self._laps.waited(cause, gap)

@@ -119,19 +119,6 @@ class Direct:
             parcel.returned = promised = PromisedEvent("gds_read")
             self._reader.jobs.put(Read(parcel, buffer, after, promised))
 
-    def there(self, promised: PromisedEvent) -> Event | None:
-        """Block the host until a lane was asked for all copies, which counts as a stall; the event of the last one.
-
-        Raises
-        ------
-        StoreError
-            If the drives do not give back what was written.
-        """
-        if promised.is_there:
-            return promised.event()
-        with self._counters.waiting(promised.lane):
-            return promised.event()
-
     def say_failed(self, error: Exception) -> None:
         """Say, once, that a group goes through host memory instead."""
         told, self._failure_is_told = self._failure_is_told, True
