@@ -302,6 +302,19 @@ def test_what_a_program_was_like_before_its_plans_changed_takes_no_memory_after(
     assert core.counts().hbm == 8 * MiB
 
 
+def test_what_is_withheld_of_the_budget_is_given_back_whatever_is_lent_meanwhile(pages: OnOneCore, core: Core) -> None:
+    gpu = torch.device("cuda", 0)
+    budget = core.counts().hbm_limit
+    for _ in range(2):
+        pages.withhold(gpu, 32 * MiB)
+        assert core.counts().hbm_limit == budget - 32 * MiB
+    pages.lend(gpu, 64 * MiB)
+    pages.withhold(gpu, 0)
+    assert core.counts().hbm_limit == budget + 64 * MiB
+    pages.lend(gpu, 0)
+    assert core.counts().hbm_limit == budget
+
+
 def test_what_is_lent_beyond_the_budget_is_taken_back(pages: OnOneCore, core: Core) -> None:
     gpu = torch.device("cuda", 0)
     budget = core.counts().hbm_limit

@@ -15,6 +15,7 @@ from torch_tiers import session as made_of
 from torch_tiers.allocator import adapter
 from torch_tiers.config import ConfigError, load
 from torch_tiers.config_keys import BY_ARGUMENT
+from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.session import Session, _say_if_untested
 
 
@@ -103,3 +104,22 @@ def test_a_torch_that_was_not_tested_is_told_once(
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (Path(tiers.__file__).parent / "py.typed").exists()
+
+
+def test_an_end_that_is_interrupted_closes_the_tiers_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a drive was waited for left the store's threads and its files to the interpreter's end."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    config = tiers.session(allocator="torch", nvme="16MiB", nvme_path=tmp_path, nvme_gds="off", dram="16MiB")._config
+    session = Session(config)
+    session._make_backing(Counters(), False)
+    assert session._nvme is not None
+    pool = session._nvme._drives
+    monkeypatch.setattr(session.runtime, "close", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    assert not any(thread.is_alive() for thread in pool._threads)
