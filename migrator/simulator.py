@@ -44,7 +44,7 @@ class Simulated:
     recomputing : float
         Seconds of the step spent on recomputing what was dropped.
     issuing : float
-        Seconds of the host's for the program itself; 0 where it has no clock of its own.
+        Seconds of the host's for the program itself, from its first save on; 0 where it has no clock of its own.
     calls : float
         Seconds of the host's for what this plan moves and recomputes.
     stalls : mapping of str to float
@@ -351,7 +351,7 @@ class _Step:
             seconds=max(self.now, self.host + self.trace.lead),
             ideal=self.trace.seconds,
             recomputing=self.recomputing,
-            issuing=sum(self.clocks.host),
+            issuing=sum(self.clocks.host[1:]),
             calls=self.calls,
             stalls=self.stalls,
             busy=self.busy,

@@ -43,10 +43,17 @@ class Lap(NamedTuple):
 
 
 class HostLap(NamedTuple):
-    """What a period took the host, in seconds: all of it with waits for the device, and what of it was our own work."""
+    """What a period took the host from its first forward on, in seconds, and what of that was our own work.
+
+    Attributes
+    ----------
+    idle : bool
+        Whether the device had nothing to do any more as it began.
+    """
 
     seconds: float
     ours: float
+    idle: bool = False
 
 
 def product_in(name: str) -> str | None:
@@ -140,19 +147,22 @@ def _by_the_byte(recipes: Mapping[int, Recipe], nbytes: Mapping[int, int]) -> di
     return quick
 
 
-def with_host(trace: Trace, pace: float, hooks: float) -> Trace:
+def with_host(trace: Trace, pace: float, hooks: float, *, joins: bool) -> Trace:
     """The same trace, in which what the program issues takes the host `pace` times as long, and our hooks so long.
 
     Parameters
     ----------
     hooks : float
         Seconds in a period, under any plan.
+    joins : bool
+        Whether the host has waited for the device as a period begins.
     """
     clocks = trace.clocks
     if clocks is None:
         return trace
     host = tuple(pace * seconds for seconds in clocks.host)
-    return trace.on(replace(clocks, host=host, hooks=hooks / (trace.positions + 1)))
+    told = frozenset(clocks.joins) | ({0} if joins else set())
+    return trace.on(replace(clocks, host=host, joins=told, hooks=hooks / (trace.positions + 1)))
 
 
 def at_pace(trace: Trace, pace: float) -> Trace:

@@ -262,6 +262,9 @@ class Compute(Protocol):
     def settle(self) -> Lap | None:
         """A period ends. What the last one took that the device is through with; None where that was not timed."""
 
+    def idle(self) -> bool:
+        """Whether the device is through with the last period; not within a capture."""
+
     def when(self, event: Event, recorded: float) -> float:
         """Where on the host's clock times that lanes count from `event` begin; to within a millisecond or so.
 

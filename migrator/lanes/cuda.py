@@ -122,6 +122,9 @@ class CudaCompute:
             return None
         return self._laps.period_over(lambda: self.mark(self.stream()))
 
+    def idle(self) -> bool:
+        return self._laps.idle()
+
     def when(self, event: Event, recorded: float) -> float:
         return self._laps.when(cast("TimedEvent", event), recorded)
 

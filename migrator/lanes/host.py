@@ -106,6 +106,9 @@ class HostCompute:
     def allocated(self) -> int:
         return 0
 
+    def idle(self) -> bool:
+        return False  # there is no device besides the host
+
     def meter(self, *, held: bool = False) -> HostMeter:
         return HostMeter(self)
 

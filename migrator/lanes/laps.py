@@ -76,6 +76,10 @@ class Laps:
         """See `migrator.lanes.Compute.when`."""
         return self._clock.place(event, recorded)
 
+    def idle(self) -> bool:
+        """Whether the device is through with all periods that are over for the host."""
+        return self._ended is not None and self._ended.query()
+
     def period_passed(self) -> None:
         """A period is over in which nobody may ask for events."""
         with self._settling:

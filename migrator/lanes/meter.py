@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HOLD = 5e-3  # seconds for which the device is held back at once: as many launches as its queue takes
 BEHIND, IDLE = 5e-4, 1e-4  # seconds by which a device is behind for certain, and by which it is not
-NEAR = 8  # ticks: when the device has passed the last but so many, it is held back
+NEAR = 32  # ticks: when the device has passed the last but so many, it is held back
 
 
 class Measures(NamedTuple):

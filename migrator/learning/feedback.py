@@ -69,6 +69,7 @@ class Feedback:
         self.pace = 1.0  # what the program's own times on the device are multiplied by
         self.host_pace = 1.0  # and those of the host
         self.hooks = 0.0  # seconds that hooks of ours keep the host in a period, under any plan
+        self.joins = False  # whether the host waits for the device between two periods
         self._hosts: list[HostLap] = []  # of the periods under the plans there are, once these have settled
         self._has_seen_host = False
         self._borne_out = False  # whether as many laps as correct that came while nobody else needed the memory bus
@@ -89,8 +90,10 @@ class Feedback:
         """What is corrected by how much, for a log."""
         lanes = "".join(f", {lane} gives {part:.0%} of what was told" for lane, part in self._parts.items())
         sign = "-" if self.correction < 0 else "+"
-        host = f"host x {self.host_pace:.2f} and {self.hooks * 1e3:.1f} ms of hooks"
-        return f"budget {sign}{format_size(abs(self.correction))}, recorded times x {self.pace:.2f}, {host}{lanes}"
+        host = (
+            f", the host's x {self.host_pace:.2f} and {self.hooks * 1e3:.1f} ms of ours" if self._has_seen_host else ""
+        )
+        return f"budget {sign}{format_size(abs(self.correction))}, recorded times x {self.pace:.2f}{host}{lanes}"
 
     @property
     def settled(self) -> bool:
@@ -107,7 +110,7 @@ class Feedback:
 
     def corrected(self, trace: Trace) -> Trace:
         """What was recorded, as it is taken to be."""
-        return with_host(at_pace(trace, self.pace), self.host_pace, self.hooks)
+        return with_host(at_pace(trace, self.pace), self.host_pace, self.hooks, joins=self.joins)
 
     def under(self, given: Links) -> Feedback:
         """The same corrections, to other links; what is found of those is not held against these."""
@@ -136,7 +139,7 @@ class Feedback:
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
         self.pace, self._borne_out = 1.0, False
-        self.host_pace, self.hooks, self._has_seen_host = 1.0, 0.0, False
+        self.host_pace, self.hooks, self.joins, self._has_seen_host = 1.0, 0.0, False, False
         self._laps.clear()
         self._looks = self._cuts = 0
 
@@ -197,6 +200,7 @@ class Feedback:
         before = predicted.issuing / self.host_pace
         self.host_pace = min(1.0, (best.seconds - best.ours) / before)
         self.hooks = max(0.0, best.ours - predicted.calls)
+        self.joins = all(host.idle for host in self._hosts)
         return self.hooks + abs(1 - self.host_pace) * before > OFF_PACE * predicted.seconds
 
     def peak(

@@ -28,7 +28,6 @@ from torch_tiers.migrator.lanes import peaks
 from torch_tiers.migrator.lanes.host import HostCompute
 from torch_tiers.migrator.recompute import exact
 from torch_tiers.migrator.runtime import process_groups
-from torch_tiers.migrator.runtime.host_time import HostTime
 
 log = logging.getLogger("tiers")
 
@@ -38,15 +37,7 @@ class AlreadyActive(TiersError):
 
 
 class Listener(Protocol):
-    """What a runtime is told.
-
-    Attributes
-    ----------
-    time : HostTime
-        Where what it takes for that is added up.
-    """
-
-    time: HostTime
+    """What a runtime is told."""
 
     def enter(self, module: nn.Module, args: Any) -> bool:
         """A module is called in this thread, hooks of its own included; whether `leave` is to be called after that."""
@@ -163,26 +154,26 @@ def _tell_dynamo(old: Any, new: Any) -> None:
 
 
 def _enter(module: nn.Module, args: Any) -> bool:
-    return _active is not None and _active.time.timed(_active.enter, module, args)
+    return _active is not None and _active.enter(module, args)
 
 
 def _leave(module: nn.Module, args: Any, named: Any, output: Any) -> None:
     if _active is not None:
-        _active.time.timed(_active.leave, module, args, named, output)
+        _active.leave(module, args, named, output)
 
 
 def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_compiling():
         return
     if _active is not None:
-        _active.time.timed(_active.stepping, optimizer)
+        _active.stepping(optimizer)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_compiling():
         return
     if _active is not None:
-        _active.time.timed(_active.stepped, optimizer)
+        _active.stepped(optimizer)
     elif _left_behind:
         _say_left_behind()
 

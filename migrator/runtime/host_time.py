@@ -13,12 +13,16 @@ Answer = TypeVar("Answer")
 
 
 class HostTime:
-    """The host's time in this process, from the end of one period to the end of the next."""
+    """The host's time in this process, from a period's first forward to its end.
+
+    What is between two periods is not counted: there a program waits for its data, and for the device.
+    """
 
     def __init__(self) -> None:
         self._ours = 0.0  # seconds
-        self._before = 0.0  # what hooks had taken by the end of the last period
-        self._ended: float | None = None
+        self._hooks = 0.0  # what hooks had taken as the period began
+        self._began: float | None = None
+        self._idle = False
 
     def timed(self, call: Callable[..., Answer], *args: Any) -> Answer:
         """Call something of ours, and count for how long."""
@@ -28,17 +32,24 @@ class HostTime:
         finally:
             self._ours += time.perf_counter() - began
 
-    def period_over(self, hooks: float) -> HostLap | None:
-        """A period is over; what it took, or None where that is not known.
+    def period_begins(self, hooks: float, *, idle: bool) -> None:
+        """A period's first forward begins; later ones are told of as well.
 
         Parameters
         ----------
         hooks : float
             Seconds that hooks for saved tensors have taken so far; NaN where nobody counts them.
+        idle : bool
+            Whether the device has nothing to do.
         """
-        now, ended = time.perf_counter(), self._ended
-        ours, self._ours = self._ours + hooks - self._before, 0.0
-        self._before, self._ended = hooks, now
-        if ended is None or math.isnan(ours):
+        if self._began is None:
+            self._ours, self._hooks, self._idle = 0.0, hooks, idle
+            self._began = time.perf_counter()
+
+    def period_over(self, hooks: float) -> HostLap | None:
+        """A period is over; what it took, or None where that is not known."""
+        began, self._began = self._began, None
+        ours = self._ours + hooks - self._hooks
+        if began is None or math.isnan(ours):
             return None
-        return HostLap(now - ended, ours)
+        return HostLap(time.perf_counter() - began, ours, idle=self._idle)

@@ -66,7 +66,7 @@ class Runtime:
         self._overwriting: Overwriting | None = None
         self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()
-        self.time = HostTime()
+        self._time = HostTime()
         self._unmanaged = 0
         self._rounds = 0  # steps of all optimizers together
         self._devices = Devices(self._counters)
@@ -134,6 +134,9 @@ class Runtime:
 
     def enter(self, module: nn.Module, args: Any) -> bool:
         """A forward begins in this thread; whether `leave` is to be called when it ends."""
+        return self._time.timed(self._enter, module, args)
+
+    def _enter(self, module: nn.Module, args: Any) -> bool:
         saver = self._thread.saver or self._arm()
         if saver is None:
             return False
@@ -151,7 +154,7 @@ class Runtime:
         """A forward ends in this thread, also when it raised."""
         saver = self._thread.saver
         if saver is not None and not saver.resting:
-            saver.leave(module, args, named, output)
+            self._time.timed(saver.leave, module, args, named, output)
 
     def _arm(self) -> Saver | None:
         if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:
@@ -232,6 +235,9 @@ class Runtime:
     def _root_begins(self, saver: Saver, root: nn.Module) -> None:
         self._period_begins(saver)
         self._look_at(root)
+        if self._tensors is not None and not saver.capturing():
+            idle = all(mover.engine.compute.idle() for mover in saver.armed_movers)
+            self._time.period_begins(self._tensors.spent(), idle=idle)
 
     def _look_at(self, model: nn.Module) -> None:
         """See whether the budget holds the weights of the models so far, and this one's."""
@@ -271,7 +277,7 @@ class Runtime:
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
         advice = self._advice.period_over(saver.armed_movers)
         changed = False
-        host = None if self._tensors is None else self.time.period_over(self._tensors.spent())
+        host = None if self._tensors is None else self._time.period_over(self._tensors.spent())
         pages = self.options.pages()
         for mover in saver.armed_movers:
             device = mover.engine.compute.device
@@ -329,16 +335,16 @@ class Runtime:
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""
-        self._set_state(optimizer, on=True)
+        self._time.timed(self._set_state, optimizer, True)
 
-    def _set_state(self, optimizer: torch.optim.Optimizer, *, on: bool) -> None:
+    def _set_state(self, optimizer: torch.optim.Optimizer, on: bool) -> None:
         new = optimizer not in self._optimizers
         if (new or self._steps.count < FIRST_STEPS) and (pages := self.options.pages()) is not None:
             pages.state(on)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step."""
-        self._set_state(optimizer, on=False)
+        self._time.timed(self._set_state, optimizer, False)
         leads = self._optimizers.stepped(optimizer)
         self._rounds += leads
         if leads and self._rounds == UNHEARD and not self._counters.periods and self._devices.opened:

@@ -2,7 +2,7 @@
 
 Without a GPU host memory plays HBM, and the file is a plain one. On a GPU requests go through cuFile, whose own
 compatibility mode serves where the hardware cannot (``CUFILE_ALLOW_COMPAT_MODE``), or through kvikio's
-(``KVIKIO_COMPAT_MODE=ON``).
+(``KVIKIO_COMPAT_MODE=ON``), which also serves where cuFile takes no file of this machine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,10 +35,21 @@ from torch_tiers.migrator.engine.direct import DirectWay
 _SLOT, _SLOTS = 256 * KiB, 3  # a layer of the programs here saves four slots
 
 
+def _cufile_takes_files() -> bool:
+    if os.environ.get("KVIKIO_COMPAT_MODE", "").upper() == "ON":
+        return False
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            KvikioFile(Path(directory), mode="gds").close()
+    except StoreError:
+        return False
+    return True
+
+
 @contextmanager
 def _directly(device: torch.device, **faults: Any) -> Iterator[dict[str, Any]]:
     """Yield the arguments of a session in which all that moves goes to a file directly."""
-    by_cufile = device.type == "cuda" and os.environ.get("KVIKIO_COMPAT_MODE", "").upper() != "ON"
+    by_cufile = device.type == "cuda" and _cufile_takes_files()
 
     def open_file(path: Any) -> Backend:
         if device.type != "cuda":
