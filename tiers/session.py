@@ -239,6 +239,7 @@ class Session:
         paged = [core.counts() for _, core in pages.cores()] if pages is not None else []
         if paged:  # what PyTorch has reserved lies in both tiers
             peak_hbm = max(counts.hbm_peak for counts in paged)
+        peak_hbm += numbers.pop("beside_hbm")  # slots of the direct way, which are there throughout
         return {
             "device": device,
             "allocator": "torch" if pages is None else "pages",

@@ -398,12 +398,13 @@ class Runtime:
         return pairs[-1] if pairs else self._learned
 
     def numbers(self) -> dict[str, Any]:
-        """What happened so far, as `stats.json` has it; HBM's budget and peak as ``budget_hbm`` and ``peak_hbm``."""
+        """What happened so far, as `stats.json` has it; HBM's as ``budget_hbm``, ``peak_hbm`` and ``beside_hbm``."""
         counters, devices = self._counters, self._devices.opened.values()
         return {
             "device": ", ".join(dict.fromkeys(name_of(device) for device in self._devices.opened)),
             "budget_hbm": max((shared.budget for shared in devices), default=0),
             "peak_hbm": max((shared.compute.reserved() for shared in devices), default=0),
+            "beside_hbm": max((shared.beside for shared in devices), default=0),
             "periods": counters.periods,
             "steps": self._steps.count,
             "moved": dict(counters.moved),
