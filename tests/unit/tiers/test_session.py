@@ -128,6 +128,6 @@ def test_an_end_that_is_interrupted_closes_the_tiers_all_the_same(
 def test_what_lies_beside_the_allocator_is_part_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(tiers.session(allocator="torch")._config)
     numbers = session.runtime.numbers() | {"peak_hbm": 70, "beside_hbm": 20}
-    monkeypatch.setattr(session.runtime, "numbers", lambda: numbers)
+    monkeypatch.setattr(session.runtime, "numbers", numbers.copy)
     assert session.stats()["peak"]["hbm"] == 90
     session.close()
