@@ -60,8 +60,12 @@ class Holder(NamedTuple):
 def tell(holders: Iterable[Holder]) -> str:
     """Say who holds how much, the largest first."""
     largest = sorted(holders, reverse=True)
-    texts = [f"{format_size(nbytes)} by pid {pid} ({program})" for nbytes, pid, program in largest[:_TOLD]]
+    texts = [f"{format_size(nbytes)} by {_named(pid, program)}" for nbytes, pid, program in largest[:_TOLD]]
     return ", ".join(texts) + (f" and more by {len(largest) - _TOLD} others" if len(largest) > _TOLD else "")
+
+
+def _named(pid: int, program: str) -> str:
+    return f"this process, pid {pid}" if pid == os.getpid() else f"pid {pid} ({program})"
 
 
 class Ledger:

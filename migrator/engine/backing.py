@@ -251,8 +251,11 @@ class Backing:
     # ------------------------------------------------------------------------------ DRAM to NVMe
 
     def _demote_ahead(self) -> None:
-        """Start writing before DRAM is full, so that the next groups find room without waiting for the disk."""
-        if self._nvme is None:
+        """Start writing before DRAM is full, so that the next groups find room without waiting for the disk.
+
+        Not where DRAM holds all that the plans keep in it at once: each group would go to disk, and back, for nothing.
+        """
+        if self._nvme is None or 0 < sum(self._reserved.values()) <= self._dram.capacity:
             return
         reserve = min(2 * self._largest, self._dram.capacity // 4)
         leaving = sum(parcel.nbytes for parcel in self._in_dram if parcel.writing)

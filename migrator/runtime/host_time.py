@@ -20,7 +20,7 @@ class HostTime:
 
     def __init__(self) -> None:
         self._ours = 0.0  # seconds
-        self._hooks = 0.0  # what hooks had taken as the period began
+        self._before = (0.0, 0.0)  # what hooks had taken, and waited, as the period began
         self._began: float | None = None
         self._idle = False
 
@@ -32,24 +32,27 @@ class HostTime:
         finally:
             self._ours += time.perf_counter() - began
 
-    def period_begins(self, hooks: float, *, idle: bool) -> None:
+    def period_begins(self, hooks: float, blocked: float, *, idle: bool) -> None:
         """A period's first forward begins; later ones are told of as well.
 
         Parameters
         ----------
         hooks : float
             Seconds that hooks for saved tensors have taken so far; NaN where nobody counts them.
+        blocked : float
+            Seconds for which the host waited in them so far, such as for a drive.
         idle : bool
             Whether the device has nothing to do.
         """
         if self._began is None:
-            self._ours, self._hooks, self._idle = 0.0, hooks, idle
+            self._ours, self._before, self._idle = 0.0, (hooks, blocked), idle
             self._began = time.perf_counter()
 
-    def period_over(self, hooks: float) -> HostLap | None:
-        """A period is over; what it took, or None where that is not known."""
+    def period_over(self, hooks: float, blocked: float) -> HostLap | None:
+        """A period is over; what it took without those waits, or None where that is not known."""
         began, self._began = self._began, None
-        ours = self._ours + hooks - self._hooks
+        waited = blocked - self._before[1]
+        ours = self._ours + hooks - self._before[0] - waited
         if began is None or math.isnan(ours):
             return None
-        return HostLap(time.perf_counter() - began, ours, idle=self._idle)
+        return HostLap(time.perf_counter() - began - waited, max(0.0, ours), idle=self._idle)

@@ -237,7 +237,7 @@ class Runtime:
         self._look_at(root)
         if self._tensors is not None and not saver.capturing():
             idle = all(mover.engine.compute.idle() for mover in saver.armed_movers)
-            self._time.period_begins(self._tensors.spent(), idle=idle)
+            self._time.period_begins(self._tensors.spent(), self._counters.blocked, idle=idle)
 
     def _look_at(self, model: nn.Module) -> None:
         """See whether the budget holds the weights of the models so far, and this one's."""
@@ -277,7 +277,7 @@ class Runtime:
         whole, saver.steps_before = saver.steps_before > 0, self._steps.count
         advice = self._advice.period_over(saver.armed_movers)
         changed = False
-        host = None if self._tensors is None else self._time.period_over(self._tensors.spent())
+        host = None if self._tensors is None else self._time.period_over(self._tensors.spent(), self._counters.blocked)
         pages = self.options.pages()
         for mover in saver.armed_movers:
             device = mover.engine.compute.device

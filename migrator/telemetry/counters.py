@@ -30,6 +30,7 @@ class Counters:
     periods: int = 0
     flushes: int = 0  # of the cache of PyTorch's allocator, as HBM was full
     timeline: Timeline | None = None
+    blocked: float = 0.0  # seconds for which the host waited so far
     _learning: tuple[int, dict[str, int]] = (0, {})  # periods before the last plan, and bytes by lane
     _stalled: dict[str, float] = field(default_factory=dict)  # since then, in seconds by cause
 
@@ -66,5 +67,6 @@ class Counters:
         finally:
             end = time.perf_counter()
             self.stalled(cause, end - start)
+            self.blocked += end - start
             if self.timeline is not None:
                 self.timeline.waited(HOST, cause, start, end)

@@ -140,8 +140,8 @@ def test_a_refusal_is_said_once_with_who_holds_the_rest(
     account.claim(CAPACITY)
     other.claim(PAGE), other.claim(PAGE)
     assert [record.getMessage() for record in caplog.records] == [
-        "dram stays at 0 B for now: 32.0 MiB of the node's 32.0 MiB are held elsewhere (32.0 MiB by pid "
-        f"{os.getpid()} (pre-train_1.py)); raise TIERS_DRAM if the node has more"
+        "dram stays at 0 B for now: 32.0 MiB of the node's 32.0 MiB are held elsewhere (32.0 MiB by this "
+        f"process, pid {os.getpid()}); raise TIERS_DRAM if the node has more"
     ]
 
 

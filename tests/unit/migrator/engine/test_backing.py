@@ -75,6 +75,17 @@ def test_dram_grows_ahead_to_what_all_owners_need(tmp_path: Path) -> None:
     arena.close()
 
 
+def test_nothing_goes_to_disk_where_dram_holds_all_that_plans_keep_in_it(make: Make, arena: DramArena) -> None:
+    """A GPT with 4 GiB of DRAM, of which its plan fills 3.4, wrote some of that each step, and read it back."""
+    store, owner = HandStore(capacity=64 * PAGE), Owner()
+    backing = make(store)
+    backing.reserve(owner, 8 * NBYTES)
+    for number in range(8):
+        put(backing, number, number)
+    assert arena.used == 8 * PAGE
+    assert not store.writes
+
+
 def test_what_others_use_for_a_moment_is_waited_for() -> None:
     left = 0
     arena = DramArena(4 * PAGE, pinned=False, step=PAGE, room=lambda: Room(left, ""))

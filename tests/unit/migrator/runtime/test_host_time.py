@@ -1,0 +1,50 @@
+"""What a period takes the host, and how much of it is ours."""
+
+from __future__ import annotations
+
+import math
+import time
+from unittest import mock
+
+import pytest
+
+from torch_tiers.migrator.runtime.host_time import HostTime
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    clock = mock.Mock(return_value=0.0)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def test_a_period_counts_from_its_first_forward_on(clock: mock.Mock) -> None:
+    host = HostTime()
+
+    def ours() -> None:
+        clock.return_value += 0.5
+
+    clock.return_value = 7.0  # data is loaded
+    host.period_begins(hooks=1.0, blocked=0.0, idle=True)
+    host.timed(ours)
+    clock.return_value += 2.0
+    host.period_begins(hooks=1.1, blocked=0.0, idle=False)  # of the same period
+    lap = host.period_over(hooks=1.25, blocked=0.0)
+    assert lap is not None
+    assert (lap.seconds, lap.ours, lap.idle) == (2.5, 0.75, True)
+
+
+def test_waits_within_hooks_are_neither_ours_nor_the_program_s(clock: mock.Mock) -> None:
+    host = HostTime()
+    host.period_begins(hooks=0.0, blocked=3.0, idle=False)
+    clock.return_value = 10.0
+    lap = host.period_over(hooks=6.0, blocked=8.0)
+    assert lap is not None
+    assert (lap.seconds, lap.ours) == (5.0, 1.0)
+
+
+def test_nothing_is_told_of_hooks_that_nobody_counts(clock: mock.Mock) -> None:
+    host = HostTime()
+    assert host.period_over(hooks=0.0, blocked=0.0) is None, "it has not begun"
+    host.period_begins(hooks=math.nan, blocked=0.0, idle=False)
+    assert host.period_over(hooks=math.nan, blocked=0.0) is None
