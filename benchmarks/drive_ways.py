@@ -3,7 +3,7 @@
 ``python -m benchmarks.drive_ways --directory /mnt/nvme0 --size 4GiB --rounds 5``
 
 ``drive alone`` moves pinned memory by O_DIRECT in as many requests as the store has in flight: what no way can beat.
-``through dram`` and ``directly`` are the engine with groups of 64 MiB and checksums; the direct way goes by cuFile, or
+``through dram`` and ``directly`` are the engine with groups of ``--group`` and checksums; the direct way goes by cuFile, or
 by kvikio's compatibility mode with ``--compat``. Each way reads what it wrote, and what comes back is compared. Prints
 GB/s, the median of the rounds.
 """
@@ -39,7 +39,6 @@ from torch_tiers.migrator.engine.moved import Saved
 from torch_tiers.migrator.runtime.devices import lanes, open_device
 from torch_tiers.migrator.telemetry.counters import Counters
 
-GROUP = 64 * MiB
 AHEAD = 6  # groups that may be in HBM again
 
 
@@ -88,10 +87,12 @@ class Alone:
 class ByEngine:
     """Groups as they go in training: out as they are saved, back in order and ahead of their use."""
 
-    def __init__(self, directory: Path, size: int, *, files: int, direct: bool, compat: bool = False) -> None:
+    def __init__(
+        self, directory: Path, size: int, group: int, *, files: int, direct: bool, compat: bool = False
+    ) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         counters = Counters()
-        self._size = size
+        self._size, self._group = size, group
         self._store = NvmeStore(
             [directory],
             2 * size,
@@ -111,12 +112,12 @@ class ByEngine:
         self._engine = Engine(
             self._device.compute, self._device.out, self._device.back, self._backing, direct=self._direct
         )
-        self._data = torch.randint(256, (GROUP,), dtype=torch.uint8, device=device)
+        self._data = torch.randint(256, (self._group,), dtype=torch.uint8, device=device)
         self._groups: list[Sent] = []
 
     def write(self) -> None:
         self._forget()
-        self._groups = self._send(self._size // GROUP)
+        self._groups = self._send(self._size // self._group)
         self._stored(self._groups)
 
     def read(self) -> None:
@@ -125,11 +126,11 @@ class ByEngine:
     def both(self) -> None:
         """Half of the bytes each way, the newer half going out while the older one comes back."""
         self._forget()
-        self._groups = self._send(self._size // GROUP // 2)
+        self._groups = self._send(self._size // self._group // 2)
         self._stored(self._groups)
         torch.cuda.synchronize()
         self.begin_both = time.perf_counter()
-        new = self._send(self._size // GROUP // 2, late=True)
+        new = self._send(self._size // self._group // 2, late=True)
         self._back(self._groups)
         self._stored(new)
         self._groups += new
@@ -139,7 +140,7 @@ class ByEngine:
         sent: list[Sent] = []
         for number in range(count):
             group = Group(NEVER if late else number, engine.compute.stream(), tier="nvme")
-            saved = engine.add(group, self._data, 0, GROUP)
+            saved = engine.add(group, self._data, 0, self._group)
             held = engine.hold(saved)
             with engine.lock:
                 engine.limit = 1 << 60
@@ -160,7 +161,7 @@ class ByEngine:
 
     def _back(self, groups: list[Sent]) -> None:
         engine = self._engine
-        engine.limit = AHEAD * GROUP
+        engine.limit = AHEAD * self._group
         engine.begin_backward()
         for each in groups:
             with engine.lock:
@@ -190,11 +191,11 @@ class ByEngine:
         self._arena.close()
 
 
-def measure(directory: Path, size: int, rounds: int, *, files: int, compat: bool) -> None:
+def measure(directory: Path, size: int, group: int, rounds: int, *, files: int, compat: bool) -> None:
     makers: dict[str, Callable[[], Alone | ByEngine]] = {
         "drive alone": lambda: Alone(directory, size),
-        "through dram": lambda: ByEngine(directory, size, files=files, direct=False),
-        "directly": lambda: ByEngine(directory, size, files=files, direct=True, compat=compat),
+        "through dram": lambda: ByEngine(directory, size, group, files=files, direct=False),
+        "directly": lambda: ByEngine(directory, size, group, files=files, direct=True, compat=compat),
     }
     took: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
@@ -210,7 +211,9 @@ def measure(directory: Path, size: int, rounds: int, *, files: int, compat: bool
             way.close()
             for action in ("write", "read", "both"):
                 del took[name, action][-2]
-    print(f"{format_size(size)}, {files} files in {directory.resolve()}, {torch.cuda.get_device_name()}")
+    print(
+        f"{format_size(size)} in groups of {format_size(group)}, {files} files in {directory.resolve()}, {torch.cuda.get_device_name()}"
+    )
     print(f"{'GB/s':14}{'write':>8}{'read':>8}{'both':>8}")
     for name in makers:
         rates = [size / statistics.median(took[name, action]) / 1e9 for action in ("write", "read", "both")]
@@ -221,12 +224,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, action="append", help="may be repeated")
     parser.add_argument("--size", type=parse_size, default=parse_size("4GiB"))
+    parser.add_argument("--group", type=parse_size, default=parse_size("64MiB"), help="bytes that move at once")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--files", type=int, default=FILES, help="in each directory")
     parser.add_argument("--compat", action="store_true", help="by kvikio's compatibility mode instead of cuFile")
     options = parser.parse_args()
     for directory in options.directory or [Path()]:
-        measure(directory, options.size, options.rounds, files=options.files, compat=options.compat)
+        measure(directory, options.size, options.group, options.rounds, files=options.files, compat=options.compat)
 
 
 if __name__ == "__main__":
