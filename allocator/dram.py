@@ -30,6 +30,7 @@ from torch_tiers.allocator.sizes import PAGE, GiB, round_up
 LOOK_EVERY = 0.5  # seconds between two looks of the keeper
 LOOK_CLOSELY = 0.05  # the same while little is left
 PATIENCE = 1.0  # seconds for another thread that has it grow, when it is to give something back
+AT_ONCE = 16  # blocks of the largest size in a mapping that is made ahead: as much of one may be left over at its end
 LITTLE = 2 * GiB  # others might take so much within `LOOK_EVERY`
 
 
@@ -198,13 +199,14 @@ class DramArena:
                 if self._mappings.room.seen < 0:
                     self._keeper.wake()
 
-    def reserve(self, nbytes: int) -> None:
-        """Grow to `nbytes` (or the capacity) in the background, so that `allocate` need not.
+    def reserve(self, nbytes: int, largest: int = 0) -> None:
+        """Grow to `nbytes` (or the capacity) in the background, so that `allocate` need not, in blocks up to `largest`.
 
         That is the goal until the next call, also after memory was given back and is asked for again.
         """
         if not self._mappings.closed:
             self._goal, self._resting = nbytes, False
+            self._largest = max(self._largest, largest)
             self._keeper.wake()
 
     def give_back(self, nbytes: int) -> int:
@@ -263,9 +265,9 @@ class DramArena:
             with self._mappings.growing:
                 # No smaller than what was asked for: a mapping that holds no group takes the room of one that does.
                 least = max(PAGE, round_up(self._largest, PAGE))
-                enough = self._mappings.grown >= min(self._goal, self._mappings.limit)
+                lacks = min(self._goal, self._mappings.limit) - self._mappings.grown
                 # By now it may have given something back, which is not to be taken again.
-                if enough or self._resting or not self._mappings.grow(least):
+                if lacks <= 0 or self._resting or not self._mappings.grow(least, min(lacks, AT_ONCE * least)):
                     break
         with self._mappings.growing:
             left = self._mappings.room.left()  # a look at the system takes longer than anybody may wait for the lock

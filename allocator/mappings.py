@@ -101,12 +101,16 @@ class Mappings:
         nbytes = round_up(nbytes, PAGE)
         return not self.closed and self.limit - self.grown >= nbytes > self.room.seen
 
-    def grow(self, least: int) -> bool:
-        """Add a mapping of at least `least` bytes; under `growing`. False if that cannot be."""
+    def grow(self, least: int, wish: int = 0) -> bool:
+        """Add a mapping of at least `least` bytes; under `growing`. False if that cannot be.
+
+        It has `wish` bytes where that is more than a step, and there is room: a block crosses no mapping's end, and so
+        the larger the mappings, the less of them is left over.
+        """
         room = self.limit - self.grown
         if self.closed or room < least or time.monotonic() < self._not_before:
             return False
-        nbytes = min(max(self._step, least), room, self.room.share(least))
+        nbytes = min(max(self._step, least, wish), room, self.room.share(least))
         if not nbytes:
             self.room.say_once("dram", self.grown, self.limit)
             return False

@@ -3,9 +3,9 @@
 ``python -m benchmarks.drive_ways --directory /mnt/nvme0 --size 4GiB --rounds 5``
 
 ``drive alone`` moves pinned memory by O_DIRECT in as many requests as the store has in flight: what no way can beat.
-``through dram`` and ``directly`` are the engine with groups of ``--group`` and checksums; the direct way goes by cuFile, or
-by kvikio's compatibility mode with ``--compat``. Each way reads what it wrote, and what comes back is compared. Prints
-GB/s, the median of the rounds.
+``through dram`` and ``directly`` are the engine with groups of ``--group`` and checksums; the direct way goes by
+cuFile, or by kvikio's compatibility mode with ``--compat``. Each way reads what it wrote, and what comes back is
+compared. Prints GB/s, the median of the rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import DEPTH, STRIPE, NvmeStore
 from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
-from torch_tiers.allocator.sizes import GiB, MiB, format_size, parse_size
+from torch_tiers.allocator.sizes import GiB, format_size, parse_size
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct, DirectWay
 from torch_tiers.migrator.engine.direct.parcel import DirectParcel
@@ -211,9 +211,8 @@ def measure(directory: Path, size: int, group: int, rounds: int, *, files: int, 
             way.close()
             for action in ("write", "read", "both"):
                 del took[name, action][-2]
-    print(
-        f"{format_size(size)} in groups of {format_size(group)}, {files} files in {directory.resolve()}, {torch.cuda.get_device_name()}"
-    )
+    what = f"{format_size(size)} in groups of {format_size(group)}, {files} files in {directory.resolve()}"
+    print(f"{what}, {torch.cuda.get_device_name()}")
     print(f"{'GB/s':14}{'write':>8}{'read':>8}{'both':>8}")
     for name in makers:
         rates = [size / statistics.median(took[name, action]) / 1e9 for action in ("write", "read", "both")]

@@ -234,12 +234,12 @@ class Backing:
             else:
                 self._dram.free(block)
 
-    def reserve(self, owner: object, nbytes: int) -> None:
-        """Have DRAM grow in the background to what all owners say they need at once."""
+    def reserve(self, owner: object, nbytes: int, largest: int = 0) -> None:
+        """Have DRAM grow in the background to what all owners say they need at once, in blocks up to `largest`."""
         with self._lock:
             self._reserved[owner] = nbytes
             needed = sum(self._reserved.values())
-        self._dram.reserve(needed + needed // ROUNDING)
+        self._dram.reserve(needed + needed // ROUNDING, largest)
 
     def _full(self, nbytes: int) -> TierFull:
         nvme, dram = self._nvme, self._dram

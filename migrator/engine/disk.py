@@ -19,7 +19,7 @@ from torch_tiers.migrator.lanes import Event
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import HOST
 
-DISK_THREADS = 2  # per direction: while one waits for a copy or a result, the other keeps the store busy
+DISK_THREADS = 4  # per direction: while some wait for a copy or a result, the others keep the store busy
 
 
 class Disk:

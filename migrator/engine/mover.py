@@ -409,7 +409,8 @@ class Mover:
                 self.engine.backing.say_what_stays(refusal)
                 break
         plans = self.learner.plans
-        self.engine.backing.reserve(self, max(plan.parcel_bytes for plan in plans))
+        largest = max((group.nbytes for plan in plans for group in plan.groups), default=0)
+        self.engine.backing.reserve(self, max(plan.parcel_bytes for plan in plans), largest)
         self.filling.patient = False
         self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()

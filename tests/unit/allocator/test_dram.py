@@ -112,7 +112,17 @@ def test_a_block_cannot_be_freed_twice(arena: DramArena) -> None:
 
 def test_reserving_grows_in_the_background(arena: DramArena) -> None:
     arena.reserve(10 * PAGE)
-    assert eventually(lambda: arena.grown == 12 * PAGE)
+    assert eventually(lambda: arena.grown == 10 * PAGE)
+
+
+def test_what_is_reserved_holds_as_many_blocks_as_were_reserved_for() -> None:
+    """Steps of four pages have room for one block of three each, and would hold five of the eight."""
+    arena = DramArena(25 * PAGE, pinned=False, step=4 * PAGE)
+    arena.reserve(24 * PAGE, 3 * PAGE)
+    assert eventually(lambda: arena.grown == 24 * PAGE)
+    blocks = [arena.allocate(3 * PAGE) for _ in range(8)]
+    assert all(blocks)
+    arena.close()
 
 
 def test_reserving_stops_at_the_capacity(arena: DramArena) -> None:

@@ -227,7 +227,7 @@ def test_a_rival_for_which_there_is_no_room_below_gives_way_to_the_plan_before_i
 ) -> None:
     rig = Rig(dram=8 * MiB, budget=512 * MiB)
     holder, rival = (
-        SimpleNamespace(parcel_bytes=nbytes, room=nbytes, regions=(), keeps_everything=False)
+        SimpleNamespace(parcel_bytes=nbytes, room=nbytes, groups=(), regions=(), keeps_everything=False)
         for nbytes in (MiB, 100 * MiB)
     )
     carried_out = [rival]
