@@ -198,7 +198,7 @@ class Feedback:
         self._has_seen_host = True
         best = min(self._hosts, key=lambda host: host.seconds - host.ours)
         before = predicted.issuing / self.host_pace
-        self.host_pace = min(1.0, (best.seconds - best.ours) / before)
+        self.host_pace = min(1.0, max(0.0, best.seconds - best.ours) / before)
         self.hooks = max(0.0, best.ours - predicted.calls)
         self.joins = all(host.idle for host in self._hosts)
         return self.hooks + abs(1 - self.host_pace) * before > OFF_PACE * predicted.seconds

@@ -25,12 +25,12 @@ class HostTime:
         self._idle = False
 
     def timed(self, call: Callable[..., Answer], *args: Any) -> Answer:
-        """Call something of ours, and count for how long."""
+        """Call something of ours, and count for how long; what it does before a period begins in it is of no period."""
         began = time.perf_counter()
         try:
             return call(*args)
         finally:
-            self._ours += time.perf_counter() - began
+            self._ours += time.perf_counter() - max(began, self._began or began)
 
     def period_begins(self, hooks: float, blocked: float, *, idle: bool) -> None:
         """A period's first forward begins; later ones are told of as well.

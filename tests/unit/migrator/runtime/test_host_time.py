@@ -34,6 +34,20 @@ def test_a_period_counts_from_its_first_forward_on(clock: mock.Mock) -> None:
     assert (lap.seconds, lap.ours, lap.idle) == (2.5, 0.75, True)
 
 
+def test_what_we_do_between_two_periods_counts_for_neither(clock: mock.Mock) -> None:
+    host = HostTime()
+
+    def first_forward() -> None:
+        clock.return_value += 5.0  # memory is laid out anew
+        host.period_begins(hooks=0.0, blocked=0.0, idle=False)
+        clock.return_value += 0.5
+
+    host.timed(first_forward)
+    lap = host.period_over(hooks=0.0, blocked=0.0)
+    assert lap is not None
+    assert (lap.seconds, lap.ours) == (0.5, 0.5)
+
+
 def test_waits_within_hooks_are_neither_ours_nor_the_program_s(clock: mock.Mock) -> None:
     host = HostTime()
     host.period_begins(hooks=0.0, blocked=3.0, idle=False)
