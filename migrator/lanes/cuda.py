@@ -144,7 +144,7 @@ class CudaCompute:
             torch.cuda._sleep(int(seconds * rate))
 
     def meter(self, *, held: bool = False) -> CudaMeter:
-        return CudaMeter(self, held=held)
+        return CudaMeter(self, held=held and not _others_wait_for_this())
 
     def peak(self, resident: int) -> int:
         peak, self._before = max(self._before, self._peaks.restart()[0]), 0
@@ -171,6 +171,12 @@ class CudaCompute:
 
     def reserved(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
+
+
+def _others_wait_for_this() -> bool:
+    """Whether this is one of several ranks: a collective of the others takes as long as the slowest of all."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 @functools.cache
