@@ -9,12 +9,13 @@ be *held* back, again and again, so that the host is always ahead of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch_tiers.migrator.clocks import Clocks
+from torch_tiers.migrator.lanes.host_clock import HostClock
 
 if TYPE_CHECKING:
     from torch_tiers.migrator.lanes.cuda import CudaCompute
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 
 HOLD = 5e-3  # seconds for which the device is held back at once: as many launches as its queue takes
-BEHIND, IDLE = 5e-4, 1e-4  # seconds by which a device is behind for certain, and by which it is not
 NEAR = 32  # ticks: when the device has passed the last but so many, it is held back
 
 
@@ -115,7 +115,7 @@ class CudaMeter:
             compute.hold_up(HOLD)  # before the period begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
-        self._host = _Host(self._begin)
+        self._host = HostClock(self._begin)
         self._others: list[tuple[int, int]] = []  # of a stretch: the most in its parts, and after the last of them
         self._left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
         self._gaps: list[tuple[float, float]] = []  # the same in seconds, once the period is over
@@ -242,68 +242,6 @@ class CudaMeter:
         device = tuple(max(0.0, after - before) for before, after in pairwise((0.0, *times, seconds)))
         host, joins = self._host.told(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
         return Measures(tuple(times), seconds, others, Clocks(device, host, joins))
-
-
-class _Host:
-    """The host's clock: when it was with the program in each stretch, and whether it waited for the device there."""
-
-    def __init__(self, begin: TimedEvent) -> None:
-        self._since: float | None = time.perf_counter()  # when the program went on; None while it is we who work
-        self._own = 0.0  # seconds of this stretch
-        self._behind = begin  # what the device had yet to pass as the stretch began
-        self._began, self._ended = self._since, self._since
-        self._stretches: list[_Stretch] = []
-
-    def arrive(self) -> None:
-        if self._since is not None:
-            self._ended = time.perf_counter()
-            self._own += self._ended - self._since
-            self._since = None
-
-    def depart(self) -> None:
-        self._since = time.perf_counter()
-        if not self._own:
-            self._began = self._since
-
-    def stretch_over(self, behind: TimedEvent) -> None:
-        """The next one begins, at the event after which the device has what is issued in it."""
-        self._stretches.append(_Stretch(self._own, self._began, self._ended, self._behind))
-        self._own, self._behind = 0.0, behind
-
-    def told(
-        self, device: Sequence[float], when: Callable[[TimedEvent], float], ticks: Sequence[TimedEvent]
-    ) -> tuple[tuple[float, ...], frozenset[int]]:
-        """The host's own seconds in each stretch, and the stretches in which it waited for the device.
-
-        It did where the device was behind as the stretch began, and had nothing to do any more as it ended. Of what the
-        host did meanwhile only that counts which the device did not hide.
-
-        Parameters
-        ----------
-        device : sequence of float
-            Seconds of the device's in each stretch.
-        when : callable
-            When the device passed an event, on the host's clock.
-        ticks : sequence of event
-            The end of each stretch.
-        """
-        own, joins = [], set()
-        for number, (stretch, busy, tick) in enumerate(zip(self._stretches, device, ticks, strict=True)):
-            behind = when(stretch.behind) - stretch.began
-            waited = behind > BEHIND and when(tick) - stretch.ended < IDLE
-            own.append(max(0.0, stretch.own - behind - busy) if waited else stretch.own)
-            if waited:
-                joins.add(number)
-        return tuple(own), frozenset(joins)
-
-
-class _Stretch(NamedTuple):
-    """What the host did from one position to the next: for how many seconds, from when to when, behind which event."""
-
-    own: float
-    began: float
-    ended: float
-    behind: TimedEvent
 
 
 def without(gaps: list[tuple[float, float]], times: list[float]) -> list[float]:
