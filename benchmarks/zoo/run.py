@@ -1,0 +1,84 @@
+"""Run one program of the zoo, and print what it did as one line of JSON.
+
+``python -m benchmarks.zoo.run PROGRAM --size full --steps N [--checkpoint]``; with ``TIERS_ALLOCATOR=pages`` around it
+the same program runs with tiers, of which nothing here knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.zoo.program import PROGRAMS, SIZES, Program, Unavailable, maker
+
+LAST = 12  # steps that are timed
+SAID = 10  # steps after which the loss is said, as programs do: until then nothing waits for the device
+UNAVAILABLE = 3  # exit code
+
+
+def run(program: Program, steps: int, cuda: bool) -> dict[str, Any]:
+    """Train for so many steps; the losses, the median time of the last `LAST` steps, and the peaks in bytes.
+
+    A step lasts from the end of the one before to its own end, on the device.
+    """
+    losses, marks = [], [_mark(cuda)]
+    for k in range(steps):
+        losses.append(program.step())
+        marks.append(_mark(cuda))
+        if (k + 1) % SAID == 0:
+            print(f"step {k + 1}: loss {losses[-1].item():.4f}", file=sys.stderr, flush=True)
+    if cuda:
+        torch.cuda.synchronize()
+    times = [_between(*pair) for pair in itertools.pairwise(marks)]
+    return {
+        "losses": [float(loss.item()).hex() for loss in losses],
+        "ms": statistics.median(times[-LAST:]),
+        "times": [round(ms, 2) for ms in times],
+        "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
+        "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
+    }
+
+
+def _mark(cuda: bool) -> Any:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    return float((end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end))
+
+
+def main() -> None:
+    """Run the program that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo.run")
+    parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--checkpoint", action="store_true", help="with the checkpointing that the program has itself")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not get between
+    try:
+        program = maker(options.program)(options.size, options.device, options.checkpoint)
+    except Unavailable as error:
+        print(error, file=sys.stderr)
+        sys.exit(UNAVAILABLE)
+    measured = run(program, options.steps, torch.device(options.device).type == "cuda")
+    known = {"program": options.program, "size": options.size, "checkpoint": options.checkpoint, "steps": options.steps}
+    print(json.dumps(known | measured), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
