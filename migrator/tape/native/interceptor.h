@@ -24,6 +24,11 @@ Recorder &recorder() {
 
 void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  // In torch 2.11 a dispatch mode, or a subclass with one of its own, comes below: what that calls comes by again.
+  if (keys.has(c10::DispatchKey::Python)) {
+    op.redispatchBoxed(below, stack);
+    return;
+  }
   Recorder &to = recorder();
   // Left from a scope that has put back what it found: it is over.
   if (!to.recording.load(std::memory_order_relaxed)) c10::impl::tls_set_dispatch_key_included(kKey, false);
