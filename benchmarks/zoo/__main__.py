@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.program import PROGRAMS, SIZES
-from benchmarks.zoo.results import OK, OWN, PLAIN, Record, latest, read, table
+from benchmarks.zoo.results import AGAIN, OK, OWN, PLAIN, Record, latest, read, table
 from benchmarks.zoo.run import UNAVAILABLE
 
 ENDS = 20.0  # seconds that a program has after SIGTERM, to write what it learned
@@ -48,6 +48,7 @@ class Driver:
     timeout: float
     until: float
     retry: bool = False
+    deterministic: bool = False
     found: dict[tuple[str, str], Record] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -73,8 +74,12 @@ class Driver:
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            self.until = 0  # what runs may end
+            raise
 
     def _serve(self, waiting: queue.SimpleQueue[str], gpu: str | None, cores: list[int]) -> None:
         os.sched_setaffinity(0, cores)  # of this thread, and so of the processes that it starts
@@ -87,7 +92,7 @@ class Driver:
 
     def _program(self, program: str, gpu: str | None, cores: int) -> None:
         """Run all variants of a program, of which budgets are known once it has run plainly."""
-        for variant in (PLAIN, OWN, *map(str, self.budgets)):
+        for variant in (PLAIN, OWN, *map(str, self.budgets), AGAIN):
             before = self.found.get((program, variant))
             if before is not None and (before["status"] == OK or not self.retry):
                 continue
@@ -117,15 +122,16 @@ class Driver:
             ours = {"TIERS_ALLOCATOR": "pages", "TIERS_HBM": str(budget)}
             environ |= {"TIERS_ALLOCATOR": "torch", "TIERS_POLICY": "move"} if gpu is None else ours
         command = [sys.executable, "-m", "benchmarks.zoo.run", program, "--size", self.size, "--steps", str(self.steps)]
+        command += ["--deterministic"] * self.deterministic + ["--checkpoint"] * (variant == OWN)
         record: dict[str, Any] = {"program": program, "variant": variant, "size": self.size, "steps": self.steps}
         if budget is not None:
             record["budget"] = budget
         log = self.out / "logs" / f"{directory.name}.txt"
         log.parent.mkdir(exist_ok=True)
         began = time.monotonic()
-        code, printed = call(command + ["--checkpoint"] * (variant == OWN), environ, log, self.timeout)
+        code, printed = call(command, environ, log, self.timeout)
         record["wall_s"] = round(time.monotonic() - began, 1)
-        if code == 0:
+        if code == 0 and printed.strip():
             record |= json.loads(printed.splitlines()[-1]) | {"status": OK, "error": ""}
             if budget is not None:
                 record |= account(directory, environ, log)
@@ -186,9 +192,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no run begins")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds that one run may take")
     parser.add_argument("--retry", action="store_true", help="run again what failed")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="with PyTorch's deterministic kernels; take another DIR for it"
+    )
     options = parser.parse_args()
     until = time.monotonic() + options.limit
-    how = (options.size, options.steps, options.budgets, options.timeout, until, options.retry)
+    how = (options.size, options.steps, options.budgets, options.timeout, until, options.retry, options.deterministic)
     driver = Driver(options.out, *how)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(k) for k in range(options.gpus)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo.program import Program, seeded, transformers
+from benchmarks.zoo.program import Program, enable_checkpointing, seeded, transformers
 
 
 def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Program:
@@ -25,7 +25,7 @@ def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Pro
     )
     model = hf.BertForMaskedLM(config).to(device).train()
     if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
 
     def step() -> Tensor:

@@ -52,7 +52,7 @@ class ConvNeXt(nn.Module):
 def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Program:
     device = torch.device(device)
     depths, width, classes, batch, side = (
-        ((3, 3, 9, 3), 96, 1000, 160, 224) if size == "full" else ((1, 1, 2), 16, 10, 2, 32)
+        ((3, 3, 9, 3), 96, 1000, 416, 224) if size == "full" else ((1, 1, 2), 16, 10, 2, 32)
     )
     generator = seeded(device)
     with device:

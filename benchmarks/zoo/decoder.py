@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo.program import Program, seeded, transformers
+from benchmarks.zoo.program import Program, enable_checkpointing, seeded, transformers
 
 ACCUMULATED = 2
 
@@ -29,7 +29,7 @@ def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Pro
     )
     model = hf.LlamaForCausalLM(config).to(device, torch.bfloat16).train()
     if checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
 

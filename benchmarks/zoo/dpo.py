@@ -23,7 +23,7 @@ def log_likelihood(model: nn.Module, tokens: Tensor, answer: Tensor) -> Tensor:
 def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Program:
     device = torch.device(device)
     layers, width, heads, length, vocabulary, batch = (
-        (20, 1024, 16, 1024, 32000, 7) if size == "full" else (2, 32, 2, 16, 100, 2)
+        (20, 1024, 16, 1024, 32000, 10) if size == "full" else (2, 32, 2, 16, 100, 2)
     )
     generator = seeded(device)
     with device:

@@ -1,4 +1,4 @@
-"""Two networks against each other: residual generator and discriminator with spectral norms, an optimizer each."""
+"""Two networks against each other in fp32: residual generator, discriminator with spectral norms, two optimizers."""
 
 # mypy: no-warn-return-any
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Discriminator(nn.Module):
 
 def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Program:
     device = torch.device(device)
-    width, levels, latent, batch = (64, 5, 128, 112) if size == "full" else (8, 2, 16, 2)
+    width, levels, latent, batch = (64, 5, 128, 176) if size == "full" else (8, 2, 16, 2)
     side = 4 << levels
     generator = seeded(device)
     with device:
@@ -78,17 +78,15 @@ def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Pro
     def step() -> Tensor:
         real = torch.rand(batch, 3, side, side, device=device, generator=generator) * 2 - 1
         noise = torch.randn(2, batch, latent, device=device, generator=generator)
-        with torch.autocast(device.type, torch.bfloat16):
-            with torch.no_grad():
-                fake = painter(noise[0])
-            scores = critic(torch.cat((real, fake)))
-        loss_of_critic = F.relu(1 - scores[:batch].float()).mean() + F.relu(1 + scores[batch:].float()).mean()
+        with torch.no_grad():
+            fake = painter(noise[0])
+        scores = critic(torch.cat((real, fake)))
+        loss_of_critic = F.relu(1 - scores[:batch]).mean() + F.relu(1 + scores[batch:]).mean()
         loss_of_critic.backward()
         judges.step()
         judges.zero_grad(set_to_none=True)
         critic.requires_grad_(False)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = -critic(painter(noise[1])).float().mean()
+        loss = -critic(painter(noise[1])).mean()
         loss.backward()
         critic.requires_grad_(True)
         paints.step()

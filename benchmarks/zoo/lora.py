@@ -75,7 +75,7 @@ class Decoder(nn.Module):
 def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Program:
     device = torch.device(device)
     layers, width, heads, hidden, length, vocabulary, batch = (
-        (16, 2048, 16, 5632, 2048, 32000, 14) if size == "full" else (2, 32, 2, 64, 16, 100, 2)
+        (16, 2048, 16, 5632, 2048, 32000, 18) if size == "full" else (2, 32, 2, 64, 16, 100, 2)
     )
     generator = seeded(device)
     with device:

@@ -33,8 +33,6 @@ PROGRAMS = (
 )
 Model = TypeVar("Model", bound=nn.Module)
 SIZES = ("cpu", "full")
-NOT_REPEATABLE = {"gat": "sums over edges by atomic additions on a GPU"}
-"""Programs that need not equal themselves from run to run there, and why."""
 
 
 class Unavailable(RuntimeError):
@@ -106,3 +104,9 @@ def transformers() -> Any:
 def channels_last(model: Model) -> Model:
     """Lay out the weights of its convolutions as their fastest kernels want them."""
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Turn on what a model of `transformers` has itself; its later versions warn of the name that earlier ones have."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

@@ -58,7 +58,7 @@ class ResNet(nn.Module):
 def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Program:
     device = torch.device(device)
     layers, width, classes, batch, side = (
-        ((3, 4, 6, 3), 64, 1000, 256, 224) if size == "full" else ((1, 1, 2, 1), 8, 10, 2, 64)
+        ((3, 4, 6, 3), 64, 1000, 512, 224) if size == "full" else ((1, 1, 2, 1), 8, 10, 2, 64)
     )
     generator = seeded(device)
     with device:

@@ -74,6 +74,7 @@ def test_the_table(tmp_path: Path) -> None:
     records = [
         known | plain | {"variant": "plain", "ms": 300.0},
         known | plain | {"variant": "plain"},  # a later one counts
+        known | plain | {"variant": "again"},
         known | plain | {"variant": "checkpoint", "ms": 400.0, "reserved": 5 * gib},
         known | ours | {"variant": "75"},
         known | {"variant": "60", "status": "failed", "error": "out of memory"},
@@ -85,6 +86,6 @@ def test_the_table(tmp_path: Path) -> None:
     lines = table(latest(read(file), "full", 60), [75, 60, 45]).splitlines()
     assert lines[2:3] == [
         "| gpt | 200.0 | 20.0 | 0.800 (12.0 / 15.0) | failed | 0.800 (12.0 / 15.0) | 0.500 (25%) "
-        "| 1.25, -, 1.25 | 45%: from step 2, by 5.0e-01 |"
+        "| 1.000 (100%) | 1.25, -, 1.25 | 45%: from step 2, by 5.0e-01 |"
     ]
     assert lines[-2:] == ["- gpt, 60%: failed: out of memory", "- bert, plain: unavailable: no transformers"]
