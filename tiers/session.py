@@ -128,7 +128,7 @@ class Session:
     def _tensors(self) -> Tensors:
         if self._config.native == "on":
             try:
-                return native.load(native.build(cache_directory()))
+                return native.load(native.MODULE.build(cache_directory()))
             except CannotBuild as error:
                 raise CannotBuild(f"{error}; with TIERS_NATIVE=auto the hooks go on in Python") from error
         return native.best(cache_directory()) if self._natively else in_python

@@ -86,13 +86,13 @@ class Recorder:
 
 def obstacle() -> str | None:
     """What keeps it from being built here, without building it; None if nothing is known to."""
-    return native.obstacle()
+    return native.MODULE.obstacle()
 
 
 def load(cache_dir: Path) -> Recorder | str:
     """The recorder, built if it has not been, and found to be true; or what keeps it from being so."""
     try:
-        recorder = Recorder(native.load(native.build(cache_dir)))
+        recorder = Recorder(native.load(native.MODULE.build(cache_dir)))
         check.check(recorder)
     except (CannotBuild, check.Untrue) as reason:
         return str(reason)

@@ -91,5 +91,5 @@ def _torch_facts() -> TorchFacts | None:
         sees_gpu=torch.cuda.is_available(),
         loads_tiers=autoload and any(entry_points(group="torch.backends", name="tiers")),
         obstacle=adapter.obstacle(),
-        hooks_obstacle=native.obstacle(),
+        hooks_obstacle=native.MODULE.obstacle(),
     )

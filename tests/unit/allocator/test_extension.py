@@ -66,7 +66,7 @@ def test_a_compiler_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CXX", "/nowhere/g++ -O3")
     with pytest.raises(CannotBuild, match="CXX names no program: /nowhere/g"):
         compiler()
-    assert "CXX names no program" in (native.obstacle() or "")
+    assert "CXX names no program" in (native.MODULE.obstacle() or "")
 
 
 def test_a_compiler_whose_quotes_are_not_closed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +76,8 @@ def test_a_compiler_whose_quotes_are_not_closed_is_said(monkeypatch: pytest.Monk
 
 
 def test_the_hooks_are_compiled_anew_when_any_part_of_them_changes() -> None:
-    parts = {native.SOURCE, *native.HEADERS}
-    assert parts == {path for path in native.SOURCE.parent.iterdir() if path.suffix in (".cpp", ".h")}
+    parts = {native.MODULE.source, *native.MODULE.headers}
+    assert parts == {path for path in native.MODULE.source.parent.iterdir() if path.suffix in (".cpp", ".h")}
 
 
 def test_where_the_hooks_cannot_be_compiled_they_stay_in_python(
