@@ -19,12 +19,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from benchmarks.workloads import Workload
+    from benchmarks.zoo.program import Program
 
 VARIANTS = {
     "plain": {},
     "expandable": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     "pages": {"TIERS_ALLOCATOR": "pages", "TIERS_POLICY": "keep"},
 }
+ZOO = "zoo."  # before the name of one of its programs, which are workloads, too
 KERNELS = "kernels"  # what a worker is asked for beside steps
 WARMUP = 8
 SETTLING = 96  # the same where plans are made, and compete
@@ -100,14 +102,20 @@ def work(
     """Be a worker: a step for every line of `commands`, with its kernels where these are asked for."""
     from benchmarks import workloads
     from benchmarks.fractions.methods import compiled
+    from benchmarks.zoo.program import maker
 
+    if workload.startswith(ZOO):
+        _train(
+            maker(workload.removeprefix(ZOO))("cpu" if tiny else "full", device), device == "cuda", commands, answers
+        )
+        return
     arguments = {"tiny": True} if tiny else {}
     job = getattr(workloads, workload)(device, **arguments)
     with ExitStack() as stack:
         _train(job if share is None else compiled(job, share, stack), device == "cuda", commands, answers)
 
 
-def _train(job: Workload, cuda: bool, commands: IO[str], answers: IO[str]) -> None:
+def _train(job: Workload | Program, cuda: bool, commands: IO[str], answers: IO[str]) -> None:
     import torch
 
     for command in commands:

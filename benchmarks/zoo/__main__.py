@@ -1,7 +1,8 @@
-"""Run programs of the zoo plainly, with their own checkpointing and with tiers at budgets, and print a table.
+"""Run programs of the zoo plainly, with tiers at budgets and with their own checkpointing, and print a table.
 
 ``python -m benchmarks.zoo --out DIR --gpus 8 --programs gpt unet --budgets 75 60 45 --steps 60 --limit 1500``. Each run
-is a process. What `DIR` holds already is not run again, unless it failed and ``--retry`` is given.
+is a process. What `DIR` holds already is not run again, unless it failed and ``--retry`` is given. With ``--alone``
+plain and tiers take turns on the first GPU, for a figure to be claimed: 12 rounds of 14 steps, once plans have settled.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import argparse
 import json
 import os
 import queue
+import re
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -20,11 +24,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zoo.program import PROGRAMS, SIZES
-from benchmarks.zoo.results import AGAIN, OK, OWN, PLAIN, Record, latest, read, table
+from benchmarks.zoo.program import PROGRAMS, SIZES, has_own, lacking, ranks
+from benchmarks.zoo.results import AGAIN, IN_TURNS, OK, OWN, PLAIN, Record, apart, in_turns, latest, read, table
 from benchmarks.zoo.run import UNAVAILABLE
 
-ENDS = 20.0  # seconds that a program has after SIGTERM, to write what it learned
+ENDS = 40.0  # seconds that a program has after SIGTERM, to write what it learned; torchrun waits 30 for its ranks
+STATE = 0.3  # of what plain reserves: with more of it, a budget is of what is left to activations
+ROUNDS, TURN = 12, 14  # of plain and tiers in turns
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run has its GPUs, none for the CPU, and its cores."""
+
+    gpus: tuple[str, ...]
+    cores: tuple[int, ...]
+
+    def __add__(self, other: Place) -> Place:
+        return Place(self.gpus + other.gpus, self.cores + other.cores)
 
 
 @dataclass
@@ -61,17 +78,22 @@ class Driver:
         """The file of results."""
         return self.out / "results.jsonl"
 
-    def run(self, programs: list[str], gpus: list[str | None]) -> None:
-        """Run programs, those of one GPU one after the other; None is no GPU."""
-        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    def run(self, programs: list[str], places: list[Place]) -> None:
+        """Run programs, those of one place one after the other; some are of two places together, which begins first."""
+        pairs: queue.SimpleQueue[str] = queue.SimpleQueue()
+        singles: queue.SimpleQueue[str] = queue.SimpleQueue()
         for program in programs:
-            waiting.put(program)
-        cores = sorted(os.sched_getaffinity(0))
-        share = max(1, len(cores) // len(gpus))
+            (singles if ranks(program) == 1 else pairs).put(program)
+        wide = min(pairs.qsize(), len(places) // 2)
+        if pairs.qsize() and not wide and places[0].gpus:
+            print("programs on two GPUs are left out", file=sys.stderr, flush=True)
+            pairs = queue.SimpleQueue()
         threads = [
-            threading.Thread(target=self._serve, args=(waiting, gpu, cores[k * share : (k + 1) * share] or cores))
-            for k, gpu in enumerate(gpus)
+            threading.Thread(target=self._pair, args=(pairs, singles, places[2 * k], places[2 * k + 1]))
+            for k in range(wide)
         ]
+        mine = [singles] if wide else [pairs, singles]
+        threads += [threading.Thread(target=self._serve, args=(mine, place)) for place in places[2 * wide :]]
         for thread in threads:
             thread.start()
         try:
@@ -81,64 +103,138 @@ class Driver:
             self.until = 0  # what runs may end
             raise
 
-    def _serve(self, waiting: queue.SimpleQueue[str], gpu: str | None, cores: list[int]) -> None:
-        os.sched_setaffinity(0, cores)  # of this thread, and so of the processes that it starts
-        while True:
-            try:
-                program = waiting.get_nowait()
-            except queue.Empty:
-                return
-            self._program(program, gpu, len(cores))
+    def _pair(self, pairs: queue.SimpleQueue[str], singles: queue.SimpleQueue[str], one: Place, other: Place) -> None:
+        self._serve([pairs], one + other)
+        beside = threading.Thread(target=self._serve, args=([singles], other))
+        beside.start()
+        self._serve([singles], one)
+        beside.join()
 
-    def _program(self, program: str, gpu: str | None, cores: int) -> None:
+    def _serve(self, queues: list[queue.SimpleQueue[str]], place: Place) -> None:
+        os.sched_setaffinity(0, place.cores)  # of this thread, and so of the processes that it starts
+        for waiting in queues:
+            with suppress(queue.Empty):
+                while True:
+                    self._program(waiting.get_nowait(), place)
+
+    def _program(self, program: str, place: Place) -> None:
         """Run all variants of a program, of which budgets are known once it has run plainly."""
-        for variant in (PLAIN, OWN, *map(str, self.budgets), AGAIN):
-            before = self.found.get((program, variant))
-            if before is not None and (before["status"] == OK or not self.retry):
-                continue
-            plain = self.found.get((program, PLAIN))
-            if variant != PLAIN and (plain is None or plain["status"] != OK):
-                return
-            if time.monotonic() > self.until:
-                return
-            budget = int(plain["reserved"] * int(variant) / 100) if plain and variant.isdigit() else None
-            record = self._variant(program, variant, budget, gpu, cores)
-            with self._lock:
-                self.found[program, variant] = record
-                with self.results.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-                told = f"{record['ms']:.1f} ms" if record["status"] == OK else record["error"]
-                print(f"{program} {variant}: {record['status']}, {told}", file=sys.stderr, flush=True)
+        why = lacking(program)
+        if why is not None:
+            if (program, PLAIN) not in self.found:
+                self._keep({"program": program, "variant": PLAIN, "status": "unavailable", "error": why})
+            return
+        for variant in (PLAIN, *map(str, self.budgets), OWN, AGAIN):
+            wanted = {AGAIN: self._differs, OWN: has_own}.get(variant, bool)(program)
+            if wanted and self._is_due(program, variant):
+                self._keep(self._variant(program, variant, self.budget(program, variant), place))
 
-    def _variant(self, program: str, variant: str, budget: int | None, gpu: str | None, cores: int) -> dict[str, Any]:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
-        environ["OMP_NUM_THREADS"] = str(max(1, cores // 2))
-        environ["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else gpu
+    def in_turns(self, programs: list[str], place: Place) -> None:
+        """Have plain and tiers take turns, program by program and budget by budget."""
+        os.sched_setaffinity(0, place.cores)
+        for program in programs:
+            if ranks(program) > 1 or lacking(program) is not None:
+                print(f"{program} is left out: {lacking(program) or 'it has several ranks'}", file=sys.stderr)
+                continue
+            if self._is_due(program, PLAIN):
+                self._keep(self._variant(program, PLAIN, None, place))
+            for percent in map(str, self.budgets):
+                budget = self.budget(program, percent)
+                if budget is not None and self._is_due(program, percent + IN_TURNS):
+                    self._keep(self._turns(program, percent + IN_TURNS, budget, place))
+
+    def _is_due(self, program: str, variant: str) -> bool:
+        """Whether a variant has to be run, and can."""
+        before, plain = self.found.get((program, variant)), self.found.get((program, PLAIN))
+        if before is not None and (before["status"] == OK or not self.retry):
+            return False
+        known = variant == PLAIN or (plain is not None and plain["status"] == OK)
+        return known and time.monotonic() <= self.until
+
+    def _differs(self, program: str) -> bool:
+        """Whether a run with tiers had other losses than the plain one, which may then not equal itself."""
+        plain = self.found.get((program, PLAIN))
+        ours = [self.found.get((program, str(budget))) for budget in self.budgets]
+        done = [run for run in ours if run is not None and run["status"] == OK]
+        return plain is not None and any(apart(plain["losses"], run["losses"]) is not None for run in done)
+
+    def budget(self, program: str, variant: str) -> int | None:
+        """Bytes of HBM for a variant that is a percentage: of plain's, or of its activations where much is state."""
+        plain = self.found.get((program, PLAIN))
+        if plain is None or plain["status"] != OK or not variant.isdigit():
+            return None
+        state = plain["state"] if plain["state"] > STATE * plain["reserved"] else 0
+        return int(state + (plain["reserved"] - state) * int(variant) / 100)
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        record |= {"size": self.size, "steps": self.steps}
+        with self._lock:
+            self.found[record["program"], record["variant"]] = record
+            with self.results.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            told = f"{record['ms']:.1f} ms" if record["status"] == OK else record["error"]
+            print(f"{record['program']} {record['variant']}: {record['status']}, {told}", file=sys.stderr, flush=True)
+
+    def _variant(self, program: str, variant: str, budget: int | None, place: Place) -> dict[str, Any]:
+        environ = self._environ(place)
         directory = self.out / "runs" / f"{program}-{self.size}-{self.steps}-{variant}"
+        record: dict[str, Any] = {"program": program, "variant": variant}
         if budget is not None:
+            record["budget"] = budget
             environ |= {name: value for name, value in os.environ.items() if name.startswith("TIERS_")}
             environ |= {"TIERS_RUN": str(directory.resolve()), "TIERS_RUN_FORCE": "1"}
             # A CPU's memory has no budget: there everything moves, to see that programs bear it.
             ours = {"TIERS_ALLOCATOR": "pages", "TIERS_HBM": str(budget)}
-            environ |= {"TIERS_ALLOCATOR": "torch", "TIERS_POLICY": "move"} if gpu is None else ours
-        command = [sys.executable, "-m", "benchmarks.zoo.run", program, "--size", self.size, "--steps", str(self.steps)]
+            environ |= ours if place.gpus else {"TIERS_ALLOCATOR": "torch", "TIERS_POLICY": "move"}
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks(program)}"]
+        command = [sys.executable, *(launcher if ranks(program) > 1 else []), "-m", "benchmarks.zoo.run", program]
+        command += ["--size", self.size, "--steps", str(self.steps)]
         command += ["--deterministic"] * self.deterministic + ["--checkpoint"] * (variant == OWN)
-        record: dict[str, Any] = {"program": program, "variant": variant, "size": self.size, "steps": self.steps}
-        if budget is not None:
-            record["budget"] = budget
-        log = self.out / "logs" / f"{directory.name}.txt"
-        log.parent.mkdir(exist_ok=True)
+        log = self._log(directory.name)
         began = time.monotonic()
         code, printed = call(command, environ, log, self.timeout)
         record["wall_s"] = round(time.monotonic() - began, 1)
         if code == 0 and printed.strip():
             record |= json.loads(printed.splitlines()[-1]) | {"status": OK, "error": ""}
             if budget is not None:
-                record |= account(directory, environ, log)
+                record |= account(directory, environ, log, self.steps)
             return record
-        status = {None: "too long", UNAVAILABLE: "unavailable"}.get(code, "failed")
-        said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        return record | {"status": status, "error": said[-1][:300] if said else f"exit code {code}"}
+        return record | failure(code, log)
+
+    def _turns(self, program: str, variant: str, budget: int, place: Place) -> dict[str, Any]:
+        environ = self._environ(place)
+        record: dict[str, Any] = {"program": program, "variant": variant, "budget": budget}
+        log = self._log(f"{program}-{self.size}-{variant.replace(' ', '-')}")
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.json"
+            command = [sys.executable, "-m", "benchmarks.allocators", "--workload", f"zoo.{program}"]
+            command += ["--variants", "plain,pages:auto", "--hbm", str(budget), "--json", str(file)]
+            command += ["--rounds", str(ROUNDS), "--turn", str(TURN)]
+            code, _ = call(command, environ, log, max(self.timeout, 600.0))
+            if code != 0 or not file.exists():
+                return record | failure(code, log)
+            plain, ours = json.loads(file.read_text())
+        times = {"ms": statistics.median(ours["steps"]) * 1e3, "plain_ms": statistics.median(plain["steps"]) * 1e3}
+        return record | times | {"ratio": ours["ratio"], "status": OK, "error": ""}
+
+    def _environ(self, place: Place) -> dict[str, str]:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
+        environ["OMP_NUM_THREADS"] = str(max(1, len(place.cores) // 2))
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+        return environ
+
+    def _log(self, name: str) -> Path:
+        log = self.out / "logs" / f"{name}.txt"
+        log.parent.mkdir(exist_ok=True)
+        return log
+
+
+def failure(code: int | None, log: Path) -> dict[str, Any]:
+    """How a run ended that did not do what it should have, with the exception, or the last that it said."""
+    status = {None: "too long", UNAVAILABLE: "unavailable"}.get(code, "failed")
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    raised = [line for line in said if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|OutOfMemory\w*)\b", line)]
+    return {"status": status, "error": (raised or said or [f"exit code {code}"])[-1][:300]}
 
 
 def call(command: list[str], environ: dict[str, str], log: Path, timeout: float) -> tuple[int | None, str]:
@@ -160,23 +256,32 @@ def call(command: list[str], environ: dict[str, str], log: Path, timeout: float)
             return None, ""
 
 
-def account(directory: Path, environ: dict[str, str], log: Path) -> dict[str, Any]:
-    """What a run with tiers left behind: peak of HBM, bytes moved, and the period as predicted and as measured.
+def account(directory: Path, environ: dict[str, str], log: Path, steps: int) -> dict[str, Any]:
+    """What a run with tiers left behind: peak of HBM, bytes moved, a step as predicted, and without any move.
 
-    The peak is of HBM alone, while PyTorch's statistics count what tiers put into DRAM, too.
+    The peak is of HBM alone, while PyTorch's statistics count what tiers put into DRAM, too. Of several ranks it is the
+    most that any had, and the rest is of the first.
     """
-    command = [sys.executable, "-m", "torch_tiers", "report", str(directory), "--json"]
-    environ = {
-        name: value for name, value in environ.items() if name not in ("TIERS_ALLOCATOR", "TIERS_RUN", "TIERS_HBM")
-    }
-    code, printed = call(command, environ, log.with_suffix(".report.txt"), 60)
-    if code != 0:
-        return {}
-    stats = json.loads(printed)
-    told: dict[str, Any] = {"reserved": stats["peak"]["hbm"]} if stats["peak"].get("hbm") else {}
-    told |= {"moved": stats["moved"], "periods": stats["periods"]}
-    if "why" in stats:
-        told |= {name: stats["why"][name] for name in ("predicted_s", "measured_s", "ideal_s")}
+    drop = ("TIERS_ALLOCATOR", "TIERS_RUN", "TIERS_HBM")
+    environ = {name: value for name, value in environ.items() if name not in drop}
+    told: dict[str, Any] = {}
+    for part in sorted(directory.glob("rank*")) or [directory]:
+        command = [sys.executable, "-m", "torch_tiers", "report", str(part), "--json"]
+        code, printed = call(command, environ, log.with_suffix(".report.txt"), 60)
+        if code != 0:
+            continue
+        stats = json.loads(printed)
+        if stats["peak"].get("hbm"):
+            told["reserved"] = max(stats["peak"]["hbm"], told.get("reserved", 0))
+        if "moved" in told:
+            continue
+        told |= {"moved": stats["moved"], "periods": stats["periods"]}
+        told["settled"] = stats["step_s"]["settled"]["steps"] // max(1, round(stats["steps"] / steps))
+        each = max(1, round(stats["periods"] / steps)) * 1e3  # of predictions, which are of a period, in ms
+        for name in ("predicted", "ideal"):
+            seconds = stats.get("why", {}).get(f"{name}_s")
+            if seconds:
+                told[f"{name}_ms"] = seconds * each
     return told
 
 
@@ -192,6 +297,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no run begins")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds that one run may take")
     parser.add_argument("--retry", action="store_true", help="run again what failed")
+    parser.add_argument("--alone", action="store_true", help="plain and tiers in turns, a program at a time")
     parser.add_argument(
         "--deterministic", action="store_true", help="with PyTorch's deterministic kernels; take another DIR for it"
     )
@@ -201,8 +307,22 @@ def main() -> None:
     driver = Driver(options.out, *how)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(k) for k in range(options.gpus)]
-    driver.run(options.programs, list(names[: options.gpus]) or [None])
+    places = shared_out(names[: options.gpus], sorted(os.sched_getaffinity(0)))
+    if not options.alone:
+        driver.run(options.programs, places)
+    elif not options.gpus:
+        parser.error("--alone takes a GPU")
+    else:
+        driver.in_turns(options.programs, places[0])
     print(table(driver.found, options.budgets))
+    print(in_turns(driver.found), end="")
+
+
+def shared_out(gpus: list[str], cores: list[int]) -> list[Place]:
+    """Places of a GPU each, or one without, that share the cores evenly."""
+    share = max(1, len(cores) // max(len(gpus), 1))
+    parts = [tuple(cores[k * share : (k + 1) * share] or cores) for k in range(max(len(gpus), 1))]
+    return [Place((gpu,), part) for gpu, part in zip(gpus, parts, strict=False)] or [Place((), parts[0])]
 
 
 if __name__ == "__main__":

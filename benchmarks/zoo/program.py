@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 PROGRAMS = (
-    "gpt",
-    "resnet50",
-    "unet",
-    "dit",
-    "vit",
-    "swin",
-    "convnext",
+    "ddp",
+    "fsdp",
+    "reference_gpt",
     "t5",
-    "decoder",
-    "bert",
-    "whisper",
-    "lstm",
+    "convnext",
+    "llama",
     "gat",
     "moe",
+    "bert",
+    "unet",
+    "resnet50",
+    "vit",
+    "dit",
+    "swin",
+    "whisper",
+    "lstm",
     "lora",
     "dpo",
     "gan",
     "detector",
+    "gpt",
+    "reference_unet",
+    "hf_t5",
+    "hf_decoder",
+    "hf_bert",
+    "peft_lora",
+    "pyg_gat",
 )
+"""In the order in which they are run: where time is short, it is for what tells most."""
 Model = TypeVar("Model", bound=nn.Module)
 SIZES = ("cpu", "full")
 
 
 class Unavailable(RuntimeError):
     """A package that the program is written with is not installed."""
+
+
+def its_own() -> Tensor:
+    """The `Program.step` of a program whose trainer has the loop, which nobody can run a step at a time."""
+    raise Unavailable("its trainer has the loop, so it cannot be run a step at a time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +66,73 @@ class Program:
     models
         All that have weights, frozen ones included.
     optimizers
-        One for most.
+        One for most, none where a trainer makes it.
     step
         Runs one step, which leaves no gradients, and returns the loss without its graph.
+    loop
+        Runs so many steps, and calls what it is given with the loss of each; None: calls `step` so often.
     """
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
     step: Callable[[], Tensor]
+    loop: Callable[[int, Callable[[Tensor], None]], None] | None = None
+
+    def train(self, steps: int, each: Callable[[Tensor], None]) -> None:
+        """Run so many steps, and call `each` with the loss of each."""
+        if self.loop is not None:
+            self.loop(steps, each)
+            return
+        for _ in range(steps):
+            each(self.step())
+
+    def state(self) -> list[Tensor]:
+        """Weights, buffers and what the optimizers keep: of this rank, and each once."""
+        held: list[Any] = [t for model in self.models for t in (*model.parameters(), *model.buffers())]
+        held += [x for optimizer in self.optimizers for kept in optimizer.state.values() for x in kept.values()]
+        tensors = [_local(x) for x in held if isinstance(x, Tensor)]
+        return list({t.untyped_storage().data_ptr() or id(t): t for t in tensors}.values())
+
+
+def _local(x: Any) -> Tensor:
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x  # what FSDP shards, without importing that
+    return local.detach()
 
 
 class Make(Protocol):
     def __call__(self, size: str, device: torch.device | str, checkpoint: bool = False) -> Program: ...
+
+
+def module(name: str) -> ModuleType:
+    """The file of a program.
+
+    It has ``make``, and where it needs them ``NEEDS``, packages, and ``RANKS``, processes with a GPU each; ``OWN`` is
+    False if it is checkpointed as it is, and cannot be any further.
+
+    Raises
+    ------
+    ValueError
+        If there is no program of this name.
+    """
+    if name not in PROGRAMS:
+        raise ValueError(f"there is no program {name}; there are {', '.join(PROGRAMS)}")
+    return importlib.import_module(f"benchmarks.zoo.{name}")
+
+
+def lacking(name: str) -> str | None:
+    """Why a program cannot run here, or None if it can."""
+    missing = [package for package in getattr(module(name), "NEEDS", ()) if find_spec(package) is None]
+    return f"{' and '.join(missing)}: not installed" if missing else None
+
+
+def ranks(name: str) -> int:
+    """How many processes a program is."""
+    return int(getattr(module(name), "RANKS", 1))
+
+
+def has_own(name: str) -> bool:
+    """Whether a program has a checkpointing to switch on."""
+    return bool(getattr(module(name), "OWN", True))
 
 
 def maker(name: str) -> Make:
@@ -69,10 +142,13 @@ def maker(name: str) -> Make:
     ------
     ValueError
         If there is no program of this name.
+    Unavailable
+        If a package is not installed that it needs.
     """
-    if name not in PROGRAMS:
-        raise ValueError(f"there is no program {name}; there are {', '.join(PROGRAMS)}")
-    make: Make = importlib.import_module(f"benchmarks.zoo.{name}").make
+    why = lacking(name)
+    if why is not None:
+        raise Unavailable(why)
+    make: Make = module(name).make
     return make
 
 
@@ -87,18 +163,9 @@ def block(on: bool, function: Callable[..., Any], *inputs: Any) -> Any:
     return checkpoint(function, *inputs, use_reentrant=False) if on else function(*inputs)
 
 
-def transformers() -> Any:
-    """The package of this name.
-
-    Raises
-    ------
-    Unavailable
-        If it is not installed.
-    """
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise Unavailable(f"transformers cannot be imported: {error}") from None
+def package(name: str) -> Any:
+    """A package that need not be installed, and whose types nobody checks."""
+    return importlib.import_module(name)
 
 
 def channels_last(model: Model) -> Model:
@@ -110,3 +177,18 @@ def enable_checkpointing(model: Any) -> None:
     """Turn on what a model of `transformers` has itself; its later versions warn of the name that earlier ones have."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+
+
+def join(device: torch.device) -> tuple[int, torch.device]:
+    """Join the processes that a launcher has started, or be the only one; this one's rank and its device."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if distributed.is_initialized():
+        pass
+    elif "RANK" in os.environ:
+        distributed.init_process_group(backend)
+    else:
+        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return distributed.get_rank(), device

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.program import PROGRAMS
+from benchmarks.zoo.run import LAST
 
 GiB = 1 << 30
 PLAIN, OWN, AGAIN = "plain", "checkpoint", "again"
+IN_TURNS = " in turns"  # after a budget
+KEPT = 1.005  # times the budget: what counts as within
 OK = "ok"
 Record = Mapping[str, Any]
 
@@ -37,15 +40,8 @@ def latest(records: Sequence[Record], size: str, steps: int) -> dict[tuple[str, 
 
 def table(found: Mapping[tuple[str, str], Record], budgets: Sequence[int]) -> str:
     """What was found, as a table in markdown with what failed below it."""
-    head = [
-        "program",
-        "plain, ms",
-        "plain, GiB",
-        *(f"at {budget}%" for budget in budgets),
-        "own checkpointing",
-        "plain, again",
-    ]
-    head += ["step: measured / predicted", "losses"]
+    head = ["program", "plain, ms", "plain, GiB", "state", *(f"at {budget}%" for budget in budgets)]
+    head += ["own checkpointing", "plain, again", "measured / predicted", "ideal / plain", "losses"]
     rows, failed = [head, ["---"] * len(head)], []
     for program in PROGRAMS:
         runs = {variant: record for (of, variant), record in found.items() if of == program}
@@ -55,18 +51,35 @@ def table(found: Mapping[tuple[str, str], Record], budgets: Sequence[int]) -> st
         plain = runs.get(PLAIN)
         if plain is None or _bad(plain):
             continue
+        ours = [runs.get(str(budget)) for budget in budgets]
         cells = [program, f"{plain['ms']:.1f}", f"{plain['reserved'] / GiB:.1f}"]
-        cells += [_at_budget(runs.get(str(budget)), plain) for budget in budgets]
+        cells.append(f"{plain['state'] / max(plain['reserved'], 1):.0%}" if plain["reserved"] else "")
+        cells += [_at_budget(run, plain) for run in ours]
         cells += [_beside(runs.get(OWN), plain), _beside(runs.get(AGAIN), plain)]
-        cells.append(", ".join(_prediction(runs.get(str(budget))) for budget in budgets))
+        cells.append(", ".join(_share(run, "ms", run, "predicted_ms") for run in ours))
+        cells.append(", ".join(_share(run, "ideal_ms", plain, "ms") for run in ours))
         cells.append(_losses(runs, budgets))
         rows.append(cells)
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     notes = [
         "",
-        "Fractions are of plain's speed; in brackets GiB reserved / budget, or reserved as a share of plain's.",
+        "Fractions are of plain's speed; in brackets GiB reserved / budget, or reserved as a share of plain's. Budgets "
+        "are of what plain reserves, or where more than 30% of that is state, of the rest beside it. *Ideal* is what "
+        "tiers takes for the program's own step; ~ marks plans that changed in the steps that are timed.",
     ]
     return "\n".join([*lines, *notes, *([""] if failed else []), *failed])
+
+
+def in_turns(found: Mapping[tuple[str, str], Record]) -> str:
+    """What was found with plain and tiers in turns, as a table in markdown, or nothing."""
+    lines = []
+    for (program, variant), record in found.items():
+        if variant.endswith(IN_TURNS) and not _bad(record):
+            median, high, low = (1 / record["ratio"][name] for name in ("median", "low", "high"))
+            cells = [program, f"{variant.removesuffix(IN_TURNS)}%", f"{record['plain_ms']:.1f}", f"{record['ms']:.1f}"]
+            lines.append(f"| {' | '.join(cells)} | {median:.3f} ({low:.3f} to {high:.3f}) |")
+    head = ["", "In turns:", "", "| program | budget | plain, ms | tiers, ms | fraction (95%) |", "| --- " * 5 + "|"]
+    return "\n".join([*head, *lines, ""]) if lines else ""
 
 
 def apart(losses: Sequence[str], others: Sequence[str]) -> tuple[int, float] | None:
@@ -94,7 +107,10 @@ def _named(variant: str) -> str:
 def _at_budget(run: Record | None, plain: Record) -> str:
     if run is None or _bad(run):
         return "" if run is None else str(run["status"])
-    return f"{plain['ms'] / run['ms']:.3f} ({run['reserved'] / GiB:.1f} / {run['budget'] / GiB:.1f})"
+    over = ", **over**" if run["reserved"] > KEPT * run["budget"] > 0 else ""
+    learning = "~" if run.get("settled", LAST) < LAST else ""
+    memory = f"{run['reserved'] / GiB:.1f} / {run['budget'] / GiB:.1f}{over}"
+    return f"{learning}{plain['ms'] / run['ms']:.3f} ({memory})"
 
 
 def _beside(run: Record | None, plain: Record) -> str:
@@ -103,10 +119,11 @@ def _beside(run: Record | None, plain: Record) -> str:
     return f"{plain['ms'] / run['ms']:.3f} ({run['reserved'] / max(plain['reserved'], 1):.0%})"
 
 
-def _prediction(run: Record | None) -> str:
-    if run is None or _bad(run) or not run.get("predicted_s") or not run.get("measured_s"):
+def _share(run: Record | None, name: str, other: Record | None, base: str) -> str:
+    """One number as a multiple of another."""
+    if run is None or other is None or _bad(run) or not run.get(name) or not other.get(base):
         return "-"
-    return f"{run['measured_s'] / run['predicted_s']:.2f}"
+    return f"{run[name] / other[base]:.2f}"
 
 
 def _losses(runs: Mapping[str, Record], budgets: Sequence[int]) -> str:

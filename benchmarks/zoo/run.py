@@ -1,7 +1,8 @@
 """Run one program of the zoo, and print what it did as one line of JSON.
 
 ``python -m benchmarks.zoo.run PROGRAM --size full --steps N [--checkpoint]``; with ``TIERS_ALLOCATOR=pages`` around it
-the same program runs with tiers, of which nothing here knows.
+the same program runs with tiers, of which nothing here knows. Those on several GPUs are started by torchrun, which
+takes the place of ``python``; their first rank prints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor, distributed
 
+from benchmarks.alternate import sm_clock
 from benchmarks.zoo.program import PROGRAMS, SIZES, Program, Unavailable, maker
 
 LAST = 12  # steps that are timed
@@ -29,12 +32,16 @@ def run(program: Program, steps: int, cuda: bool) -> dict[str, Any]:
 
     A step lasts from the end of the one before to its own end, on the device.
     """
-    losses, marks = [], [_mark(cuda)]
-    for k in range(steps):
-        losses.append(program.step())
+    losses: list[Tensor] = []
+    marks = [_mark(cuda)]
+
+    def each(loss: Tensor) -> None:
+        losses.append(loss)
         marks.append(_mark(cuda))
-        if (k + 1) % SAID == 0:
-            print(f"step {k + 1}: loss {losses[-1].item():.4f}", file=sys.stderr, flush=True)
+        if len(losses) % SAID == 0:
+            print(f"step {len(losses)}: loss {loss.item():.4f}", file=sys.stderr, flush=True)
+
+    program.train(steps, each)
     if cuda:
         torch.cuda.synchronize()
     times = [_between(*pair) for pair in itertools.pairwise(marks)]
@@ -42,9 +49,21 @@ def run(program: Program, steps: int, cuda: bool) -> dict[str, Any]:
         "losses": [float(loss.item()).hex() for loss in losses],
         "ms": statistics.median(times[-LAST:]),
         "times": [round(ms, 2) for ms in times],
+        "state": sum(t.untyped_storage().nbytes() for t in program.state()),
         "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
         "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
     }
+
+
+def of_all_ranks(measured: dict[str, Any]) -> dict[str, Any]:
+    """What the slowest and largest rank measured, and the losses of all."""
+    if not distributed.is_initialized():
+        return measured
+    told: list[dict[str, Any]] = [{}] * distributed.get_world_size()
+    distributed.all_gather_object(told, measured)
+    distributed.destroy_process_group()
+    most = {name: max(one[name] for one in told) for name in ("ms", "state", "allocated", "reserved")}
+    return measured | most | {"losses": [loss for one in told for loss in one["losses"]]}
 
 
 def _mark(cuda: bool) -> Any:
@@ -80,9 +99,17 @@ def main() -> None:
     except Unavailable as error:
         print(error, file=sys.stderr)
         sys.exit(UNAVAILABLE)
-    measured = run(program, options.steps, torch.device(options.device).type == "cuda")
+    cuda = torch.device(options.device).type == "cuda"
+    measured = of_all_ranks(run(program, options.steps, cuda))
+    if int(os.environ.get("RANK", 0)):
+        return
     known = {"program": options.program, "size": options.size, "checkpoint": options.checkpoint, "steps": options.steps}
-    print(json.dumps(known | measured), file=answers, flush=True)
+    about = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "clock": sm_clock() if cuda else None,
+    }
+    print(json.dumps(known | measured | about), file=answers, flush=True)
 
 
 if __name__ == "__main__":
