@@ -91,12 +91,12 @@ def a_disk_that_fails_to_write(device: torch.device) -> None:
     """What was not written is still in DRAM; the directory is out of rotation at the third failure, said once."""
     every = {n: fail(errno.EIO) for n in range(1, 1000)}
     with _directory() as arguments, _faulty(writes=every), _said("takes no more data", times=1):
-        assert_same(_program, device, **{**arguments, "dram": "20MiB"})
+        assert_same(_program, device, **{**arguments, "dram": "20MiB", "tier": "nvme"})
 
 
 def one_write_that_fails(device: torch.device) -> None:
     with _directory() as arguments, _faulty(writes={3: fail(errno.EIO)}, twice=True), _said("nput/output", times=1):
-        assert_same(_program, device, **{**arguments, "dram": "20MiB"})
+        assert_same(_program, device, **{**arguments, "dram": "20MiB", "tier": "nvme"})
 
 
 def a_disk_that_fails_to_read(device: torch.device) -> None:
@@ -122,7 +122,7 @@ def _limited(device: torch.device) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6 * MiB, 6 * MiB))
     with _directory() as arguments:
-        assert_same(_program, device, **{**arguments, "dram": "20MiB"})
+        assert_same(_program, device, **{**arguments, "dram": "20MiB", "tier": "nvme"})
 
 
 def a_limit_on_the_size_of_files(device: torch.device) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import distributed
 
 from benchmarks import turns
 from benchmarks.zoo import __main__ as command
-from benchmarks.zoo.__main__ import Driver, Place, shared_out
+from benchmarks.zoo.__main__ import Driver, Place, call, failure, shared_out
 from benchmarks.zoo.program import PROGRAMS, Program, Unavailable, has_own, maker
 from benchmarks.zoo.results import apart, in_turns, latest, read, table
 from benchmarks.zoo.run import of_all_ranks, run
@@ -221,6 +223,63 @@ def test_a_budget_is_of_activations_where_much_is_state(tmp_path: Path, monkeypa
     monkeypatch.setattr(command, "call", runs)
     driver(tmp_path).run(["gpt"], [Place(("0",), (0,))])
     assert [budget for *_, budget in runs.asked if budget] == [int((4 + 0.6 * 6) * GiB)]
+
+
+def test_plain_and_tiers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, compared = Runs(), list[str]()
+
+    def call(words: list[str], environ: dict[str, str], log: Path, timeout: float) -> tuple[int, str]:
+        if "benchmarks.allocators" not in words:
+            return runs(words, environ, log, timeout)
+        compared.append(words[words.index("--workload") + 1])
+        assert words[words.index("--hbm") + 1] == str(6 * GiB)
+        rows = [{"steps": [0.2]}, {"steps": [0.25], "ratio": {"median": 1.25, "low": 1.2, "high": 1.3}}]
+        Path(words[words.index("--json") + 1]).write_text(json.dumps(rows))
+        return 0, ""
+
+    monkeypatch.setattr(command, "call", call)
+    cores = os.sched_getaffinity(0)
+    one = driver(tmp_path)
+    for _ in range(2):  # and nothing twice
+        one.in_turns(["gpt", "ddp"], Place(("0",), tuple(cores)))
+    assert compared == ["zoo.gpt"]
+    assert "| gpt | 60% | 200.0 | 250.0 | 0.800 (0.769 to 0.833) |" in in_turns(one.found)
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "call", Runs())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
+    words = [
+        "--out",
+        str(tmp_path / "new"),
+        "--gpus",
+        "1",
+        "--programs",
+        "gpt",
+        "ddp",
+        "--budgets",
+        "60",
+        "--steps",
+        "40",
+    ]
+    monkeypatch.setattr(sys, "argv", ["zoo", *words])
+    command.main()
+    printed = capsys.readouterr()
+    assert "| gpt | 100.0 | 10.0 | 0% | 1.000 (3.0 / 6.0) | 1.000 (100%) |  | 0.50 | 1.00 | equal |" in printed.out
+    assert "programs on two GPUs are left out" in printed.err
+    monkeypatch.setattr(sys, "argv", ["zoo", "--out", str(tmp_path), "--gpus", "0", "--alone"])
+    with pytest.raises(SystemExit):
+        command.main()
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    assert call(["sh", "-c", "echo answer; echo error >&2; exit 5"], {}, log, 60) == (5, "answer\n")
+    assert failure(5, log) == {"status": "failed", "error": "error"}
+    began = time.monotonic()
+    assert call(["sh", "-c", "echo answer; sleep 60"], {}, log, 0.2) == (None, "")
+    assert time.monotonic() - began < 30
+    assert failure(None, log)["status"] == "too long"
 
 
 def test_places_share_the_cores() -> None:

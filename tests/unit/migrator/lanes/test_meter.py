@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torch_tiers.migrator.lanes.cuda import CLOCK, CudaCompute
 from torch_tiers.migrator.lanes.host import HostCompute
-from torch_tiers.migrator.lanes.meter import CudaMeter, without
+from torch_tiers.migrator.lanes.meter import HOLD, CudaMeter, without
 from torch_tiers.migrator.telemetry.counters import Counters
 
 
@@ -64,6 +64,7 @@ class FakeCompute:
         self.highest = 0  # bytes since the last look
         self.with_present = True
         self.stream_has: list[str] = []
+        self.has_passed_all = False
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -77,6 +78,12 @@ class FakeCompute:
         return peak
 
     class Point:
+        def __init__(self, compute: FakeCompute) -> None:
+            self._compute = compute
+
+        def query(self) -> bool:
+            return self._compute.has_passed_all
+
         def synchronize(self) -> None:
             pass
 
@@ -85,7 +92,7 @@ class FakeCompute:
 
     def mark(self, stream: object) -> Point:
         self.stream_has.append("mark")
-        return self.Point()
+        return self.Point(self)
 
     def hold_up(self, seconds: float) -> None:
         self.stream_has.append(f"hold up {seconds} s")
@@ -174,18 +181,35 @@ def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:
     assert meter.finish(0, [0, 60]).others == (100, 40)
 
 
-def test_the_device_is_held_up_before_the_period_begins() -> None:
+def test_the_device_is_held_back_before_the_period_begins() -> None:
     compute = FakeCompute()
-    CudaMeter(compute, 0.1)  # type: ignore[arg-type]
-    assert compute.stream_has == ["hold up 0.1 s", "mark"]
+    CudaMeter(compute, held=True)  # type: ignore[arg-type]
+    assert compute.stream_has == [f"hold up {HOLD} s", "mark"]
     compute = FakeCompute()
     CudaMeter(compute)  # type: ignore[arg-type]
     assert compute.stream_has == ["mark"]
 
 
-def test_without_a_gpu_there_is_nobody_to_hold_up() -> None:
+def test_the_device_is_held_back_again_when_it_has_come_near_to_the_host() -> None:
+    meter = CudaMeter(compute := FakeCompute(), held=True)  # type: ignore[arg-type]
+    meter.tick(0)
+    assert compute.stream_has.count(f"hold up {HOLD} s") == 1, "it is far behind"
+    compute.has_passed_all = True
+    meter.tick(0)
+    assert compute.stream_has.count(f"hold up {HOLD} s") == 2
+    assert len(meter.finish(0, [0, 0, 0]).times) == 2
+
+
+def test_a_device_that_is_not_to_be_held_back_is_not_however_near_it_comes() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.has_passed_all = True
+    meter.tick(0)
+    assert compute.stream_has == ["mark", "mark"]
+
+
+def test_without_a_gpu_there_is_nobody_to_hold_back() -> None:
     begin = time.perf_counter()
-    HostCompute(Counters()).meter(10.0).finish(0, [0])
+    HostCompute(Counters()).meter(held=True).finish(0, [0])
     assert time.perf_counter() - begin < 5
 
 
