@@ -124,10 +124,24 @@ class Driver:
             if (program, PLAIN) not in self.found:
                 self._keep({"program": program, "variant": PLAIN, "status": "unavailable", "error": why})
             return
+        reports: list[threading.Thread] = []  # whose runs are over: the GPU need not wait for those
         for variant in (PLAIN, *map(str, self.budgets), OWN, AGAIN):
+            if variant == AGAIN:
+                for report in reports:
+                    report.join()
             wanted = {AGAIN: self._differs, OWN: has_own}.get(variant, bool)(program)
-            if wanted and self._is_due(program, variant):
-                self._keep(self._variant(program, variant, self.budget(program, variant), place))
+            if not wanted or not self._is_due(program, variant):
+                continue
+            record = self._variant(program, variant, self.budget(program, variant), place)
+            if record["status"] == OK and "budget" in record:
+                reports.append(threading.Thread(target=self._account, args=(record, place)))
+                reports[-1].start()
+            else:
+                self._keep(record)
+
+    def _account(self, record: dict[str, Any], place: Place) -> None:
+        name = self._name(record["program"], record["variant"])
+        self._keep(record | account(self.out / "runs" / name, self._environ(place), self._log(name), self.steps))
 
     def in_turns(self, programs: list[str], place: Place) -> None:
         """Have plain and tiers take turns, program by program and budget by budget."""
@@ -163,7 +177,7 @@ class Driver:
         plain = self.found.get((program, PLAIN))
         if plain is None or plain["status"] != OK or not variant.isdigit():
             return None
-        state = plain["state"] if plain["state"] > STATE * plain["reserved"] else 0
+        state = plain["state"] if STATE * plain["reserved"] < plain["state"] < plain["reserved"] else 0
         return int(state + (plain["reserved"] - state) * int(variant) / 100)
 
     def _keep(self, record: dict[str, Any]) -> None:
@@ -177,12 +191,12 @@ class Driver:
 
     def _variant(self, program: str, variant: str, budget: int | None, place: Place) -> dict[str, Any]:
         environ = self._environ(place)
-        directory = self.out / "runs" / f"{program}-{self.size}-{self.steps}-{variant}"
+        name = self._name(program, variant)
         record: dict[str, Any] = {"program": program, "variant": variant}
         if budget is not None:
             record["budget"] = budget
             environ |= {name: value for name, value in os.environ.items() if name.startswith("TIERS_")}
-            environ |= {"TIERS_RUN": str(directory.resolve()), "TIERS_RUN_FORCE": "1"}
+            environ |= {"TIERS_RUN": str((self.out / "runs" / name).resolve()), "TIERS_RUN_FORCE": "1"}
             # A CPU's memory has no budget: there everything moves, to see that programs bear it.
             ours = {"TIERS_ALLOCATOR": "pages", "TIERS_HBM": str(budget)}
             environ |= ours if place.gpus else {"TIERS_ALLOCATOR": "torch", "TIERS_POLICY": "move"}
@@ -190,21 +204,19 @@ class Driver:
         command = [sys.executable, *(launcher if ranks(program) > 1 else []), "-m", "benchmarks.zoo.run", program]
         command += ["--size", self.size, "--steps", str(self.steps)]
         command += ["--deterministic"] * self.deterministic + ["--checkpoint"] * (variant == OWN)
-        log = self._log(directory.name)
+        log = self._log(name)
         began = time.monotonic()
         code, printed = call(command, environ, log, self.timeout)
         record["wall_s"] = round(time.monotonic() - began, 1)
         if code == 0 and printed.strip():
-            record |= json.loads(printed.splitlines()[-1]) | {"status": OK, "error": ""}
-            if budget is not None:
-                record |= account(directory, environ, log, self.steps)
-            return record
+            record |= json.loads(printed.splitlines()[-1])
+            return record | {"status": OK, "error": ""}
         return record | failure(code, log)
 
     def _turns(self, program: str, variant: str, budget: int, place: Place) -> dict[str, Any]:
         environ = self._environ(place)
         record: dict[str, Any] = {"program": program, "variant": variant, "budget": budget}
-        log = self._log(f"{program}-{self.size}-{variant.replace(' ', '-')}")
+        log = self._log(self._name(program, variant))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.json"
             command = [sys.executable, "-m", "benchmarks.allocators", "--workload", f"zoo.{program}"]
@@ -222,6 +234,9 @@ class Driver:
         environ["OMP_NUM_THREADS"] = str(max(1, len(place.cores) // 2))
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
         return environ
+
+    def _name(self, program: str, variant: str) -> str:
+        return f"{program}-{self.size}-{self.steps}-{variant.replace(' ', '-')}"
 
     def _log(self, name: str) -> Path:
         log = self.out / "logs" / f"{name}.txt"
@@ -262,8 +277,6 @@ def account(directory: Path, environ: dict[str, str], log: Path, steps: int) -> 
     The peak is of HBM alone, while PyTorch's statistics count what tiers put into DRAM, too. Of several ranks it is the
     most that any had, and the rest is of the first.
     """
-    drop = ("TIERS_ALLOCATOR", "TIERS_RUN", "TIERS_HBM")
-    environ = {name: value for name, value in environ.items() if name not in drop}
     told: dict[str, Any] = {}
     for part in sorted(directory.glob("rank*")) or [directory]:
         command = [sys.executable, "-m", "torch_tiers", "report", str(part), "--json"]

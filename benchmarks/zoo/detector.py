@@ -76,7 +76,7 @@ def loss_of(levels: list[tuple[Tensor, Tensor]], boxes: Tensor, kinds: Tensor) -
 def make(size: str, device: torch.device | str, checkpoint: bool = False) -> Program:
     device = torch.device(device)
     layers, width, features, classes, depth, batch, sides = (
-        ((3, 4, 6, 3), 64, 256, 80, 4, 16, (640, 704, 768, 832))
+        ((3, 4, 6, 3), 64, 256, 80, 4, 24, (640, 704, 768, 832))
         if size == "full"
         else ((1,) * 4, 8, 16, 5, 1, 1, (64, 96))
     )

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ def results(program: Program, steps: int) -> list[torch.Tensor]:
     return [*losses, *program.state()]
 
 
+@cache
+def without_tiers(name: str) -> list[bytes]:
+    return bits(results(made(name), WITH_A_PLAN.get(name, USUALLY)))
+
+
 def sites(session: Session) -> int:
     """How many saved tensors are recomputed by plan."""
     saver = session.runtime.saver()
@@ -63,11 +69,9 @@ def sites(session: Session) -> int:
 @pytest.mark.parametrize("recompute", [False, True], ids=["moved", "recomputed"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_is_the_same_where_tensors_move(name: str, recompute: bool) -> None:
-    program, steps = made(name), WITH_A_PLAN.get(name, USUALLY)
-    plain = bits(results(program, steps))
+    plain = without_tiers(name)
     with moving(room=0, share=2 / 3, recompute=recompute) as session:
-        program = made(name)
-        ours = bits(results(program, steps))
+        ours = bits(results(made(name), WITH_A_PLAN.get(name, USUALLY)))
         used = moved(session)["h2d"] + (sites(session) if recompute else 0)
     assert [k for k, pair in enumerate(zip(ours, plain, strict=True)) if pair[0] != pair[1]] == []
     assert used > 0, "nothing was moved or recomputed, so nothing was tested"
@@ -191,7 +195,7 @@ def test_the_command_runs_what_is_missing(tmp_path: Path, monkeypatch: pytest.Mo
     runs = Runs()
     monkeypatch.setattr(command, "call", runs)
     monkeypatch.setattr(command, "lacking", lambda name: "it is not installed" if name == "hf_t5" else None)
-    places = shared_out(["0", "5"], [0])
+    places = shared_out(["0", "5"], sorted(os.sched_getaffinity(0))[:1])
     first = driver(tmp_path)
     first.run(["gpt", "ddp", "hf_t5", "vit", "moe"], places)
     budget = 6 * GiB
@@ -221,7 +225,7 @@ def test_the_command_runs_what_is_missing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_budget_is_of_activations_where_much_is_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Runs(state=4 * GiB)
     monkeypatch.setattr(command, "call", runs)
-    driver(tmp_path).run(["gpt"], [Place(("0",), (0,))])
+    driver(tmp_path).run(["gpt"], [Place(("0",), tuple(os.sched_getaffinity(0)))])
     assert [budget for *_, budget in runs.asked if budget] == [int((4 + 0.6 * 6) * GiB)]
 
 
