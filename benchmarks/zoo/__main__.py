@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import queue
 import re
@@ -28,6 +29,7 @@ from benchmarks.zoo.program import PROGRAMS, SIZES, has_own, lacking, ranks
 from benchmarks.zoo.results import AGAIN, IN_TURNS, OK, OWN, PLAIN, Record, apart, in_turns, latest, read, table
 from benchmarks.zoo.run import UNAVAILABLE
 
+RUNNING: set[subprocess.Popen[str]] = set()
 ENDS = 40.0  # seconds that a program has after SIGTERM, to write what it learned; torchrun waits 30 for its ranks
 STATE = 0.3  # of what plain reserves: with more of it, a budget is of what is left to activations
 ROUNDS, TURN = 12, 14  # of plain and tiers in turns
@@ -67,6 +69,7 @@ class Driver:
     retry: bool = False
     deterministic: bool = False
     found: dict[tuple[str, str], Record] = field(default_factory=dict)
+    _told: set[subprocess.Popen[str]] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -97,11 +100,20 @@ class Driver:
         for thread in threads:
             thread.start()
         try:
-            for thread in threads:
-                thread.join()
+            while any(thread.is_alive() for thread in threads):
+                time.sleep(0.2)  # a join that is interrupted takes its thread to be over
         except KeyboardInterrupt:
-            self.until = 0  # what runs may end
+            while any(thread.is_alive() for thread in threads):
+                self.stop()  # also what was about to begin
+                time.sleep(0.2)
             raise
+
+    def stop(self) -> None:
+        """End what runs, of which nothing is kept, and begin nothing any more."""
+        self.until = -math.inf
+        for process in RUNNING.copy() - self._told:
+            self._told.add(process)
+            end(process, signal.SIGTERM)
 
     def _pair(self, pairs: queue.SimpleQueue[str], singles: queue.SimpleQueue[str], one: Place, other: Place) -> None:
         self._serve([pairs], one + other)
@@ -181,6 +193,8 @@ class Driver:
         return int(state + (plain["reserved"] - state) * int(variant) / 100)
 
     def _keep(self, record: dict[str, Any]) -> None:
+        if self.until == -math.inf:
+            return  # it did not fail, but was ended
         record |= {"size": self.size, "steps": self.steps}
         with self._lock:
             self.found[record["program"], record["variant"]] = record
@@ -258,17 +272,25 @@ def call(command: list[str], environ: dict[str, str], log: Path, timeout: float)
         process = subprocess.Popen(
             command, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
+        RUNNING.add(process)
         try:
             printed, _ = process.communicate(timeout=timeout)
             return process.returncode, printed
         except subprocess.TimeoutExpired:
             for how in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, how)
+                end(process, how)
                 with suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=ENDS)
                     break
             return None, ""
+        finally:
+            RUNNING.discard(process)
+
+
+def end(process: subprocess.Popen[str], how: signal.Signals) -> None:
+    """Send a signal to a process and what it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, how)
 
 
 def account(directory: Path, environ: dict[str, str], log: Path, steps: int) -> dict[str, Any]:
@@ -321,12 +343,17 @@ def main() -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(k) for k in range(options.gpus)]
     places = shared_out(names[: options.gpus], sorted(os.sched_getaffinity(0)))
-    if not options.alone:
-        driver.run(options.programs, places)
-    elif not options.gpus:
+    if options.alone and not options.gpus:
         parser.error("--alone takes a GPU")
-    else:
-        driver.in_turns(options.programs, places[0])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if options.alone:
+            driver.in_turns(options.programs, places[0])
+        else:
+            driver.run(options.programs, places)
+    except KeyboardInterrupt:
+        driver.stop()
+        print("interrupted; the same command goes on from here", file=sys.stderr)
     print(table(driver.found, options.budgets))
     print(in_turns(driver.found), end="")
 

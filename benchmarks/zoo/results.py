@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,20 @@ def table(found: Mapping[tuple[str, str], Record], budgets: Sequence[int]) -> st
         "are of what plain reserves, or where more than 30% of that is state, of the rest beside it. *Ideal* is what "
         "tiers takes for the program's own step; ~ marks plans that changed in the steps that are timed.",
     ]
-    return "\n".join([*lines, *notes, *([""] if failed else []), *failed])
+    return "\n".join([*lines, *notes, *_about(found.values()), *([""] if failed else []), *failed])
+
+
+def _about(records: Iterable[Record]) -> list[str]:
+    """What it ran on, and whether that was the same all the time."""
+    done = [record for record in records if not _bad(record) and record.get("device")]
+    if not done:
+        return []
+    cards = ", ".join(sorted({f"{record['device']}, torch {record['torch']}" for record in done}))
+    clocks = [record["clock"] for record in done if record.get("clock")]
+    hosts = [record["host_us"] for record in done]
+    told = [f"{min(clocks)} to {max(clocks)} MHz when runs ended"] if clocks else []
+    told.append(f"{min(hosts):.0f} to {max(hosts):.0f} us of the host for a fixed piece of the interpreter's work")
+    return ["", f"On {'; '.join([cards, *told])}."]
 
 
 def in_turns(found: Mapping[tuple[str, str], Record]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from benchmarks.alternate import sm_clock
+from benchmarks.alternate import host_us, sm_clock
 from benchmarks.zoo.program import PROGRAMS, SIZES, Program, Unavailable, maker
 
 LAST = 12  # steps that are timed
@@ -108,6 +108,7 @@ def main() -> None:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "clock": sm_clock() if cuda else None,
+        "host_us": round(host_us(), 1),
     }
     print(json.dumps(known | measured | about), file=answers, flush=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -138,7 +139,8 @@ def test_the_table(tmp_path: Path) -> None:
     records = [
         known | plain | {"variant": "plain", "ms": 300.0},
         known | plain | {"variant": "plain"},  # a later one counts
-        known | plain | {"variant": "again"},
+        known | plain | {"variant": "again"} | {"device": "H100", "torch": "2.13", "clock": 1500, "host_us": 201.0},
+        known | plain | {"program": "dpo", "variant": "plain"} | {"device": "H100", "torch": "2.13", "host_us": 250.0},
         known | plain | {"variant": "checkpoint", "ms": 400.0, "reserved": 5 * GiB},
         known | ours | {"variant": "75", "settled": 12},
         known | {"variant": "60", "status": "failed", "error": "out of memory"},
@@ -152,10 +154,12 @@ def test_the_table(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, records)) + '\n{"program": "dit", ')
     found = latest(read(file), "full", 60)
     lines = table(found, [75, 60, 45]).splitlines()
-    assert lines[2:3] == [
+    assert [line for line in lines if line.startswith("| gpt")] == [
         "| gpt | 200.0 | 20.0 | 20% | 0.800 (12.0 / 15.0) | failed | ~0.800 (12.0 / 11.0, **over**) | 0.500 (25%) "
         "| 1.000 (100%) | 1.25, -, 1.25 | 0.95, -, 0.95 | 45%: from step 2, by 5.0e-01 |"
     ]
+    told = "1500 to 1500 MHz when runs ended; 201 to 250 us of the host for a fixed piece of the interpreter's work"
+    assert f"On H100, torch 2.13; {told}." in lines
     assert set(lines[-2:]) == {"- gpt, 60%: failed: out of memory", "- bert, plain: unavailable: no transformers"}
     assert in_turns(found).splitlines()[-1] == "| gpt | 75% | 200.0 | 250.0 | 0.800 (0.500 to 1.000) |"
     assert in_turns({}) == ""
@@ -284,6 +288,23 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert call(["sh", "-c", "echo answer; sleep 60"], {}, log, 0.2) == (None, "")
     assert time.monotonic() - began < 30
     assert failure(None, log)["status"] == "too long"
+
+
+def test_an_interrupted_command_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Driver, program: str, variant: str, budget: int | None, place: Place) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        code, _ = call(["sleep", "60"], {"PATH": os.environ["PATH"]}, self._log("sleep"), 60)
+        return {"program": program, "variant": variant} | failure(code, self._log("sleep"))
+
+    monkeypatch.setattr(Driver, "_variant", interrupted)
+    monkeypatch.setattr(sys, "argv", ["zoo", "--out", str(tmp_path), "--programs", "gpt"])
+    before, began = signal.getsignal(signal.SIGTERM), time.monotonic()
+    try:
+        command.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert time.monotonic() - began < 30
+    assert read(tmp_path / "results.jsonl") == [], "it is no failure of the program"
 
 
 def test_places_share_the_cores() -> None:
