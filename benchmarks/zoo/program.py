@@ -24,6 +24,7 @@ PROGRAMS = (
     "gat",
     "moe",
     "bert",
+    "large_gpt",
     "unet",
     "resnet50",
     "vit",
