@@ -345,7 +345,7 @@ def main() -> None:
     places = shared_out(names[: options.gpus], sorted(os.sched_getaffinity(0)))
     if options.alone and not options.gpus:
         parser.error("--alone takes a GPU")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.alone:
             driver.in_turns(options.programs, places[0])
@@ -354,6 +354,8 @@ def main() -> None:
     except KeyboardInterrupt:
         driver.stop()
         print("interrupted; the same command goes on from here", file=sys.stderr)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(table(driver.found, options.budgets))
     print(in_turns(driver.found), end="")
 

@@ -49,7 +49,7 @@ def test_a_signal_that_does_not_end_the_program_is_followed_by_the_rest_of_the_r
 def test_a_session_that_another_thread_has_closed_does_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "raise_signal", lambda number: None)
     acted: list[str] = []
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ours = BeforeSigterm(lambda: acted.append("written"))
     try:
         ours.set()
