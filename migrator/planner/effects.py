@@ -65,11 +65,13 @@ class Held:
     @property
     def complete(self) -> int:
         """Position of the last save."""
-        return max(holder.birth for holder in self.holders)
+        return self.holders[-1].birth
 
     @property
     def leave(self) -> int:
         """Position at which the last of its holders is asked for."""
+        if len(self.holders) == 1 and self.holders[0].uses:  # as of most; a search asks a hundred thousand times
+            return self.holders[0].uses[-1]
         return max((holder.uses[-1] for holder in self.holders if holder.uses), default=self.birth)
 
 
@@ -242,7 +244,9 @@ class _Builder:
         )
 
     def _hold(self, ident: int, nbytes: int, holder: Holder) -> None:
-        held = self.held.setdefault(ident, Held(ident, nbytes))
+        held = self.held.get(ident)
+        if held is None:
+            held = self.held[ident] = Held(ident, nbytes)
         held.holders.append(holder)
         if len(held.holders) > 1:
             held.holders.sort(key=lambda holder: holder.birth)

@@ -61,6 +61,7 @@ def fit(
     regions: Collection[str] = (),
     tiers: Mapping[int, str] | None = None,
     lingering: Bytes | int = 0,
+    outcome: Effect | None = None,
 ) -> Plan:
     """The plan of a choice for a budget: with limits and in-triggers where the trace tells what else lies in HBM.
 
@@ -76,13 +77,15 @@ def fit(
         As `migrator.planner.build.make_plan` takes them.
     lingering
         As `scheduled` takes it.
+    outcome : Effect, optional
+        What the choice brings about, where it is known already.
 
     Raises
     ------
     Unobtainable
         If something is dropped that cannot be recomputed.
     """
-    outcome = effect(trace, dropped, regions)
+    outcome = outcome or effect(trace, dropped, regions)
     most = max(0, budget - min(trace.others, default=0))
     plan = plan_of(policy, outcome, moved, most, regions=regions, tiers=tiers or {})
     return scheduled(plan, trace, outcome, budget, lingering)

@@ -18,7 +18,7 @@ import numpy as np
 
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.plan import NoPlanFits, Plan
-from torch_tiers.migrator.planner.effects import obtainable
+from torch_tiers.migrator.planner.effects import effect, obtainable
 from torch_tiers.migrator.planner.intervals import Bytes, where_fullest
 from torch_tiers.migrator.planner.levers import Choice, State, extremes
 from torch_tiers.migrator.planner.quiet import crossing, is_quiet
@@ -204,11 +204,12 @@ class _Planner:
         dropped = obtainable(self.trace, choice.dropped, choice.regions)
         moved = choice.moved | (choice.dropped - dropped)
         tiers = spread(self.trace, moved, self.links)
+        outcome = effect(self.trace, dropped, choice.regions)
         make = partial(fit, "auto", self.trace, budget, moved, dropped=dropped, regions=choice.regions, tiers=tiers)
         lingering: Bytes | int = 0
         for _ in range(1 + REPAIRS):
-            made = make(lingering=lingering)
-            result = simulate(self.trace, self.links, made)
+            made = make(lingering=lingering, outcome=outcome)
+            result = simulate(self.trace, self.links, made, outcome=outcome)
             # Limits have to leave room for what lingers; with these more leaves early enough to linger. Where nothing
             # does, they are not what is wrong.
             if not result.lingering[result.hbm > budget].any():
