@@ -250,11 +250,12 @@ class _Step:
     def _issue_and_compute(self, issuing: float, busy: float) -> None:
         """Have the host issue for some seconds what the device computes for some; it is slower while lanes are busy."""
         begin = self.now if self.now > self.host else self.host  # a search comes here often, and `max` takes longer
-        now = begin + busy
+        now = begin
         self.host += issuing
         for lane, slower in self.slower:
             if (beside := self.free[lane] - begin) > 0:
                 now += slower * (busy if busy < beside else beside)
+        now += busy
         self.now = now if now > self.host else self.host
 
     def _wait(self, until: float, lane: str) -> None:
