@@ -7,7 +7,7 @@ been written unseen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_tiers.allocator.extension import CannotBuild
 from torch_tiers.migrator.tape import check, native
+from torch_tiers.migrator.tape.closure import POISON, Closure, Differs, Refused, Stops, closure
 from torch_tiers.migrator.tape.compiled import Compiled
 from torch_tiers.migrator.tape.tape import Tape
 
@@ -73,6 +74,43 @@ class Recorder:
         period = self._native.end()
         self._compiled.remove()
         return None if period is None else Tape.read(self._native, period)
+
+    def stops(self) -> Stops:
+        """Room for values that somebody promises to have, of the period that is being recorded."""
+        return Stops(self._native)
+
+    def closure(
+        self, targets: Sequence[Tensor], stops: Stops | None = None, relative: Sequence[tuple[int, int]] = ()
+    ) -> Closure | Refused:
+        """What makes tensors again, as they are now; or why there is no such thing.
+
+        While a period is being recorded, in the thread that records, or in a backward of its; afterwards see
+        `Tape.closure`.
+
+        Parameters
+        ----------
+        targets
+            That will be wanted.
+        stops
+            Values that will be there. Parameters that change within a period are to be among them.
+        relative
+            More of them, as a plan has them from one period to the next: for each, how many operators before that which
+            made the newest target, and which of that operator's outputs.
+        """
+        return closure(self._native, None, targets, stops, relative)
+
+    def verify(self, closure: Closure, originals: Sequence[Tensor]) -> bool:
+        """Run it, and tell whether what it makes has the bytes of the originals.
+
+        Memory that no operator writes is filled with something else, so that it shows. The host waits for the device.
+        A result is dropped before the next is compared.
+        """
+        try:
+            made = closure.run(poison=POISON)
+        except Differs:
+            return False
+        made.reverse()
+        return len(made) == len(originals) and all(self._native.is_same(made.pop(), each) for each in originals)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ Nothing here keeps a tensor of the program's, or its memory.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torch_tiers.migrator.tape import native
+from torch_tiers.migrator.tape.closure import Closure, Refused, Stops, closure
 
 _CALL = struct.Struct("=QQqIIIIIIIIIiBBHI")  # `Packed` of native/tape.cpp
 _USE = struct.Struct("=IIi")
@@ -304,6 +305,12 @@ class Tape:
         """
         found = self._recorder.find(self._period, tensor)
         return None if found is None else (found[0], found[2])
+
+    def closure(
+        self, targets: Sequence[Tensor], stops: Stops | None = None, relative: Sequence[tuple[int, int]] = ()
+    ) -> Closure | Refused:
+        """What makes tensors again that are as this tape left them; see `Recorder.closure`."""
+        return closure(self._recorder, self._period, targets, stops, relative)
 
     def producer(self, tensor: Tensor) -> int | None:
         """The number of the operator that made what is in a tensor; None if that is not known."""

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from torch_tiers.allocator.extension import CannotBuild
 from torch_tiers.allocator.extension_module import ExtensionModule
 
 _HERE = Path(__file__).parent
-_HEADERS = ("devices.h", "effects.h", "forms.h", "interceptor.h", "object.h", "record.h", "recorder.h")
+_HEADERS = (
+    "closure.h",
+    "closures.h",
+    "devices.h",
+    "effects.h",
+    "forms.h",
+    "interceptor.h",
+    "key.h",
+    "object.h",
+    "recipe.h",
+    "record.h",
+    "recorder.h",
+    "replay.h",
+    "watch.h",
+)
 
 MODULE = ExtensionModule(
     name=f"{__name__}.tape",
@@ -22,6 +38,7 @@ MODULE = ExtensionModule(
 )
 
 Period: TypeAlias = Any  # a capsule
+Handle: TypeAlias = Any  # one of another kind
 Use: TypeAlias = tuple[int, int, int]
 """A storage of a tape, the version that a tensor on it had (-1: it has none), and the state it was in."""
 
@@ -72,6 +89,49 @@ class Recorder(Protocol):
         ...
 
     def effects(self, name: str, overload: str, /) -> tuple[list[int], bool, bool, int]:  # noqa: D102
+        ...
+
+    def stops(self) -> Handle:  # noqa: D102
+        ...
+
+    def promise(self, stops: Handle, tensor: Tensor, /) -> Use | None:  # noqa: D102
+        ...
+
+    def closure(  # noqa: D102
+        self,
+        period: Period | None,
+        targets: Sequence[Tensor],
+        stops: Handle | None,
+        relative: Sequence[tuple[int, int]],
+        /,
+    ) -> Handle | str: ...
+
+    def described(self, closure: Handle, /) -> tuple[int, int, bool, torch.device, int, list[Any]]:  # noqa: D102
+        ...
+
+    def names(self, closure: Handle, /) -> list[str]:  # noqa: D102
+        ...
+
+    def numbers(self, closure: Handle, /) -> list[int]:  # noqa: D102
+        ...
+
+    def leaves(self, closure: Handle, /) -> list[Tensor | None]:  # noqa: D102
+        ...
+
+    def release(self, closure: Handle, /) -> None:  # noqa: D102
+        ...
+
+    def is_stale(self, closure: Handle, /) -> bool:  # noqa: D102
+        ...
+
+    def watch(self, closure: Handle, function: Callable[[int], object] | None, /) -> None:  # noqa: D102
+        ...
+
+    def run(  # noqa: D102
+        self, closure: Handle, leaves: Sequence[Tensor | None] | None, poison: int, /
+    ) -> list[Tensor] | str: ...
+
+    def is_same(self, one: Tensor, other: Tensor, /) -> bool:  # noqa: D102
         ...
 
 

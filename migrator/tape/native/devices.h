@@ -1,8 +1,10 @@
-// What is asked of a device while an operator is recorded, by the interfaces that do without its headers: the stream
-// that it runs on, whether that is captured into a graph, and where its random numbers are.
+// What is asked of a device, and of PyTorch's settings, while an operator is recorded, by the interfaces that do
+// without the device's headers: the stream that it runs on, whether that is captured into a graph, and where its random
+// numbers are.
 #pragma once
 
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <dlfcn.h>
 
@@ -49,6 +51,32 @@ bool is_capturing(const Interface &guard, const c10::Stream &stream) {
     static const Captures captures;
     return stream.device_type() == c10::DeviceType::CUDA && captures(stream);
   }
+}
+
+// How exactly float32 is computed with: others in each version of PyTorch. Where we cannot ask for it without more ado,
+// it is not among the settings.
+template <typename Precision, typename Context, typename Backend, typename Operation>
+uint32_t precision_of(const Context &context, Precision (Context::*ask)(Backend, Operation) const) {
+  if constexpr (std::is_enum_v<Precision> && std::is_enum_v<Backend> && std::is_enum_v<Operation>) {
+    uint32_t all = 0;
+    for (int backend = 1; backend <= 2; ++backend)          // CUDA, oneDNN
+      for (int operation = 1; operation <= 3; ++operation)  // convolutions, recurrent layers, products
+        all = all << 3 | uint32_t((context.*ask)(Backend(backend), Operation(operation)));
+    return all;
+  } else {
+    return 0;
+  }
+}
+
+// Of those settings that change which kernels run, or how: equal, if they are the same.
+uint32_t settings() {
+  const auto &context = at::globalContext();
+  uint32_t all = precision_of(context, &at::Context::float32Precision);
+  for (const bool each : {context.userEnabledCuDNN(), context.userEnabledMkldnn(), context.benchmarkCuDNN(),
+                          context.deterministicCuDNN(), context.deterministicMkldnn(),
+                          context.deterministicAlgorithms(), context.deterministicFillUninitializedMemory()})
+    all = all << 1 | uint32_t(each);
+  return all << 7 ^ uint32_t(at::get_num_threads());
 }
 
 // Where a generator is before an operator draws from it.

@@ -61,7 +61,7 @@ uint64_t head(Code code, const c10::TensorImpl &impl, c10::Device device) {
 
 bool is_number_alone(const at::Tensor &tensor) {
   const auto &impl = *tensor.unsafeGetTensorImpl();
-  return impl.is_wrapped_number() && impl.numel() == 1;
+  return impl.is_wrapped_number() && impl.numel() == 1 && impl.device().is_cpu();
 }
 
 // A number in a tensor's clothes; it has no memory that anybody could find again.
@@ -99,6 +99,7 @@ c10::StorageImpl *write_tensor(Scratch &scratch, const at::Tensor &tensor) {
   const auto sizes = impl.sizes(), strides = impl.strides();
   words.push_back(head(kTensor, impl, device) | uint64_t(sizes.size()) << 32);
   words.push_back(uint64_t(impl.storage_offset()) * impl.itemsize());
+  words.push_back(storage->nbytes());
   words.insert(words.end(), sizes.begin(), sizes.end());
   words.insert(words.end(), strides.begin(), strides.end());
   return storage;
@@ -204,7 +205,7 @@ size_t follows(const Words &words, size_t index) {
     case kString:
       return ((word >> 8) + 7) / 8;
     case kTensor:
-      return 1 + 2 * size_t(word >> 32 & 0xFFFF);
+      return 2 + 2 * size_t(word >> 32 & 0xFFFF);
     default:
       return 0;
   }

@@ -6,15 +6,11 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "key.h"
 #include "recorder.h"
 
 namespace {
-
-// The one place that names the key. PyTorch reserves it for a mode of fake tensors in C++, which it has not got yet; a
-// version that has one registers its own fallback, and then ours is refused.
-constexpr auto kKey = c10::DispatchKey::Fake;
 
 // Never taken away, not even at the end: other threads may be in it.
 Recorder &recorder() {
@@ -33,6 +29,7 @@ void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::j
   // Left from a scope that has put back what it found: it is over.
   if (!to.recording.load(std::memory_order_relaxed)) c10::impl::tls_set_dispatch_key_included(kKey, false);
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+  if (!watches().empty()) watches().before(to.effects(op), *stack);
   Open open;
   // Meta tensors, and fake ones, which run as such, have no bytes.
   if (keys.has_backend(c10::BackendComponent::MetaBit) || !to.recording.load(std::memory_order_relaxed) ||

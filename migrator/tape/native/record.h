@@ -24,7 +24,7 @@ namespace {
 using Words = std::vector<uint64_t>;
 
 // The first byte of a word says what follows. A tensor's goes on: scalar type, device type, device index, dimensions,
-// bits; then its offset in bytes, its sizes and its strides.
+// bits; then its offset in bytes, how many bytes its storage has, its sizes and its strides.
 enum Code : uint8_t {
   kNothing = 1,
   kInt,
@@ -44,6 +44,8 @@ enum Code : uint8_t {
   kNumber,  // a number that PyTorch made a tensor of, with its value
 };
 
+struct Recipe;  // see recipe.h
+
 struct Step {
   uint64_t number = 0;                      // of its kind, in this process
   const c10::OperatorName *name = nullptr;  // where the dispatcher has it
@@ -55,6 +57,7 @@ struct Step {
   std::vector<c10::IValue> arguments;                // what is no tensor; None in the place of those
   bool whole = true;                                 // whether nothing else is missing there
   uint64_t shape = 0;                                // a hash without its numbers
+  mutable std::shared_ptr<const Recipe> recipe;      // once it was to be called again; under the recorder's lock
 };
 
 using StepPointer = std::shared_ptr<const Step>;
@@ -79,6 +82,8 @@ struct Call {
   uint32_t module = 0, thread = 0;
   int64_t stream = 0;
   bool waits = false, raised = false;
+  bool grad = false;      // whether gradients were on: some kernels look
+  uint32_t settings = 0;  // of PyTorch
 };
 
 struct Save {
@@ -93,18 +98,52 @@ struct Mark {
   uint64_t when;
 };
 
+const void *counter_of(const c10::VariableVersion &version) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void *));
+  const void *counter;
+  std::memcpy(&counter, static_cast<const void *>(&version), sizeof counter);
+  return counter;
+}
+
+// What counts versions. It is weak: PyTorch looks whether it is a tensor's alone. While we have it, its address is not
+// used again.
+class Counter {
+  using Target = c10::intrusive_ptr_target;
+
+ public:
+  Counter() : counter_(c10::weak_intrusive_ptr<Target>::reclaim(nullptr)) {}
+  explicit Counter(const c10::VariableVersion &version) : Counter() {
+    auto *target = static_cast<Target *>(const_cast<void *>(counter_of(version)));
+    if (target) counter_ = c10::weak_intrusive_ptr<Target>(c10::intrusive_ptr<Target>::reclaim_copy(target));
+  }
+
+  bool operator==(const void *counter) const { return counter_._unsafe_get_target() == counter; }
+
+  // None that is enabled, if no tensor has it any more, or there never was one.
+  c10::VariableVersion lock() const {
+    c10::VariableVersion version;
+    if (*this == nullptr) return version;
+    const void *counter = counter_.lock().release();
+    std::memcpy(static_cast<void *>(&version), &counter, sizeof counter);
+    return version;
+  }
+
+ private:
+  c10::weak_intrusive_ptr<Target> counter_;
+};
+
 // What is known of a storage.
 struct Stored {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  const void *counter;  // of versions: several tensors on a storage may each have their own, see `.data`
-  uint32_t seen;        // the version that it had last
+  Counter counter;  // of versions: several tensors on a storage may each have their own, see `.data`
+  uint32_t seen;    // the version that it had last
   int32_t state;
   size_t nbytes;
   bool has_others;
 };
 
 struct Other {
-  const void *counter;
+  Counter counter;
   uint32_t seen;
 };
 
@@ -169,19 +208,13 @@ struct Period {
   uint64_t known = 0;            // calls that were the same as in the period before
   uint64_t structure = 0;        // a hash of steps and of how they hang together
   uint64_t began = 0;            // ns
+  uint64_t number = 0;           // of its kind, in this process
   uint32_t thread = 0;           // whose period it is
   const char *broken = nullptr;  // why it is no true record
 
   // What was found on the storage that a tensor has; kNoStorage where it has none.
   std::optional<Use> find(const at::Tensor &tensor) const;
 };
-
-const void *counter_of(const c10::VariableVersion &version) {
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void *));
-  const void *counter;
-  std::memcpy(&counter, static_cast<const void *>(&version), sizeof counter);
-  return counter;
-}
 
 uint32_t version_of(const c10::TensorImpl &tensor) {
   const auto &version = tensor.version_counter();
@@ -210,7 +243,7 @@ std::optional<Use> Period::find(const at::Tensor &tensor) const {
   const uint32_t version = version_of(impl);
   if (stored.nbytes != storage->nbytes()) return std::nullopt;
   uint32_t seen = 0;  // of a counter that is new: an alias, which nobody has written through
-  if (counter == stored.counter) {
+  if (stored.counter == counter) {
     seen = stored.seen;
   } else if (stored.has_others) {
     for (const Other &other : storages.others.at(index))

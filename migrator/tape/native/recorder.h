@@ -2,13 +2,14 @@
 #pragma once
 
 #include <ATen/core/stack.h>
+#include <c10/core/GradMode.h>
 
 #include <atomic>
 #include <ctime>
 #include <deque>
 #include <mutex>
 
-#include "forms.h"
+#include "closure.h"
 
 // Its header takes fifteen seconds to compile.
 namespace torch::autograd {
@@ -59,7 +60,7 @@ class Recorder {
     with_states_ = with_states;
     cursor_ = 0;
     module = 0;
-    ++number_;
+    period_->number = ++number_;
     recording = true;
     return true;
   }
@@ -85,6 +86,7 @@ class Recorder {
   void forked() {
     recording = false;
     new (&mutex_) std::mutex;
+    watches().forked();
     (void)period_.release();
   }
 
@@ -160,8 +162,57 @@ class Recorder {
     if (!period_) return;
     settle_own();
     const c10::StorageImpl *storage = tensor && tensor->defined() ? storage_of(*tensor) : nullptr;
+    watches().was_written(storage);
     for (uint32_t index = 0; index < period_->storages.all().size(); ++index)
       if (!tensor || period_->storages[index].storage._unsafe_get_target() == storage) is_foreign(index);
+  }
+
+  // Values that somebody promises to have, of this period.
+  std::unique_ptr<Stops> stops() {
+    std::lock_guard lock(mutex_);
+    auto made = std::make_unique<Stops>();
+    made->period = period_ ? number_ : 0;
+    return made;
+  }
+
+  // One more: a tensor as it is now.
+  std::optional<Use> promise(Stops &stops, const at::Tensor &tensor) {
+    std::lock_guard lock(mutex_);
+    if (!period_ || stops.period != number_ || scratch_of_thread().busy) return std::nullopt;
+    settle_own();
+    c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
+    if (!storage) return std::nullopt;
+    const Use use = look(*tensor.unsafeGetTensorImpl(), storage, false);
+    stops.keys.put(key_of(use.storage, use.state), 0);
+    return use;
+  }
+
+  // What makes tensors again as they are now. In the thread that records, and in its backwards.
+  Search::Found closure(const std::vector<at::Tensor> &targets, const Stops *stops,
+                        const std::vector<Relative> &relative) {
+    const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
+    std::lock_guard lock(mutex_);
+    Scratch &scratch = scratch_of_thread();
+    if (!period_ || scratch.busy || !is_of_period()) return Refused{"nothing is recorded here"};
+    if (stops && stops->period != number_) return Refused{"what is promised is of another period"};
+    settle_own();
+    Search search(*period_, stops, [this](uint32_t storage) {
+      return std::none_of(pending_.begin(), pending_.end(), [&](const auto &each) { return each.storage == storage; });
+    });
+    for (const at::Tensor &target : targets) {
+      scratch.clear();
+      c10::StorageImpl *storage = write_tensor(scratch, target);
+      if (!search.wants(scratch.words)) return Refused{"it has no strides, or no bytes of its own"};
+      search.add(look(*target.unsafeGetTensorImpl(), storage, false), scratch.words);
+    }
+    return search(relative);
+  }
+
+  // Of a period that is over: what is kept with steps is under this lock.
+  template <typename Function>
+  auto alone(Function &&function) {
+    std::lock_guard lock(mutex_);
+    return function();
   }
 
   const Effects &effects(const c10::OperatorHandle &op) {
@@ -234,7 +285,7 @@ class Recorder {
       c10::StorageImpl *storage = value.toStorage().unsafeGetStorageImpl();
       scratch.words.push_back(head(kOpaque));
       uint32_t found = period_->storages.find(storage);
-      if (found == Storages::kNone) found = add(storage, nullptr, kNoVersion, --period_->foreign);
+      if (found == Storages::kNone) found = add(storage, {}, kNoVersion, --period_->foreign);
       place(scratch, {found, kNoVersion, period_->storages[found].state}, index, element);
     } else {
       int32_t count = 0;
@@ -264,6 +315,8 @@ class Recorder {
     call.module = module.load(std::memory_order_relaxed);
     call.thread = this_thread();
     call.waits = waits(scratch, effects, stack);
+    call.grad = c10::GradMode::is_enabled();
+    call.settings = settings();
     period_->calls.push_back(std::move(call));
   }
 
@@ -326,7 +379,7 @@ class Recorder {
       if (const auto alive = stored.storage.lock()) stored.nbytes = alive->nbytes();
     }
     for (auto &[version, storage] : scratch.written) {
-      seen(storage, counter_of(version)) = version.current_version();
+      seen(storage, version) = version.current_version();
       pending_.push_back({std::move(version), storage, number, this_thread(), effects.counts_versions});
     }
     scratch.written.clear();
@@ -353,7 +406,7 @@ class Recorder {
            const Call &call, uint32_t number) {
     const uint32_t index = period_->storages.find(storage), version = version_of(impl);
     if (index == Storages::kNone) {
-      const uint32_t added = add(storage, counter_of(impl.version_counter()), version, int32_t(number));
+      const uint32_t added = add(storage, impl.version_counter(), version, int32_t(number));
       return {added, version, int32_t(number)};
     }
     const Use *input = nullptr;
@@ -365,7 +418,7 @@ class Recorder {
       stored.state = int32_t(number);
     }
     if (effects.moves_the_tensor && impl.version_counter().enabled()) {
-      seen(index, counter_of(impl.version_counter())) = version;
+      seen(index, impl.version_counter()) = version;
       pending_.push_back({impl.version_counter(), index, number, this_thread(), false});
       return {index, version, stored.state};
     }
@@ -373,7 +426,7 @@ class Recorder {
     if (input) return {index, input->version, stored.state};
     stored.state = int32_t(number);
     stored.nbytes = storage->nbytes();
-    seen(index, counter_of(impl.version_counter())) = version;
+    seen(index, impl.version_counter()) = version;
     return {index, version, stored.state};
   }
 
@@ -460,15 +513,16 @@ class Recorder {
 
   // ------------------------------------------------------------------------------------- storages
 
-  uint32_t add(c10::StorageImpl *storage, const void *counter, uint32_t version, int32_t state) {
+  uint32_t add(c10::StorageImpl *storage, const c10::VariableVersion &counter, uint32_t version, int32_t state) {
     auto strong = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
-    return period_->storages.add(
-        {c10::weak_intrusive_ptr<c10::StorageImpl>(strong), counter, version, state, storage->nbytes(), false});
+    return period_->storages.add({c10::weak_intrusive_ptr<c10::StorageImpl>(strong), Counter(counter), version, state,
+                                  storage->nbytes(), false});
   }
 
   // The version that was seen last of one counter. A storage that is an alias of another has its own, which begins at
   // 0.
-  uint32_t &seen(uint32_t index, const void *counter) {
+  uint32_t &seen(uint32_t index, const c10::VariableVersion &version) {
+    const void *counter = counter_of(version);
     Stored &stored = period_->storages[index];
     if (stored.counter == counter) return stored.seen;
     stored.has_others = true;
@@ -477,7 +531,7 @@ class Recorder {
       if (other.counter == counter) return other.seen;
     constexpr size_t kMost = 8;
     if (others.size() == kMost) others.erase(others.begin());
-    others.push_back({counter, 0});
+    others.push_back({Counter(version), 0});
     return others.back().seen;
   }
 
@@ -486,7 +540,7 @@ class Recorder {
   // A tensor as an operator finds it. `counted_before`: its version has been counted up for that operator already.
   Use look(const c10::TensorImpl &impl, c10::StorageImpl *storage, bool counted_before) {
     const uint32_t version = version_of(impl);
-    const void *counter = counter_of(impl.version_counter());
+    const c10::VariableVersion &counter = impl.version_counter();
     uint32_t index = period_->storages.find(storage);
     if (index == Storages::kNone) {
       index = add(storage, counter, version, --period_->foreign);
@@ -514,7 +568,7 @@ class Recorder {
         ++index;
         continue;
       }
-      uint32_t &before = seen(pending.storage, counter_of(pending.version));
+      uint32_t &before = seen(pending.storage, pending.version);
       const uint32_t version = pending.version.current_version();
       if (version != before && version != before + 1 && !pending.any) is_foreign(pending.storage);
       before = version;

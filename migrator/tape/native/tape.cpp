@@ -4,16 +4,12 @@
 // compile, and somebody waits for that. Everything here runs with the interpreter's lock held; the recorder does not
 // need it, and waits for nobody who has it.
 #include <pthread.h>
-#include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 
-#include "interceptor.h"
-#include "object.h"
+#include "closures.h"
 
 namespace {
-
-constexpr auto kPeriod = "torch_tiers.migrator.tape.period";
 
 // ------------------------------------------------------------------------------------- what a period was
 
@@ -39,7 +35,7 @@ Object form(const Words &words, size_t index) {
   Object bits = number(int64_t(word >> 48)), of = dtype(uint8_t(word >> 8));
   if (code == kOpaque) return tuple(none(), none(), none(), of, device, bits);
   if (code == kNumber) return tuple(number(int64_t(0)), numbers(nullptr, 0), numbers(nullptr, 0), of, device, bits);
-  const uint64_t *sizes = words.data() + index + 2;
+  const uint64_t *sizes = words.data() + index + 3;
   return tuple(number(int64_t(words[index + 1])), numbers(sizes, dims), numbers(sizes + dims, dims), of, device, bits);
 }
 
@@ -163,12 +159,6 @@ Period &period_of(PyObject *capsule) {
 }
 
 void drop(PyObject *capsule) { delete static_cast<Period *>(PyCapsule_GetPointer(capsule, kPeriod)); }
-
-Object use(const std::optional<Use> &found) {
-  if (!found) return none();
-  return tuple(number(int64_t(found->storage)), number(int64_t(int32_t(found->version))),
-               number(int64_t(found->state)));
-}
 
 // ------------------------------------------------------------------------------------- functions
 
@@ -316,6 +306,18 @@ PyMethodDef functions[] = {
     {"is_alive", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(is_alive)), METH_FASTCALL, nullptr},
     {"sizes", sizes, METH_O, nullptr},
     {"effects", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(effects)), METH_FASTCALL, nullptr},
+    {"stops", stops, METH_NOARGS, nullptr},
+    {"promise", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(promise)), METH_FASTCALL, nullptr},
+    {"closure", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(closure)), METH_FASTCALL, nullptr},
+    {"described", described, METH_O, nullptr},
+    {"names", names, METH_O, nullptr},
+    {"numbers", numbers_, METH_O, nullptr},
+    {"leaves", leaves, METH_O, nullptr},
+    {"release", release, METH_O, nullptr},
+    {"is_stale", is_stale, METH_O, nullptr},
+    {"watch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(watch)), METH_FASTCALL, nullptr},
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL, nullptr},
+    {"is_same", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(is_same)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -7,7 +7,9 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -105,6 +107,8 @@ class Rig:
             self.engine.collect()
 
     def close(self) -> None:
+        if self.store.go_on is not None:  # of a test that failed before it said so
+            self.store.go_on.set()
         for lane in self._lanes:
             lane.close()
         self.direct.close()
@@ -239,13 +243,29 @@ def test_room_on_the_drives_is_there_again_once_a_dropped_group_is_written(rig: 
 
 
 @contextmanager
-def interrupted(after: float = 0.1) -> Iterator[None]:
-    """Ctrl-C in the middle of what is done inside."""
-    timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    timer.join()
+def interrupted() -> Iterator[None]:
+    """Ctrl-C once what is done inside waits for another thread."""
+    main, inside, waits = threading.main_thread().ident, threading.Event(), 0
+
+    def interrupt() -> None:
+        nonlocal waits
+        inside.wait()
+        while waits < 3:  # looks, one after the other
+            time.sleep(0.02)
+            frame = sys._current_frames()[main]
+            waits = waits + 1 if frame.f_code.co_filename == threading.__file__ else 0
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            inside.set()
+            yield
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_buffer_that_is_read_into_outlives_an_interrupted_glimpse(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
