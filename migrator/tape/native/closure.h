@@ -1,0 +1,498 @@
+// A closure: the smallest set of operators of a tape that makes some tensors again, from values that are there.
+//
+// The walk goes back from the tensors, operator by operator, to values that somebody promises to have, and to those
+// that no operator of the tape made. Then it goes forward once more, and gives each value a slot: views share their
+// base's, and what is written in place takes over the slot before, unless somebody else still needs it.
+#pragma once
+
+#include <functional>
+#include <variant>
+
+#include "recipe.h"
+#include "watch.h"
+
+namespace {
+
+// A storage in one state, as one word.
+uint64_t key_of(uint32_t storage, int32_t state) { return uint64_t(storage) << 32 | uint32_t(state); }
+
+// Numbers by such words.
+class Keys {
+ public:
+  static constexpr int32_t kNone = -1;
+
+  int32_t find(uint64_t key) const {
+    if (slots_.empty()) return kNone;
+    for (size_t slot = place(key);; slot = (slot + 1) & (slots_.size() - 1)) {
+      if (slots_[slot].first == key) return slots_[slot].second;
+      if (slots_[slot].first == kFree) return kNone;
+    }
+  }
+
+  void put(uint64_t key, int32_t value) {
+    if (2 * (size_ + 1) > slots_.size()) grow();
+    size_t slot = place(key);
+    while (slots_[slot].first != kFree && slots_[slot].first != key) slot = (slot + 1) & (slots_.size() - 1);
+    size_ += slots_[slot].first == kFree;
+    slots_[slot] = {key, value};
+  }
+
+  bool empty() const { return size_ == 0; }
+
+ private:
+  static constexpr uint64_t kFree = UINT64_MAX;  // no storage has that number
+
+  size_t place(uint64_t key) const { return key * 0x9E3779B97F4A7C15ull >> 32 & (slots_.size() - 1); }
+
+  void grow() {
+    std::vector<std::pair<uint64_t, int32_t>> before(std::max<size_t>(64, 2 * slots_.size()), {kFree, 0});
+    before.swap(slots_);
+    size_ = 0;
+    for (const auto &[key, value] : before)
+      if (key != kFree) put(key, value);
+  }
+
+  std::vector<std::pair<uint64_t, int32_t>> slots_;
+  size_t size_ = 0;
+};
+
+// Values that somebody has, or will have when the closure runs.
+struct Stops {
+  uint64_t period = 0;
+  Keys keys;
+};
+
+// A stop as it is the same in every period: so many operators before the one that made the newest target, which of
+// that operator's outputs.
+using Relative = std::pair<uint32_t, uint32_t>;
+
+struct Leaf {
+  Use use;
+  uint64_t nbytes;
+  c10::Device device;
+  std::optional<Relative> relative;
+  std::shared_ptr<Watched> watched;              // while the tape's own storage has the value
+  c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is let go of
+};
+
+struct Write {
+  int32_t from, to;
+  bool copies;  // somebody else needs what was there
+};
+
+// What somebody overwrites anyway: any bytes will do.
+struct Fresh {
+  int32_t slot;
+  uint64_t nbytes;
+  c10::Device device;
+};
+
+struct Called {
+  StepPointer step;
+  const Recipe *recipe;
+  uint32_t number;                   // on its tape
+  uint32_t inputs = 0, outputs = 0;  // where its wires begin
+  uint32_t fresh = 0, fresh_count = 0, writes = 0, writes_count = 0, freed = 0, freed_count = 0;
+  int32_t drawn = -1;
+  bool grad = false;
+};
+
+struct Target {
+  int32_t slot;
+  uint32_t words;  // where its form is
+};
+
+struct Closure {
+  std::vector<Called> calls;
+  std::vector<int32_t> wires;  // slots of the inputs and outputs of all calls; -1: no tensor of the program's
+  std::vector<Fresh> fresh;
+  std::vector<Write> writes;
+  std::vector<int32_t> freed;  // slots that nobody needs after a call
+  std::vector<Drawn> drawn;
+  std::vector<Leaf> leaves;
+  std::vector<int32_t> leaf_slots;
+  std::vector<Target> targets;
+  Words words;
+  int32_t slots = 0;
+  c10::Device device{c10::DeviceType::CPU};
+  int64_t stream = 0;
+  uint32_t settings = 0;
+  uint64_t signature = 0;
+};
+
+struct Refused {
+  std::string reason;
+};
+
+// Bytes of a storage that are known to have been written, of those that began with none.
+using Spans = std::vector<std::pair<uint64_t, uint64_t>>;
+
+void add_span(Spans &spans, std::pair<uint64_t, uint64_t> added) {
+  if (added.first == added.second) return;
+  std::erase_if(spans, [&](const auto &each) {
+    if (each.second < added.first || added.second < each.first) return false;
+    added = {std::min(each.first, added.first), std::max(each.second, added.second)};
+    return true;
+  });
+  spans.push_back(added);
+}
+
+bool has_span(const Spans &spans, std::pair<uint64_t, uint64_t> wanted) {
+  return wanted.first == wanted.second || std::any_of(spans.begin(), spans.end(), [&](const auto &each) {
+           return each.first <= wanted.first && wanted.second <= each.second;
+         });
+}
+
+// One search. Under the recorder's lock.
+class Search {
+ public:
+  using Found = std::variant<std::unique_ptr<Closure>, Refused>;
+
+  // `is_settled`: whether all that has been written to a storage so far has been counted.
+  template <typename IsSettled>
+  Search(const Period &period, const Stops *stops, IsSettled &&is_settled)
+      : period_(period), stops_(stops), is_settled_(is_settled), made_(std::make_unique<Closure>()) {}
+
+  // Whether a tensor of this form can be made again.
+  static bool wants(const Words &words) {
+    const Form form{words.data()};
+    return !words.empty() && form.code() == kTensor && !c10::isQIntType(form.type()) && !form.device().is_meta() &&
+           form.offset() % c10::elementSize(form.type()) == 0;
+  }
+
+  void add(const Use &use, const Words &words) {
+    wanted_.push_back(use);
+    made_->targets.push_back({-1, uint32_t(made_->words.size())});
+    made_->words.insert(made_->words.end(), words.begin(), words.end());
+  }
+
+  Found operator()(const std::vector<Relative> &relative) {
+    try {
+      for (const Use &use : wanted_) newest_ = std::max(newest_, use.state);
+      for (const Relative &each : relative) add(each);
+      walk();
+      for (size_t each = order_.size(); each-- > 0;) forward(order_[each]);
+      finish();
+    } catch (Refused &refused) {
+      return std::move(refused);
+    }
+    return std::move(made_);
+  }
+
+ private:
+  [[noreturn]] void refuse(const Call &call, const std::string &reason) const {
+    throw Refused{call.step->effects->name + ": " + reason};
+  }
+
+  bool is_stop(uint64_t key) const {
+    return (stops_ && stops_->keys.find(key) != Keys::kNone) || relative_.find(key) != Keys::kNone;
+  }
+
+  void add(const Relative &relative) {
+    if (relative.first > uint32_t(newest_)) return;
+    const Call &call = period_.calls[uint32_t(newest_) - relative.first];
+    if (relative.second >= call.outputs_count) return;
+    const Use &use = period_.uses[call.outputs + relative.second];
+    if (use.storage != kNoStorage && use.state >= 0) relative_.put(key_of(use.storage, use.state), 0);
+  }
+
+  // ------------------------------------------------------------------------------------- back
+
+  void mark(int32_t number) {
+    uint64_t &word = marks_[uint32_t(number) / 64];
+    const uint64_t bit = 1ull << (number & 63);
+    marked_ += !(word & bit);
+    word |= bit;
+  }
+
+  void walk() {
+    if (wanted_.empty()) throw Refused{"nothing is wanted"};
+    for (const Use &use : wanted_) {
+      if (use.state < 0) throw Refused{"no operator of this tape is known to have made it"};
+      if (is_stop(key_of(use.storage, use.state))) throw Refused{"it is among what is there"};
+    }
+    marks_.assign(size_t(newest_) / 64 + 1, 0);
+    for (const Use &use : wanted_) mark(use.state);
+    for (size_t word = marks_.size(); marked_ > 0;) {
+      --word;
+      while (marks_[word]) {
+        const int bit = 63 - __builtin_clzll(marks_[word]);
+        marks_[word] &= ~(1ull << bit);
+        --marked_;
+        visit(uint32_t(word * 64 + size_t(bit)));
+      }
+    }
+  }
+
+  void visit(uint32_t number) {
+    const Call &call = period_.calls[number];
+    if (!call.step) throw Refused{"an operator could not be read"};
+    const Recipe &recipe = recipe_of(*call.step);
+    if (!recipe.refusal.empty()) refuse(call, recipe.refusal);
+    if (call.raised) refuse(call, "it raised");
+    if (call.waits) refuse(call, "the host waits in it");
+    for (size_t input = 0; input < recipe.inputs.size(); ++input) {
+      const Recipe::Input &of = recipe.inputs[input];
+      if (!of.stored || of.access >= Access::kCovers) continue;
+      const Use &use = period_.uses[call.inputs + input];
+      if (use.state >= int32_t(number)) refuse(call, "somebody else wrote while it ran");
+      if (use.state >= 0 && !is_stop(key_of(use.storage, use.state))) mark(use.state);
+    }
+    order_.push_back(number);
+  }
+
+  // ------------------------------------------------------------------------------------- forward
+
+  int32_t new_slot() {
+    last_.push_back(0);
+    return made_->slots++;
+  }
+
+  void forward(uint32_t number) {
+    const Call &call = period_.calls[number];
+    const Recipe &recipe = *call.step->recipe;
+    Closure &made = *made_;
+    Called called{call.step, &recipe, number};
+    called.fresh = uint32_t(made.fresh.size());
+    called.writes = uint32_t(made.writes.size());
+    called.grad = call.grad;
+    place(call, recipe);
+    note_draw(call, recipe, called);
+    const auto use_of = [&](size_t input) -> const Use & { return period_.uses[call.inputs + input]; };
+    const auto form_of = [&](uint32_t word) { return Form{&call.step->words[word]}; };
+    for (size_t input = 0; input < recipe.inputs.size(); ++input)
+      if (recipe.inputs[input].stored)
+        see(call, recipe.inputs[input], use_of(input), form_of(recipe.inputs[input].word));
+    if (recipe.writes)
+      for (size_t input = 0; input < recipe.inputs.size(); ++input)
+        if (recipe.inputs[input].written && recipe.inputs[input].stored) write(call, recipe, use_of(input), number);
+    called.inputs = uint32_t(made.wires.size());
+    for (size_t input = 0; input < recipe.inputs.size(); ++input) {
+      int32_t slot = -1;
+      if (recipe.inputs[input].stored) {
+        if (recipe.writes) slot = keys_.find(key_of(use_of(input).storage, int32_t(number)));
+        if (slot < 0) slot = keys_.find(key_of(use_of(input).storage, use_of(input).state));
+      }
+      made.wires.push_back(slot);
+      touch(slot);
+    }
+    called.outputs = uint32_t(made.wires.size());
+    for (size_t output = 0; output < recipe.outputs.size(); ++output) {
+      const Recipe::Output &of = recipe.outputs[output];
+      const int32_t slot = of.stored ? make(call, recipe, of, period_.uses[call.outputs + output], number) : -1;
+      made.wires.push_back(slot);
+      touch(slot);
+    }
+    if (recipe.writes && !unset_.empty()) note_written(call, recipe, number);
+    called.fresh_count = uint32_t(made.fresh.size()) - called.fresh;
+    called.writes_count = uint32_t(made.writes.size()) - called.writes;
+    made.calls.push_back(std::move(called));
+  }
+
+  void touch(int32_t slot) {
+    if (slot >= 0) last_[size_t(slot)] = uint32_t(made_->calls.size());
+  }
+
+  // All of a closure runs on one stream of one device, and as the settings were.
+  void place(const Call &call, const Recipe &recipe) {
+    if (made_->calls.empty()) made_->settings = call.settings;
+    if (made_->settings != call.settings) refuse(call, "PyTorch's settings were others than before");
+    if (recipe.device.is_cpu()) return;
+    if (made_->device.is_cpu()) {
+      made_->device = recipe.device;
+      made_->stream = call.stream;
+    }
+    if (made_->device != recipe.device) refuse(call, "it ran on another device than the rest");
+    if (made_->stream != call.stream) refuse(call, "it ran on another stream than the rest");
+  }
+
+  void note_draw(const Call &call, const Recipe &recipe, Called &called) {
+    if (!recipe.random) return;
+    const auto found = std::lower_bound(period_.drawn.begin(), period_.drawn.end(), called.number,
+                                        [](const Drawn &each, uint32_t number) { return each.call < number; });
+    if (found == period_.drawn.end() || found->call != called.number) refuse(call, "nobody knows what it drew");
+    const bool is_known = found->device_type != int8_t(c10::DeviceType::CPU) || found->state.defined();
+    if (!is_known) refuse(call, "the state that its generator was in was not noted");
+    called.drawn = int32_t(made_->drawn.size());
+    made_->drawn.push_back(*found);
+  }
+
+  // An input: it is in a slot already, or it is a leaf, or it does not matter.
+  void see(const Call &call, const Recipe::Input &input, const Use &use, const Form &form) {
+    const uint64_t key = key_of(use.storage, use.state);
+    int32_t slot = keys_.find(key);
+    if (slot < 0 && input.access >= Access::kCovers) {
+      slot = new_slot();
+      made_->fresh.push_back({slot, form.nbytes(), form.device()});
+      unset_[slot];
+      keys_.put(key, slot);
+      return;
+    }
+    if (slot < 0) {
+      slot = new_slot();
+      keys_.put(key, slot);
+      met_.push_back({slot, use, form.nbytes(), form.device()});
+    }
+    const bool reads = input.access == Access::kReads || input.access == Access::kUpdates;
+    const auto unset = reads && !unset_.empty() ? unset_.find(slot) : unset_.end();
+    if (unset != unset_.end() && !has_span(unset->second, form.span())) refuse(call, "it read what nobody wrote");
+  }
+
+  void write(const Call &call, const Recipe &recipe, const Use &use, uint32_t number) {
+    const uint64_t after = key_of(use.storage, int32_t(number));
+    if (keys_.find(after) >= 0) return;  // another of its tensors is on the same storage
+    for (size_t input = 0; input < recipe.inputs.size(); ++input) {
+      const Use &other = period_.uses[call.inputs + input];
+      if (other.storage == use.storage && other.state != use.state) refuse(call, "somebody else wrote while it ran");
+    }
+    const int32_t from = keys_.find(key_of(use.storage, use.state)), to = new_slot();
+    if (const auto unset = unset_.find(from); unset != unset_.end()) {
+      Spans spans = unset->second;
+      unset_[to] = std::move(spans);
+    }
+    touch(from);
+    touch(to);
+    keys_.put(after, to);
+    made_->writes.push_back({from, to, false});
+  }
+
+  int32_t make(const Call &call, const Recipe &recipe, const Recipe::Output &output, const Use &use, uint32_t number) {
+    const uint64_t key = key_of(use.storage, use.state);
+    int32_t slot = keys_.find(key);
+    if (slot >= 0) return slot;
+    if (use.state != int32_t(number)) refuse(call, "it returned what nobody gave to it");
+    slot = new_slot();
+    keys_.put(key, slot);
+    if (output.unset) unset_[slot];
+    return slot;
+  }
+
+  void note_written(const Call &call, const Recipe &recipe, uint32_t number) {
+    for (size_t input = 0; input < recipe.inputs.size(); ++input) {
+      const Recipe::Input &of = recipe.inputs[input];
+      if (!of.stored || (of.access != Access::kOverwrites && of.access != Access::kCovers)) continue;
+      const Use &use = period_.uses[call.inputs + input];
+      const auto unset = unset_.find(keys_.find(key_of(use.storage, int32_t(number))));
+      if (unset == unset_.end()) continue;
+      const Form form{&call.step->words[of.word]};
+      if (of.access == Access::kCovers)
+        unset_.erase(unset);
+      else if (form.is_dense())
+        add_span(unset->second, form.span());
+    }
+  }
+
+  // ------------------------------------------------------------------------------------- at the end
+
+  void finish();
+  void hold(Leaf &leaf) const;
+  uint64_t signature() const;
+
+  struct Met {
+    int32_t slot;
+    Use use;
+    uint64_t nbytes;
+    c10::Device device;
+  };
+
+  const Period &period_;
+  const Stops *stops_;
+  const std::function<bool(uint32_t)> is_settled_;
+  std::unique_ptr<Closure> made_;
+  std::vector<Use> wanted_;
+  Keys relative_, keys_;
+  std::vector<uint64_t> marks_;
+  size_t marked_ = 0;
+  int32_t newest_ = -1;
+  std::vector<uint32_t> order_;  // from the newest
+  std::vector<uint32_t> last_;   // for each slot, the last call that needs it
+  std::vector<Met> met_;         // leaves
+  std::unordered_map<int32_t, Spans> unset_;
+};
+
+void Search::finish() {
+  Closure &made = *made_;
+  std::vector<bool> kept(size_t(made.slots));  // not to be written over, nor freed
+  for (size_t each = 0; each < wanted_.size(); ++each) {
+    Target &target = made.targets[each];
+    target.slot = keys_.find(key_of(wanted_[each].storage, wanted_[each].state));
+    if (target.slot < 0) throw Refused{"what made it does not return it"};
+    const auto unset = unset_.find(target.slot);
+    if (unset != unset_.end() && !has_span(unset->second, Form{&made.words[target.words]}.span()))
+      throw Refused{"some of its bytes were never written"};
+    kept[size_t(target.slot)] = true;
+  }
+  std::vector<bool> is_leaf(size_t(made.slots));
+  for (const Met &each : met_) is_leaf[size_t(each.slot)] = true;
+  for (size_t call = 0; call < made.calls.size(); ++call)
+    for (uint32_t each = 0; each < made.calls[call].writes_count; ++each) {
+      Write &write = made.writes[made.calls[call].writes + each];
+      const auto from = size_t(write.from);
+      write.copies = kept[from] || is_leaf[from] || last_[from] > call;
+    }
+  std::vector<std::vector<int32_t>> freed(made.calls.size());
+  for (int32_t slot = 0; slot < made.slots; ++slot)
+    if (!kept[size_t(slot)]) freed[last_[size_t(slot)]].push_back(slot);
+  for (size_t call = 0; call < made.calls.size(); ++call) {
+    made.calls[call].freed = uint32_t(made.freed.size());
+    made.calls[call].freed_count = uint32_t(freed[call].size());
+    made.freed.insert(made.freed.end(), freed[call].begin(), freed[call].end());
+  }
+  for (const Met &each : met_) {
+    Leaf leaf{each.use, each.nbytes, each.device, std::nullopt, nullptr, {}};
+    hold(leaf);
+    made.leaves.push_back(std::move(leaf));
+    made.leaf_slots.push_back(each.slot);
+  }
+  made.signature = signature();
+}
+
+// Finds the storage of a leaf, if it is as it was.
+void Search::hold(Leaf &leaf) const {
+  const Stored &stored = period_.storages[leaf.use.storage];
+  if (leaf.use.state >= 0) {
+    const Call &call = period_.calls[uint32_t(leaf.use.state)];
+    for (uint32_t output = 0; output < call.outputs_count && !leaf.relative; ++output) {
+      const Use &use = period_.uses[call.outputs + output];
+      if (use.storage == leaf.use.storage && use.state == leaf.use.state)
+        leaf.relative = Relative(uint32_t(newest_ - leaf.use.state), output);
+    }
+  }
+  const bool is_promised = is_stop(key_of(leaf.use.storage, leaf.use.state));
+  leaf.storage = stored.storage.lock();
+  auto watched = std::make_shared<Watched>(stored.storage);
+  bool is_same = leaf.storage && stored.state == leaf.use.state && leaf.storage->nbytes() == leaf.nbytes &&
+                 is_settled_(leaf.use.storage) && watched->counts(stored.counter, stored.seen);
+  if (is_same && stored.has_others)
+    for (const Other &other : period_.storages.others.at(leaf.use.storage))
+      is_same = is_same && watched->counts(other.counter, other.seen);
+  if (is_same) {
+    leaf.watched = std::move(watched);
+    return;
+  }
+  const bool is_gone = !leaf.storage;
+  leaf.storage.reset();
+  if (is_promised) return;
+  throw Refused{is_gone ? "what it is made of is gone" : "what it is made of was written since"};
+}
+
+uint64_t Search::signature() const {
+  const Closure &made = *made_;
+  uint64_t hash = made.calls.size();
+  for (const Called &call : made.calls) {
+    hash = mix(hash, call.step->number);
+    hash = mix(hash, uint64_t(call.writes_count) << 32 | uint64_t(call.grad) << 31 | call.fresh_count);
+  }
+  for (const int32_t slot : made.wires) hash = mix(hash, uint64_t(slot));
+  for (size_t leaf = 0; leaf < made.leaves.size(); ++leaf) {
+    const c10::Device device = made.leaves[leaf].device;
+    hash = mix(hash, uint64_t(made.leaf_slots[leaf]));
+    hash = mix(hash, made.leaves[leaf].nbytes);
+    hash = mix(hash, uint64_t(uint8_t(device.type())) << 8 | uint8_t(device.index()));
+  }
+  for (const Target &target : made.targets) hash = mix(hash, uint64_t(target.slot));
+  for (const uint64_t word : made.words) hash = mix(hash, word);
+  return mix(hash, made.settings);
+}
+
+}  // namespace

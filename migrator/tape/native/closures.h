@@ -1,0 +1,311 @@
+// Closures for Python; see `migrator/tape/closure.py`.
+#pragma once
+
+#include <torch/csrc/Device.h>
+
+#include "interceptor.h"
+#include "object.h"
+#include "replay.h"
+
+// Its header takes fifteen seconds to compile. Which of the two there is depends on the version.
+__attribute__((weak)) PyObject *THPVariable_Wrap(const at::TensorBase &);
+__attribute__((weak)) PyObject *THPVariable_Wrap(at::TensorBase);
+
+namespace {
+
+constexpr auto kPeriod = "torch_tiers.migrator.tape.period";
+constexpr auto kClosure = "torch_tiers.migrator.tape.closure";
+constexpr auto kStops = "torch_tiers.migrator.tape.stops";
+
+Object tensor(const at::Tensor &of) {
+  const auto by_reference = static_cast<PyObject *(*)(const at::TensorBase &)>(THPVariable_Wrap);
+  const auto by_value = static_cast<PyObject *(*)(at::TensorBase)>(THPVariable_Wrap);
+  TORCH_CHECK(by_reference || by_value, "this version of PyTorch wraps tensors otherwise");
+  return checked(by_reference ? by_reference(of) : by_value(of));
+}
+
+Object use(const std::optional<Use> &found) {
+  if (!found) return none();
+  return tuple(number(int64_t(found->storage)), number(int64_t(int32_t(found->version))),
+               number(int64_t(found->state)));
+}
+
+template <typename Of>
+Of &held_by(PyObject *capsule, const char *name) {
+  auto *held = static_cast<Of *>(PyCapsule_GetPointer(capsule, name));
+  if (!held) throw InPython();
+  return *held;
+}
+
+Closure &closure_of(PyObject *capsule) { return held_by<Closure>(capsule, kClosure); }
+
+std::vector<at::Tensor> tensors_of(PyObject *sequence) {
+  const Object items = checked(PySequence_Fast(sequence, "tensors are wanted"));
+  std::vector<at::Tensor> tensors;
+  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(items.get()); ++index)
+    tensors.push_back(tensor_of(PySequence_Fast_GET_ITEM(items.get(), index)));
+  return tensors;
+}
+
+std::vector<Relative> relative_of(PyObject *sequence) {
+  const Object items = checked(PySequence_Fast(sequence, "pairs of numbers are wanted"));
+  std::vector<Relative> all;
+  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(items.get()); ++index) {
+    unsigned before, output;
+    if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(items.get(), index), "II", &before, &output)) throw InPython();
+    all.emplace_back(before, output);
+  }
+  return all;
+}
+
+// The interpreter is somebody else's meanwhile.
+class WithoutInterpreter {
+ public:
+  WithoutInterpreter() : state_(PyEval_SaveThread()) {}
+  ~WithoutInterpreter() { PyEval_RestoreThread(state_); }
+  WithoutInterpreter(const WithoutInterpreter &) = delete;
+
+ private:
+  PyThreadState *state_;
+};
+
+void forget(Closure &closure) {
+  for (Leaf &leaf : closure.leaves)
+    if (leaf.watched) watches().remove(leaf.watched);
+}
+
+// ------------------------------------------------------------------------------------- functions
+
+// stops(): values that somebody promises to have; of the period that is recorded.
+PyObject *stops(PyObject *, PyObject *) {
+  return answer([&] {
+    auto made = recorder().stops();
+    Object capsule = checked(PyCapsule_New(
+        made.get(), kStops, [](PyObject *of) { delete static_cast<Stops *>(PyCapsule_GetPointer(of, kStops)); }));
+    (void)made.release();
+    return capsule;
+  });
+}
+
+// promise(stops, tensor): one more, as it is now; its storage, version and state, or None.
+PyObject *promise(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "promise(stops, tensor)");
+    return use(recorder().promise(held_by<Stops>(args[0], kStops), tensor_of(args[1])));
+  });
+}
+
+Search::Found of_tape(const Period &period, const std::vector<at::Tensor> &targets, const Stops *stops,
+                      const std::vector<Relative> &relative) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
+  if (period.broken) return Refused{period.broken};
+  if (stops && stops->period != period.number) return Refused{"what is promised is of another period"};
+  Search search(period, stops, [](uint32_t) { return true; });
+  Scratch scratch;
+  for (const at::Tensor &target : targets) {
+    scratch.clear();
+    (void)write_tensor(scratch, target);
+    if (!search.wants(scratch.words)) return Refused{"it has no strides, or no bytes of its own"};
+    const auto found = period.find(target);
+    if (!found) return Refused{"it is not as this tape left it"};
+    search.add(*found, scratch.words);
+  }
+  return recorder().alone([&] { return search(relative); });
+}
+
+// closure(period, targets, stops, relative): what makes the targets again, or why it cannot be. `period`: None is the
+// one that is recorded; `stops`: or None.
+PyObject *closure(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 4, "closure(period, targets, stops, relative)");
+    const auto targets = tensors_of(args[1]);
+    const Stops *stops = args[2] == Py_None ? nullptr : &held_by<Stops>(args[2], kStops);
+    const auto relative = relative_of(args[3]);
+    auto found = args[0] == Py_None ? recorder().closure(targets, stops, relative)
+                                    : of_tape(held_by<Period>(args[0], kPeriod), targets, stops, relative);
+    if (const auto *refused = std::get_if<Refused>(&found)) return text(refused->reason);
+    auto &made = std::get<std::unique_ptr<Closure>>(found);
+    for (Leaf &leaf : made->leaves)
+      if (leaf.watched) watches().add(leaf.watched);
+    Object capsule = checked(PyCapsule_New(made.get(), kClosure, [](PyObject *of) {
+      Closure &dropped = closure_of(of);
+      forget(dropped);
+      delete &dropped;
+    }));
+    (void)made.release();
+    return capsule;
+  });
+}
+
+// described(closure): its signature, the number of its operators, whether one of them draws random numbers, its device,
+// its stream, and of each leaf: storage, state, bytes, device, and which output of how many operators before, or None.
+PyObject *described(PyObject *, PyObject *object) {
+  return answer([&] {
+    const Closure &of = closure_of(object);
+    const auto leaf = [](const Leaf &each) {
+      Object relative = each.relative
+                            ? tuple(number(uint64_t(each.relative->first)), number(uint64_t(each.relative->second)))
+                            : none();
+      return tuple(number(int64_t(each.use.storage)), number(int64_t(each.use.state)), number(each.nbytes),
+                   checked(THPDevice_New(each.device)), relative);
+    };
+    return tuple(number(of.signature), number(uint64_t(of.calls.size())), truth(!of.drawn.empty()),
+                 checked(THPDevice_New(of.device)), number(of.stream), list_of(of.leaves, leaf));
+  });
+}
+
+// names(closure): of its operators, in the order in which they run.
+PyObject *names(PyObject *, PyObject *object) {
+  return answer([&] {
+    return list_of(closure_of(object).calls, [](const Called &each) { return text(each.step->effects->name); });
+  });
+}
+
+// numbers(closure): of its operators on their tape.
+PyObject *numbers_(PyObject *, PyObject *object) {
+  return answer([&] {
+    return list_of(closure_of(object).calls, [](const Called &each) { return number(uint64_t(each.number)); });
+  });
+}
+
+// leaves(closure): the bytes of each leaf's storage, as a tensor on it; None where it holds none.
+PyObject *leaves(PyObject *, PyObject *object) {
+  return answer([&] {
+    return list_of(closure_of(object).leaves, [](const Leaf &each) {
+      return each.storage ? tensor(bytes_of({c10::Storage(each.storage), 0, each.nbytes})) : none();
+    });
+  });
+}
+
+// release(closure): hold no leaf any longer.
+PyObject *release(PyObject *, PyObject *object) {
+  return answer([&] {
+    for (Leaf &leaf : closure_of(object).leaves) leaf.storage.reset();
+    return none();
+  });
+}
+
+// is_stale(closure): whether a leaf was written since.
+PyObject *is_stale(PyObject *, PyObject *object) {
+  return answer([&] {
+    const auto &all = closure_of(object).leaves;
+    return truth(
+        std::any_of(all.begin(), all.end(), [](const Leaf &each) { return each.watched && each.watched->is_stale(); }));
+  });
+}
+
+// watch(closure, function): call it with a leaf's number before that is written, or None: do not any more.
+PyObject *watch(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "watch(closure, function)");
+    const auto with_interpreter = [](auto &&function) {
+      if (!Py_IsInitialized()) return;
+      const PyGILState_STATE state = PyGILState_Ensure();
+      function();
+      PyGILState_Release(state);
+    };
+    std::shared_ptr<PyObject> function;
+    if (args[1] != Py_None)
+      function = {borrowed(args[1]).release(), [=](PyObject *of) { with_interpreter([&] { Py_DECREF(of); }); }};
+    auto &all = closure_of(args[0]).leaves;
+    for (size_t leaf = 0; leaf < all.size(); ++leaf) {
+      if (!all[leaf].watched) continue;
+      std::shared_ptr<const Watched::Warn> warn;
+      if (function)
+        warn = std::make_shared<const Watched::Warn>([=] {
+          const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
+          with_interpreter([&] {
+            PyObject *result = PyObject_CallFunction(function.get(), "n", Py_ssize_t(leaf));
+            if (!result) PyErr_WriteUnraisable(function.get());
+            Py_XDECREF(result);
+          });
+        });
+      watches().on_write(all[leaf].watched, std::move(warn));
+    }
+    return none();
+  });
+}
+
+// The memory that a leaf is in now: all of a storage, or so many bytes of one.
+Buffer buffer_of(const Leaf &leaf, const at::Tensor &given) {
+  c10::StorageImpl *storage = storage_of(given);
+  if (!storage || storage->device() != leaf.device) throw Differs("what it is made of is on another device");
+  const c10::TensorImpl &impl = *given.unsafeGetTensorImpl();
+  if (storage->nbytes() == leaf.nbytes) return {given.storage(), 0, leaf.nbytes};
+  const bool is_bytes = given.scalar_type() == at::kByte && impl.dim() == 1 && impl.is_contiguous();
+  if (!is_bytes || uint64_t(impl.numel()) != leaf.nbytes) throw Differs("what it is made of has another size");
+  return {given.storage(), uint64_t(impl.storage_offset()), leaf.nbytes};
+}
+
+std::vector<at::Tensor> replayed(const Closure &of, std::vector<Buffer> buffers, std::optional<uint8_t> poison) {
+  std::vector<const Watched *> originals;
+  for (size_t leaf = 0; leaf < buffers.size(); ++leaf) {
+    const Watched *watched = of.leaves[leaf].watched.get();
+    if (watched && watched->storage._unsafe_get_target() == buffers[leaf].storage.unsafeGetStorageImpl())
+      originals.push_back(watched);
+  }
+  const auto check = [&] {
+    for (const Watched *each : originals)
+      if (each->is_stale()) throw Differs("what it is made of was written since");
+  };
+  check();
+  auto results = Replay(of, std::move(buffers), poison)();
+  check();
+  return results;
+}
+
+// run(closure, leaves, poison): the targets, made again; a text says why they are not what they were. `leaves`: None,
+// or for each a tensor on a storage that has its bytes, or None; `poison`: what empty memory is filled with, or -1.
+PyObject *run(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 3, "run(closure, leaves, poison)");
+    const Closure &of = closure_of(args[0]);
+    const int64_t poison = integer_of(args[2]);
+    try {
+      const Object given = args[1] == Py_None ? nullptr : checked(PySequence_Fast(args[1], "tensors are wanted"));
+      if (given && size_t(PySequence_Fast_GET_SIZE(given.get())) != of.leaves.size())
+        throw Differs("it is made of more, or of less");
+      std::vector<Buffer> buffers;
+      for (size_t leaf = 0; leaf < of.leaves.size(); ++leaf) {
+        PyObject *each = given ? PySequence_Fast_GET_ITEM(given.get(), Py_ssize_t(leaf)) : Py_None;
+        const Leaf &own = of.leaves[leaf];
+        if (each == Py_None && !own.storage) throw Differs("what it is made of was let go of");
+        if (each != Py_None) {
+          buffers.push_back(buffer_of(own, tensor_of(each)));
+        } else {
+          if (own.storage->nbytes() != own.nbytes) throw Differs("what it is made of has another size");
+          buffers.push_back({c10::Storage(own.storage), 0, own.nbytes});
+        }
+      }
+      std::vector<at::Tensor> results;
+      {
+        const WithoutInterpreter without;
+        results = replayed(of, std::move(buffers), poison < 0 ? std::nullopt : std::optional(uint8_t(poison)));
+      }
+      return list_of(results, tensor);
+    } catch (const Differs &differs) {
+      return text(differs.text);
+    } catch (const c10::OutOfMemoryError &error) {
+      const Object type =
+          checked(PyObject_GetAttrString(checked(PyImport_ImportModule("torch")).get(), "OutOfMemoryError"));
+      PyErr_SetString(type.get(), error.what_without_backtrace());
+      throw InPython();
+    }
+  });
+}
+
+// is_same(one, other): whether two tensors are of one form, and have the same bytes. The host waits for the device.
+PyObject *is_same(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "is_same(one, other)");
+    const at::Tensor one = tensor_of(args[0]), other = tensor_of(args[1]);
+    bool is_same;
+    {
+      const WithoutInterpreter without;
+      is_same = has_same_bytes(one, other);
+    }
+    return truth(is_same);
+  });
+}
+
+}  // namespace
