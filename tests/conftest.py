@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("fresh" if fresh_seeds(config) else "tiers")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # and of the programs that tests interrupt
 
 
 def fresh_seeds(config: pytest.Config) -> bool:
