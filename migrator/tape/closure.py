@@ -73,6 +73,8 @@ class Leaf:
     relative : tuple of (int, int), or None
         In the form that is the same in every period: how many operators before the one that made the newest target,
         and which of that operator's outputs. None if no operator of the tape returned it.
+    is_constant : bool
+        Whether it is a few numbers of Python's whose tensor is gone: the closure has them, nobody needs to give any.
     """
 
     storage: int
@@ -80,6 +82,7 @@ class Leaf:
     nbytes: int
     device: torch.device
     relative: tuple[int, int] | None
+    is_constant: bool
 
 
 class Closure:

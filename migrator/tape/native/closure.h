@@ -72,6 +72,7 @@ struct Leaf {
   c10::Device device;
   std::optional<Relative> relative;
   std::shared_ptr<Watched> watched;              // while the tape's own storage has the value
+  std::vector<char> constant;                    // its bytes, if Python's numbers are all that it is
   c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is let go of
 };
 
@@ -170,9 +171,8 @@ class Search {
     try {
       for (const Use &use : wanted_) newest_ = std::max(newest_, use.state);
       for (const Relative &each : relative) add(each);
-      walk();
-      for (size_t each = order_.size(); each-- > 0;) forward(order_[each]);
-      finish();
+      constexpr int kTries = 8;
+      for (int left = kTries; !attempt(left == 1); --left) begin_again();
     } catch (Refused &refused) {
       return std::move(refused);
     }
@@ -180,13 +180,50 @@ class Search {
   }
 
  private:
+  // What a storage had before somebody of the tape wrote to it is lost. What it has now is there.
+  struct Lost {
+    uint32_t storage;
+    std::string reason;
+  };
+
+  bool attempt(bool is_last) {
+    try {
+      walk();
+      for (size_t each = order_.size(); each-- > 0;) forward(order_[each]);
+      finish();
+      return true;
+    } catch (const Lost &lost) {
+      // So the walk is to stop at that, if it comes by.
+      const int32_t now = period_.storages[lost.storage].state;
+      const uint64_t key = key_of(lost.storage, now);
+      if (is_last || now < 0 || is_stop(key) || keys_.find(key) == Keys::kNone) throw Refused{lost.reason};
+      for (const Use &use : wanted_)
+        if (key_of(use.storage, use.state) == key) throw Refused{lost.reason};
+      present_.put(key, 0);
+      return false;
+    }
+  }
+
+  void begin_again() {
+    auto before = std::exchange(made_, std::make_unique<Closure>());
+    made_->targets = std::move(before->targets);
+    made_->words = std::move(before->words);
+    keys_ = Keys();
+    order_.clear();
+    last_.clear();
+    met_.clear();
+    unset_.clear();
+  }
+
   [[noreturn]] void refuse(const Call &call, const std::string &reason) const {
     throw Refused{call.step->effects->name + ": " + reason};
   }
 
-  bool is_stop(uint64_t key) const {
+  bool is_promised(uint64_t key) const {
     return (stops_ && stops_->keys.find(key) != Keys::kNone) || relative_.find(key) != Keys::kNone;
   }
+
+  bool is_stop(uint64_t key) const { return is_promised(key) || present_.find(key) != Keys::kNone; }
 
   void add(const Relative &relative) {
     if (relative.first > uint32_t(newest_)) return;
@@ -400,7 +437,7 @@ class Search {
   const std::function<bool(uint32_t)> is_settled_;
   std::unique_ptr<Closure> made_;
   std::vector<Use> wanted_;
-  Keys relative_, keys_;
+  Keys relative_, present_, keys_;
   std::vector<uint64_t> marks_;
   size_t marked_ = 0;
   int32_t newest_ = -1;
@@ -439,7 +476,7 @@ void Search::finish() {
     made.freed.insert(made.freed.end(), freed[call].begin(), freed[call].end());
   }
   for (const Met &each : met_) {
-    Leaf leaf{each.use, each.nbytes, each.device, std::nullopt, nullptr, {}};
+    Leaf leaf{each.use, each.nbytes, each.device, std::nullopt, nullptr, {}, {}};
     hold(leaf);
     made.leaves.push_back(std::move(leaf));
     made.leaf_slots.push_back(each.slot);
@@ -458,7 +495,6 @@ void Search::hold(Leaf &leaf) const {
         leaf.relative = Relative(uint32_t(newest_ - leaf.use.state), output);
     }
   }
-  const bool is_promised = is_stop(key_of(leaf.use.storage, leaf.use.state));
   leaf.storage = stored.storage.lock();
   auto watched = std::make_shared<Watched>(stored.storage);
   bool is_same = leaf.storage && stored.state == leaf.use.state && leaf.storage->nbytes() == leaf.nbytes &&
@@ -470,10 +506,14 @@ void Search::hold(Leaf &leaf) const {
     leaf.watched = std::move(watched);
     return;
   }
-  const bool is_gone = !leaf.storage;
-  leaf.storage.reset();
-  if (is_promised) return;
-  throw Refused{is_gone ? "what it is made of is gone" : "what it is made of was written since"};
+  const bool is_gone = !std::exchange(leaf.storage, {});
+  if (is_promised(key_of(leaf.use.storage, leaf.use.state))) return;
+  const auto constant = period_.constants.find(leaf.use.storage);
+  if (constant != period_.constants.end() && constant->second.state == leaf.use.state) {
+    leaf.constant = constant->second.bytes;
+    if (leaf.constant.size() == leaf.nbytes) return;
+  }
+  throw Lost{leaf.use.storage, is_gone ? "what it is made of is gone" : "what it is made of was written since"};
 }
 
 uint64_t Search::signature() const {
@@ -488,6 +528,7 @@ uint64_t Search::signature() const {
     const c10::Device device = made.leaves[leaf].device;
     hash = mix(hash, uint64_t(made.leaf_slots[leaf]));
     hash = mix(hash, made.leaves[leaf].nbytes);
+    for (const char byte : made.leaves[leaf].constant) hash = mix(hash, uint8_t(byte) + 1u);
     hash = mix(hash, uint64_t(uint8_t(device.type())) << 8 | uint8_t(device.index()));
   }
   for (const Target &target : made.targets) hash = mix(hash, uint64_t(target.slot));

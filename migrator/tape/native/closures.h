@@ -147,7 +147,7 @@ PyObject *described(PyObject *, PyObject *object) {
                             ? tuple(number(uint64_t(each.relative->first)), number(uint64_t(each.relative->second)))
                             : none();
       return tuple(number(int64_t(each.use.storage)), number(int64_t(each.use.state)), number(each.nbytes),
-                   checked(THPDevice_New(each.device)), relative);
+                   checked(THPDevice_New(each.device)), relative, truth(!each.constant.empty()));
     };
     return tuple(number(of.signature), number(uint64_t(of.calls.size())), truth(!of.drawn.empty()),
                  checked(THPDevice_New(of.device)), number(of.stream), list_of(of.leaves, leaf));
@@ -226,6 +226,13 @@ PyObject *watch(PyObject *, PyObject *const *args, Py_ssize_t count) {
   });
 }
 
+Buffer buffer_of(const std::vector<char> &constant) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
+  Buffer buffer = fresh(constant.size(), c10::Device(c10::DeviceType::CPU));
+  std::memcpy(buffer.storage.mutable_data(), constant.data(), constant.size());
+  return buffer;
+}
+
 // The memory that a leaf is in now: all of a storage, or so many bytes of one.
 Buffer buffer_of(const Leaf &leaf, const at::Tensor &given) {
   c10::StorageImpl *storage = storage_of(given);
@@ -269,6 +276,10 @@ PyObject *run(PyObject *, PyObject *const *args, Py_ssize_t count) {
       for (size_t leaf = 0; leaf < of.leaves.size(); ++leaf) {
         PyObject *each = given ? PySequence_Fast_GET_ITEM(given.get(), Py_ssize_t(leaf)) : Py_None;
         const Leaf &own = of.leaves[leaf];
+        if (each == Py_None && !own.storage && !own.constant.empty()) {
+          buffers.push_back(buffer_of(own.constant));
+          continue;
+        }
         if (each == Py_None && !own.storage) throw Differs("what it is made of was let go of");
         if (each != Py_None) {
           buffers.push_back(buffer_of(own, tensor_of(each)));

@@ -30,7 +30,15 @@ struct Effects {
   // Kernels of others may bump a version as often as they like.
   bool counts_versions = false;
   Waits waits = Waits::kNever;
+  bool lifts = false;  // makes a tensor of the program's of what Python's numbers became
   int device = -1, non_blocking = -1, generator = -1;  // where these arguments are; -1: there is none
+  int training = -1;                                   // of those that write for no other reason
+
+  // Whether the bytes of an argument's tensors change where it is called with these.
+  bool is_written(const c10::IValue *given, size_t index) const {
+    if (!written[index] || training < 0) return written[index];
+    return !given[training].isBool() || given[training].toBool();
+  }
 };
 
 template <size_t size>
@@ -77,6 +85,7 @@ Effects effects_of(const c10::OperatorHandle &op) {
   effects.is_aten = base.starts_with("aten::");
   effects.counts_versions = !effects.is_aten;
   effects.collective = begins_with_one_of(base, kCollectives);
+  effects.lifts = base == "aten::lift_fresh";
   effects.random = op.hasTag(at::Tag::nondeterministic_seeded);
   effects.moves_the_tensor = op.hasTag(at::Tag::inplace_view);
   const bool is_quiet = effects.moves_the_tensor || is_among(base, kWritesNothing);
@@ -88,6 +97,7 @@ Effects effects_of(const c10::OperatorHandle &op) {
     const bool is_statistics = keeps_statistics && argument.name().starts_with("running_");
     effects.written[index] = (alias && alias->isWrite() && !is_quiet) || is_statistics || is_received(base, argument);
     effects.writes |= effects.written[index];
+    if (keeps_statistics && argument.name() == "training") effects.training = int(index);
     if (argument.name() == "device") effects.device = int(index);
     if (argument.name() == "non_blocking") effects.non_blocking = int(index);
     if (argument.type()->str().find("Generator") != std::string::npos) effects.generator = int(index);

@@ -224,7 +224,12 @@ struct Recipe {
 
   int32_t read_input(const Step &step, uint16_t index, size_t word) {
     const Form form{&step.words[word]};
-    Input input{uint32_t(word), index, Access::kReads, form.code() == kTensor, step.effects->written[index], {}};
+    Input input{uint32_t(word),
+                index,
+                Access::kReads,
+                form.code() == kTensor,
+                step.effects->is_written(step.arguments.data(), index),
+                {}};
     if (form.code() == kOpaque || form.code() == kShapeless) refusal = "it was given a tensor that has no strides";
     if (form.code() == kNumber) {
       input.number = at::empty({}, c10::TensorOptions(form.type()));

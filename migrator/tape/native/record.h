@@ -196,6 +196,12 @@ class Storages {
   std::vector<uint32_t> slots_;
 };
 
+// The bytes of a storage on the host, in one state.
+struct Constant {
+  int32_t state;
+  std::vector<char> bytes;
+};
+
 struct Period {
   std::vector<Call> calls;
   std::vector<Use> uses;
@@ -204,12 +210,14 @@ struct Period {
   std::vector<Mark> marks;
   Words save_words;
   Storages storages;
-  int32_t foreign = 0;           // states that no call of ours made, so far; these count down
-  uint64_t known = 0;            // calls that were the same as in the period before
-  uint64_t structure = 0;        // a hash of steps and of how they hang together
-  uint64_t began = 0;            // ns
-  uint64_t number = 0;           // of its kind, in this process
-  uint32_t thread = 0;           // whose period it is
+  int32_t foreign = 0;     // states that no call of ours made, so far; these count down
+  uint64_t known = 0;      // calls that were the same as in the period before
+  uint64_t structure = 0;  // a hash of steps and of how they hang together
+  uint64_t began = 0;      // ns
+  uint64_t number = 0;     // of its kind, in this process
+  uint32_t thread = 0;     // whose period it is
+  // What Python's numbers became, by storage: nobody else keeps it, once a tensor is filled with it.
+  std::unordered_map<uint32_t, Constant> constants;
   const char *broken = nullptr;  // why it is no true record
 
   // What was found on the storage that a tensor has; kNoStorage where it has none.

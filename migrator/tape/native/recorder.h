@@ -250,7 +250,7 @@ class Recorder {
     scratch.name = &op.operator_name();
     const c10::IValue *arguments = stack.data() + (stack.size() - effects.arguments);
     for (size_t index = 0; index < effects.arguments; ++index)
-      write_input(scratch, effects, arguments[index], uint16_t(index), -1);
+      write_input(scratch, effects, arguments, arguments[index], uint16_t(index), -1);
     return !scratch.meta && runs_now(scratch);
   }
 
@@ -263,15 +263,15 @@ class Recorder {
     return !is_capturing(*guard, stream);
   }
 
-  void write_input(Scratch &scratch, const Effects &effects, const c10::IValue &value, uint16_t index,
-                   int32_t element) {
+  void write_input(Scratch &scratch, const Effects &effects, const c10::IValue *arguments, const c10::IValue &value,
+                   uint16_t index, int32_t element) {
     if (value.isTensor()) {
       const at::Tensor &tensor = value.toTensor();
       c10::StorageImpl *storage = write_tensor(scratch, tensor);
       Use use{kNoStorage, kNoVersion, 0};
       if (storage) {
         const c10::TensorImpl &impl = *tensor.unsafeGetTensorImpl();
-        const bool written = effects.written[index];
+        const bool written = effects.is_written(arguments, index);
         use = look(impl, storage, written && effects.counts_versions);
         if (written && impl.version_counter().enabled())
           scratch.written.push_back({impl.version_counter(), use.storage});
@@ -290,7 +290,7 @@ class Recorder {
     } else {
       int32_t count = 0;
       write_other(scratch, value, [&](const c10::IValue &each) {
-        write_input(scratch, effects, each, index, element >= 0 ? element : count);
+        write_input(scratch, effects, arguments, each, index, element >= 0 ? element : count);
         ++count;
       });
     }
@@ -315,6 +315,7 @@ class Recorder {
     call.module = module.load(std::memory_order_relaxed);
     call.thread = this_thread();
     call.waits = waits(scratch, effects, stack);
+    if (effects.lifts) note_constant(stack, uses);
     call.grad = c10::GradMode::is_enabled();
     call.settings = settings();
     period_->calls.push_back(std::move(call));
@@ -353,6 +354,16 @@ class Recorder {
     period_->drawn.back().by_default = !is_given;
   }
 
+  void note_constant(const torch::jit::Stack &stack, uint32_t use) {
+    constexpr size_t kMost = 256;  // bytes
+    const at::Tensor &tensor = stack.back().toTensor();
+    const c10::StorageImpl *storage = tensor.defined() && tensor.device().is_cpu() ? storage_of(tensor) : nullptr;
+    if (!storage || storage->nbytes() > kMost || period_->uses[use].storage == kNoStorage) return;
+    const auto *begin = static_cast<const char *>(storage->data());
+    const auto &[index, version, state] = period_->uses[use];
+    period_->constants[index] = {state, std::vector<char>(begin, begin + storage->nbytes())};
+  }
+
   // ------------------------------------------------------------------------------------- after it ran
 
   void note_outputs(Scratch &scratch, const torch::jit::Stack &stack, const Open &open, bool raised) {
@@ -373,7 +384,8 @@ class Recorder {
   void note_writes(Scratch &scratch, const Effects &effects, const Call &call, uint32_t number, bool raised) {
     for (size_t index = 0; index < scratch.places.size(); ++index) {
       const Use &use = period_->uses[call.inputs + index];
-      if (!effects.written[scratch.places[index].first] || use.storage == kNoStorage) continue;
+      if (!effects.is_written(call.step->arguments.data(), scratch.places[index].first) || use.storage == kNoStorage)
+        continue;
       Stored &stored = period_->storages[use.storage];
       stored.state = raised ? --period_->foreign : int32_t(number);
       if (const auto alive = stored.storage.lock()) stored.nbytes = alive->nbytes();

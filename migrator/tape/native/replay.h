@@ -120,6 +120,8 @@ class Replay {
   }
 
   std::vector<at::Tensor> operator()() {
+    std::optional<c10::InferenceMode> normal;  // what it makes may be saved
+    if (c10::InferenceMode::is_enabled()) normal.emplace(false);
     const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
     const c10::AutoGradMode as_it_was(c10::GradMode::is_enabled());
     const c10::OptionalDeviceGuard device(closure_.device.is_cpu() ? std::nullopt : std::optional(closure_.device));

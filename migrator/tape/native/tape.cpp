@@ -70,7 +70,8 @@ Object step(const Step &of) {
   const Effects &effects = *of.effects;
   Object written = checked(PyList_New(0));
   for (size_t index = 0; index < effects.arguments; ++index)
-    if (effects.written[index] && PyList_Append(written.get(), number(int64_t(index)).get())) throw InPython();
+    if (effects.is_written(of.arguments.data(), index) && PyList_Append(written.get(), number(int64_t(index)).get()))
+      throw InPython();
   const auto place = [](const std::pair<uint16_t, int32_t> &each) {
     return tuple(number(int64_t(each.first)), number(int64_t(each.second)));
   };

@@ -76,7 +76,7 @@ class Watches {
     const c10::IValue *arguments = stack.data() + (stack.size() - effects.arguments);
     const bool resizes = effects.moves_the_tensor && effects.name.starts_with("aten::resize");
     for (size_t index = 0; index < effects.arguments; ++index)
-      if (effects.written[index] || (resizes && index == 0)) find(arguments[index], found);
+      if (effects.is_written(arguments, index) || (resizes && index == 0)) find(arguments[index], found);
     tell(found);
   }
 
