@@ -106,12 +106,12 @@ class Closure:
     def __init__(self, library: native.Recorder, handle: native.Handle) -> None:
         self._library = library
         self._handle = handle
-        self.signature, self.operators, self.random, self.device, self.stream, self._leaves = library.described(handle)
+        self.signature, self.operators, self.random, self.device, self.stream = library.described(handle)
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         """What it begins with, in the order in which `run` wants it."""
-        return tuple(Leaf(*each) for each in self._leaves)
+        return tuple(Leaf(*each) for each in self._library.begins_with(self._handle))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -106,7 +106,10 @@ class Recorder(Protocol):
         /,
     ) -> Handle | str: ...
 
-    def described(self, closure: Handle, /) -> tuple[int, int, bool, torch.device, int, list[Any]]:  # noqa: D102
+    def described(self, closure: Handle, /) -> tuple[int, int, bool, torch.device, int]:  # noqa: D102
+        ...
+
+    def begins_with(self, closure: Handle, /) -> list[Any]:  # noqa: D102
         ...
 
     def names(self, closure: Handle, /) -> list[str]:  # noqa: D102

@@ -39,6 +39,10 @@ class Keys {
 
   bool empty() const { return size_ == 0; }
 
+  void reserve(size_t count) {
+    while (2 * (count + 1) > slots_.size()) grow();
+  }
+
  private:
   static constexpr uint64_t kFree = UINT64_MAX;  // no storage has that number
 
@@ -71,7 +75,6 @@ struct Leaf {
   uint64_t nbytes;
   c10::Device device;
   std::optional<Relative> relative;
-  std::shared_ptr<Watched> watched;              // while the tape's own storage has the value
   std::vector<char> constant;                    // its bytes, if Python's numbers are all that it is
   c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is let go of
 };
@@ -112,12 +115,14 @@ struct Closure {
   std::vector<Drawn> drawn;
   std::vector<Leaf> leaves;
   std::vector<int32_t> leaf_slots;
+  std::shared_ptr<Watch> watch;  // of those leaves that the tape's own storages have
   std::vector<Target> targets;
   Words words;
   int32_t slots = 0;
   c10::Device device{c10::DeviceType::CPU};
   int64_t stream = 0;
   uint32_t settings = 0;
+  uint8_t threads = 0;  // that the host computes with, if it does; 0: it does not
   uint64_t signature = 0;
 };
 
@@ -189,6 +194,10 @@ class Search {
   bool attempt(bool is_last) {
     try {
       walk();
+      made_->calls.reserve(order_.size());
+      made_->wires.reserve(4 * order_.size());
+      last_.reserve(2 * order_.size());
+      keys_.reserve(2 * order_.size());
       for (size_t each = order_.size(); each-- > 0;) forward(order_[each]);
       finish();
       return true;
@@ -295,24 +304,14 @@ class Search {
     called.grad = call.grad;
     place(call, recipe);
     note_draw(call, recipe, called);
-    const auto use_of = [&](size_t input) -> const Use & { return period_.uses[call.inputs + input]; };
-    const auto form_of = [&](uint32_t word) { return Form{&call.step->words[word]}; };
-    for (size_t input = 0; input < recipe.inputs.size(); ++input)
-      if (recipe.inputs[input].stored)
-        see(call, recipe.inputs[input], use_of(input), form_of(recipe.inputs[input].word));
-    if (recipe.writes)
-      for (size_t input = 0; input < recipe.inputs.size(); ++input)
-        if (recipe.inputs[input].written && recipe.inputs[input].stored) write(call, recipe, use_of(input), number);
     called.inputs = uint32_t(made.wires.size());
+    const Use *uses = &period_.uses[call.inputs];
     for (size_t input = 0; input < recipe.inputs.size(); ++input) {
-      int32_t slot = -1;
-      if (recipe.inputs[input].stored) {
-        if (recipe.writes) slot = keys_.find(key_of(use_of(input).storage, int32_t(number)));
-        if (slot < 0) slot = keys_.find(key_of(use_of(input).storage, use_of(input).state));
-      }
-      made.wires.push_back(slot);
-      touch(slot);
+      const Recipe::Input &of = recipe.inputs[input];
+      made.wires.push_back(of.stored ? see(call, of, uses[input], Form{&call.step->words[of.word]}) : -1);
+      touch(made.wires.back());
     }
+    if (recipe.writes) write(call, recipe, uses, &made.wires[called.inputs], number);
     called.outputs = uint32_t(made.wires.size());
     for (size_t output = 0; output < recipe.outputs.size(); ++output) {
       const Recipe::Output &of = recipe.outputs[output];
@@ -334,7 +333,11 @@ class Search {
   void place(const Call &call, const Recipe &recipe) {
     if (made_->calls.empty()) made_->settings = call.settings;
     if (made_->settings != call.settings) refuse(call, "PyTorch's settings were others than before");
-    if (recipe.device.is_cpu()) return;
+    if (recipe.device.is_cpu()) {
+      if (made_->threads == 0) made_->threads = call.threads;
+      if (made_->threads != call.threads) refuse(call, "PyTorch's settings were others than before");
+      return;
+    }
     if (made_->device.is_cpu()) {
       made_->device = recipe.device;
       made_->stream = call.stream;
@@ -355,7 +358,7 @@ class Search {
   }
 
   // An input: it is in a slot already, or it is a leaf, or it does not matter.
-  void see(const Call &call, const Recipe::Input &input, const Use &use, const Form &form) {
+  int32_t see(const Call &call, const Recipe::Input &input, const Use &use, const Form &form) {
     const uint64_t key = key_of(use.storage, use.state);
     int32_t slot = keys_.find(key);
     if (slot < 0 && input.access >= Access::kCovers) {
@@ -363,7 +366,7 @@ class Search {
       made_->fresh.push_back({slot, form.nbytes(), form.device()});
       unset_[slot];
       keys_.put(key, slot);
-      return;
+      return slot;
     }
     if (slot < 0) {
       slot = new_slot();
@@ -373,24 +376,29 @@ class Search {
     const bool reads = input.access == Access::kReads || input.access == Access::kUpdates;
     const auto unset = reads && !unset_.empty() ? unset_.find(slot) : unset_.end();
     if (unset != unset_.end() && !has_span(unset->second, form.span())) refuse(call, "it read what nobody wrote");
+    return slot;
   }
 
-  void write(const Call &call, const Recipe &recipe, const Use &use, uint32_t number) {
-    const uint64_t after = key_of(use.storage, int32_t(number));
-    if (keys_.find(after) >= 0) return;  // another of its tensors is on the same storage
+  // Gives a new slot to each storage that it writes, and to all of its inputs that lie there.
+  void write(const Call &call, const Recipe &recipe, const Use *uses, int32_t *slots, uint32_t number) {
     for (size_t input = 0; input < recipe.inputs.size(); ++input) {
-      const Use &other = period_.uses[call.inputs + input];
-      if (other.storage == use.storage && other.state != use.state) refuse(call, "somebody else wrote while it ran");
+      const Recipe::Input &of = recipe.inputs[input];
+      const uint64_t after = key_of(uses[input].storage, int32_t(number));
+      if (!of.stored || !of.written || keys_.find(after) >= 0) continue;
+      const int32_t from = slots[input], to = new_slot();
+      if (const auto unset = unset_.find(from); unset != unset_.end()) {
+        Spans spans = unset->second;
+        unset_[to] = std::move(spans);
+      }
+      touch(to);
+      keys_.put(after, to);
+      made_->writes.push_back({from, to, false});
+      for (size_t other = 0; other < recipe.inputs.size(); ++other) {
+        if (uses[other].storage != uses[input].storage || !recipe.inputs[other].stored) continue;
+        if (uses[other].state != uses[input].state) refuse(call, "somebody else wrote while it ran");
+        slots[other] = to;
+      }
     }
-    const int32_t from = keys_.find(key_of(use.storage, use.state)), to = new_slot();
-    if (const auto unset = unset_.find(from); unset != unset_.end()) {
-      Spans spans = unset->second;
-      unset_[to] = std::move(spans);
-    }
-    touch(from);
-    touch(to);
-    keys_.put(after, to);
-    made_->writes.push_back({from, to, false});
   }
 
   int32_t make(const Call &call, const Recipe &recipe, const Recipe::Output &output, const Use &use, uint32_t number) {
@@ -422,7 +430,7 @@ class Search {
   // ------------------------------------------------------------------------------------- at the end
 
   void finish();
-  void hold(Leaf &leaf) const;
+  void hold(Leaf &leaf, Watched &watched) const;
   uint64_t signature() const;
 
   struct Met {
@@ -467,25 +475,28 @@ void Search::finish() {
       const auto from = size_t(write.from);
       write.copies = kept[from] || is_leaf[from] || last_[from] > call;
     }
-  std::vector<std::vector<int32_t>> freed(made.calls.size());
   for (int32_t slot = 0; slot < made.slots; ++slot)
-    if (!kept[size_t(slot)]) freed[last_[size_t(slot)]].push_back(slot);
-  for (size_t call = 0; call < made.calls.size(); ++call) {
-    made.calls[call].freed = uint32_t(made.freed.size());
-    made.calls[call].freed_count = uint32_t(freed[call].size());
-    made.freed.insert(made.freed.end(), freed[call].begin(), freed[call].end());
+    if (!kept[size_t(slot)]) ++made.calls[last_[size_t(slot)]].freed_count;
+  uint32_t freed = 0;
+  for (Called &call : made.calls) {
+    call.freed = freed += call.freed_count;  // where they end; counted down below
   }
+  made.freed.resize(freed);
+  for (int32_t slot = 0; slot < made.slots; ++slot)
+    if (!kept[size_t(slot)]) made.freed[--made.calls[last_[size_t(slot)]].freed] = slot;
+  made.leaves.reserve(met_.size());
+  made.leaf_slots.reserve(met_.size());
+  made.watch = std::make_shared<Watch>(met_.size());
   for (const Met &each : met_) {
-    Leaf leaf{each.use, each.nbytes, each.device, std::nullopt, nullptr, {}, {}};
-    hold(leaf);
-    made.leaves.push_back(std::move(leaf));
+    Leaf &leaf = made.leaves.emplace_back(Leaf{each.use, each.nbytes, each.device, std::nullopt, {}, {}});
     made.leaf_slots.push_back(each.slot);
+    hold(leaf, made.watch->all[made.leaves.size() - 1]);
   }
   made.signature = signature();
 }
 
 // Finds the storage of a leaf, if it is as it was.
-void Search::hold(Leaf &leaf) const {
+void Search::hold(Leaf &leaf, Watched &watched) const {
   const Stored &stored = period_.storages[leaf.use.storage];
   if (leaf.use.state >= 0) {
     const Call &call = period_.calls[uint32_t(leaf.use.state)];
@@ -496,14 +507,13 @@ void Search::hold(Leaf &leaf) const {
     }
   }
   leaf.storage = stored.storage.lock();
-  auto watched = std::make_shared<Watched>(stored.storage);
   bool is_same = leaf.storage && stored.state == leaf.use.state && leaf.storage->nbytes() == leaf.nbytes &&
-                 is_settled_(leaf.use.storage) && watched->counts(stored.counter, stored.seen);
+                 is_settled_(leaf.use.storage) && watched.counts(stored.counter, stored.seen);
   if (is_same && stored.has_others)
     for (const Other &other : period_.storages.others.at(leaf.use.storage))
-      is_same = is_same && watched->counts(other.counter, other.seen);
+      is_same = is_same && watched.counts(other.counter, other.seen);
   if (is_same) {
-    leaf.watched = std::move(watched);
+    watched.storage = stored.storage;
     return;
   }
   const bool is_gone = !std::exchange(leaf.storage, {});
@@ -533,7 +543,7 @@ uint64_t Search::signature() const {
   }
   for (const Target &target : made.targets) hash = mix(hash, uint64_t(target.slot));
   for (const uint64_t word : made.words) hash = mix(hash, word);
-  return mix(hash, made.settings);
+  return mix(hash, uint64_t(made.threads) << 32 | made.settings);
 }
 
 }  // namespace

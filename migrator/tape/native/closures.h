@@ -69,11 +69,6 @@ class WithoutInterpreter {
   PyThreadState *state_;
 };
 
-void forget(Closure &closure) {
-  for (Leaf &leaf : closure.leaves)
-    if (leaf.watched) watches().remove(leaf.watched);
-}
-
 // ------------------------------------------------------------------------------------- functions
 
 // stops(): values that somebody promises to have; of the period that is recorded.
@@ -125,11 +120,10 @@ PyObject *closure(PyObject *, PyObject *const *args, Py_ssize_t count) {
                                     : of_tape(held_by<Period>(args[0], kPeriod), targets, stops, relative);
     if (const auto *refused = std::get_if<Refused>(&found)) return text(refused->reason);
     auto &made = std::get<std::unique_ptr<Closure>>(found);
-    for (Leaf &leaf : made->leaves)
-      if (leaf.watched) watches().add(leaf.watched);
+    watches().add(*made->watch);
     Object capsule = checked(PyCapsule_New(made.get(), kClosure, [](PyObject *of) {
       Closure &dropped = closure_of(of);
-      forget(dropped);
+      watches().remove(*dropped.watch);
       delete &dropped;
     }));
     (void)made.release();
@@ -138,19 +132,26 @@ PyObject *closure(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 // described(closure): its signature, the number of its operators, whether one of them draws random numbers, its device,
-// its stream, and of each leaf: storage, state, bytes, device, and which output of how many operators before, or None.
+// its stream.
 PyObject *described(PyObject *, PyObject *object) {
   return answer([&] {
     const Closure &of = closure_of(object);
-    const auto leaf = [](const Leaf &each) {
-      Object relative = each.relative
-                            ? tuple(number(uint64_t(each.relative->first)), number(uint64_t(each.relative->second)))
-                            : none();
-      return tuple(number(int64_t(each.use.storage)), number(int64_t(each.use.state)), number(each.nbytes),
-                   checked(THPDevice_New(each.device)), relative, truth(!each.constant.empty()));
-    };
     return tuple(number(of.signature), number(uint64_t(of.calls.size())), truth(!of.drawn.empty()),
-                 checked(THPDevice_New(of.device)), number(of.stream), list_of(of.leaves, leaf));
+                 checked(THPDevice_New(of.device)), number(of.stream));
+  });
+}
+
+// begins_with(closure): of each leaf: storage, state, bytes, device; which output of how many operators before, or
+// None; whether it is some numbers of Python's.
+PyObject *begins_with(PyObject *, PyObject *object) {
+  return answer([&] {
+    return list_of(closure_of(object).leaves, [](const Leaf &each) {
+      const auto &at = each.relative;
+      return tuple(number(int64_t(each.use.storage)), number(int64_t(each.use.state)), number(each.nbytes),
+                   checked(THPDevice_New(each.device)),
+                   at ? tuple(number(uint64_t(at->first)), number(uint64_t(at->second))) : none(),
+                   truth(!each.constant.empty()));
+    });
   });
 }
 
@@ -188,9 +189,8 @@ PyObject *release(PyObject *, PyObject *object) {
 // is_stale(closure): whether a leaf was written since.
 PyObject *is_stale(PyObject *, PyObject *object) {
   return answer([&] {
-    const auto &all = closure_of(object).leaves;
-    return truth(
-        std::any_of(all.begin(), all.end(), [](const Leaf &each) { return each.watched && each.watched->is_stale(); }));
+    const auto &all = closure_of(object).watch->all;
+    return truth(std::any_of(all.begin(), all.end(), [](const Watched &each) { return each.is_stale(); }));
   });
 }
 
@@ -207,21 +207,17 @@ PyObject *watch(PyObject *, PyObject *const *args, Py_ssize_t count) {
     std::shared_ptr<PyObject> function;
     if (args[1] != Py_None)
       function = {borrowed(args[1]).release(), [=](PyObject *of) { with_interpreter([&] { Py_DECREF(of); }); }};
-    auto &all = closure_of(args[0]).leaves;
-    for (size_t leaf = 0; leaf < all.size(); ++leaf) {
-      if (!all[leaf].watched) continue;
-      std::shared_ptr<const Watched::Warn> warn;
-      if (function)
-        warn = std::make_shared<const Watched::Warn>([=] {
-          const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
-          with_interpreter([&] {
-            PyObject *result = PyObject_CallFunction(function.get(), "n", Py_ssize_t(leaf));
-            if (!result) PyErr_WriteUnraisable(function.get());
-            Py_XDECREF(result);
-          });
+    std::shared_ptr<const Watch::Warn> warn;
+    if (function)
+      warn = std::make_shared<const Watch::Warn>([=](size_t leaf) {
+        const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
+        with_interpreter([&] {
+          PyObject *result = PyObject_CallFunction(function.get(), "n", Py_ssize_t(leaf));
+          if (!result) PyErr_WriteUnraisable(function.get());
+          Py_XDECREF(result);
         });
-      watches().on_write(all[leaf].watched, std::move(warn));
-    }
+      });
+    watches().on_write(*closure_of(args[0]).watch, std::move(warn));
     return none();
   });
 }
@@ -247,9 +243,8 @@ Buffer buffer_of(const Leaf &leaf, const at::Tensor &given) {
 std::vector<at::Tensor> replayed(const Closure &of, std::vector<Buffer> buffers, std::optional<uint8_t> poison) {
   std::vector<const Watched *> originals;
   for (size_t leaf = 0; leaf < buffers.size(); ++leaf) {
-    const Watched *watched = of.leaves[leaf].watched.get();
-    if (watched && watched->storage._unsafe_get_target() == buffers[leaf].storage.unsafeGetStorageImpl())
-      originals.push_back(watched);
+    const Watched &watched = of.watch->all[leaf];
+    if (watched.target() == buffers[leaf].storage.unsafeGetStorageImpl()) originals.push_back(&watched);
   }
   const auto check = [&] {
     for (const Watched *each : originals)

@@ -83,6 +83,7 @@ struct Call {
   int64_t stream = 0;
   bool waits = false, raised = false;
   bool grad = false;      // whether gradients were on: some kernels look
+  uint8_t threads = 1;    // that the host computes with
   uint32_t settings = 0;  // of PyTorch
 };
 

@@ -317,6 +317,7 @@ class Recorder {
     call.waits = waits(scratch, effects, stack);
     if (effects.lifts) note_constant(stack, uses);
     call.grad = c10::GradMode::is_enabled();
+    call.threads = threads();
     call.settings = settings();
     period_->calls.push_back(std::move(call));
   }

@@ -311,6 +311,7 @@ PyMethodDef functions[] = {
     {"promise", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(promise)), METH_FASTCALL, nullptr},
     {"closure", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(closure)), METH_FASTCALL, nullptr},
     {"described", described, METH_O, nullptr},
+    {"begins_with", begins_with, METH_O, nullptr},
     {"names", names, METH_O, nullptr},
     {"numbers", numbers_, METH_O, nullptr},
     {"leaves", leaves, METH_O, nullptr},

@@ -14,111 +14,168 @@ namespace {
 
 // One storage, as it is now.
 struct Watched {
-  using Warn = std::function<void()>;
-
-  explicit Watched(c10::weak_intrusive_ptr<c10::StorageImpl> on) : storage(std::move(on)) {}
-
-  // From now on a version other than this means that it was written. Whether it is the one now.
+  // A version other than this means that it was written. Whether it is the one now; nobody counts, where all tensors
+  // that did are gone.
   bool counts(const Counter &counter, uint32_t seen) {
-    if (counter == nullptr) return true;
-    versions_.emplace_back(counter.lock(), seen);
-    const auto &version = versions_.back().first;
-    return version.enabled() && version.current_version() == seen;
+    c10::VariableVersion version = counter.lock();
+    if (!version.enabled()) return true;
+    const bool is_same = version.current_version() == seen;
+    if (!first_.first.enabled())
+      first_ = {std::move(version), seen};
+    else
+      others_.emplace_back(std::move(version), seen);
+    return is_same;
   }
 
   bool is_stale() const {
-    return written || std::any_of(versions_.begin(), versions_.end(),
-                                  [](const auto &each) { return each.first.current_version() != each.second; });
+    const auto is_other = [](const auto &each) { return each.first.current_version() != each.second; };
+    return written || (first_.first.enabled() && is_other(first_)) ||
+           std::any_of(others_.begin(), others_.end(), is_other);
   }
 
-  const c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // whose address is not used again
+  const c10::StorageImpl *target() const { return storage._unsafe_get_target(); }
+
+  // Whose address is not used again; none where nobody watches.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
   std::atomic<bool> written = false;
-  std::shared_ptr<const Warn> warn;  // under the lock of `Watches`
 
  private:
-  std::vector<std::pair<c10::VariableVersion, uint32_t>> versions_;
+  using Version = std::pair<c10::VariableVersion, uint32_t>;
+  Version first_;
+  std::vector<Version> others_;
+};
+
+// Those that one closure counts on, and what it wants to be called with their numbers.
+struct Watch : std::enable_shared_from_this<Watch> {
+  using Warn = std::function<void(size_t)>;
+
+  explicit Watch(size_t count) : all(count) {}
+
+  std::vector<Watched> all;
+  std::shared_ptr<const Warn> warn;  // under the lock of `Watches`
 };
 
 // All of them. Nobody is called, and nothing waited for, while its lock is held.
 class Watches {
  public:
-  using Pointer = std::shared_ptr<Watched>;
-
   bool empty() const { return count_.load(std::memory_order_relaxed) == 0; }
 
-  void add(const Pointer &watched) {
+  void add(Watch &watch) {
     std::lock_guard lock(mutex_);
-    watches_.emplace(watched->storage._unsafe_get_target(), watched);
-    count_ = watches_.size();
+    for (size_t index = 0; index < watch.all.size(); ++index)
+      if (watch.all[index].target()) put({watch.all[index].target(), &watch, index});
   }
 
-  void remove(const Pointer &watched) {
-    std::shared_ptr<const Watched::Warn> dropped;  // once the lock is
+  void remove(Watch &watch) {
+    std::shared_ptr<const Watch::Warn> dropped;  // once the lock is
     std::lock_guard lock(mutex_);
-    const auto [first, last] = watches_.equal_range(watched->storage._unsafe_get_target());
-    for (auto it = first; it != last; ++it)
-      if (it->second == watched) {
-        watches_.erase(it);
-        break;
-      }
-    count_ = watches_.size();
-    dropped = std::move(watched->warn);
+    for (size_t index = 0; index < watch.all.size(); ++index)
+      if (watch.all[index].target()) take(watch.all[index].target(), &watch, index);
+    dropped.swap(watch.warn);
   }
 
-  void on_write(const Pointer &watched, std::shared_ptr<const Watched::Warn> warn) {
+  void on_write(Watch &watch, std::shared_ptr<const Watch::Warn> warn) {
     std::lock_guard lock(mutex_);
-    watched->warn.swap(warn);
+    watch.warn.swap(warn);
   }
 
   // The operator is about to run: tell whoever counts on what it writes.
   void before(const Effects &effects, const torch::jit::Stack &stack) {
-    std::vector<Pointer> found;
-    const c10::IValue *arguments = stack.data() + (stack.size() - effects.arguments);
     const bool resizes = effects.moves_the_tensor && effects.name.starts_with("aten::resize");
+    if (!effects.writes && !resizes) return;
+    std::vector<Found> found;
+    const c10::IValue *arguments = stack.data() + (stack.size() - effects.arguments);
     for (size_t index = 0; index < effects.arguments; ++index)
       if (effects.is_written(arguments, index) || (resizes && index == 0)) find(arguments[index], found);
-    tell(found);
+    for (const auto &[watch, warn, index] : found) {
+      Watched &watched = watch->all[index];
+      if (warn && !watched.written) (*warn)(index);
+      watched.written = true;
+    }
   }
 
   // It was written, and no operator has done it; any may have been, where no storage is given.
   void was_written(const c10::StorageImpl *storage) {
     std::lock_guard lock(mutex_);
-    for (const auto &[key, watched] : watches_)
-      if (!storage || key == storage) watched->written = true;
+    for (const Slot &slot : slots_)
+      if (slot.storage && (!storage || slot.storage == storage)) slot.watch->all[slot.index].written = true;
   }
 
   // In a fork nobody else is there, and whoever had the lock is not.
   void forked() { new (&mutex_) std::mutex; }
 
  private:
-  void find(const c10::IValue &value, std::vector<Pointer> &found) {
+  struct Slot {
+    const c10::StorageImpl *storage = nullptr;
+    Watch *watch = nullptr;
+    size_t index = 0;
+  };
+
+  struct Found {
+    std::shared_ptr<Watch> watch;
+    std::shared_ptr<const Watch::Warn> warn;
+    size_t index;
+  };
+
+  void find(const c10::IValue &value, std::vector<Found> &found) {
     if (value.isTensor()) {
       const at::Tensor &tensor = value.toTensor();
       const c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
       if (!storage) return;
       std::lock_guard lock(mutex_);
-      const auto [first, last] = watches_.equal_range(storage);
-      for (auto it = first; it != last; ++it) found.push_back(it->second);
-    } else if (value.isTensorList() || value.isList()) {
+      if (slots_.empty()) return;
+      for (size_t at = place(storage); slots_[at].storage; at = next(at)) {
+        if (slots_[at].storage != storage) continue;
+        if (auto watch = slots_[at].watch->weak_from_this().lock())  // none, if it is about to be removed
+          found.push_back({watch, watch->warn, slots_[at].index});
+      }
+    } else if (value.isList()) {
       for (const c10::IValue &each : value.toListRef())
         if (each.isTensor()) find(each, found);
     }
   }
 
-  void tell(const std::vector<Pointer> &found) {
-    for (const Pointer &each : found) {
-      std::shared_ptr<const Watched::Warn> warn;
-      {
-        std::lock_guard lock(mutex_);
-        warn = each->warn;
+  size_t place(const c10::StorageImpl *storage) const {
+    return (uintptr_t(storage) >> 4) * 0x9E3779B97F4A7C15ull >> 20 & (slots_.size() - 1);
+  }
+
+  size_t next(size_t at) const { return (at + 1) & (slots_.size() - 1); }
+
+  void put(const Slot &slot) {
+    if (2 * (count_ + 1) > slots_.size()) {
+      std::vector<Slot> before(std::max<size_t>(256, 2 * slots_.size()));
+      before.swap(slots_);
+      count_ = 0;
+      for (const Slot &each : before)
+        if (each.storage) put(each);
+    }
+    size_t at = place(slot.storage);
+    while (slots_[at].storage) at = next(at);
+    slots_[at] = slot;
+    ++count_;
+  }
+
+  void take(const c10::StorageImpl *storage, const Watch *watch, size_t index) {
+    if (slots_.empty()) return;
+    size_t at = place(storage);
+    while (slots_[at].storage && !(slots_[at].watch == watch && slots_[at].index == index)) at = next(at);
+    if (!slots_[at].storage) return;
+    --count_;
+    // Those that follow move up, as far as they may.
+    for (size_t hole = at, each = next(at);; each = next(each)) {
+      if (!slots_[each].storage) {
+        slots_[hole] = Slot();
+        return;
       }
-      if (warn && !each->written) (*warn)();
-      each->written = true;
+      const size_t from_home = (each - place(slots_[each].storage)) & (slots_.size() - 1);
+      if (from_home < ((each - hole) & (slots_.size() - 1))) continue;
+      slots_[hole] = slots_[each];
+      hole = each;
     }
   }
 
   std::mutex mutex_;
-  std::unordered_multimap<const c10::StorageImpl *, Pointer> watches_;
+  std::vector<Slot> slots_;
   std::atomic<size_t> count_ = 0;
 };
 
