@@ -12,9 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import torch_tiers as tiers
-from tests.scenarios import batch, bits, perceptron
+from tests.scenarios import batch, bits
 from tests.unit.migrator.runtime.test_backoff import reversals
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.engine import mover
@@ -123,12 +124,28 @@ def thrifty(trace: Trace, budget: int, links: Links) -> Plan:
     return replace(plan, room=plan.kept_bytes + ROOM)
 
 
+class Layers(nn.Module):
+    """Saves what each layer makes, and takes little time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.randn(128))
+        self.biases = nn.ParameterList(torch.randn(128) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for bias in self.biases:
+            x = torch.relu(x + bias)
+        return x
+
+
 class Training:
     """A program that trains; `run` goes so many steps and tells what the runtime did in each."""
 
     def __init__(self, session: Session, link: Link, watch: Watch) -> None:
         self.session, self.link, self.watch = session, link, watch
-        self.model = perceptron(CPU, depth=DEPTH)
+        self.model = Layers()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.losses: list[torch.Tensor] = []
         self.ahead: list[int] = []
@@ -193,7 +210,7 @@ def test_results_do_not_depend_on_it() -> None:
     with training() as program:
         for left in (1.0, 0.6, 1.0):
             program.run(15, left=left)
-    model = perceptron(CPU, depth=DEPTH)
+    model = Layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain = []
     for k in range(len(program.losses)):
