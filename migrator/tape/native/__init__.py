@@ -22,11 +22,14 @@ _HEADERS = (
     "forms.h",
     "interceptor.h",
     "key.h",
+    "keys.h",
     "object.h",
     "recipe.h",
     "record.h",
     "recorder.h",
     "replay.h",
+    "search.h",
+    "unset.h",
     "watch.h",
 )
 

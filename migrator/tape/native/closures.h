@@ -234,10 +234,15 @@ Buffer buffer_of(const Leaf &leaf, const at::Tensor &given) {
   c10::StorageImpl *storage = storage_of(given);
   if (!storage || storage->device() != leaf.device) throw Differs("what it is made of is on another device");
   const c10::TensorImpl &impl = *given.unsafeGetTensorImpl();
-  if (storage->nbytes() == leaf.nbytes) return {given.storage(), 0, leaf.nbytes};
-  const bool is_bytes = given.scalar_type() == at::kByte && impl.dim() == 1 && impl.is_contiguous();
-  if (!is_bytes || uint64_t(impl.numel()) != leaf.nbytes) throw Differs("what it is made of has another size");
-  return {given.storage(), uint64_t(impl.storage_offset()), leaf.nbytes};
+  Buffer buffer{given.storage(), 0, leaf.nbytes};
+  if (storage->nbytes() != leaf.nbytes) {
+    const bool is_bytes = given.scalar_type() == at::kByte && impl.dim() == 1 && impl.is_contiguous();
+    if (!is_bytes || uint64_t(impl.numel()) != leaf.nbytes) throw Differs("what it is made of has another size");
+    buffer.base = uint64_t(impl.storage_offset());
+  }
+  const auto address = uintptr_t(storage->data()) + buffer.base;
+  if (leaf.nbytes && address % leaf.alignment) throw Differs("what it is made of begins at an odd address");
+  return buffer;
 }
 
 std::vector<at::Tensor> replayed(const Closure &of, std::vector<Buffer> buffers, std::optional<uint8_t> poison) {

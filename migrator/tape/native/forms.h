@@ -61,7 +61,7 @@ uint64_t head(Code code, const c10::TensorImpl &impl, c10::Device device) {
 
 bool is_number_alone(const at::Tensor &tensor) {
   const auto &impl = *tensor.unsafeGetTensorImpl();
-  return impl.is_wrapped_number() && impl.numel() == 1 && impl.device().is_cpu();
+  return impl.is_wrapped_number() && impl.dim() == 0 && impl.device().is_cpu();
 }
 
 // A number in a tensor's clothes; it has no memory that anybody could find again.

@@ -5,12 +5,23 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/TensorOptions.h>
 
-#include <numeric>
-
 #include "forms.h"
 #include "key.h"
 
 namespace {
+
+// Whether dimensions, each a stride and a size, have no gaps, and nothing twice; the innermost one's stride is to be
+// `unit`.
+bool is_dense(std::vector<std::pair<int64_t, int64_t>> dims, int64_t unit) {
+  std::sort(dims.begin(), dims.end());
+  for (const auto &[stride, size] : dims) {
+    if (size == 0) return true;
+    if (size == 1) continue;
+    if (stride != unit) return false;
+    unit *= size;
+  }
+  return true;
+}
 
 // A tensor's form, where a step has it.
 struct Form {
@@ -41,17 +52,9 @@ struct Form {
 
   // Whether it has every byte of its span, and each once.
   bool is_dense() const {
-    std::vector<size_t> order(dims());
-    std::iota(order.begin(), order.end(), 0);
-    std::sort(order.begin(), order.end(), [&](size_t one, size_t other) { return strides()[one] < strides()[other]; });
-    int64_t expected = 1;
-    for (const size_t dim : order) {
-      if (sizes()[dim] == 0) return true;
-      if (sizes()[dim] == 1) continue;
-      if (strides()[dim] != expected) return false;
-      expected *= sizes()[dim];
-    }
-    return true;
+    std::vector<std::pair<int64_t, int64_t>> all;
+    for (size_t dim = 0; dim < dims(); ++dim) all.emplace_back(strides()[dim], sizes()[dim]);
+    return ::is_dense(std::move(all), 1);
   }
 
   bool is_all_of_its_storage() const { return span() == std::pair<uint64_t, uint64_t>(0, nbytes()) && is_dense(); }
@@ -79,19 +82,24 @@ constexpr std::string_view kNormalizes[] = {"aten::native_batch_norm", "aten::cu
 constexpr std::string_view kMakesEmpty[] = {"aten::empty", "aten::new_empty"};
 
 // Results that are made, and of which some bytes are never written: room for others, seeds that nobody drew.
-struct Unset {
+struct Partly {
   std::string_view base;
   uint32_t results;  // a bit for each
   bool if_no_dropout;
 };
 
-constexpr Unset kUnset[] = {
+constexpr Partly kPartlyWritten[] = {
     {"aten::mkldnn_rnn_layer", 1u << 3, false},
     {"aten::_cudnn_rnn", 1u << 3, false},
-    {"aten::_scaled_dot_product_flash_attention", 1u << 6 | 1u << 7 | 1u << 8, true},
-    {"aten::_scaled_dot_product_cudnn_attention", 1u << 6 | 1u << 7 | 1u << 8, true},
+    {"aten::cudnn_batch_norm", 1u << 3, false},
+    {"aten::_batch_norm_with_update", 1u << 3, false},
+    {"aten::_scaled_dot_product_flash_attention", 1u << 7 | 1u << 8, false},
+    {"aten::_scaled_dot_product_flash_attention", 1u << 6, true},
+    {"aten::_scaled_dot_product_cudnn_attention", 1u << 8, false},
+    {"aten::_scaled_dot_product_cudnn_attention", 1u << 6 | 1u << 7, true},
     {"aten::_scaled_dot_product_efficient_attention", 1u << 2 | 1u << 3, true},
-    {"aten::_flash_attention_forward", 1u << 2 | 1u << 3 | 1u << 4, true},
+    {"aten::_flash_attention_forward", 1u << 3 | 1u << 4, false},
+    {"aten::_flash_attention_forward", 1u << 2, true},
     {"aten::_efficient_attention_forward", 1u << 2 | 1u << 3, true},
 };
 
@@ -270,8 +278,8 @@ struct Recipe {
   void read_outputs(const Step &step) {
     size_t word = step.inputs;
     uint32_t unset = 0;
-    for (const Unset &each : kUnset)
-      if (op->schema().name() == each.base && (!each.if_no_dropout || dropout_.value_or(0) == 0)) unset = each.results;
+    for (const Partly &each : kPartlyWritten)
+      if (op->schema().name() == each.base && (!each.if_no_dropout || dropout_.value_or(0) == 0)) unset |= each.results;
     for (size_t result = 0; result < step.effects->returns && word < step.words.size(); ++result) {
       const bool is_unset = makes_empty || (unset >> result & 1);
       if (Code(uint8_t(step.words[word])) == kList) {

@@ -9,7 +9,7 @@
 #include <deque>
 #include <mutex>
 
-#include "closure.h"
+#include "search.h"
 
 // Its header takes fifteen seconds to compile.
 namespace torch::autograd {

@@ -6,6 +6,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include "closure.h"
+#include "key.h"
 
 namespace {
 

@@ -1,0 +1,409 @@
+// Finds closures: goes back from the tensors that are wanted, operator by operator, to values that somebody promises to
+// have, and to those that no operator of the tape made. Then it goes forward once more, and gives each value a slot:
+// views share their base's, and what is written in place takes over the slot before, unless somebody else still needs
+// it.
+#pragma once
+
+#include <functional>
+#include <variant>
+
+#include "closure.h"
+#include "unset.h"
+
+namespace {
+
+// One search. Under the recorder's lock.
+class Search {
+ public:
+  using Found = std::variant<std::unique_ptr<Closure>, Refused>;
+
+  // `is_settled`: whether all that has been written to a storage so far has been counted.
+  template <typename IsSettled>
+  Search(const Period &period, const Stops *stops, IsSettled &&is_settled)
+      : period_(period), stops_(stops), is_settled_(is_settled), made_(std::make_unique<Closure>()) {}
+
+  // Whether a tensor of this form can be made again.
+  static bool wants(const Words &words) {
+    const Form form{words.data()};
+    return !words.empty() && form.code() == kTensor && !c10::isQIntType(form.type()) && !form.device().is_meta() &&
+           form.offset() % c10::elementSize(form.type()) == 0;
+  }
+
+  void add(const Use &use, const Words &words) {
+    wanted_.push_back(use);
+    made_->targets.push_back({-1, uint32_t(made_->words.size())});
+    made_->words.insert(made_->words.end(), words.begin(), words.end());
+  }
+
+  Found operator()(const std::vector<Relative> &relative) {
+    try {
+      for (const Use &use : wanted_) newest_ = std::max(newest_, use.state);
+      for (const Relative &each : relative) add(each);
+      constexpr int kTries = 8;
+      for (int left = kTries; !attempt(left == 1); --left) begin_again();
+    } catch (Refused &refused) {
+      return std::move(refused);
+    }
+    return std::move(made_);
+  }
+
+ private:
+  // What a storage had before somebody of the tape wrote to it is lost. What it has now is there.
+  struct Lost {
+    uint32_t storage;
+    std::string reason;
+  };
+
+  bool attempt(bool is_last) {
+    try {
+      walk();
+      made_->calls.reserve(order_.size());
+      made_->wires.reserve(4 * order_.size());
+      last_.reserve(2 * order_.size());
+      keys_.reserve(2 * order_.size());
+      for (size_t each = order_.size(); each-- > 0;) forward(order_[each]);
+      finish();
+      return true;
+    } catch (const Lost &lost) {
+      // So the walk is to stop at that, if it comes by.
+      const int32_t now = period_.storages[lost.storage].state;
+      const uint64_t key = key_of(lost.storage, now);
+      if (is_last || now < 0 || is_stop(key) || keys_.find(key) == Keys::kNone) throw Refused{lost.reason};
+      for (const Use &use : wanted_)
+        if (key_of(use.storage, use.state) == key) throw Refused{lost.reason};
+      present_.put(key, 0);
+      return false;
+    }
+  }
+
+  void begin_again() {
+    auto before = std::exchange(made_, std::make_unique<Closure>());
+    made_->targets = std::move(before->targets);
+    made_->words = std::move(before->words);
+    keys_ = Keys();
+    order_.clear();
+    last_.clear();
+    met_.clear();
+    unset_.clear();
+  }
+
+  [[noreturn]] void refuse(const Call &call, const std::string &reason) const {
+    throw Refused{call.step->effects->name + ": " + reason};
+  }
+
+  bool is_promised(uint64_t key) const {
+    return (stops_ && stops_->keys.find(key) != Keys::kNone) || relative_.find(key) != Keys::kNone;
+  }
+
+  bool is_stop(uint64_t key) const { return is_promised(key) || present_.find(key) != Keys::kNone; }
+
+  void add(const Relative &relative) {
+    if (relative.first > uint32_t(newest_)) return;
+    const Call &call = period_.calls[uint32_t(newest_) - relative.first];
+    if (relative.second >= call.outputs_count) return;
+    const Use &use = period_.uses[call.outputs + relative.second];
+    if (use.storage != kNoStorage && use.state >= 0) relative_.put(key_of(use.storage, use.state), 0);
+  }
+
+  // ------------------------------------------------------------------------------------- back
+
+  void mark(int32_t number) {
+    uint64_t &word = marks_[uint32_t(number) / 64];
+    const uint64_t bit = 1ull << (number & 63);
+    marked_ += !(word & bit);
+    word |= bit;
+  }
+
+  void walk() {
+    if (wanted_.empty()) throw Refused{"nothing is wanted"};
+    for (const Use &use : wanted_) {
+      if (use.state < 0) throw Refused{"no operator of this tape is known to have made it"};
+      if (is_stop(key_of(use.storage, use.state))) throw Refused{"it is among what is there"};
+    }
+    marks_.assign(size_t(newest_) / 64 + 1, 0);
+    for (const Use &use : wanted_) mark(use.state);
+    for (size_t word = marks_.size(); marked_ > 0;) {
+      --word;
+      while (marks_[word]) {
+        const int bit = 63 - __builtin_clzll(marks_[word]);
+        marks_[word] &= ~(1ull << bit);
+        --marked_;
+        visit(uint32_t(word * 64 + size_t(bit)));
+      }
+    }
+  }
+
+  void visit(uint32_t number) {
+    const Call &call = period_.calls[number];
+    if (!call.step) throw Refused{"an operator could not be read"};
+    const Recipe &recipe = recipe_of(*call.step);
+    if (!recipe.refusal.empty()) refuse(call, recipe.refusal);
+    if (call.raised) refuse(call, "it raised");
+    if (call.waits) refuse(call, "the host waits in it");
+    for (size_t input = 0; input < recipe.inputs.size(); ++input) {
+      const Recipe::Input &of = recipe.inputs[input];
+      if (!of.stored || of.access >= Access::kCovers) continue;
+      const Use &use = period_.uses[call.inputs + input];
+      if (use.state >= int32_t(number)) refuse(call, "somebody else wrote while it ran");
+      if (use.state >= 0 && !is_stop(key_of(use.storage, use.state))) mark(use.state);
+    }
+    order_.push_back(number);
+  }
+
+  // ------------------------------------------------------------------------------------- forward
+
+  int32_t new_slot() {
+    last_.push_back(0);
+    return made_->slots++;
+  }
+
+  void forward(uint32_t number) {
+    const Call &call = period_.calls[number];
+    const Recipe &recipe = *call.step->recipe;
+    Closure &made = *made_;
+    Called called{call.step, &recipe, number};
+    called.fresh = uint32_t(made.fresh.size());
+    called.writes = uint32_t(made.writes.size());
+    called.grad = call.grad;
+    place(call, recipe);
+    note_draw(call, recipe, called);
+    called.inputs = uint32_t(made.wires.size());
+    const Use *uses = &period_.uses[call.inputs];
+    for (size_t input = 0; input < recipe.inputs.size(); ++input) {
+      const Recipe::Input &of = recipe.inputs[input];
+      made.wires.push_back(of.stored ? see(call, of, uses[input], Form{&call.step->words[of.word]}) : -1);
+      touch(made.wires.back());
+    }
+    if (recipe.writes) write(call, recipe, uses, &made.wires[called.inputs], number);
+    called.outputs = uint32_t(made.wires.size());
+    for (size_t output = 0; output < recipe.outputs.size(); ++output) {
+      const Recipe::Output &of = recipe.outputs[output];
+      const int32_t slot = of.stored ? make(call, recipe, of, period_.uses[call.outputs + output], number) : -1;
+      made.wires.push_back(slot);
+      touch(slot);
+    }
+    if (recipe.writes && !unset_.empty()) note_written(call, recipe, number);
+    called.fresh_count = uint32_t(made.fresh.size()) - called.fresh;
+    called.writes_count = uint32_t(made.writes.size()) - called.writes;
+    made.calls.push_back(std::move(called));
+  }
+
+  void touch(int32_t slot) {
+    if (slot >= 0) last_[size_t(slot)] = uint32_t(made_->calls.size());
+  }
+
+  // All of a closure runs on one stream of one device, and as the settings were.
+  void place(const Call &call, const Recipe &recipe) {
+    if (made_->calls.empty()) made_->settings = call.settings;
+    if (made_->settings != call.settings) refuse(call, "PyTorch's settings were others than before");
+    if (recipe.device.is_cpu()) {
+      if (made_->threads == 0) made_->threads = call.threads;
+      if (made_->threads != call.threads) refuse(call, "PyTorch's settings were others than before");
+      return;
+    }
+    if (made_->device.is_cpu()) {
+      made_->device = recipe.device;
+      made_->stream = call.stream;
+    }
+    if (made_->device != recipe.device) refuse(call, "it ran on another device than the rest");
+    if (made_->stream != call.stream) refuse(call, "it ran on another stream than the rest");
+  }
+
+  void note_draw(const Call &call, const Recipe &recipe, Called &called) {
+    if (!recipe.random) return;
+    const auto found = std::lower_bound(period_.drawn.begin(), period_.drawn.end(), called.number,
+                                        [](const Drawn &each, uint32_t number) { return each.call < number; });
+    if (found == period_.drawn.end() || found->call != called.number) refuse(call, "nobody knows what it drew");
+    const bool is_known = found->device_type != int8_t(c10::DeviceType::CPU) || found->state.defined();
+    if (!is_known) refuse(call, "the state that its generator was in was not noted");
+    called.drawn = int32_t(made_->drawn.size());
+    made_->drawn.push_back(*found);
+  }
+
+  // An input: it is in a slot already, or it is a leaf, or it does not matter.
+  int32_t see(const Call &call, const Recipe::Input &input, const Use &use, const Form &form) {
+    const uint64_t key = key_of(use.storage, use.state);
+    int32_t slot = keys_.find(key);
+    if (slot < 0 && input.access >= Access::kCovers) {
+      slot = new_slot();
+      made_->fresh.push_back({slot, form.nbytes(), form.device()});
+      unset_.begin(slot);
+      keys_.put(key, slot);
+      return slot;
+    }
+    if (slot < 0) {
+      slot = new_slot();
+      keys_.put(key, slot);
+      met_.push_back({slot, use, form.nbytes(), form.device()});
+    }
+    const bool reads = input.access == Access::kReads || input.access == Access::kUpdates;
+    if (reads && !unset_.empty() && !unset_.is_written(slot, form)) refuse(call, "it read what nobody wrote");
+    return slot;
+  }
+
+  // Gives a new slot to each storage that it writes, and to all of its inputs that lie there.
+  void write(const Call &call, const Recipe &recipe, const Use *uses, int32_t *slots, uint32_t number) {
+    for (size_t input = 0; input < recipe.inputs.size(); ++input) {
+      const Recipe::Input &of = recipe.inputs[input];
+      const uint64_t after = key_of(uses[input].storage, int32_t(number));
+      if (!of.stored || !of.written || keys_.find(after) >= 0) continue;
+      const int32_t from = slots[input], to = new_slot();
+      unset_.pass(from, to);
+      touch(to);
+      keys_.put(after, to);
+      made_->writes.push_back({from, to, false});
+      for (size_t other = 0; other < recipe.inputs.size(); ++other) {
+        if (uses[other].storage != uses[input].storage || !recipe.inputs[other].stored) continue;
+        if (uses[other].state != uses[input].state) refuse(call, "somebody else wrote while it ran");
+        slots[other] = to;
+      }
+    }
+  }
+
+  int32_t make(const Call &call, const Recipe &recipe, const Recipe::Output &output, const Use &use, uint32_t number) {
+    const uint64_t key = key_of(use.storage, use.state);
+    int32_t slot = keys_.find(key);
+    if (slot >= 0) return slot;
+    if (use.state != int32_t(number)) refuse(call, "it returned what nobody gave to it");
+    slot = new_slot();
+    keys_.put(key, slot);
+    if (output.unset) unset_.begin(slot);
+    return slot;
+  }
+
+  void note_written(const Call &call, const Recipe &recipe, uint32_t number) {
+    for (size_t input = 0; input < recipe.inputs.size(); ++input) {
+      const Recipe::Input &of = recipe.inputs[input];
+      if (!of.stored) continue;
+      const int32_t slot = keys_.find(key_of(period_.uses[call.inputs + input].storage, int32_t(number)));
+      if (of.access == Access::kCovers) unset_.write_all(slot);
+      if (of.access == Access::kOverwrites) unset_.write(slot, Form{&call.step->words[of.word]});
+    }
+  }
+
+  // ------------------------------------------------------------------------------------- at the end
+
+  void finish();
+  void hold(Leaf &leaf, Watched &watched) const;
+  uint64_t signature() const;
+
+  struct Met {
+    int32_t slot;
+    Use use;
+    uint64_t nbytes;
+    c10::Device device;
+  };
+
+  const Period &period_;
+  const Stops *stops_;
+  const std::function<bool(uint32_t)> is_settled_;
+  std::unique_ptr<Closure> made_;
+  std::vector<Use> wanted_;
+  Keys relative_, present_, keys_;
+  std::vector<uint64_t> marks_;
+  size_t marked_ = 0;
+  int32_t newest_ = -1;
+  std::vector<uint32_t> order_;  // from the newest
+  std::vector<uint32_t> last_;   // for each slot, the last call that needs it
+  std::vector<Met> met_;         // leaves
+  Unset unset_;
+};
+
+void Search::finish() {
+  Closure &made = *made_;
+  std::vector<bool> kept(size_t(made.slots));  // not to be written over, nor freed
+  for (size_t each = 0; each < wanted_.size(); ++each) {
+    Target &target = made.targets[each];
+    target.slot = keys_.find(key_of(wanted_[each].storage, wanted_[each].state));
+    if (target.slot < 0) throw Refused{"what made it does not return it"};
+    if (!unset_.is_written(target.slot, Form{&made.words[target.words]}))
+      throw Refused{"some of its bytes were never written"};
+    kept[size_t(target.slot)] = true;
+  }
+  std::vector<bool> is_leaf(size_t(made.slots));
+  for (const Met &each : met_) is_leaf[size_t(each.slot)] = true;
+  for (size_t call = 0; call < made.calls.size(); ++call)
+    for (uint32_t each = 0; each < made.calls[call].writes_count; ++each) {
+      Write &write = made.writes[made.calls[call].writes + each];
+      const auto from = size_t(write.from);
+      write.copies = kept[from] || is_leaf[from] || last_[from] > call;
+    }
+  for (int32_t slot = 0; slot < made.slots; ++slot)
+    if (!kept[size_t(slot)]) ++made.calls[last_[size_t(slot)]].freed_count;
+  uint32_t freed = 0;
+  for (Called &call : made.calls) {
+    call.freed = freed += call.freed_count;  // where they end; counted down below
+  }
+  made.freed.resize(freed);
+  for (int32_t slot = 0; slot < made.slots; ++slot)
+    if (!kept[size_t(slot)]) made.freed[--made.calls[last_[size_t(slot)]].freed] = slot;
+  made.leaves.reserve(met_.size());
+  made.leaf_slots.reserve(met_.size());
+  made.watch = std::make_shared<Watch>(met_.size());
+  for (const Met &each : met_) {
+    Leaf &leaf = made.leaves.emplace_back(Leaf{each.use, each.nbytes, each.device, 1, std::nullopt, {}, {}});
+    made.leaf_slots.push_back(each.slot);
+    hold(leaf, made.watch->all[made.leaves.size() - 1]);
+  }
+  made.signature = signature();
+}
+
+// Products, for one, are computed otherwise where memory begins otherwise. More than allocators promise is chance.
+uint64_t alignment_of(const c10::StorageImpl &storage) {
+  const uintptr_t most = storage.device().is_cpu() ? 64 : 256, all = uintptr_t(storage.data()) | most;
+  return all & -all;
+}
+
+// Finds the storage of a leaf, if it is as it was.
+void Search::hold(Leaf &leaf, Watched &watched) const {
+  const Stored &stored = period_.storages[leaf.use.storage];
+  if (leaf.use.state >= 0) {
+    const Call &call = period_.calls[uint32_t(leaf.use.state)];
+    for (uint32_t output = 0; output < call.outputs_count && !leaf.relative; ++output) {
+      const Use &use = period_.uses[call.outputs + output];
+      if (use.storage == leaf.use.storage && use.state == leaf.use.state)
+        leaf.relative = Relative(uint32_t(newest_ - leaf.use.state), output);
+    }
+  }
+  leaf.storage = stored.storage.lock();
+  bool is_same = leaf.storage && stored.state == leaf.use.state && leaf.storage->nbytes() == leaf.nbytes &&
+                 is_settled_(leaf.use.storage) && watched.counts(stored.counter, stored.seen);
+  if (is_same && stored.has_others)
+    for (const Other &other : period_.storages.others.at(leaf.use.storage))
+      is_same = is_same && watched.counts(other.counter, other.seen);
+  if (is_same) {
+    watched.storage = stored.storage;
+    leaf.alignment = alignment_of(*leaf.storage);
+    return;
+  }
+  const bool is_gone = !std::exchange(leaf.storage, {});
+  if (is_promised(key_of(leaf.use.storage, leaf.use.state))) return;
+  const auto constant = period_.constants.find(leaf.use.storage);
+  if (constant != period_.constants.end() && constant->second.state == leaf.use.state) {
+    leaf.constant = constant->second.bytes;
+    if (leaf.constant.size() == leaf.nbytes) return;
+  }
+  throw Lost{leaf.use.storage, is_gone ? "what it is made of is gone" : "what it is made of was written since"};
+}
+
+uint64_t Search::signature() const {
+  const Closure &made = *made_;
+  uint64_t hash = made.calls.size();
+  for (const Called &call : made.calls) {
+    hash = mix(hash, call.step->number);
+    hash = mix(hash, uint64_t(call.writes_count) << 32 | uint64_t(call.grad) << 31 | call.fresh_count);
+  }
+  for (const int32_t slot : made.wires) hash = mix(hash, uint64_t(slot));
+  for (size_t leaf = 0; leaf < made.leaves.size(); ++leaf) {
+    const c10::Device device = made.leaves[leaf].device;
+    hash = mix(hash, uint64_t(made.leaf_slots[leaf]));
+    hash = mix(hash, made.leaves[leaf].nbytes);
+    for (const char byte : made.leaves[leaf].constant) hash = mix(hash, uint8_t(byte) + 1u);
+    hash = mix(hash, uint64_t(uint8_t(device.type())) << 8 | uint8_t(device.index()));
+  }
+  for (const Target &target : made.targets) hash = mix(hash, uint64_t(target.slot));
+  for (const uint64_t word : made.words) hash = mix(hash, word);
+  return mix(hash, uint64_t(made.threads) << 32 | made.settings);
+}
+
+}  // namespace
