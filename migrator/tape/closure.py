@@ -135,7 +135,9 @@ class Closure:
         """Hold no leaf any longer: `run` is to be given all of them."""
         self._library.release(self._handle)
 
-    def run(self, leaves: Sequence[Tensor | None] | None = None, *, poison: int | None = None) -> list[Tensor]:
+    def run(
+        self, leaves: Sequence[Tensor | tuple[Tensor, int] | None] | None = None, *, poison: int | None = None
+    ) -> list[Tensor]:
         """The targets, made again, on the current stream.
 
         Nothing of the program's is changed: what an operator writes is a copy. The interpreter's lock is not held.
@@ -145,7 +147,8 @@ class Closure:
         ----------
         leaves
             For each leaf a tensor that lies on a storage with its bytes, or one of so many bytes in a larger storage;
-            None for that which the closure holds. All are, where nothing is given.
+            or any that was a part of it, with the byte at which that began. None for one that the closure holds, or
+            for numbers of Python's. It holds all of them, where nothing is given.
         poison
             What memory is filled with that no operator has written.
 

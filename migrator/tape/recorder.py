@@ -75,6 +75,11 @@ class Recorder:
         self._compiled.remove()
         return None if period is None else Tape.read(self._native, period)
 
+    def stop(self) -> None:
+        """Forget what was recorded; in the thread that began. Closures stay good."""
+        self._native.end()
+        self._compiled.remove()
+
     def stops(self) -> Stops:
         """Room for values that somebody promises to have, of the period that is being recorded."""
         return Stops(self._native)

@@ -134,7 +134,7 @@ class Recorder(Protocol):
         ...
 
     def run(  # noqa: D102
-        self, closure: Handle, leaves: Sequence[Tensor | None] | None, poison: int, /
+        self, closure: Handle, leaves: Sequence[Tensor | tuple[Tensor, int] | None] | None, poison: int, /
     ) -> list[Tensor] | str: ...
 
     def is_same(self, one: Tensor, other: Tensor, /) -> bool:  # noqa: D102

@@ -229,20 +229,40 @@ Buffer buffer_of(const std::vector<char> &constant) {
   return buffer;
 }
 
-// The memory that a leaf is in now: all of a storage, or so many bytes of one.
-Buffer buffer_of(const Leaf &leaf, const at::Tensor &given) {
-  c10::StorageImpl *storage = storage_of(given);
+// The memory that a leaf is in now: all of a storage, or so many bytes of one. A tensor that was a part of the leaf,
+// from its byte `first` on, tells where that is.
+Buffer buffer_of(const Leaf &leaf, const at::Tensor &given, std::optional<uint64_t> first) {
+  c10::StorageImpl *storage = given.defined() ? storage_of(given) : nullptr;
   if (!storage || storage->device() != leaf.device) throw Differs("what it is made of is on another device");
   const c10::TensorImpl &impl = *given.unsafeGetTensorImpl();
+  const uint64_t at = uint64_t(impl.storage_offset()) * impl.itemsize();
   Buffer buffer{given.storage(), 0, leaf.nbytes};
-  if (storage->nbytes() != leaf.nbytes) {
+  if (first) {
+    if (at < *first || at - *first + leaf.nbytes > storage->nbytes())
+      throw Differs("what it is made of has another size");
+    buffer.base = at - *first;
+  } else if (storage->nbytes() != leaf.nbytes) {
     const bool is_bytes = given.scalar_type() == at::kByte && impl.dim() == 1 && impl.is_contiguous();
     if (!is_bytes || uint64_t(impl.numel()) != leaf.nbytes) throw Differs("what it is made of has another size");
-    buffer.base = uint64_t(impl.storage_offset());
+    buffer.base = at;
   }
   const auto address = uintptr_t(storage->data()) + buffer.base;
   if (leaf.nbytes && address % leaf.alignment) throw Differs("what it is made of begins at an odd address");
   return buffer;
+}
+
+Buffer buffer_of(const Leaf &leaf, PyObject *given) {
+  if (!PyTuple_Check(given)) return buffer_of(leaf, tensor_of(given), std::nullopt);
+  TORCH_CHECK(PyTuple_GET_SIZE(given) == 2, "a tensor and its first byte are wanted");
+  return buffer_of(leaf, tensor_of(PyTuple_GET_ITEM(given, 0)), uint64_t(integer_of(PyTuple_GET_ITEM(given, 1))));
+}
+
+// What it has of a leaf itself.
+Buffer own_buffer_of(const Leaf &leaf) {
+  if (!leaf.constant.empty()) return buffer_of(leaf.constant);
+  if (!leaf.storage) throw Differs("what it is made of was let go of");
+  if (leaf.storage->nbytes() != leaf.nbytes) throw Differs("what it is made of has another size");
+  return {c10::Storage(leaf.storage), 0, leaf.nbytes};
 }
 
 std::vector<at::Tensor> replayed(const Closure &of, std::vector<Buffer> buffers, std::optional<uint8_t> poison) {
@@ -276,17 +296,7 @@ PyObject *run(PyObject *, PyObject *const *args, Py_ssize_t count) {
       for (size_t leaf = 0; leaf < of.leaves.size(); ++leaf) {
         PyObject *each = given ? PySequence_Fast_GET_ITEM(given.get(), Py_ssize_t(leaf)) : Py_None;
         const Leaf &own = of.leaves[leaf];
-        if (each == Py_None && !own.storage && !own.constant.empty()) {
-          buffers.push_back(buffer_of(own.constant));
-          continue;
-        }
-        if (each == Py_None && !own.storage) throw Differs("what it is made of was let go of");
-        if (each != Py_None) {
-          buffers.push_back(buffer_of(own, tensor_of(each)));
-        } else {
-          if (own.storage->nbytes() != own.nbytes) throw Differs("what it is made of has another size");
-          buffers.push_back({c10::Storage(own.storage), 0, own.nbytes});
-        }
+        buffers.push_back(each == Py_None ? own_buffer_of(own) : buffer_of(own, each));
       }
       std::vector<at::Tensor> results;
       {

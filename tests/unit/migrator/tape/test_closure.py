@@ -538,6 +538,11 @@ def test_leaf_may_lie_elsewhere(recorder: Recorder) -> None:
     x.zero_()
     assert torch.equal(closure.run([room[256:304]])[0], y)
     assert torch.equal(closure.run([room[256:304].clone()])[0], y)
+    part = room.view(torch.float32)[67:70].view(3, 1)  # from its fourth number on
+    assert torch.equal(closure.run([(part, 12)])[0], y)
+    for first in (0, 8, 280, 10_000):
+        with pytest.raises(Differs):
+            closure.run([(part, first)])
     for wrong in (room, room[256:303], room.to("meta")):
         with pytest.raises(Differs):
             closure.run([wrong])
