@@ -22,10 +22,12 @@ struct Leaf {
   Use use;
   uint64_t nbytes;
   c10::Device device;
-  uint64_t alignment;  // that its address had; 1 if that is not known
+  uint64_t alignment = 1;  // that its address had; 1 if that is not known
   std::optional<Relative> relative;
   std::vector<char> constant;                    // its bytes, if Python's numbers are all that it is
   c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is let go of
+  // Where it was, if that has been written since: who promised it has it elsewhere.
+  c10::weak_intrusive_ptr<c10::StorageImpl> not_on = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
 };
 
 struct Write {

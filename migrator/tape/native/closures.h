@@ -234,6 +234,7 @@ Buffer buffer_of(const std::vector<char> &constant) {
 Buffer buffer_of(const Leaf &leaf, const at::Tensor &given, std::optional<uint64_t> first) {
   c10::StorageImpl *storage = given.defined() ? storage_of(given) : nullptr;
   if (!storage || storage->device() != leaf.device) throw Differs("what it is made of is on another device");
+  if (leaf.not_on._unsafe_get_target() == storage) throw Differs("what it is made of was written since");
   const c10::TensorImpl &impl = *given.unsafeGetTensorImpl();
   const uint64_t at = uint64_t(impl.storage_offset()) * impl.itemsize();
   Buffer buffer{given.storage(), 0, leaf.nbytes};

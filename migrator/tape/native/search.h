@@ -341,7 +341,7 @@ void Search::finish() {
   made.leaf_slots.reserve(met_.size());
   made.watch = std::make_shared<Watch>(met_.size());
   for (const Met &each : met_) {
-    Leaf &leaf = made.leaves.emplace_back(Leaf{each.use, each.nbytes, each.device, 1, std::nullopt, {}, {}});
+    Leaf &leaf = made.leaves.emplace_back(Leaf{each.use, each.nbytes, each.device});
     made.leaf_slots.push_back(each.slot);
     hold(leaf, made.watch->all[made.leaves.size() - 1]);
   }
@@ -377,7 +377,10 @@ void Search::hold(Leaf &leaf, Watched &watched) const {
     return;
   }
   const bool is_gone = !std::exchange(leaf.storage, {});
-  if (is_promised(key_of(leaf.use.storage, leaf.use.state))) return;
+  if (is_promised(key_of(leaf.use.storage, leaf.use.state))) {
+    leaf.not_on = stored.storage;
+    return;
+  }
   const auto constant = period_.constants.find(leaf.use.storage);
   if (constant != period_.constants.end() && constant->second.state == leaf.use.state) {
     leaf.constant = constant->second.bytes;

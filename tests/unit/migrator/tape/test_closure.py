@@ -203,6 +203,18 @@ def test_leaf_is_not_written(recorder: Recorder) -> None:
         assert torch.equal(held, before)
 
 
+def test_promise_that_was_written_since_is_not_taken_for_kept(taped: Recorder) -> None:
+    x = torch.randn(4)
+    stops = taped.stops()
+    stops.add(x)
+    held, y = x.clone(), x.sin()
+    x.add_(1)
+    closure = closure_of(taped, y, stops=stops)
+    with pytest.raises(Differs, match="written since"):
+        closure.run([x])
+    assert torch.equal(closure.run([held])[0], y)
+
+
 def test_targets_of_one_storage_in_two_states_are_both_made(taped: Recorder) -> None:
     x = torch.randn(4)
     y = x.sin()
