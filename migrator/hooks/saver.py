@@ -32,6 +32,7 @@ from torch_tiers.migrator.hooks.stack import OnStack
 from torch_tiers.migrator.recompute.dropped import Dropped
 from torch_tiers.migrator.recompute.origins import note, note_epsilon
 from torch_tiers.migrator.recompute.regions import Regions
+from torch_tiers.migrator.recompute.replays import Replays
 from torch_tiers.migrator.recording.observer import Observer
 from torch_tiers.migrator.recording.recorder import Record
 
@@ -80,6 +81,8 @@ class Saver(OnStack):
         Told how many objects the hooks will hold.
     tensors : Tensors
         What is done with each tensor.
+    replays : Replays, optional
+        What makes tensors again by the operators that made them.
     """
 
     def __init__(
@@ -89,8 +92,10 @@ class Saver(OnStack):
         period_over: Callable[[Saver], None],
         allowance: Allowance,
         tensors: Tensors,
+        replays: Replays | None = None,
     ) -> None:
         super().__init__()
+        self._replays = replays
         self._tensors = tensors
         self._forks = _forks
         self.modules: Modules[Action] = Modules()
@@ -110,7 +115,7 @@ class Saver(OnStack):
         self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
         self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
         self._sharded = False  # whether these change within a forward
-        self._observer = Observer(self.regions, self._movable, self.hooks[1])
+        self._observer = Observer(self.regions, self._movable, self.hooks[1], replays)
 
     # ----------------------------------------------------------------------------------- on, off
 
@@ -173,8 +178,12 @@ class Saver(OnStack):
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
             # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
             self._root, self._fixed = weakref.ref(module), None
-            if self.place.recording or self._agenda.makes:
+            if (
+                self.place.recording or self._agenda.makes or not self.movers
+            ):  # with the first one something is recorded
                 self._observer.forward_begins(module, recording=self.place.recording, asks=self._agenda.searches)
+                if self._replays is not None and torch.is_grad_enabled():
+                    self._replays.begin()
             self._root_begins(self, module)
         self.modules.enter(module)
         if not self.place.recording:
@@ -273,6 +282,8 @@ class Saver(OnStack):
             if self.place.recording and self._looks < LOOKS:
                 self._unrecorded = 0
             self._looks = 0
+            if self._replays is not None:
+                self._replays.end()
             try:
                 self._period_over(self)
             finally:  # whoever catches what it raises may go on
@@ -352,8 +363,15 @@ class Saver(OnStack):
         else:
             packed = self._move(tensor, node, number, action)
         if number in node.noted:
-            note(tensor, packed, f"{node.path}:{number}")
+            self._note(tensor, packed, f"{node.path}:{number}")
         return packed
+
+    def _note(self, tensor: Tensor, packed: Packed, key: str) -> None:
+        """Remember what was packed: others may be made from it."""
+        if self._replays is None:
+            note(tensor, packed, key)
+        else:
+            self._replays.note(tensor, packed, key)
 
     def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
         """Pack as ever, and remember with the node that made the tensor what became of it; try its formula."""
@@ -367,7 +385,7 @@ class Saver(OnStack):
         else:
             packed = self._move(tensor, node, number, action)
         self._observer.prepare(tensor, key, packed)
-        note(tensor, packed, key)
+        self._note(tensor, packed, key)
         record = packed[3] if isinstance(packed, tuple) else packed.record
         if record is not None:
             record.recorder.resume()
@@ -421,6 +439,8 @@ class Saver(OnStack):
         if _graph_task() == -1:
             return  # somebody looks at `grad_fn._saved_*`
         self.place.in_backward = True
+        if self._replays is not None:
+            self._replays.turn()
         for mover in self.armed_movers:
             mover.begin_backward()
 

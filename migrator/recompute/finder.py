@@ -135,6 +135,9 @@ class Finder:
             return None
         if self.verified.choices is not None and self.verified.choices is not source.choices:
             return None
+        if (replays := source.replays) is not None:
+            closure = replays.find(base)
+            return closure[0] if closure is not None and closure[0].name in self.verified.held else None
         node = _maker(base)
         if node is None:
             return None

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from torch_tiers.migrator.recompute.replays import Replays
+
 _ORIGIN, _EPSILON = "tiers.origin", "tiers.epsilon"  # in a node's metadata, which lives and dies with the node
 
 Versions: TypeAlias = Mapping[int, tuple[Callable[[], Any], int]]
@@ -35,6 +37,8 @@ class Origins:
         The kernels that the program had chosen when that forward began: one object for all that are equal.
     epsilon : float, optional
         What normalisations take of which nobody tells.
+    replays : Replays, optional
+        What makes tensors again by the operators that made them; then nothing else is asked for.
     """
 
     def __init__(
@@ -47,7 +51,9 @@ class Origins:
         began: int,
         choices: object = None,
         epsilon: float | None = None,
+        replays: Replays | None = None,
     ) -> None:
+        self.replays = replays
         self._unpack = unpack
         self._keep = keep
         self._versions = versions

@@ -20,6 +20,7 @@ from torch_tiers.migrator.recompute.finder import Took, Verified, base_of, find,
 from torch_tiers.migrator.recompute.formulas import Formula, given_at_last
 from torch_tiers.migrator.recompute.origins import Origins, Versions, note_epsilon
 from torch_tiers.migrator.recompute.regions import Regions
+from torch_tiers.migrator.recompute.replays import Replays
 from torch_tiers.migrator.recompute.trials import Inputs, Trial
 from torch_tiers.migrator.recompute.watch import Watch
 from torch_tiers.migrator.recording.recorder import Recorder
@@ -47,9 +48,18 @@ class Observer:
         Whether a tensor may move.
     unpack : callable
         The thread's own unpack hook.
+    replays : Replays, optional
+        What makes tensors again by the operators that made them; without it that is done by formulas.
     """
 
-    def __init__(self, regions: Regions, movable: Movable, unpack: Callable[[Any], Tensor]) -> None:
+    def __init__(
+        self,
+        regions: Regions,
+        movable: Movable,
+        unpack: Callable[[Any], Tensor],
+        replays: Replays | None = None,
+    ) -> None:
+        self._replays = replays
         self._regions = regions
         self._movable = movable
         self._unpack = unpack
@@ -151,10 +161,19 @@ class Observer:
                 others = None
             self._regions.seen(module, repeatable=all([recorder.leave(path, others) for recorder in recorders]))
 
+    def _find(self, base: Tensor, source: Origins) -> Formula | None:
+        if self._replays is None:
+            return find(base, source)
+        if self._began == NO_FORWARD or (found := self._replays.find(base)) is None:
+            return None
+        what, keys = found
+        source.found |= keys
+        return what
+
     def origins(self, epsilon: float | None = None) -> Origins:
         """Where formulas find their inputs now."""
         keeper = self._unpack, keep, self._versions, self._asked, self._changed
-        return Origins(*keeper, self._began, self._choices, epsilon)
+        return Origins(*keeper, self._began, self._choices, epsilon, self._replays)
 
     def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
         """See whether the tensor could be recomputed, if this is the first of its storage."""
@@ -166,7 +185,7 @@ class Observer:
             return
         for epsilon in (None, *EPSILONS):
             source = self.origins(epsilon)
-            what = packed.made.formula if isinstance(packed, Dropped) else find(base, source)
+            what = packed.made.formula if isinstance(packed, Dropped) else self._find(base, source)
             inputs = None if what is None else _inputs(what, record.recorder)
             if what is not None and inputs is not None:
                 if trials.knows(ident, key, base, what, inputs, source):

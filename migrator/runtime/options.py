@@ -17,6 +17,7 @@ from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.log_softmax import Overwriting
 from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import Timeline
 from torch_tiers.migrator.telemetry.transfers import Transfer
@@ -67,6 +68,8 @@ class Options:
         What is done with each tensor, in Python or natively; called when the first thread trains.
     overwriting : callable
         What has log-softmax's backward take less memory, if it can be had; called when the first thread trains.
+    recorder : callable
+        The recorder of operators, if it can be had; called when the first thread trains.
     armed : callable
         Called in each thread when it begins to train.
     native_lanes : bool
@@ -87,6 +90,7 @@ class Options:
     advisor: Advisor | None = None
     tensors: Callable[[], Tensors] = lambda: in_python
     overwriting: Callable[[], Overwriting | None] = lambda: None
+    recorder: Callable[[], Recorder | None] = lambda: None
     armed: Callable[[], None] = lambda: None
     native_lanes: bool = True
     timeline: Timeline | None = None

@@ -33,6 +33,7 @@ from torch_tiers.migrator.lanes.host import HostCompute
 from torch_tiers.migrator.learning.made import Made
 from torch_tiers.migrator.log_softmax import Overwriting
 from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.recompute.replays import Replays
 from torch_tiers.migrator.runtime import entry
 from torch_tiers.migrator.runtime.advice import Advice
 from torch_tiers.migrator.runtime.devices import Devices, has_tiers, name_of
@@ -41,6 +42,7 @@ from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.optimizers import Optimizers
 from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.steps import StepTimes
+from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.trace import Trace
 
@@ -63,6 +65,7 @@ class Runtime:
         self.closed = False
         self._learned: tuple[Trace, Plan] | None = None
         self._tensors: Tensors | None = None
+        self._recorder: Recorder | None = None
         self._overwriting: Overwriting | None = None
         self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()
@@ -175,10 +178,12 @@ class Runtime:
                     self._tensors = self.options.tensors()
                 except TiersError as error:
                     self._refuse(error)
+                self._recorder = self.options.recorder()
                 self._overwriting = self.options.overwriting()
                 if self._overwriting is not None:
                     self._overwriting.install()
-        saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance, self._tensors)
+        replays = None if self._recorder is None else Replays(self._recorder)
+        saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance, self._tensors, replays)
         saver.push()
         self._thread.saver = saver
         with self._listing:

@@ -1,0 +1,190 @@
+"""What makes saved tensors again from others: closures of the operators that the forward under way has run.
+
+While a forward is recorded on the tape, each saved tensor is a value there. What makes one of them is found by walking
+back from it to others that were saved, and to what no operator of this forward made, such as parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_tiers.migrator.recompute.dropped import MODIFIED
+from torch_tiers.migrator.recompute.formulas import Formula
+from torch_tiers.migrator.tape.closure import Closure, Refused, Stops
+
+if TYPE_CHECKING:
+    from torch_tiers.migrator.tape.recorder import Recorder
+
+
+class _Pack(NamedTuple):
+    """What was packed of a saved tensor, without keeping that alive.
+
+    Attributes
+    ----------
+    ref : weak reference
+        To what was packed; of what stays to the alias.
+    rest : tuple or None
+        The rest of what stays, see `packed.Kept`.
+    first : int
+        The byte of the storage at which the tensor begins.
+    key : str
+        The site.
+    """
+
+    ref: weakref.ref[Any]
+    rest: tuple[Any, ...] | None
+    first: int
+    key: str
+
+    def get(self) -> Any:
+        """What was packed; None if the graph has let go of it."""
+        found = self.ref()
+        return found if found is None or self.rest is None else (found, *self.rest)
+
+
+class Replays:
+    """The closures of one thread's forward.
+
+    Parameters
+    ----------
+    recorder : Recorder
+        The process's recorder of operators, which one thread at a time can have.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._packs: dict[tuple[int, int], _Pack] = {}
+        self._stops: Stops | None = None
+        self._thread = threading.get_ident()
+        self._is_over = False  # backward has begun
+
+    @property
+    def on(self) -> bool:
+        """Whether this thread's operators are being recorded."""
+        return self._stops is not None
+
+    def begin(self) -> None:
+        """A forward begins: record it, unless another thread is recorded. Several may follow before backward."""
+        self.end()
+        if self._stops is None and self._recorder.begin(states=True):
+            self._stops = self._recorder.stops()
+
+    def turn(self) -> None:
+        """Backward begins. Closures that were found stay good."""
+        self._is_over = True
+        self.end()
+
+    def end(self) -> None:
+        """Record no more, if backward has begun.
+
+        Not in another thread than its own, as backward's may be: it is that one's operators that come by the recorder.
+        """
+        if self._is_over and threading.get_ident() == self._thread:
+            self._is_over = False
+            if self._stops is not None:
+                self._stops = None
+                self._packs.clear()
+                self._recorder.stop()
+
+    def note(self, tensor: Tensor, packed: Any, key: str) -> None:
+        """Remember what was packed of a tensor at a site: others may be made from it."""
+        if self._stops is None:
+            return
+        value = self._stops.add(tensor)
+        if value is None or (value in self._packs and self._packs[value].get() is not None):
+            return
+        kept = type(packed) is tuple
+        ref = weakref.ref(packed[0] if kept else packed)
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        self._packs[value] = _Pack(ref, packed[1:] if kept else None, first, key)
+
+    def find(self, base: Tensor) -> tuple[Formula, frozenset[str]] | None:
+        """What makes all of a tensor's storage again, and at which sites that was saved which it takes.
+
+        None if there is nothing of that kind.
+        """
+        if self._stops is None or base.storage_offset() or base.nbytes != base.untyped_storage().nbytes():
+            return None
+        closure = self._recorder.closure([base], self._stops)
+        if isinstance(closure, Refused):
+            return None
+        inputs, keys, own = list[Any](), list[str](), list[Tensor | None]()
+        places: list[tuple[int, int] | None] = []  # of each leaf: which input it is, and where that begins
+        held = closure.leaf_tensors()
+        for leaf, tensor in zip(closure.leaves, held, strict=True):
+            pack = self._packs.get((leaf.storage, leaf.state))
+            packed = None if pack is None else pack.get()
+            if pack is None or packed is None or (leaf.state < 0 and _stays(packed) and tensor is not None):
+                if tensor is None:
+                    return None
+                places.append(None)
+                own.append(tensor)
+                continue
+            if not _is_whole(packed, leaf.nbytes):
+                return None
+            places.append((len(inputs), pack.first))
+            own.append(None)
+            inputs.append(packed)
+            keys.append(pack.key)
+        closure.release()
+        run = _Run(closure, tuple(places), tuple(own), tuple(leaf.nbytes for leaf in closure.leaves))
+        return Formula(_name(closure), tuple(inputs), run), frozenset(keys)
+
+
+def _stays(packed: Any) -> bool:
+    """Whether what was packed is a parameter's, or too small to move."""
+    return type(packed) is tuple and packed[3] is not None and packed[3].known is None
+
+
+def _is_whole(packed: Any, nbytes: int) -> bool:
+    """Whether all bytes of a storage are where what was packed is; of a large one a part may have moved."""
+    saved = getattr(packed, "saved", None)
+    return saved is None or (saved.low == 0 and saved.nbytes >= nbytes)
+
+
+def _name(closure: Closure) -> str:
+    """As formulas are named: the last operator, and those before it."""
+    *before, last = (name.removeprefix("aten::") for name in closure.names)
+    return f"{last}({','.join(before)})#{closure.signature & (1 << 64) - 1:016x}"
+
+
+class _Run:
+    """Makes the tensor of one closure out of its unpacked inputs."""
+
+    __slots__ = ("_closure", "_nbytes", "_own", "_places")
+
+    def __init__(
+        self,
+        closure: Closure,
+        places: tuple[tuple[int, int] | None, ...],
+        own: tuple[Tensor | None, ...],
+        nbytes: tuple[int, ...],
+    ) -> None:
+        self._closure = closure
+        self._places = places
+        self._own = own
+        self._nbytes = nbytes
+
+    def __call__(self, values: Sequence[Tensor]) -> Tensor:
+        if self._closure.is_stale:
+            raise RuntimeError(f"what a saved tensor is made from again has been {MODIFIED}.")
+        leaves = [
+            tensor if place is None else _bytes_of(values[place[0]], place[1], nbytes)
+            for place, tensor, nbytes in zip(self._places, self._own, self._nbytes, strict=True)
+        ]
+        (made,) = self._closure.run(leaves)
+        return made
+
+
+def _bytes_of(tensor: Tensor, first: int, nbytes: int) -> Tensor:
+    """All bytes of the storage of a saved tensor that began at byte `first` there, wherever they lie now."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize - first
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), begin, (nbytes,), (1,)
+    )
