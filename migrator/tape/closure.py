@@ -173,7 +173,8 @@ class Closure:
 
         It is given the leaf's number, once for each leaf, in the thread that writes, as long as the closure lives. Only
         of operators that are recorded is it told; of others `is_stale` knows afterwards, if versions count them. What
-        it raises is reported as unraisable, and the leaf counts as written.
+        it raises is reported as unraisable, and the leaf counts as written. It is to hold the closure weakly, or both
+        live for ever.
         """
         self._library.watch(self._handle, function)
 

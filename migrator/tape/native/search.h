@@ -48,9 +48,9 @@ class Search {
   }
 
  private:
-  // What a storage had before somebody of the tape wrote to it is lost. What it has now is there.
+  // What a leaf was is nowhere any more.
   struct Lost {
-    uint32_t storage;
+    int32_t slot;
     std::string reason;
   };
 
@@ -65,15 +65,40 @@ class Search {
       finish();
       return true;
     } catch (const Lost &lost) {
-      // So the walk is to stop at that, if it comes by.
-      const int32_t now = period_.storages[lost.storage].state;
-      const uint64_t key = key_of(lost.storage, now);
-      if (is_last || now < 0 || is_stop(key) || keys_.find(key) == Keys::kNone) throw Refused{lost.reason};
-      for (const Use &use : wanted_)
-        if (key_of(use.storage, use.state) == key) throw Refused{lost.reason};
-      present_.put(key, 0);
+      if (is_last || !stops_after(lost.slot)) throw Refused{lost.reason};
       return false;
     }
+  }
+
+  // Has the walk stop at what was made of a slot in place, if that is there: at statistics that run, and vectors that
+  // an iteration refines. Whether there is any.
+  bool stops_after(int32_t lost) {
+    std::vector<bool> is_of(size_t(made_->slots));
+    is_of[size_t(lost)] = true;
+    const auto has = [&](int32_t slot) { return slot >= 0 && is_of[size_t(slot)]; };
+    for (const Called &call : made_->calls) {
+      const auto wire = made_->wires.begin(), outputs = wire + call.outputs;
+      const auto end = outputs + std::ptrdiff_t(call.recipe->outputs.size());
+      const auto first = made_->writes.begin() + call.writes, last = first + call.writes_count;
+      if (!std::any_of(wire + call.inputs, outputs, has) &&
+          !std::any_of(first, last, [&](const Write &each) { return has(each.from); }))
+        continue;
+      for (auto each = outputs; each != end; ++each)
+        if (*each >= 0) is_of[size_t(*each)] = true;
+      for (auto each = first; each != last; ++each) is_of[size_t(each->to)] = true;
+    }
+    bool found = false;
+    for (const auto &[use, slot] : written_) {
+      const Stored &stored = period_.storages[use.storage];
+      const uint64_t key = key_of(use.storage, use.state);
+      const bool is_wanted = std::any_of(wanted_.begin(), wanted_.end(), [&, of = use](const Use &each) {
+        return each.storage == of.storage && each.state == of.state;
+      });
+      if (!has(slot) || is_wanted || is_stop(key) || stored.state != use.state || stored.storage.expired()) continue;
+      present_.put(key, 0);
+      found = true;
+    }
+    return found;
   }
 
   void begin_again() {
@@ -84,6 +109,7 @@ class Search {
     order_.clear();
     last_.clear();
     met_.clear();
+    written_.clear();
     unset_.clear();
   }
 
@@ -252,6 +278,7 @@ class Search {
       touch(to);
       keys_.put(after, to);
       made_->writes.push_back({from, to, false});
+      written_.emplace_back(Use{uses[input].storage, kNoVersion, int32_t(number)}, to);
       for (size_t other = 0; other < recipe.inputs.size(); ++other) {
         if (uses[other].storage != uses[input].storage || !recipe.inputs[other].stored) continue;
         if (uses[other].state != uses[input].state) refuse(call, "somebody else wrote while it ran");
@@ -303,9 +330,10 @@ class Search {
   std::vector<uint64_t> marks_;
   size_t marked_ = 0;
   int32_t newest_ = -1;
-  std::vector<uint32_t> order_;  // from the newest
-  std::vector<uint32_t> last_;   // for each slot, the last call that needs it
-  std::vector<Met> met_;         // leaves
+  std::vector<uint32_t> order_;                   // from the newest
+  std::vector<uint32_t> last_;                    // for each slot, the last call that needs it
+  std::vector<std::pair<Use, int32_t>> written_;  // what is made in place, and its slots
+  std::vector<Met> met_;                          // leaves
   Unset unset_;
 };
 
@@ -386,7 +414,7 @@ void Search::hold(Leaf &leaf, Watched &watched) const {
     leaf.constant = constant->second.bytes;
     if (leaf.constant.size() == leaf.nbytes) return;
   }
-  throw Lost{leaf.use.storage, is_gone ? "what it is made of is gone" : "what it is made of was written since"};
+  throw Lost{made_->leaf_slots.back(), is_gone ? "what it is made of is gone" : "what it is made of was written since"};
 }
 
 uint64_t Search::signature() const {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,21 @@ from torch.utils.checkpoint import checkpoint
 from tests.unit.migrator.tape.programs import PROGRAMS, Program
 from torch_tiers.migrator.tape.closure import Closure, Refused
 from torch_tiers.migrator.tape.recorder import Recorder
+
+
+class Dropped:
+    """Stands for a tensor, which is made again once it is wanted, or before it cannot be any more."""
+
+    def __init__(self, closure: Closure) -> None:
+        self.closure = closure
+        self.made: Tensor | None = None
+        weak = weakref.ref(self)
+        closure.watch(lambda leaf: weak().get())  # type: ignore[union-attr]
+
+    def get(self) -> Tensor:
+        if self.made is None:
+            (self.made,) = self.closure.run()
+        return self.made
 
 
 @dataclass
@@ -45,14 +61,14 @@ class Dropping:
                 self.untrue.append(found)
                 return tensor
             self.made.append(found)
-            return found
+            return Dropped(found)
 
     def unpack(self, packed: object) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        assert isinstance(packed, Closure)
+        assert isinstance(packed, Dropped)
         self.runs += 1
-        return packed.run()[0]
+        return packed.get()
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)

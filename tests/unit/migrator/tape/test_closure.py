@@ -281,6 +281,18 @@ def test_what_a_storage_has_now_will_do_where_what_it_had_is_lost(recorder: Reco
     recorder.end()
 
 
+def test_vectors_that_an_iteration_refined_are_leaves(recorder: Recorder) -> None:
+    weight, u, v, x = torch.randn(4, 3), torch.randn(4), torch.randn(3), torch.randn(2, 4)
+    recorder.begin()
+    F.normalize(weight.t() @ u, dim=0, out=v)
+    F.normalize(weight @ v, dim=0, out=u)
+    y = x @ (weight / (u.clone() @ (weight @ v.clone())))
+    closure = closure_of(recorder, y)
+    recorder.end()
+    assert sorted(each.nbytes for each in closure.leaves) == [12, 16, 32, 48]
+    assert torch.equal(closure.run()[0], y)
+
+
 def test_numbers_of_python_s_are_kept(taped: Recorder) -> None:
     x = torch.zeros(4, 4)
     x[1] = 3
