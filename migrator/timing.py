@@ -24,8 +24,8 @@ Timed = TypeVar("Timed", Recipe, Region)
 LARGE = 64 * MiB  # of an operation's result: past what caches hold, and longer than a call takes
 SEVERAL = 3  # of a kind, of which the one in the middle tells what they take
 CALL = 5e-6  # seconds between two kernels
-PRODUCT = re.compile(r"\w*(?:mmBackward0|ConvolutionBackward0)(?:\[.*?\])?")
-"""Matrix products and convolutions in a formula's name; a convolution is named with its shapes."""
+PRODUCT = re.compile(r"\w*(?:mmBackward0|ConvolutionBackward0)(?:\[.*?\])?|\b(?:\w*mm|convolution|\w*attention\w*)\b")
+"""Products in the name of a formula, where a convolution is named with its shapes, or of operators."""
 
 
 class Lap(NamedTuple):

@@ -86,6 +86,16 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+@pytest.fixture
+def by_replay() -> Iterator[None]:
+    """What scenarios have recomputed is made by the operators that made it."""
+    from tests.scenarios import REPLAYS
+
+    token = REPLAYS.set(True)
+    yield
+    REPLAYS.reset(token)
+
+
 @pytest.fixture(scope="session")
 def overwriting() -> Overwriting:
     """What has log-softmax's backward take less memory; built once, and kept where a program would find it."""

@@ -127,6 +127,8 @@ class Saver(OnStack):
     def pop(self) -> None:
         """Switch the hooks off; where somebody else's lie on top of them, from now on everything stays."""
         self.take_off()
+        if self._replays is not None:
+            self._replays.close()
         self._agenda = self.place.agenda = Agenda()
         self.movers = {}
         self.place.recording = False

@@ -67,7 +67,12 @@ class Formula(NamedTuple):
 
 
 def operation(name: str) -> str:
-    """What a formula is called in a trace: its last operation, and the last product before that."""
+    """What a formula is called in a trace: its last operation, and the last product before that.
+
+    Of a closure all operators, without its signature.
+    """
+    if "#" in name:
+        return name.partition("#")[0]
     last, _, before = name.partition("(")
     product = product_in(before)
     return f"{last}({product})" if product else last

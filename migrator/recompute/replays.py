@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from torch_tiers.migrator.recompute.dropped import MODIFIED
@@ -20,6 +19,9 @@ from torch_tiers.migrator.tape.closure import Closure, Refused, Stops
 
 if TYPE_CHECKING:
     from torch_tiers.migrator.tape.recorder import Recorder
+
+
+NAMED = 6  # operators of a closure that its name tells, besides the last
 
 
 class _Pack(NamedTuple):
@@ -87,10 +89,17 @@ class Replays:
         """
         if self._is_over and threading.get_ident() == self._thread:
             self._is_over = False
-            if self._stops is not None:
-                self._stops = None
-                self._packs.clear()
-                self._recorder.stop()
+            self.close()
+
+    def close(self) -> None:
+        """Record no more, whether backward has begun or not. Idempotent."""
+        if self._stops is not None:
+            self._stops = None
+            self._packs.clear()
+            self._recorder.stop()
+
+    def __del__(self) -> None:
+        self.close()  # of a thread that has ended: no other could record
 
     def note(self, tensor: Tensor, packed: Any, key: str) -> None:
         """Remember what was packed of a tensor at a site: others may be made from it."""
@@ -121,7 +130,7 @@ class Replays:
             pack = self._packs.get((leaf.storage, leaf.state))
             packed = None if pack is None else pack.get()
             if pack is None or packed is None or (leaf.state < 0 and _stays(packed) and tensor is not None):
-                if tensor is None:
+                if tensor is None and not leaf.is_constant:
                     return None
                 places.append(None)
                 own.append(tensor)
@@ -133,7 +142,7 @@ class Replays:
             inputs.append(packed)
             keys.append(pack.key)
         closure.release()
-        run = _Run(closure, tuple(places), tuple(own), tuple(leaf.nbytes for leaf in closure.leaves))
+        run = _Run(closure, tuple(places), tuple(own))
         return Formula(_name(closure), tuple(inputs), run), frozenset(keys)
 
 
@@ -149,42 +158,34 @@ def _is_whole(packed: Any, nbytes: int) -> bool:
 
 
 def _name(closure: Closure) -> str:
-    """As formulas are named: the last operator, and those before it."""
-    *before, last = (name.removeprefix("aten::") for name in closure.names)
-    return f"{last}({','.join(before)})#{closure.signature & (1 << 64) - 1:016x}"
+    """As formulas are named: the last operator, and those before it; and the signature, which tells it from others."""
+    *before, last = (name.removeprefix("aten::").partition(".")[0] for name in closure.names)
+    first = [f"{len(before) - NAMED} more", *before[-NAMED:]] if len(before) > NAMED else before
+    operators = f"{last}({', '.join(first)})" if first else last
+    return f"{operators}#{closure.signature & (1 << 64) - 1:016x}"
 
 
 class _Run:
     """Makes the tensor of one closure out of its unpacked inputs."""
 
-    __slots__ = ("_closure", "_nbytes", "_own", "_places")
+    __slots__ = ("_closure", "_own", "_places")
 
     def __init__(
         self,
         closure: Closure,
         places: tuple[tuple[int, int] | None, ...],
         own: tuple[Tensor | None, ...],
-        nbytes: tuple[int, ...],
     ) -> None:
         self._closure = closure
         self._places = places
         self._own = own
-        self._nbytes = nbytes
 
     def __call__(self, values: Sequence[Tensor]) -> Tensor:
         if self._closure.is_stale:
             raise RuntimeError(f"what a saved tensor is made from again has been {MODIFIED}.")
         leaves = [
-            tensor if place is None else _bytes_of(values[place[0]], place[1], nbytes)
-            for place, tensor, nbytes in zip(self._places, self._own, self._nbytes, strict=True)
+            tensor if place is None else (values[place[0]], place[1])
+            for place, tensor in zip(self._places, self._own, strict=True)
         ]
         (made,) = self._closure.run(leaves)
         return made
-
-
-def _bytes_of(tensor: Tensor, first: int, nbytes: int) -> Tensor:
-    """All bytes of the storage of a saved tensor that began at byte `first` there, wherever they lie now."""
-    begin = int(tensor.storage_offset()) * tensor.itemsize - first
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-        tensor.untyped_storage(), begin, (nbytes,), (1,)
-    )

@@ -24,6 +24,10 @@ NATIVELY = [(family, name) for family, name in CASES if family in CLOSE_TO_THE_H
 NATIVELY.append(("compiled", "our_own_functions_are_not_compiled"))
 
 
+BY_REPLAY = [(family, name) for family, name in CASES if family in ("recompute", "changed_formulas", "exceptions")]
+BY_REPLAY.remove(("recompute", "makes_convolutions_again_at_the_shapes_at_which_they_were_tried"))  # counts PyTorch's
+
+
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}-{name}" for family, name in CASES])
 def test_holds(family: str, name: str) -> None:
     # Only what those of the disk start is Python alone; Inductor's and multiprocessing's own hands over open files.
@@ -36,4 +40,11 @@ def test_holds(family: str, name: str) -> None:
 def test_holds_natively(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is done for every tensor in C++, as on a GPU."""
     monkeypatch.setenv("TIERS_NATIVE", "on")
+    scenarios(family)[name](torch.device("cpu"))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("family", "name"), BY_REPLAY, ids=[f"{family}-{name}" for family, name in BY_REPLAY])
+def test_holds_by_replay(family: str, name: str, by_replay: None) -> None:
+    """With what is recomputed made by the operators that made it."""
     scenarios(family)[name](torch.device("cpu"))
