@@ -9,7 +9,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from torch_tiers.migrator.hooks.compiled import is_wrapper
 from torch_tiers.migrator.hooks.packed import modified
 from torch_tiers.migrator.recompute import exact
+from torch_tiers.migrator.recompute.choices import choices, chosen
 from torch_tiers.migrator.recompute.dropped import FOR_RECOMPUTING
 from torch_tiers.migrator.recompute.numbers import GENERATORS, Numbers
 from torch_tiers.migrator.recompute.watch import CONTAINERS, OF_EVERY_MODULE, SETTINGS, keeps_statistics
@@ -135,7 +136,7 @@ class Snapshot:
             for p, then, _ in others:
                 p.data = then
             with (
-                _chosen(self._choices),
+                chosen(self._choices),
                 nullcontext() if self._numbers is None else self._numbers.again(),
                 _wanting(zip(self._parameters, self._wants_grad, strict=True)),
                 _holding(self._containers),
@@ -229,54 +230,6 @@ def _holds_no_graph(value: Any) -> bool:
     except AttributeError:
         return False
     return bool(own) and type(own) is dict and _holds_settings(own)
-
-
-_SWITCHES = (
-    *(
-        (f"_get_{kernel}_sdp_enabled", f"_set_sdp_use_{kernel}")
-        for kernel in ("flash", "mem_efficient", "math", "cudnn")
-    ),
-    *((f"_get_{switch}", f"_set_{switch}") for switch in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),
-    ("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
-    ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
-    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-)
-
-
-Choices: TypeAlias = tuple[torch.dtype, tuple[Any, ...]]
-
-
-def choices() -> Choices:
-    """Default dtype, and the kernels that may be used: the program may have chosen them for forward only."""
-    return torch.get_default_dtype(), tuple([_set_to(get) for get, _ in _SWITCHES])
-
-
-def _set_to(get: str) -> Any:
-    try:
-        return getattr(torch._C, get)()
-    except RuntimeError:  # of a program that sets precisions in PyTorch's newer way, which has no one answer to this
-        return None
-
-
-def _choose(those: Choices) -> None:
-    if choices() == those:  # as in nearly every program
-        return
-    dtype, switches = those
-    torch.set_default_dtype(dtype)
-    for (get, switch), choice in zip(_SWITCHES, switches, strict=True):
-        if choice is not None and _set_to(get) != choice:
-            getattr(torch._C, switch)(choice)
-
-
-@contextmanager
-def _chosen(those: Choices) -> Iterator[None]:
-    """Have the choices be those."""
-    before = choices()
-    _choose(those)
-    try:
-        yield
-    finally:
-        _choose(before)
 
 
 @contextmanager

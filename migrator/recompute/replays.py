@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from torch_tiers.migrator.recompute.choices import Choices, choices, chosen
 from torch_tiers.migrator.recompute.dropped import MODIFIED
 from torch_tiers.migrator.recompute.formulas import Formula
 from torch_tiers.migrator.tape.closure import Closure, Refused, Stops
@@ -63,6 +65,7 @@ class Replays:
         self._recorder = recorder
         self._packs: dict[tuple[int, int], _Pack] = {}
         self._stops: Stops | None = None
+        self._settings, self._choices = 0, choices()  # of PyTorch's, when the forward began
         self._thread = threading.get_ident()
         self._is_over = False  # backward has begun
 
@@ -76,6 +79,7 @@ class Replays:
         self.end()
         if self._stops is None and self._recorder.begin(states=True):
             self._stops = self._recorder.stops()
+        self._settings, self._choices = self._recorder.settings(), choices()
 
     def turn(self) -> None:
         """Backward begins. Closures that were found stay good."""
@@ -121,7 +125,7 @@ class Replays:
         if self._stops is None or base.storage_offset() or base.nbytes != base.untyped_storage().nbytes():
             return None
         closure = self._recorder.closure([base], self._stops)
-        if isinstance(closure, Refused):
+        if isinstance(closure, Refused) or closure.settings != self._settings:
             return None
         inputs, keys, own = list[Any](), list[str](), list[Tensor | None]()
         places: list[tuple[int, int] | None] = []  # of each leaf: which input it is, and where that begins
@@ -142,7 +146,7 @@ class Replays:
             inputs.append(packed)
             keys.append(pack.key)
         closure.release()
-        run = _Run(closure, tuple(places), tuple(own))
+        run = _Run(self._recorder, closure, tuple(places), tuple(own), self._choices)
         return Formula(_name(closure), tuple(inputs), run), frozenset(keys)
 
 
@@ -168,14 +172,18 @@ def _name(closure: Closure) -> str:
 class _Run:
     """Makes the tensor of one closure out of its unpacked inputs."""
 
-    __slots__ = ("_closure", "_own", "_places")
+    __slots__ = ("_choices", "_closure", "_own", "_places", "_recorder")
 
     def __init__(
         self,
+        recorder: Recorder,
         closure: Closure,
         places: tuple[tuple[int, int] | None, ...],
         own: tuple[Tensor | None, ...],
+        those: Choices,
     ) -> None:
+        self._recorder = recorder
+        self._choices = those
         self._closure = closure
         self._places = places
         self._own = own
@@ -187,5 +195,7 @@ class _Run:
             tensor if place is None else (values[place[0]], place[1])
             for place, tensor in zip(self._places, self._own, strict=True)
         ]
-        (made,) = self._closure.run(leaves)
+        is_as_it_was = self._recorder.settings() == self._closure.settings
+        with nullcontext() if is_as_it_was else chosen(self._choices):
+            (made,) = self._closure.run(leaves)
         return made

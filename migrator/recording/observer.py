@@ -14,7 +14,7 @@ from torch_tiers.migrator.engine.mover import Mover
 from torch_tiers.migrator.hooks import weights
 from torch_tiers.migrator.hooks.packed import Packed, keep
 from torch_tiers.migrator.recompute.arguments import changeable
-from torch_tiers.migrator.recompute.as_it_was import Choices, choices
+from torch_tiers.migrator.recompute.choices import Choices, choices
 from torch_tiers.migrator.recompute.dropped import Dropped
 from torch_tiers.migrator.recompute.finder import Took, Verified, base_of, find, layout
 from torch_tiers.migrator.recompute.formulas import Formula, given_at_last

@@ -101,12 +101,15 @@ class Closure:
     stream : int
         Of that device, on which the operators ran, as PyTorch numbers them. They run again on whichever is the current
         one.
+    settings : int
+        Those of PyTorch's under which the operators ran, as `Recorder.settings` tells them.
     """
 
     def __init__(self, library: native.Recorder, handle: native.Handle) -> None:
         self._library = library
         self._handle = handle
-        self.signature, self.operators, self.random, self.device, self.stream = library.described(handle)
+        described = library.described(handle)
+        self.signature, self.operators, self.random, self.device, self.stream, self.settings = described
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:

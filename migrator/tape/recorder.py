@@ -34,6 +34,8 @@ class Recorder:
         than a call.
     saved : callable
         Given a tensor that autograd saves: note it. Returns its storage, its version and its state, or None.
+    settings : callable
+        Which of PyTorch's settings there are that change which kernels run, or how, as one number.
     unseen : callable
         Given a tensor: its bytes were written by what is no operator; given None: those of any may be.
     effects : callable
@@ -49,6 +51,7 @@ class Recorder:
         self.pause: Callable[[], bool] = library.pause
         self.resume: Callable[[bool], None] = library.resume
         self.saved: Callable[[Tensor], native.Use | None] = library.saved
+        self.settings: Callable[[], int] = library.settings
         self.unseen: Callable[[Tensor | None], None] = library.unseen
         self.effects: Callable[[str, str], tuple[list[int], bool, bool, int]] = library.effects
         self._compiled = Compiled(self.pause, self.resume)

@@ -124,5 +124,29 @@ def formulas_take_the_kernels_that_forward_took(device: torch.device) -> None:
     assert_same_later(Convolved, device, forward=forward, **LIGHT)
 
 
+def settings_of_forward_alone_are_those_that_it_is_recomputed_with(device: torch.device) -> None:
+    """And the program has its own again afterwards, a warning in place of an error included."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Normalised() for _ in range(3))).to(device)
+        results = []
+        for i in range(6):
+            torch._C._set_mkldnn_enabled(False)
+            with torch.backends.cudnn.flags(deterministic=True):
+                loss = model(batch(device, i, rows=256, width=WIDTH)).square().mean()
+            torch._C._set_mkldnn_enabled(True)
+            before = torch.get_deterministic_debug_mode()
+            torch.set_deterministic_debug_mode("warn")
+            model.zero_grad()
+            loss.backward()
+            assert torch.get_deterministic_debug_mode() == 1
+            torch.set_deterministic_debug_mode(before)
+            results += gradients(model)
+        return results
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
 if __name__ == "__main__":
     main("changed_formulas")

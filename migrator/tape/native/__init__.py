@@ -109,7 +109,10 @@ class Recorder(Protocol):
         /,
     ) -> Handle | str: ...
 
-    def described(self, closure: Handle, /) -> tuple[int, int, bool, torch.device, int]:  # noqa: D102
+    def settings(self) -> int:  # noqa: D102
+        ...
+
+    def described(self, closure: Handle, /) -> tuple[int, int, bool, torch.device, int, int]:  # noqa: D102
         ...
 
     def begins_with(self, closure: Handle, /) -> list[Any]:  # noqa: D102

@@ -131,13 +131,18 @@ PyObject *closure(PyObject *, PyObject *const *args, Py_ssize_t count) {
   });
 }
 
+// settings(): those of PyTorch that change which kernels run, or how, as one number.
+PyObject *settings(PyObject *, PyObject *) {
+  return answer([&] { return number(uint64_t(settings())); });
+}
+
 // described(closure): its signature, the number of its operators, whether one of them draws random numbers, its device,
-// its stream.
+// its stream; PyTorch's settings, as they were.
 PyObject *described(PyObject *, PyObject *object) {
   return answer([&] {
     const Closure &of = closure_of(object);
     return tuple(number(of.signature), number(uint64_t(of.calls.size())), truth(!of.drawn.empty()),
-                 checked(THPDevice_New(of.device)), number(of.stream));
+                 checked(THPDevice_New(of.device)), number(of.stream), number(uint64_t(of.settings)));
   });
 }
 

@@ -310,6 +310,7 @@ PyMethodDef functions[] = {
     {"stops", stops, METH_NOARGS, nullptr},
     {"promise", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(promise)), METH_FASTCALL, nullptr},
     {"closure", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(closure)), METH_FASTCALL, nullptr},
+    {"settings", settings, METH_NOARGS, nullptr},
     {"described", described, METH_O, nullptr},
     {"begins_with", begins_with, METH_O, nullptr},
     {"names", names, METH_O, nullptr},
