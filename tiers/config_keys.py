@@ -179,6 +179,7 @@ KEYS = (
     Key("links.gds_write", RATE),
     Key("links.gds_read", RATE),
     Key("native", _one_of(NATIVE_MODES), "TIERS_NATIVE"),
+    Key("replay", FLAG, "TIERS_REPLAY"),
     Key("ledger", PATH, "TIERS_LEDGER", guarded=True),
     Key("run", PATH, "TIERS_RUN", leads=True),
     Key("run_force", FLAG, "TIERS_RUN_FORCE", guarded=True),

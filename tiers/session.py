@@ -38,6 +38,8 @@ from torch_tiers.migrator.links import Links, links_from
 from torch_tiers.migrator.log_softmax import Overwriting
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.runtime.runtime import Runtime
+from torch_tiers.migrator.tape import recorder as tape
+from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import Timeline
 from torch_tiers.monitor.build import build as build_monitor
@@ -100,6 +102,7 @@ class Session:
                 advisor=self._monitor,
                 tensors=self._tensors,
                 overwriting=self._overwriting,
+                recorder=self._recorder,
                 # Not earlier: by now the program has its own handlers, and who never trains is left alone.
                 armed=self._before_sigterm.set if self._run is not None else lambda: None,
                 native_lanes=config.native != "off",
@@ -135,6 +138,15 @@ class Session:
 
     def _overwriting(self) -> Overwriting | None:
         return log_softmax.find(cache_directory()) if self._natively else None
+
+    def _recorder(self) -> Recorder | None:
+        if not self._config.replay:
+            return None
+        recorder = tape.load(cache_directory())
+        if isinstance(recorder, str):
+            log.warning("nothing is made again by its operators: %s", recorder)
+            return None
+        return recorder
 
     @property
     def _natively(self) -> bool:
@@ -326,6 +338,8 @@ class session(contextlib.AbstractContextManager[Session]):
         Bytes per second of each lane, as measured.
     native : {"auto", "on", "off"}, optional
         Whether what the hooks do with each tensor is compiled.
+    replay : bool, optional
+        Whether what is dropped is made again by the operators that made it.
     ledger : path, optional
         The directory through which the processes of a node share the capacities.
     run : path, optional
@@ -369,6 +383,7 @@ class session(contextlib.AbstractContextManager[Session]):
         links_gds_write: float | None = None,
         links_gds_read: float | None = None,
         native: Literal["auto", "on", "off"] | None = None,
+        replay: bool | None = None,
         ledger: Place | None = None,
         run: Place | None = None,
         run_force: bool | None = None,

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import lru_cache, partial
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -41,11 +40,7 @@ from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.recompute import exact
 from torch_tiers.migrator.runtime import devices
-from torch_tiers.migrator.runtime.options import Options
-from torch_tiers.migrator.tape import recorder as tape
-from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.trace import Region, Trace
-from torch_tiers.places import cache_directory
 from torch_tiers.session import Session
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
@@ -146,7 +141,6 @@ def moving(
     tier: str | None = None,
     policy: str = "move",
     plan: Policy | None = None,
-    replays: bool | None = None,
     **arguments: Any,
 ) -> Iterator[Session]:
     """Open a session in which a share of the storages moves, and few bytes of those may lie in HBM at once.
@@ -170,10 +164,8 @@ def moving(
         Where what moves goes, once there is a plan.
     plan
         Makes the plans, instead of all this.
-    replays
-        What is recomputed is so by the operators that made it, and not by formulas; by default as `REPLAYS` says.
     """
-    replays = REPLAYS.get() if replays is None else replays
+    arguments.setdefault("replay", REPLAYS.get())
 
     def move_a_share(trace: Trace, budget: int, links: Links) -> Plan:
         lives = trace.lifetimes
@@ -193,27 +185,13 @@ def moving(
         any_module() if regions else nullcontext(),
         mock.patch.object(mover, "learning_room", lambda *_: room),
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": plan or move_a_share}),
-        replaying() if replays else nullcontext(),
         tiers.session(policy=policy, **{"allocator": "torch", "dram": "64MiB", **arguments}) as session,
     ):
         yield session
 
 
 REPLAYS: ContextVar[bool] = ContextVar("replays", default=False)
-
-
-@lru_cache
-def recorder() -> Recorder:
-    """The recorder of this process's operators; skips the test where it cannot be had."""
-    found = tape.load(cache_directory())
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
-
-
-def replaying() -> AbstractContextManager[object]:
-    """Have sessions record operators, and make tensors again by them."""
-    return mock.patch.object(sys.modules[Session.__module__], "Options", partial(Options, recorder=recorder))
+"""Whether what sessions recompute is made by the operators that made it, and not by formulas."""
 
 
 def _innermost(regions: Sequence[Region]) -> list[Region]:

@@ -58,6 +58,7 @@ def test_the_variables_are_frozen():
         "TIERS_NVME",
         "TIERS_NVME_PATH",
         "TIERS_POLICY",
+        "TIERS_REPLAY",
         "TIERS_RUN",
         "TIERS_RUN_FORCE",
     ]
@@ -86,6 +87,7 @@ def test_argument_names_are_frozen():
         "nvme_gds",
         "nvme_path",
         "policy",
+        "replay",
         "run",
         "run_force",
     ]
@@ -132,6 +134,7 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         allocator = "pages"
         policy = "flashneuron"
         native = "off"
+        replay = true
         ledger = "ledger"
         run = "out"
         run_force = true
