@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 NAMED = 6  # operators of a closure that its name tells, besides the last
+MOST = 4096  # names that are remembered: a program of ever new shapes must not fill memory with them
 
 
 class _Pack(NamedTuple):
@@ -64,6 +65,7 @@ class Replays:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._packs: dict[tuple[int, int], _Pack] = {}
+        self._names: dict[int, str] = {}  # of closures, by signature
         self._stops: Stops | None = None
         self._settings, self._choices = 0, choices()  # of PyTorch's, when the forward began
         self._thread = threading.get_ident()
@@ -147,7 +149,19 @@ class Replays:
             keys.append(pack.key)
         closure.release()
         run = _Run(self._recorder, closure, tuple(places), tuple(own), self._choices)
-        return Formula(_name(closure), tuple(inputs), run), frozenset(keys)
+        return Formula(self._name(closure), tuple(inputs), run), frozenset(keys)
+
+    def _name(self, closure: Closure) -> str:
+        """As formulas are named: the last operator, those before it, and the signature, which tells it from others."""
+        name = self._names.get(closure.signature)
+        if name is None:
+            *before, last = (name.removeprefix("aten::").partition(".")[0] for name in closure.names)
+            first = [f"{len(before) - NAMED} more", *before[-NAMED:]] if len(before) > NAMED else before
+            operators = f"{last}({', '.join(first)})" if first else last
+            if len(self._names) >= MOST:
+                self._names.clear()
+            name = self._names[closure.signature] = f"{operators}#{closure.signature & (1 << 64) - 1:016x}"
+        return name
 
 
 def _stays(packed: Any) -> bool:
@@ -159,14 +173,6 @@ def _is_whole(packed: Any, nbytes: int) -> bool:
     """Whether all bytes of a storage are where what was packed is; of a large one a part may have moved."""
     saved = getattr(packed, "saved", None)
     return saved is None or (saved.low == 0 and saved.nbytes >= nbytes)
-
-
-def _name(closure: Closure) -> str:
-    """As formulas are named: the last operator, and those before it; and the signature, which tells it from others."""
-    *before, last = (name.removeprefix("aten::").partition(".")[0] for name in closure.names)
-    first = [f"{len(before) - NAMED} more", *before[-NAMED:]] if len(before) > NAMED else before
-    operators = f"{last}({', '.join(first)})" if first else last
-    return f"{operators}#{closure.signature & (1 << 64) - 1:016x}"
 
 
 class _Run:
