@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +34,14 @@ from torch_tiers.migrator.trace import Trace
 CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans
 SAMPLED = 7
 """Periods, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
+
+
+class _Whole(NamedTuple):
+    """All of a storage, as it was at one version of its tensor, and how that is made again."""
+
+    base: weakref.ref[Tensor]
+    version: int
+    made: weakref.ref[Recomputed]
 
 
 class Mover:
@@ -84,6 +93,7 @@ class Mover:
         self._news = False  # for the allocator: the program is to ask for other memory than it did
         self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
         self._taken = 0  # storages, in this period
+        self._dropped: dict[int, _Whole] = {}  # what was dropped last of each storage
         self._held_back: set[Stream] = set()  # whose unforeseen groups wait for the next storage
         self._unchanged = 0  # periods under the plans that there are
         self._fitting = 0  # periods, one after the other, that HBM had room for
@@ -213,16 +223,21 @@ class Mover:
         """Let go of a saved tensor that its formula recomputes; where that does not hold any more, take it."""
         with self.engine.lock:
             known = self.storages.find(tensor)
+            base = base_of(tensor)
             made = None if known.made is None else known.made()
+            if made is None:  # its neighbour may be dropped: parts of a fused projection are made at once
+                before = self._dropped.get(known.cdata)
+                if before is not None and before.base() is base and before.version == base._version:
+                    made = before.made()
             if made is None:
-                base = base_of(tensor)
                 # What was seen since may be other than what the plan was made with, and the plan the same.
                 make.finder.verified = self.verified.get(key, make.verified)
                 what = make.finder.find(base, origins(make.verified.epsilon))
                 if what is None:
                     return self.take(tensor, key, None, kind)
                 made = Recomputed(base, what, self.engine)
-                known.made = weakref.ref(made)
+                self._dropped[known.cdata] = _Whole(weakref.ref(base), base._version, weakref.ref(made))
+            known.made = weakref.ref(made)
             record = None if self.recorder is None else self.recorder.save(key, known, kind)
             return Dropped(tensor, made, make, record)
 
@@ -384,6 +399,7 @@ class Mover:
     def _begin(self) -> None:
         self.filling.begin()
         self._taken = 0
+        self._dropped.clear()
         self._held_back.clear()
         self.storages = self.engine.tensors.Storages()
         self.engine.position = -1

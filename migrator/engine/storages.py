@@ -132,7 +132,7 @@ class Storages:
             base = tensor
         storage, version = tensor.untyped_storage(), tensor._version
         nbytes = storage.nbytes()
-        low, high = (0, nbytes) if tensor.nbytes == nbytes else _reach(tensor, nbytes)
+        low, high = (0, nbytes) if tensor.nbytes == nbytes else reach(tensor, nbytes)
         key = storage._cdata
         entry, near, beside = self._known.get(key), NEAR, None
         while entry is not None and near:
@@ -195,7 +195,7 @@ def _is_beside(entry: Known, of: Tensor, tensor: Tensor) -> bool:
     return not of.requires_grad and not tensor.requires_grad
 
 
-def _reach(tensor: Tensor, nbytes: int) -> tuple[int, int]:
+def reach(tensor: Tensor, nbytes: int) -> tuple[int, int]:
     """The bytes of a storage of `nbytes` to move for a part of it: its span, or all if that is half of them or more.
 
     Parts of one storage often interleave (those of a fused projection): all of it moves once, then. A part without

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from torch_tiers.migrator.engine.storages import reach
 from torch_tiers.migrator.recompute.choices import Choices, choices, chosen
 from torch_tiers.migrator.recompute.dropped import MODIFIED
 from torch_tiers.migrator.recompute.formulas import Formula
@@ -109,7 +110,7 @@ class Replays:
 
     def note(self, tensor: Tensor, packed: Any, key: str) -> None:
         """Remember what was packed of a tensor at a site: others may be made from it."""
-        if self._stops is None:
+        if self._stops is None or _is_part(tensor):
             return
         value = self._stops.add(tensor)
         if value is None or (value in self._packs and self._packs[value].get() is not None):
@@ -141,8 +142,6 @@ class Replays:
                 places.append(None)
                 own.append(tensor)
                 continue
-            if not _is_whole(packed, leaf.nbytes):
-                return None
             places.append((len(inputs), pack.first))
             own.append(None)
             inputs.append(packed)
@@ -169,10 +168,10 @@ def _stays(packed: Any) -> bool:
     return type(packed) is tuple and packed[3] is not None and packed[3].known is None
 
 
-def _is_whole(packed: Any, nbytes: int) -> bool:
-    """Whether all bytes of a storage are where what was packed is; of a large one a part may have moved."""
-    saved = getattr(packed, "saved", None)
-    return saved is None or (saved.low == 0 and saved.nbytes >= nbytes)
+def _is_part(tensor: Tensor) -> bool:
+    """Whether, where it moves, that is not all of its storage."""
+    nbytes = tensor.untyped_storage().nbytes()
+    return tensor.nbytes != nbytes and reach(tensor, nbytes) != (0, nbytes)
 
 
 class _Run:

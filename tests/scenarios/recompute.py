@@ -145,6 +145,25 @@ def holds_no_memory(device: torch.device) -> None:
         loss.backward()
 
 
+def parts_of_a_fused_projection_are_made_at_once(device: torch.device) -> None:
+    """Each part was left where it was: what it takes part in was there already, as its neighbour."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (part.transpose(1, 2) for part in self.qkv(x).view(3, -1, 64, 4, 32).unbind(0))
+            return self.out((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2))
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        return train(nn.Sequential(nn.Tanh(), Model()).to(device), device, steps=6)
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
 def leaves_running_statistics_and_random_numbers_alone(device: torch.device) -> None:
     def program(device: torch.device) -> list[Tensor]:
         torch.manual_seed(0)
