@@ -177,7 +177,7 @@ def _is_part(tensor: Tensor) -> bool:
 class _Run:
     """Makes the tensor of one closure out of its unpacked inputs."""
 
-    __slots__ = ("_choices", "_closure", "_own", "_places", "_recorder")
+    __slots__ = ("__weakref__", "_choices", "_closure", "_own", "_places", "_recorder", "_rescued")
 
     def __init__(
         self,
@@ -192,9 +192,20 @@ class _Run:
         self._closure = closure
         self._places = places
         self._own = own
+        self._rescued = False
+        if any(tensor is not None for tensor in own):
+            ref = weakref.ref(self)  # the closure has what it calls, and lives as long as this
+            closure.watch(lambda leaf: None if (run := ref()) is None else run.rescue())
+
+    def rescue(self) -> None:
+        """What nobody packed, such as a bias, is about to be written: take a copy of it."""
+        if not self._rescued:
+            with self._recorder.aside():
+                self._own = tuple(None if tensor is None else tensor.clone() for tensor in self._own)
+            self._rescued = True
 
     def __call__(self, values: Sequence[Tensor]) -> Tensor:
-        if self._closure.is_stale:
+        if self._closure.is_stale and not self._rescued:
             raise RuntimeError(f"what a saved tensor is made from again has been {MODIFIED}.")
         leaves = [
             tensor if place is None else (values[place[0]], place[1])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from tests.scenarios import assert_same, batch, gradients, main, moving, train
+from tests.scenarios import REPLAYS, assert_same, batch, gradients, main, moving, train
 from torch_tiers.migrator.recompute.dropped import Dropped
 from torch_tiers.session import Session
 
@@ -130,8 +130,30 @@ def says_what_was_changed_where_plain_pytorch_would_not_have_minded(device: torc
         loss = model(batch(device, 9)).sum()
         with torch.no_grad():
             model[1].bias.add_(1)
-        with pytest.raises(RuntimeError, match=r"modified by .*dropped to save memory.*TIERS_POLICY"):
+        if not REPLAYS.get():
+            with pytest.raises(RuntimeError, match=r"modified by .*dropped to save memory.*TIERS_POLICY"):
+                loss.backward()
+
+
+def what_was_changed_before_backward_is_as_it_was_where_it_is_replayed(device: torch.device) -> None:
+    """A bias that plain PyTorch does not look at in backward, and an input that the next batch is copied into."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 8)).to(device)
+        results, x = train(model, device), batch(device, 8)
+        for i in range(4):
+            model.zero_grad()
+            loss = (x.add(1).tanh().detach() * model(x.mul(2).sigmoid())[:, :1]).sum()
+            with torch.no_grad():
+                model[1].bias.add_(1)
+                x.copy_(batch(device, i))
             loss.backward()
+            results += gradients(model)
+        return results
+
+    if REPLAYS.get():
+        assert_same(program, device, moves=False, **LIGHT)
 
 
 def holds_no_memory(device: torch.device) -> None:
