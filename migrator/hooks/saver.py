@@ -128,7 +128,7 @@ class Saver(OnStack):
         """Switch the hooks off; where somebody else's lie on top of them, from now on everything stays."""
         self.take_off()
         if self._replays is not None:
-            self._replays.close()
+            self._replays.end()
         self._agenda = self.place.agenda = Agenda()
         self.movers = {}
         self.place.recording = False
@@ -199,6 +199,8 @@ class Saver(OnStack):
 
     def stepped(self, *, leads: bool) -> None:
         """An optimizer has made a step, the first of those that step each time if it `leads`."""
+        if self._replays is not None:  # where modules are quiet backward may not have been heard of
+            self._replays.end()
         if self._agenda.searches and not self.place.recording:
             self._observer.stepped(all_of_it=leads)
 
@@ -284,8 +286,6 @@ class Saver(OnStack):
             if self.place.recording and self._looks < LOOKS:
                 self._unrecorded = 0
             self._looks = 0
-            if self._replays is not None:
-                self._replays.end()
             try:
                 self._period_over(self)
             finally:  # whoever catches what it raises may go on
@@ -442,7 +442,7 @@ class Saver(OnStack):
             return  # somebody looks at `grad_fn._saved_*`
         self.place.in_backward = True
         if self._replays is not None:
-            self._replays.turn()
+            self._replays.end()
         for mover in self.armed_movers:
             mover.begin_backward()
 

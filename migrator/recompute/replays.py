@@ -6,7 +6,6 @@ back from it to others that were saved, and to what no operator of this forward 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 
 NAMED = 6  # operators of a closure that its name tells, besides the last
+FORWARDS = 64
 MOST = 4096  # names that are remembered: a program of ever new shapes must not fill memory with them
 
 
@@ -66,11 +66,10 @@ class Replays:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._packs: dict[tuple[int, int], _Pack] = {}
+        self._forwards = 0  # that are recorded
         self._names: dict[int, str] = {}  # of closures, by signature
         self._stops: Stops | None = None
         self._settings, self._choices = 0, choices()  # of PyTorch's, when the forward began
-        self._thread = threading.get_ident()
-        self._is_over = False  # backward has begun
 
     @property
     def on(self) -> bool:
@@ -78,35 +77,28 @@ class Replays:
         return self._stops is not None
 
     def begin(self) -> None:
-        """A forward begins: record it, unless another thread is recorded. Several may follow before backward."""
-        self.end()
+        """A forward begins: record it, unless another thread is recorded.
+
+        Several may follow before backward, each of which may take what others made. Without end they are an evaluation
+        that forgot `no_grad`, and one record of all would fill memory.
+        """
+        self._forwards += 1
+        if self._forwards > FORWARDS:
+            self.end()
         if self._stops is None and self._recorder.begin(states=True):
             self._stops = self._recorder.stops()
         self._settings, self._choices = self._recorder.settings(), choices()
 
-    def turn(self) -> None:
-        """Backward begins. Closures that were found stay good."""
-        self._is_over = True
-        self.end()
-
     def end(self) -> None:
-        """Record no more, if backward has begun.
-
-        Not in another thread than its own, as backward's may be: it is that one's operators that come by the recorder.
-        """
-        if self._is_over and threading.get_ident() == self._thread:
-            self._is_over = False
-            self.close()
-
-    def close(self) -> None:
-        """Record no more, whether backward has begun or not. Idempotent."""
+        """Record no more: backward begins, in whichever thread. Closures that were found stay good. Idempotent."""
+        self._forwards = 0
         if self._stops is not None:
             self._stops = None
             self._packs.clear()
             self._recorder.stop()
 
     def __del__(self) -> None:
-        self.close()  # of a thread that has ended: no other could record
+        self.end()  # of a thread that has ended: no other could record
 
     def note(self, tensor: Tensor, packed: Any, key: str) -> None:
         """Remember what was packed of a tensor at a site: others may be made from it."""

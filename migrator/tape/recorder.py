@@ -79,7 +79,7 @@ class Recorder:
         return None if period is None else Tape.read(self._native, period)
 
     def stop(self) -> None:
-        """Forget what was recorded; in the thread that began. Closures stay good."""
+        """Record no more, and forget what was recorded; in any thread. Closures stay good."""
         self._native.end()
         self._compiled.remove()
 

@@ -26,14 +26,17 @@ void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::j
     return;
   }
   Recorder &to = recorder();
-  // Left from a scope that has put back what it found: it is over.
-  if (!to.recording.load(std::memory_order_relaxed)) c10::impl::tls_set_dispatch_key_included(kKey, false);
+  // It was ended in another thread, or is left from a scope that has put back what it found.
+  if (!to.recording.load(std::memory_order_relaxed)) {
+    c10::impl::tls_set_dispatch_key_included(kKey, false);
+    op.redispatchBoxed(below, stack);
+    return;
+  }
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
   if (!watches().empty()) watches().before(to.effects(op), *stack);
   Open open;
   // Meta tensors, and fake ones, which run as such, have no bytes.
-  if (keys.has_backend(c10::BackendComponent::MetaBit) || !to.recording.load(std::memory_order_relaxed) ||
-      !to.enter(op, *stack, open)) {
+  if (keys.has_backend(c10::BackendComponent::MetaBit) || !to.enter(op, *stack, open)) {
     op.redispatchBoxed(below, stack);
     return;
   }
