@@ -35,6 +35,7 @@ from torch_tiers.migrator.recompute.regions import Regions
 from torch_tiers.migrator.recompute.replays import Replays
 from torch_tiers.migrator.recording.observer import Observer
 from torch_tiers.migrator.recording.recorder import Record
+from torch_tiers.migrator.tape.recorder import Recorder
 
 if TYPE_CHECKING:
     from torch_tiers.migrator.engine.mover import Mover
@@ -81,8 +82,8 @@ class Saver(OnStack):
         Told how many objects the hooks will hold.
     tensors : Tensors
         What is done with each tensor.
-    replays : Replays, optional
-        What makes tensors again by the operators that made them.
+    recorder : Recorder, optional
+        Records operators: what is recomputed is made again by those that made it.
     """
 
     def __init__(
@@ -92,10 +93,10 @@ class Saver(OnStack):
         period_over: Callable[[Saver], None],
         allowance: Allowance,
         tensors: Tensors,
-        replays: Replays | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
-        self._replays = replays
+        self._replays = None if recorder is None else Replays(recorder, lambda storage: storage in self._parameters())
         self._tensors = tensors
         self._forks = _forks
         self.modules: Modules[Action] = Modules()
@@ -115,7 +116,7 @@ class Saver(OnStack):
         self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
         self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
         self._sharded = False  # whether these change within a forward
-        self._observer = Observer(self.regions, self._movable, self.hooks[1], replays)
+        self._observer = Observer(self.regions, self._movable, self.hooks[1], self._replays)
 
     # ----------------------------------------------------------------------------------- on, off
 
@@ -180,6 +181,8 @@ class Saver(OnStack):
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
             # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
             self._root, self._fixed = weakref.ref(module), None
+            if self._replays is not None and not torch.is_grad_enabled():
+                self._replays.end()  # a validation: of what it runs nothing is made again, and it may be long
             if (
                 self.place.recording or self._agenda.makes or not self.movers
             ):  # with the first one something is recorded

@@ -7,7 +7,7 @@ back from it to others that were saved, and to what no operator of this forward 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch_tiers.migrator.engine.storages import reach
 from torch_tiers.migrator.recompute.choices import Choices, choices, chosen
 from torch_tiers.migrator.recompute.dropped import MODIFIED
 from torch_tiers.migrator.recompute.formulas import Formula
-from torch_tiers.migrator.tape.closure import Closure, Refused, Stops
+from torch_tiers.migrator.tape.closure import Closure, Differs, Refused, Stops
 
 if TYPE_CHECKING:
     from torch_tiers.migrator.tape.recorder import Recorder
@@ -61,10 +61,14 @@ class Replays:
     ----------
     recorder : Recorder
         The process's recorder of operators, which one thread at a time can have.
+    is_fixed : callable
+        Whether a storage, by its identity, belongs to a parameter or a buffer.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, is_fixed: Callable[[int], bool]) -> None:
         self._recorder = recorder
+        self._is_fixed = is_fixed
+        self._fixed: set[int] = set()
         self._packs: dict[tuple[int, int], _Pack] = {}
         self._forwards = 0  # that are recorded
         self._names: dict[int, str] = {}  # of closures, by signature
@@ -128,8 +132,9 @@ class Replays:
         for leaf, tensor in zip(closure.leaves, held, strict=True):
             pack = self._packs.get((leaf.storage, leaf.state))
             packed = None if pack is None else pack.get()
-            if pack is None or packed is None or (leaf.state < 0 and _stays(packed) and tensor is not None):
-                if tensor is None and not leaf.is_constant:
+            lasts = tensor is not None and leaf.state < 0 and (packed is None or _stays(packed)) and self._lasts(tensor)
+            if pack is None or packed is None or lasts:
+                if not (lasts or leaf.is_constant):
                     return None
                 places.append(None)
                 own.append(tensor)
@@ -141,6 +146,16 @@ class Replays:
         closure.release()
         run = _Run(self._recorder, closure, tuple(places), tuple(own), self._choices)
         return Formula(self._name(closure), tuple(inputs), run), frozenset(keys)
+
+    def _lasts(self, tensor: Tensor) -> bool:
+        """Whether a tensor that nobody packed is a parameter's or a buffer's.
+
+        Others may be written by what is no operator, without a word, such as a batch that lies in an array of NumPy's.
+        """
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._fixed and self._is_fixed(storage):  # which asks for all there are
+            self._fixed.add(storage)
+        return storage in self._fixed
 
     def _name(self, closure: Closure) -> str:
         """As formulas are named: the last operator, those before it, and the signature, which tells it from others."""
@@ -197,13 +212,16 @@ class _Run:
             self._rescued = True
 
     def __call__(self, values: Sequence[Tensor]) -> Tensor:
-        if self._closure.is_stale and not self._rescued:
-            raise RuntimeError(f"what a saved tensor is made from again has been {MODIFIED}.")
         leaves = [
             tensor if place is None else (values[place[0]], place[1])
             for place, tensor in zip(self._places, self._own, strict=True)
         ]
         is_as_it_was = self._recorder.settings() == self._closure.settings
         with nullcontext() if is_as_it_was else chosen(self._choices):
-            (made,) = self._closure.run(leaves)
+            try:
+                (made,) = self._closure.run(leaves)
+            except Differs as error:
+                if self._closure.is_stale:
+                    raise RuntimeError(f"what a saved tensor is made from again has been {MODIFIED}.") from error
+                raise
         return made

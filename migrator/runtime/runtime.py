@@ -33,7 +33,6 @@ from torch_tiers.migrator.lanes.host import HostCompute
 from torch_tiers.migrator.learning.made import Made
 from torch_tiers.migrator.log_softmax import Overwriting
 from torch_tiers.migrator.plan import NoPlanFits, Plan
-from torch_tiers.migrator.recompute.replays import Replays
 from torch_tiers.migrator.runtime import entry
 from torch_tiers.migrator.runtime.advice import Advice
 from torch_tiers.migrator.runtime.devices import Devices, has_tiers, name_of
@@ -182,8 +181,8 @@ class Runtime:
                 self._overwriting = self.options.overwriting()
                 if self._overwriting is not None:
                     self._overwriting.install()
-        replays = None if self._recorder is None else Replays(self._recorder)
-        saver = Saver(self._make_mover, self._root_begins, self._period_over, self._allowance, self._tensors, replays)
+        called = self._make_mover, self._root_begins, self._period_over
+        saver = Saver(*called, self._allowance, self._tensors, self._recorder)
         saver.push()
         self._thread.saver = saver
         with self._listing:

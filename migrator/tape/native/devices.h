@@ -7,6 +7,9 @@
 #include <ATen/Parallel.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <dlfcn.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include <mutex>
 
@@ -79,8 +82,35 @@ uint32_t settings() {
   return all;
 }
 
-// Sums depend on how many threads make them.
-uint8_t threads() { return uint8_t(std::min(at::get_num_threads(), 255)); }
+// How the host computes: sums depend on how many threads make them, and a bit tells whether tiny numbers are zero. It
+// is another matter in each thread of the host.
+constexpr uint8_t kFlushes = 128;
+
+uint8_t threads() {
+  auto all = uint8_t(std::min(at::get_num_threads(), kFlushes - 1));
+#if defined(__x86_64__)
+  if (_mm_getcsr() & 0x8040) all |= kFlushes;  // flush to zero, denormals are zeros
+#endif
+  return all;
+}
+
+// Has the host compute as it did, for as long as this lives.
+class AsTheHostDid {
+ public:
+  explicit AsTheHostDid(uint8_t was) : before_(threads()) { change(before_, now_ = was ? was : before_); }
+  ~AsTheHostDid() { change(now_, before_); }
+  AsTheHostDid(const AsTheHostDid &) = delete;
+  AsTheHostDid &operator=(const AsTheHostDid &) = delete;
+
+ private:
+  static void change(uint8_t from, uint8_t to) {
+    const uint8_t differ = from ^ to;
+    if (differ & ~kFlushes) at::set_num_threads(to & ~kFlushes);
+    if (differ & kFlushes) at::globalContext().setFlushDenormal(to & kFlushes);
+  }
+
+  uint8_t before_, now_;
+};
 
 // Where a generator is before an operator draws from it.
 struct Drawn {

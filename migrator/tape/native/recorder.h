@@ -45,6 +45,8 @@ struct Open {
 
 class Recorder {
  public:
+  static constexpr size_t kMostCalls = 1 << 20;
+
   std::atomic<bool> recording = false;
   std::atomic<uint32_t> module = 0;
 
@@ -99,6 +101,11 @@ class Recorder {
     if (scratch.busy || !is_of_period()) return false;
     std::lock_guard lock(mutex_);
     if (!period_) return false;
+    if (period_->calls.size() >= kMostCalls) {  // of a program that does something else than it did: to no end, perhaps
+      period_->broken = "it has too many operators";
+      recording = false;
+      return false;
+    }
     scratch.clear();
     const size_t uses = period_->uses.size();
     try {

@@ -128,8 +128,8 @@ class Replay {
     const c10::OptionalDeviceGuard device(closure_.device.is_cpu() ? std::nullopt : std::optional(closure_.device));
     if (const Guard *of = closure_.device.is_cpu() ? nullptr : guard_of(closure_.device))
       if (is_capturing(*of, of->getStream(closure_.device))) throw Differs("the stream is being captured");
-    const bool is_set = settings() == closure_.settings && (!closure_.threads || threads() == closure_.threads);
-    if (!is_set) throw Differs("PyTorch's settings are others than they were");
+    if (settings() != closure_.settings) throw Differs("PyTorch's settings are others than they were");
+    const AsTheHostDid host(closure_.threads);
     for (const Called &call : closure_.calls) run(call);
     std::vector<at::Tensor> results;
     for (const Target &target : closure_.targets) {

@@ -611,15 +611,31 @@ def test_leaf_whose_write_is_told_of_makes_it_stale(recorder: Recorder) -> None:
 
 def test_settings_have_to_be_the_same(taped: Recorder) -> None:
     closure = closure_of(taped, torch.ones(3).sin())
-    threads = torch.get_num_threads()
+    before = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
     try:
-        torch.set_num_threads(threads + 1)
+        torch._C._set_mkldnn_enabled(not before)
         with pytest.raises(Differs, match="settings"):
             closure.run()
         y = torch.ones(3).sin()
     finally:
-        torch.set_num_threads(threads)
+        torch._C._set_mkldnn_enabled(before)
     assert "settings" in refusal_of(taped, y + torch.ones(3))
+
+
+def test_the_host_computes_as_it_did_and_is_left_as_it_is(taped: Recorder) -> None:
+    """In so many threads, and with numbers near zero as they are or as zero."""
+    y = torch.full((3,), 1e-39).mul(0.5)
+    closure, threads = closure_of(taped, y), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        torch.set_flush_denormal(True)
+        (made,) = closure.run()
+        assert torch.get_num_threads() == threads + 1
+        assert not torch.full((1,), 1e-39).mul(0.5).any()
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+    assert torch.equal(made, y) and made.all()
 
 
 def test_it_runs_below_whatever_the_program_has_set(taped: Recorder) -> None:
