@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NAMED = 6  # operators of a closure that its name tells, besides the last
 FORWARDS = 64
-MOST = 4096  # names that are remembered: a program of ever new shapes must not fill memory with them
+MOST = 4096  # names and storages that are remembered: a program of ever new ones must not fill memory with them
 
 
 class _Pack(NamedTuple):
@@ -126,7 +126,7 @@ class Replays:
         closure = self._recorder.closure([base], self._stops)
         if isinstance(closure, Refused) or closure.settings != self._settings:
             return None
-        inputs, keys, own = list[Any](), list[str](), list[Tensor | None]()
+        inputs, keys, own, rescued = list[Any](), list[str](), list[Tensor | None](), set[int]()
         places: list[tuple[int, int] | None] = []  # of each leaf: which input it is, and where that begins
         held = closure.leaf_tensors()
         for leaf, tensor in zip(closure.leaves, held, strict=True):
@@ -136,6 +136,8 @@ class Replays:
             if pack is None or packed is None or lasts:
                 if not (lasts or leaf.is_constant):
                     return None
+                if lasts and packed is None:  # else the graph has it, and changed it is an error there
+                    rescued.add(len(places))
                 places.append(None)
                 own.append(tensor)
                 continue
@@ -144,7 +146,7 @@ class Replays:
             inputs.append(packed)
             keys.append(pack.key)
         closure.release()
-        run = _Run(self._recorder, closure, tuple(places), tuple(own), self._choices)
+        run = _Run(self._recorder, closure, tuple(places), tuple(own), rescued, self._choices)
         return Formula(self._name(closure), tuple(inputs), run), frozenset(keys)
 
     def _lasts(self, tensor: Tensor) -> bool:
@@ -154,6 +156,8 @@ class Replays:
         """
         storage = tensor.untyped_storage()._cdata
         if storage not in self._fixed and self._is_fixed(storage):  # which asks for all there are
+            if len(self._fixed) >= MOST:
+                self._fixed.clear()
             self._fixed.add(storage)
         return storage in self._fixed
 
@@ -177,12 +181,27 @@ def _stays(packed: Any) -> bool:
 
 def _is_part(tensor: Tensor) -> bool:
     """Whether, where it moves, that is not all of its storage."""
-    nbytes = tensor.untyped_storage().nbytes()
+    try:
+        nbytes = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # it has none
+        return True
     return tensor.nbytes != nbytes and reach(tensor, nbytes) != (0, nbytes)
 
 
 class _Run:
-    """Makes the tensor of one closure out of its unpacked inputs."""
+    """Makes the tensor of one closure out of its unpacked inputs.
+
+    Parameters
+    ----------
+    places : tuple of (int, int) or None
+        For each leaf which input it is, and the byte at which that began; None if it is in `own`.
+    own : tuple of Tensor or None
+        Parameters and buffers, which nobody brings back.
+    rescued : set of int
+        Leaves of `own` of which a copy is taken before somebody writes them.
+    those : Choices
+        The kernels that forward was told to take.
+    """
 
     __slots__ = ("__weakref__", "_choices", "_closure", "_own", "_places", "_recorder", "_rescued")
 
@@ -192,6 +211,7 @@ class _Run:
         closure: Closure,
         places: tuple[tuple[int, int] | None, ...],
         own: tuple[Tensor | None, ...],
+        rescued: set[int],
         those: Choices,
     ) -> None:
         self._recorder = recorder
@@ -199,17 +219,17 @@ class _Run:
         self._closure = closure
         self._places = places
         self._own = own
-        self._rescued = False
-        if any(tensor is not None for tensor in own):
+        self._rescued = rescued
+        if rescued:
             ref = weakref.ref(self)  # the closure has what it calls, and lives as long as this
-            closure.watch(lambda leaf: None if (run := ref()) is None else run.rescue())
+            closure.watch(lambda leaf: None if (run := ref()) is None else run.rescue(leaf))
 
-    def rescue(self) -> None:
-        """What nobody packed, such as a bias, is about to be written: take a copy of it."""
-        if not self._rescued:
+    def rescue(self, leaf: int) -> None:
+        """Take a copy of a leaf that is about to be written, such as a bias, which plain PyTorch needs no more."""
+        tensor = self._own[leaf]
+        if leaf in self._rescued and tensor is not None:
             with self._recorder.aside():
-                self._own = tuple(None if tensor is None else tensor.clone() for tensor in self._own)
-            self._rescued = True
+                self._own = (*self._own[:leaf], tensor.clone(), *self._own[leaf + 1 :])
 
     def __call__(self, values: Sequence[Tensor]) -> Tensor:
         leaves = [
