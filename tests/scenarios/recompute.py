@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from tests.scenarios import REPLAYS, assert_same, batch, gradients, main, moving, train
+from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.recompute.dropped import Dropped
 from torch_tiers.session import Session
 
@@ -154,6 +156,60 @@ def what_was_changed_before_backward_is_as_it_was_where_it_is_replayed(device: t
 
     if REPLAYS.get():
         assert_same(program, device, moves=False, **LIGHT)
+
+
+def a_batch_that_lies_in_an_array_of_numpy_s_may_be_overwritten(device: torch.device) -> None:
+    """By the next one, before backward: nothing tells of that, and plain PyTorch needs it no more."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        array = batch(torch.device("cpu"), 0).numpy()
+        model, results = _blocks(device, 1), []
+        for i in range(8):
+            array[...] = batch(torch.device("cpu"), i).numpy()
+            model.zero_grad()
+            loss = model((torch.from_numpy(array).to(device) * 2).sin().tanh()).square().mean()
+            if i > 4:
+                array[...] = 0
+            loss.backward()
+            results += gradients(model)
+        return results
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
+def backward_may_have_other_threads_than_forward(device: torch.device) -> None:
+    def program(device: torch.device) -> list[Tensor]:
+        model, results = _blocks(device, 1), []
+        threads = torch.get_num_threads()
+        for i in range(6):
+            model.zero_grad()
+            loss = model(batch(device, i).sin()).square().mean()
+            torch.set_num_threads(threads + (i > 3))
+            loss.backward()
+            torch.set_num_threads(threads)
+            results += gradients(model)
+        return results
+
+    assert_same(program, device, moves=False, **LIGHT)
+
+
+def a_long_validation_after_a_forward_without_backward_fills_no_memory(device: torch.device) -> None:
+    model = _blocks(device, 1)
+    with moving(**LIGHT):
+        train(model, device)
+        x = batch(device, 0, rows=64)
+        for _ in range(2):
+            model(x)
+            with torch.no_grad():
+                for _ in range(200):
+                    model(x)
+            gc.collect()
+            before = psutil.Process().memory_info().rss
+        with torch.no_grad():
+            for _ in range(400):
+                model(x)
+        assert psutil.Process().memory_info().rss - before < 16 * MiB
 
 
 def holds_no_memory(device: torch.device) -> None:
