@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 NAMED = 6  # operators of a closure that its name tells, besides the last
-FORWARDS = 64
+FORWARDS = 64  # in one record, one after the other without a backward
 MOST = 4096  # names and storages that are remembered: a program of ever new ones must not fill memory with them
 
 
