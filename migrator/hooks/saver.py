@@ -181,14 +181,12 @@ class Saver(OnStack):
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
             # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
             self._root, self._fixed = weakref.ref(module), None
-            if self._replays is not None and not torch.is_grad_enabled():
-                self._replays.end()  # a validation: of what it runs nothing is made again, and it may be long
-            if (
-                self.place.recording or self._agenda.makes or not self.movers
-            ):  # with the first one something is recorded
+            # Before a device has a mover nothing is recorded, but will be with the first tensor that is saved.
+            finds = self.place.recording or self._agenda.makes or not self.movers
+            if finds:
                 self._observer.forward_begins(module, recording=self.place.recording, asks=self._agenda.searches)
-                if self._replays is not None and torch.is_grad_enabled():
-                    self._replays.begin()
+            if self._replays is not None:
+                self._replays.forward_begins(finds=finds)
             self._root_begins(self, module)
         self.modules.enter(module)
         if not self.place.recording:
@@ -367,7 +365,7 @@ class Saver(OnStack):
             packed = (alias, alias._version, action, None)
         else:
             packed = self._move(tensor, node, number, action)
-        if number in node.noted:
+        if number in node.noted or self.place.recording:  # with the first tensor of a device that begins
             self._note(tensor, packed, f"{node.path}:{number}")
         return packed
 

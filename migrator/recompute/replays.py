@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torch_tiers.migrator.engine.storages import reach
@@ -75,17 +76,17 @@ class Replays:
         self._stops: Stops | None = None
         self._settings, self._choices = 0, choices()  # of PyTorch's, when the forward began
 
-    @property
-    def on(self) -> bool:
-        """Whether this thread's operators are being recorded."""
-        return self._stops is not None
-
-    def begin(self) -> None:
-        """A forward begins: record it, unless another thread is recorded.
+    def forward_begins(self, *, finds: bool) -> None:
+        """A model's forward begins: record it if anything is to be found in it, unless another thread is recorded.
 
         Several may follow before backward, each of which may take what others made. Without end they are an evaluation
-        that forgot `no_grad`, and one record of all would fill memory.
+        that forgot `no_grad`, and one record of all would fill memory; and so would a validation.
         """
+        if not torch.is_grad_enabled():
+            self.end()
+            return
+        if not finds:
+            return
         self._forwards += 1
         if self._forwards > FORWARDS:
             self.end()
@@ -150,10 +151,12 @@ class Replays:
         return Formula(self._name(closure), tuple(inputs), run), frozenset(keys)
 
     def _lasts(self, tensor: Tensor) -> bool:
-        """Whether a tensor that nobody packed is a parameter's or a buffer's.
+        """Whether nobody writes a tensor that was not packed without an operator, which tells us before.
 
-        Others may be written by what is no operator, without a word, such as a batch that lies in an array of NumPy's.
+        On the host somebody may, such as who loads batches into an array of NumPy's: all but parameters and buffers.
         """
+        if not tensor.is_cpu:
+            return True
         storage = tensor.untyped_storage()._cdata
         if storage not in self._fixed and self._is_fixed(storage):  # which asks for all there are
             if len(self._fixed) >= MOST:
@@ -243,5 +246,8 @@ class _Run:
             except Differs as error:
                 if self._closure.is_stale:
                     raise RuntimeError(f"what a saved tensor is made from again has been {MODIFIED}.") from error
-                raise
+                raise Differs(
+                    f"a saved tensor that was dropped to save memory cannot be made again: {error}. Leave TIERS_REPLAY "
+                    "out, or choose a policy that recomputes nothing, such as TIERS_POLICY=flashneuron"
+                ) from error
         return made
