@@ -167,7 +167,7 @@ class Observer:
         if self._began == NO_FORWARD or (found := self._replays.find(base)) is None:
             return None
         what, keys = found
-        source.found |= keys
+        source.found.update(keys)
         return what
 
     def origins(self, epsilon: float | None = None) -> Origins:

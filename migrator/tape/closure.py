@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,94 @@ class Leaf:
     device: torch.device
     relative: tuple[int, int] | None
     is_constant: bool
+
+
+class Packs:
+    """What was packed of saved tensors: closures that are found here begin with that, wherever it is by then.
+
+    Of the period that was recorded when it was made; of `Recorder.packs`.
+    """
+
+    def __init__(self, library: native.Recorder) -> None:
+        self._library = library
+        self._handle = library.packs()
+
+    def note(self, tensor: Tensor, packed: Any, key: str) -> None:
+        """Remember what was packed of a tensor at a site, without keeping it alive; of a tuple its first.
+
+        Nothing is remembered of a part of a storage, which could move alone.
+        """
+        self._library.note(self._handle, tensor, packed, key)
+
+    def find(self, tensor: Tensor, settings: int, is_fixed: Callable[[int], bool]) -> Bound | None:
+        """What makes all of a tensor's storage again; None if there is no such thing.
+
+        Parameters
+        ----------
+        tensor
+            All of a storage.
+        settings
+            Of PyTorch's; if the operators ran under others, there is no such thing.
+        is_fixed
+            Whether nobody but operators writes a storage on the host, by the number that `UntypedStorage` has.
+        """
+        found = self._library.find_packed(self._handle, tensor, settings, is_fixed)
+        return None if found is None else Bound(self._library, *found)
+
+
+class Bound:
+    """A closure whose leaves are in what was packed, or in itself.
+
+    Of leaves that it has itself it takes copies before they are written.
+
+    Attributes
+    ----------
+    signature : int
+        See `Closure`.
+    inputs : tuple
+        What was packed of what it takes.
+    keys : tuple of str
+        At which sites.
+    """
+
+    __slots__ = ("__weakref__", "_handle", "_library", "inputs", "keys", "signature")
+
+    def __init__(
+        self,
+        library: native.Recorder,
+        signature: int,
+        inputs: tuple[Any, ...],
+        keys: tuple[str, ...],
+        handle: native.Handle,
+    ) -> None:
+        self._library = library
+        self.signature = signature
+        self.inputs = inputs
+        self.keys = keys
+        self._handle = handle
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its operators, in the order in which they run."""
+        return tuple(self._library.names(self._handle))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a leaf was written where it was, since the closure was made."""
+        return self._library.is_stale(self._handle)
+
+    def make(self, values: Sequence[Tensor]) -> Tensor:
+        """The tensor, made again of what its inputs were unpacked to; see `Closure.run`.
+
+        Raises
+        ------
+        Differs
+            See `Closure.run`.
+        """
+        made = self._library.make(self._handle, values)
+        if isinstance(made, str):
+            raise Differs(made)
+        return made[0]
 
 
 class Closure:

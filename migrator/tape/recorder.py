@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_tiers.allocator.extension import CannotBuild
 from torch_tiers.migrator.tape import check, native
-from torch_tiers.migrator.tape.closure import POISON, Closure, Differs, Refused, Stops, closure
+from torch_tiers.migrator.tape.closure import POISON, Closure, Differs, Packs, Refused, Stops, closure
 from torch_tiers.migrator.tape.compiled import Compiled
 from torch_tiers.migrator.tape.tape import Tape
 
@@ -86,6 +86,10 @@ class Recorder:
     def stops(self) -> Stops:
         """Room for values that somebody promises to have, of the period that is being recorded."""
         return Stops(self._native)
+
+    def packs(self) -> Packs:
+        """Room for what is packed of tensors, of the period that is being recorded."""
+        return Packs(self._native)
 
     def closure(
         self, targets: Sequence[Tensor], stops: Stops | None = None, relative: Sequence[tuple[int, int]] = ()

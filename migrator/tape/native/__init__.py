@@ -24,6 +24,7 @@ _HEADERS = (
     "key.h",
     "keys.h",
     "object.h",
+    "packs.h",
     "recipe.h",
     "record.h",
     "recorder.h",
@@ -139,6 +140,19 @@ class Recorder(Protocol):
     def run(  # noqa: D102
         self, closure: Handle, leaves: Sequence[Tensor | tuple[Tensor, int] | None] | None, poison: int, /
     ) -> list[Tensor] | str: ...
+
+    def packs(self) -> Handle:  # noqa: D102
+        ...
+
+    def note(self, packs: Handle, tensor: Tensor, packed: Any, key: str, /) -> None:  # noqa: D102
+        ...
+
+    def find_packed(  # noqa: D102
+        self, packs: Handle, tensor: Tensor, settings: int, is_fixed: Callable[[int], bool], /
+    ) -> tuple[int, tuple[Any, ...], tuple[str, ...], Handle] | None: ...
+
+    def make(self, closure: Handle, values: Sequence[Tensor], /) -> list[Tensor] | str:  # noqa: D102
+        ...
 
     def is_same(self, one: Tensor, other: Tensor, /) -> bool:  # noqa: D102
         ...

@@ -2,6 +2,9 @@
 // keeps the tape's steps, and no period.
 #pragma once
 
+#include <mutex>
+#include <unordered_map>
+
 #include "keys.h"
 #include "recipe.h"
 #include "watch.h"
@@ -28,6 +31,19 @@ struct Leaf {
   c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is let go of
   // Where it was, if that has been written since: who promised it has it elsewhere.
   c10::weak_intrusive_ptr<c10::StorageImpl> not_on = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
+};
+
+// Where a leaf's bytes are when the closure runs: in which of the values that it is given, of which the leaf's first
+// byte is the one before `first`; in none, if the closure has it.
+struct Place {
+  int32_t input = -1;
+  uint64_t first = 0;
+};
+
+// Of leaves that were about to be written.
+struct Copies {
+  std::mutex mutex;
+  std::unordered_map<size_t, c10::Storage> of;
 };
 
 struct Write {
@@ -66,6 +82,8 @@ struct Closure {
   std::vector<Drawn> drawn;
   std::vector<Leaf> leaves;
   std::vector<int32_t> leaf_slots;
+  std::vector<Place> places;  // of leaves, if it is known what was packed of them
+  std::shared_ptr<Copies> copies;
   std::shared_ptr<Watch> watch;  // of those leaves that the tape's own storages have
   std::vector<Target> targets;
   Words words;

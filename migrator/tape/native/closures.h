@@ -39,6 +39,17 @@ Of &held_by(PyObject *capsule, const char *name) {
 
 Closure &closure_of(PyObject *capsule) { return held_by<Closure>(capsule, kClosure); }
 
+// Its leaves are watched for as long as anybody has it.
+Object capsule_of(std::unique_ptr<Closure> made) {
+  Object capsule = checked(PyCapsule_New(made.get(), kClosure, [](PyObject *of) {
+    Closure &dropped = closure_of(of);
+    watches().remove(*dropped.watch);
+    delete &dropped;
+  }));
+  watches().add(*made.release()->watch);
+  return capsule;
+}
+
 std::vector<at::Tensor> tensors_of(PyObject *sequence) {
   const Object items = checked(PySequence_Fast(sequence, "tensors are wanted"));
   std::vector<at::Tensor> tensors;
@@ -119,15 +130,7 @@ PyObject *closure(PyObject *, PyObject *const *args, Py_ssize_t count) {
     auto found = args[0] == Py_None ? recorder().closure(targets, stops, relative)
                                     : of_tape(held_by<Period>(args[0], kPeriod), targets, stops, relative);
     if (const auto *refused = std::get_if<Refused>(&found)) return text(refused->reason);
-    auto &made = std::get<std::unique_ptr<Closure>>(found);
-    watches().add(*made->watch);
-    Object capsule = checked(PyCapsule_New(made.get(), kClosure, [](PyObject *of) {
-      Closure &dropped = closure_of(of);
-      watches().remove(*dropped.watch);
-      delete &dropped;
-    }));
-    (void)made.release();
-    return capsule;
+    return capsule_of(std::move(std::get<std::unique_ptr<Closure>>(found)));
   });
 }
 
@@ -264,7 +267,13 @@ Buffer buffer_of(const Leaf &leaf, PyObject *given) {
 }
 
 // What it has of a leaf itself.
-Buffer own_buffer_of(const Leaf &leaf) {
+Buffer own_buffer_of(const Closure &of, size_t index) {
+  const Leaf &leaf = of.leaves[index];
+  if (of.copies) {
+    std::lock_guard lock(of.copies->mutex);
+    const auto copy = of.copies->of.find(index);
+    if (copy != of.copies->of.end() && copy->second.nbytes() == leaf.nbytes) return {copy->second, 0, leaf.nbytes};
+  }
   if (!leaf.constant.empty()) return buffer_of(leaf.constant);
   if (!leaf.storage) throw Differs("what it is made of was let go of");
   if (leaf.storage->nbytes() != leaf.nbytes) throw Differs("what it is made of has another size");
@@ -287,6 +296,28 @@ std::vector<at::Tensor> replayed(const Closure &of, std::vector<Buffer> buffers,
   return results;
 }
 
+// The targets, made again of one buffer a leaf; a text says why they are not what they were.
+template <typename BufferOf>
+Object rerun(const Closure &of, std::optional<uint8_t> poison, BufferOf &&buffer_of) {
+  try {
+    std::vector<Buffer> buffers;
+    for (size_t leaf = 0; leaf < of.leaves.size(); ++leaf) buffers.push_back(buffer_of(leaf));
+    std::vector<at::Tensor> results;
+    {
+      const WithoutInterpreter without;
+      results = replayed(of, std::move(buffers), poison);
+    }
+    return list_of(results, tensor);
+  } catch (const Differs &differs) {
+    return text(differs.text);
+  } catch (const c10::OutOfMemoryError &error) {
+    const Object type =
+        checked(PyObject_GetAttrString(checked(PyImport_ImportModule("torch")).get(), "OutOfMemoryError"));
+    PyErr_SetString(type.get(), error.what_without_backtrace());
+    throw InPython();
+  }
+}
+
 // run(closure, leaves, poison): the targets, made again; a text says why they are not what they were. `leaves`: None,
 // or for each a tensor on a storage that has its bytes, or None; `poison`: what empty memory is filled with, or -1.
 PyObject *run(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -294,30 +325,13 @@ PyObject *run(PyObject *, PyObject *const *args, Py_ssize_t count) {
     TORCH_CHECK(count == 3, "run(closure, leaves, poison)");
     const Closure &of = closure_of(args[0]);
     const int64_t poison = integer_of(args[2]);
-    try {
-      const Object given = args[1] == Py_None ? nullptr : checked(PySequence_Fast(args[1], "tensors are wanted"));
-      if (given && size_t(PySequence_Fast_GET_SIZE(given.get())) != of.leaves.size())
-        throw Differs("it is made of more, or of less");
-      std::vector<Buffer> buffers;
-      for (size_t leaf = 0; leaf < of.leaves.size(); ++leaf) {
-        PyObject *each = given ? PySequence_Fast_GET_ITEM(given.get(), Py_ssize_t(leaf)) : Py_None;
-        const Leaf &own = of.leaves[leaf];
-        buffers.push_back(each == Py_None ? own_buffer_of(own) : buffer_of(own, each));
-      }
-      std::vector<at::Tensor> results;
-      {
-        const WithoutInterpreter without;
-        results = replayed(of, std::move(buffers), poison < 0 ? std::nullopt : std::optional(uint8_t(poison)));
-      }
-      return list_of(results, tensor);
-    } catch (const Differs &differs) {
-      return text(differs.text);
-    } catch (const c10::OutOfMemoryError &error) {
-      const Object type =
-          checked(PyObject_GetAttrString(checked(PyImport_ImportModule("torch")).get(), "OutOfMemoryError"));
-      PyErr_SetString(type.get(), error.what_without_backtrace());
-      throw InPython();
-    }
+    const Object given = args[1] == Py_None ? nullptr : checked(PySequence_Fast(args[1], "tensors are wanted"));
+    if (given && size_t(PySequence_Fast_GET_SIZE(given.get())) != of.leaves.size())
+      return text("it is made of more, or of less");
+    return rerun(of, poison < 0 ? std::nullopt : std::optional(uint8_t(poison)), [&](size_t leaf) {
+      PyObject *each = given ? PySequence_Fast_GET_ITEM(given.get(), Py_ssize_t(leaf)) : Py_None;
+      return each == Py_None ? own_buffer_of(of, leaf) : buffer_of(of.leaves[leaf], each);
+    });
   });
 }
 

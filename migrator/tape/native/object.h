@@ -9,6 +9,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -40,6 +41,13 @@ Object text(const std::string &value) { return checked(PyUnicode_FromStringAndSi
 template <typename... Parts>
 Object tuple(const Parts &...parts) {
   return checked(PyTuple_Pack(sizeof...(parts), parts.get()...));
+}
+
+Object tuple_of(std::vector<Object> &items) {
+  Object made = checked(PyTuple_New(Py_ssize_t(items.size())));
+  for (size_t index = 0; index < items.size(); ++index)
+    PyTuple_SET_ITEM(made.get(), Py_ssize_t(index), items[index].release());
+  return made;
 }
 
 template <typename Range, typename Make>

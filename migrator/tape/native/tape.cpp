@@ -7,7 +7,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 
-#include "closures.h"
+#include "packs.h"
 
 namespace {
 
@@ -320,6 +320,10 @@ PyMethodDef functions[] = {
     {"is_stale", is_stale, METH_O, nullptr},
     {"watch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(watch)), METH_FASTCALL, nullptr},
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL, nullptr},
+    {"packs", packs, METH_NOARGS, nullptr},
+    {"note", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(note)), METH_FASTCALL, nullptr},
+    {"find_packed", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(find_packed)), METH_FASTCALL, nullptr},
+    {"make", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_again)), METH_FASTCALL, nullptr},
     {"is_same", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(is_same)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,0 +1,172 @@
+// What was packed of the values that were promised: a closure that is found here says at once in which of it its leaves
+// are, and holds the others itself. All of it once a saved tensor, for which the device may be waiting.
+#pragma once
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+
+#include "closures.h"
+
+namespace {
+
+constexpr auto kPacks = "torch_tiers.migrator.tape.packs";
+
+Object call(const Object &function, const Object &argument) {
+  return checked(PyObject_CallFunctionObjArgs(function.get(), argument.get(), nullptr));
+}
+
+Object item(PyObject *tuple, Py_ssize_t index) { return borrowed(PyTuple_GET_ITEM(tuple, index)); }
+
+// What was packed of one tensor, without keeping that alive.
+struct Pack {
+  Object ref, rest;    // a weak reference; of what stays, to the first of a tuple, of which this is the rest
+  uint64_t first = 0;  // the byte of the storage at which the tensor begins
+  Object key;          // the site
+
+  // What was packed; null if the graph has let go of it.
+  Object get() const {
+    Object found = checked(PyObject_CallNoArgs(ref.get()));
+    if (found.get() == Py_None) return nullptr;
+    if (!rest) return found;
+    return checked(PySequence_Concat(tuple(found).get(), rest.get()));
+  }
+};
+
+// Of one period.
+struct Packs {
+  Stops stops;
+  std::unordered_map<uint64_t, Pack> all;
+};
+
+// Whether what was packed is a parameter's, or too small to move.
+bool stays(PyObject *packed) {
+  if (!PyTuple_CheckExact(packed) || PyTuple_GET_ITEM(packed, 3) == Py_None) return false;
+  return checked(PyObject_GetAttrString(PyTuple_GET_ITEM(packed, 3), "known")).get() == Py_None;
+}
+
+// Whether, where it moves, that is not all of its storage; see `storages.reach`.
+bool is_part(const at::Tensor &tensor) {
+  const c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
+  if (!storage || tensor.layout() != c10::kStrided) return true;
+  const uint64_t all = storage->nbytes(), own = tensor.nbytes();
+  if (own == all) return false;
+  int64_t elements = 1;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) elements += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const uint64_t spans = uint64_t(elements) * tensor.itemsize();
+  const uint64_t low = uint64_t(tensor.storage_offset()) * tensor.itemsize();
+  const bool all_of_it = 2 * spans >= all && (tensor.is_view() || own < spans);
+  constexpr uint64_t kSlot = 512;  // `lanes.SLOT`
+  return !all_of_it && (low >= kSlot || low + spans != all);
+}
+
+// Takes a copy of some leaves before somebody writes them, such as biases, which plain PyTorch needs no more.
+void rescue(const Closure &closure, std::vector<bool> which) {
+  Watch *watch = closure.watch.get();  // whoever warns holds it
+  watches().on_write(*watch, std::make_shared<const Watch::Warn>([=, copies = closure.copies](size_t leaf) {
+    auto storage = which[leaf] ? watch->all[leaf].storage.lock() : nullptr;
+    if (!storage) return;
+    const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
+    const uint64_t nbytes = storage->nbytes();
+    const at::Tensor copy = bytes_of({c10::Storage(std::move(storage)), 0, nbytes}).clone();
+    std::lock_guard lock(copies->mutex);
+    copies->of[leaf] = copy.storage();
+  }));
+}
+
+// ------------------------------------------------------------------------------------- functions
+
+// packs(): none yet; of the period that is recorded.
+PyObject *packs(PyObject *, PyObject *) {
+  return answer([&] {
+    auto made = std::make_unique<Packs>();
+    made->stops = std::move(*recorder().stops());
+    Object capsule = checked(PyCapsule_New(
+        made.get(), kPacks, [](PyObject *of) { delete static_cast<Packs *>(PyCapsule_GetPointer(of, kPacks)); }));
+    (void)made.release();
+    return capsule;
+  });
+}
+
+// note(packs, tensor, packed, key): what was packed of a tensor at a site; of a tuple the first is held weakly.
+PyObject *note(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 4, "note(packs, tensor, packed, key)");
+    Packs &packs = held_by<Packs>(args[0], kPacks);
+    const at::Tensor tensor = tensor_of(args[1]);
+    if (is_part(tensor)) return none();
+    const auto use = recorder().promise(packs.stops, tensor);
+    if (!use) return none();
+    Pack &pack = packs.all[key_of(use->storage, use->state)];
+    if (pack.ref && pack.get()) return none();
+    const bool is_kept = PyTuple_CheckExact(args[2]);
+    pack.ref = checked(PyWeakref_NewRef(is_kept ? PyTuple_GET_ITEM(args[2], 0) : args[2], nullptr));
+    pack.rest = is_kept ? checked(PyTuple_GetSlice(args[2], 1, PyTuple_GET_SIZE(args[2]))) : nullptr;
+    pack.first = uint64_t(tensor.storage_offset()) * tensor.itemsize();
+    pack.key = borrowed(args[3]);
+    return none();
+  });
+}
+
+// find(packs, tensor, settings, is_fixed): what makes all of a tensor's storage again. Its signature, what was packed
+// of what it takes, the sites of that, and the closure; None if there is none that is as PyTorch's `settings` were.
+// `is_fixed`: whether nobody but operators writes a storage of the host's, by its address.
+PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 4, "find(packs, tensor, settings, is_fixed)");
+    const Packs &packs = held_by<Packs>(args[0], kPacks);
+    const Object is_fixed = borrowed(args[3]);
+    const at::Tensor target = tensor_of(args[1]);
+    const c10::StorageImpl *storage = storage_of(target);
+    if (!storage || target.storage_offset() || target.nbytes() != storage->nbytes()) return none();
+    auto found = recorder().closure({target}, &packs.stops, {});
+    if (std::holds_alternative<Refused>(found)) return none();
+    Object capsule = capsule_of(std::move(std::get<std::unique_ptr<Closure>>(found)));
+    Closure &closure = closure_of(capsule.get());
+    if (int64_t(closure.settings) != integer_of(args[2])) return none();
+    std::vector<Object> inputs, keys;
+    std::vector<bool> rescued(closure.leaves.size());
+    closure.places.resize(closure.leaves.size());
+    for (size_t index = 0; index < closure.leaves.size(); ++index) {
+      Leaf &leaf = closure.leaves[index];
+      const auto pack = packs.all.find(key_of(leaf.use.storage, leaf.use.state));
+      Object packed = pack == packs.all.end() ? nullptr : pack->second.get();
+      const auto lasts = [&] {
+        const auto address = uint64_t(uintptr_t(leaf.storage.get()));
+        return !leaf.device.is_cpu() || call(is_fixed, number(address)).get() == Py_True;
+      };
+      const bool is_own = leaf.storage && leaf.use.state < 0 && (!packed || stays(packed.get())) && lasts();
+      if (is_own || !packed) {
+        if (!is_own && leaf.constant.empty()) return none();
+        rescued[index] = is_own && !packed;  // else the graph has it, and changed it is an error there
+        continue;
+      }
+      leaf.storage.reset();
+      closure.places[index] = {int32_t(inputs.size()), pack->second.first};
+      inputs.push_back(std::move(packed));
+      keys.push_back(borrowed(pack->second.key.get()));
+    }
+    if (std::find(rescued.begin(), rescued.end(), true) != rescued.end()) {
+      closure.copies = std::make_shared<Copies>();
+      rescue(closure, std::move(rescued));
+    }
+    return tuple(number(closure.signature), tuple_of(inputs), tuple_of(keys), capsule);
+  });
+}
+
+// make(closure, values): its target, of what its inputs were unpacked to; a text says why it is not what it was.
+PyObject *make_again(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "make(closure, values)");
+    const Closure &of = closure_of(args[0]);
+    const Object values = checked(PySequence_Fast(args[1], "tensors are wanted"));
+    return rerun(of, std::nullopt, [&](size_t index) {
+      const auto &[input, first] = of.places.at(index);
+      if (input < 0) return own_buffer_of(of, index);
+      TORCH_CHECK(input < PySequence_Fast_GET_SIZE(values.get()), "fewer values than it takes");
+      return buffer_of(of.leaves[index], tensor_of(PySequence_Fast_GET_ITEM(values.get(), input)), first);
+    });
+  });
+}
+
+}  // namespace
