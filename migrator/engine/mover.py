@@ -213,12 +213,7 @@ class Mover:
         self.engine.begin_backward()
 
     def drop(
-        self,
-        tensor: Tensor,
-        key: str,
-        make: Recompute,
-        origins: Callable[[float | None], Origins],
-        kind: str,
+        self, tensor: Tensor, make: Recompute, origins: Callable[[float | None], Origins], kind: str
     ) -> Dropped | Moved:
         """Let go of a saved tensor that its formula recomputes; where that does not hold any more, take it."""
         with self.engine.lock:
@@ -231,14 +226,14 @@ class Mover:
                     made = before.made()
             if made is None:
                 # What was seen since may be other than what the plan was made with, and the plan the same.
-                make.finder.verified = self.verified.get(key, make.verified)
+                make.finder.verified = self.verified.get(make.key, make.verified)
                 what = make.finder.find(base, origins(make.verified.epsilon))
                 if what is None:
-                    return self.take(tensor, key, None, kind)
+                    return self.take(tensor, make.key, None, kind)
                 made = Recomputed(base, what, self.engine)
                 self._dropped[known.cdata] = _Whole(weakref.ref(base), base._version, weakref.ref(made))
             known.made = weakref.ref(made)
-            record = None if self.recorder is None else self.recorder.save(key, known, kind)
+            record = None if self.recorder is None else self.recorder.save(make.key, known, kind)
             return Dropped(tensor, made, make, record)
 
     def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
@@ -466,7 +461,7 @@ class Mover:
             for key in plan.recompute:
                 if key in self.verified:
                     finder = Finder(self.verified[key], self.engine.tensors.follow)
-                    yield key, Recompute(self, self.verified[key], finder, paces.get(key))
+                    yield key, Recompute(self, key, self.verified[key], finder, paces.get(key))
         for plan, paces in paced:
             for group in plan.groups:
                 for key in group.sites:

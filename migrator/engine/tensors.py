@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from torch_tiers.migrator.engine.moved import Moved, Saved, arrange, let_go, spans
+from torch_tiers.migrator.engine.moved import Moved, Saved, arrange, let_go, nothing, spans
 from torch_tiers.migrator.engine.storages import Storages, memory_of
 from torch_tiers.migrator.recompute import ways
 
@@ -35,6 +35,7 @@ __all__ = [
     "Storages",
     "Tensors",
     "arrange",
+    "counter",
     "follow",
     "hooks",
     "let_go",
@@ -55,6 +56,13 @@ def hooks(saver: Saver, place: Place[Action], least: int) -> Hooks:
 def follow(way: Way, node: Any, source: Origins) -> list[Any] | None:
     """See `migrator.recompute.ways.follow`."""
     return ways.follow(way, node, source)
+
+
+def counter(tensor: Tensor) -> Tensor:
+    """Shares the version counter of a tensor, and has no memory."""
+    alias = tensor.detach()
+    alias.data = nothing(tensor.dtype, tensor.device)
+    return alias
 
 
 def spent() -> float:
@@ -96,6 +104,9 @@ class Tensors(Protocol):
         ...
 
     def follow(self, way: Way, node: Any, source: Origins) -> list[Any] | None:  # noqa: D102
+        ...
+
+    def counter(self, tensor: Tensor) -> Tensor:  # noqa: D102
         ...
 
     def spent(self) -> float:  # noqa: D102

@@ -39,9 +39,10 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Drop, and recompute."""
+    """Drop what is saved at the site `key`, and recompute it."""
 
     mover: Mover
+    key: str
     verified: Verified
     finder: Finder
     pace: Pace | None = None

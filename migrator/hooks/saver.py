@@ -366,10 +366,10 @@ class Saver(OnStack):
         else:
             packed = self._move(tensor, node, number, action)
         if number in node.noted or self.place.recording:  # with the first tensor of a device that begins
-            self._note(tensor, packed, f"{node.path}:{number}")
+            self.note(tensor, packed, f"{node.path}:{number}")
         return packed
 
-    def _note(self, tensor: Tensor, packed: Packed, key: str) -> None:
+    def note(self, tensor: Tensor, packed: Packed, key: str) -> None:
         """Remember what was packed: others may be made from it."""
         if self._replays is None:
             note(tensor, packed, key)
@@ -388,7 +388,7 @@ class Saver(OnStack):
         else:
             packed = self._move(tensor, node, number, action)
         self._observer.prepare(tensor, key, packed)
-        self._note(tensor, packed, key)
+        self.note(tensor, packed, key)
         record = packed[3] if isinstance(packed, tuple) else packed.record
         if record is not None:
             record.recorder.resume()
@@ -466,8 +466,12 @@ class Saver(OnStack):
         if not movable:
             return keep(tensor, None, self._record(mover, key, tensor))
         if type(go) is Recompute:
-            return mover.drop(tensor, key, go, self._observer.origins, node.kind)
+            return self.drop(tensor, go)
         return mover.take(tensor, key, go if type(go) is Go else None, node.kind)
+
+    def drop(self, tensor: Tensor, make: Recompute) -> Packed:
+        """Pack a tensor that is made again, if it can be."""
+        return make.mover.drop(tensor, make, self._observer.origins_of_drops, self.place.here.kind)
 
     def _mover(self, device: torch.device) -> Mover | None:
         if device not in self.movers:

@@ -41,10 +41,9 @@ class Recomputed:
     __slots__ = ("__weakref__", "counter", "engine", "formula", "nbytes", "tensor", "unused", "version")
 
     def __init__(self, base: Tensor, formula: Formula, engine: Engine) -> None:
-        self.counter = base.detach()  # shares the version counter, and lives on without memory
+        self.counter = engine.tensors.counter(base)
         self.version = self.counter._version
         self.nbytes = base.nbytes  # all of its storage
-        self.counter.data = engine.empty(base.dtype)
         self.formula = formula
         self.engine = engine
         self.unused = 0  # dropped tensors on it that backward has not asked for yet
@@ -57,7 +56,7 @@ class Recomputed:
 
     def obtain(self, peek: Peek) -> Tensor:
         """All of it, as one tensor; recomputed if need be, and kept until the last one on it has been used once."""
-        if self.tensor is None:
+        if self.tensor is None and any(type(packed) is Dropped for packed in self.formula.inputs):
             for made in reversed(self._below()):
                 made._obtain(peek)
         return self._obtain(peek)

@@ -60,6 +60,7 @@ class Observer:
         replays: Replays | None = None,
     ) -> None:
         self._replays = replays
+        self._source: Origins | None = None  # of the forward under way, where nothing but replays is asked
         self._regions = regions
         self._movable = movable
         self._unpack = unpack
@@ -92,6 +93,7 @@ class Observer:
         self._began = NO_FORWARD if known is None else torch._C._autograd._get_sequence_nr()
         now = choices()
         self._choices = self._chosen.setdefault(now, now)
+        self._source = None
         if self._changed and self._was_ahead:
             self._reads_ahead = False  # the program changes parameters between its steps and its forwards
         self._changed.clear()
@@ -174,6 +176,14 @@ class Observer:
         """Where formulas find their inputs now."""
         keeper = self._unpack, keep, self._versions, self._asked, self._changed
         return Origins(*keeper, self._began, self._choices, epsilon, self._replays)
+
+    def origins_of_drops(self, epsilon: float | None = None) -> Origins:
+        """The same for what is dropped by a plan: with replays there is one for all of a forward."""
+        if self._replays is None:
+            return self.origins(epsilon)
+        if self._source is None:
+            self._source = self.origins()
+        return self._source
 
     def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
         """See whether the tensor could be recomputed, if this is the first of its storage."""

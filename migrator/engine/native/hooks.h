@@ -1,5 +1,5 @@
 // What PyTorch calls for each tensor that it saves, and when backward needs it: `Saver.pack` and `unpack` of `hooks.py`
-// for what comes again in every period, sites of the plan that stay or move.
+// for what comes again in every period, sites of the plan that stay, move or are made again.
 //
 // A shortcut in front of the hooks in Python: whatever is not plain, foreseen and in the plan's order goes to those,
 // before anything was changed but that the module has come to this period. So they alone say what holds, and this must
@@ -41,7 +41,8 @@ struct Names {
            *capturing = PyUnicode_InternFromString("capturing"), *born = PyUnicode_InternFromString("born"),
            *entered = PyUnicode_InternFromString("entered"), *reached = PyUnicode_InternFromString("reached"),
            *left = PyUnicode_InternFromString("left"), *take = PyUnicode_InternFromString("take"),
-           *give_back = PyUnicode_InternFromString("give_back"), *nothing = PyUnicode_InternFromString("");
+           *give_back = PyUnicode_InternFromString("give_back"), *drop = PyUnicode_InternFromString("drop"),
+           *note = PyUnicode_InternFromString("note"), *nothing = PyUnicode_InternFromString("");
 };
 
 const Names &names() {
@@ -50,19 +51,19 @@ const Names &names() {
 }
 
 struct Slots {
-  PyTypeObject *stay_type, *go_type;
+  PyTypeObject *stay_type, *go_type, *recompute_type;
   struct {
     Py_ssize_t here, period, agenda, recording, in_backward;
   } place;
   struct {
-    Py_ssize_t of_inputs, period, count, agenda, actions, noted;
+    Py_ssize_t path, of_inputs, period, count, agenda, actions, noted;
   } node;
   struct {
     Py_ssize_t mover, enter, leave, pace;
   } stay;
   struct {
     Py_ssize_t mover, pace;
-  } go;
+  } go, recompute;
 };
 
 // One of the two hooks of a thread.
@@ -138,17 +139,55 @@ PyObject *foreseen(const Hook &hook, PyObject *node) {
     put(node, slots.node.count, number_of(0));
   }
   if (at(node, slots.node.of_inputs) != Py_False) return nullptr;
-  PyObject *actions = at(node, slots.node.actions), *noted = at(node, slots.node.noted);
-  PyObject *count = at(node, slots.node.count);
+  PyObject *actions = at(node, slots.node.actions);
   if (!PyList_CheckExact(actions)) return nullptr;
-  if (PyAnySet_Check(noted) ? PySet_Contains(noted, count) != 0 : PyTuple_GET_SIZE(noted) != 0) return nullptr;
-  const Py_ssize_t number = PyLong_AsSsize_t(count);
+  const Py_ssize_t number = PyLong_AsSsize_t(at(node, slots.node.count));
   return number < PyList_GET_SIZE(actions) ? PyList_GET_ITEM(actions, number) : nullptr;
+}
+
+// The site of the tensor that is saved now, if others are made from that; null if not.
+THPObjectPtr noted(const Hook &hook, PyObject *node) {
+  const Slots &slots = hook.own.slots;
+  PyObject *noted = at(node, slots.node.noted), *count = at(node, slots.node.count);
+  const int found = PyAnySet_Check(noted) ? PySet_Contains(noted, count) : 0;
+  THPObjectPtr key(found ? PyUnicode_FromFormat("%U:%S", at(node, slots.node.path), count) : nullptr);
+  if (found && !key) throw python_error();
+  return key;
 }
 
 void count_one(const Hook &hook, PyObject *node) {
   const Py_ssize_t slot = hook.own.slots.node.count;
   put(node, slot, number_of(PyLong_AsSsize_t(at(node, slot)) + 1));
+}
+
+PyObject *pack_kept(const Hook &hook, PyObject *node, PyObject *stay, PyObject *tensor) {
+  const Slots &slots = hook.own.slots;
+  if (!is_ordinary(tensor)) return nullptr;
+  count_one(hook, node);
+  PyObject *nbytes = at(stay, slots.stay.enter);
+  tell(at(stay, slots.stay.mover), names().born, at(stay, slots.stay.pace), names().entered, nbytes);
+  const at::Tensor &saved = THPVariable_Unpack(tensor);
+  // A leaf itself, see `packed.alias_of`.
+  const bool is_leaf = saved.is_leaf();
+  THPObjectPtr version(THPUtils_packInt64(saved._version())),
+      alias(is_leaf ? own(tensor).release() : THPVariable_Wrap(alias_of(saved)));
+  PyObject *kept = version && alias ? PyTuple_Pack(4, alias.get(), version.get(), stay, Py_None) : nullptr;
+  if (!kept) throw python_error();
+  return kept;
+}
+
+// One that leaves HBM: its mover takes it, or the saver has it made again.
+PyObject *pack_gone(const Hook &hook, PyObject *node, PyObject *action, PyObject *tensor) {
+  const Slots &slots = hook.own.slots;
+  const bool goes = Py_TYPE(action) == slots.go_type;
+  PyObject *mover = at(action, goes ? slots.go.mover : slots.recompute.mover);
+  if (!memory(tensor, hook.least) || captures(mover)) return nullptr;
+  count_one(hook, node);
+  tell(mover, names().born, at(action, goes ? slots.go.pace : slots.recompute.pace), nullptr, nullptr);
+  PyObject *gone = goes ? PyObject_CallMethodObjArgs(mover, names().take, tensor, names().nothing, action, nullptr)
+                        : PyObject_CallMethodObjArgs(hook.saver, names().drop, tensor, action, nullptr);
+  if (!gone) throw python_error();
+  return gone;
 }
 
 PyObject *pack(const Hook &hook, PyObject *tensor) {
@@ -159,31 +198,16 @@ PyObject *pack(const Hook &hook, PyObject *tensor) {
   THPObjectPtr node = own(at(hook.place, slots.place.here));
   PyObject *borrowed = foreseen(hook, node);
   if (!borrowed) return nullptr;
-  THPObjectPtr action = own(borrowed);
-  if (Py_TYPE(action.get()) == slots.stay_type) {
-    if (!is_ordinary(tensor)) return nullptr;
-    count_one(hook, node);
-    PyObject *nbytes = at(action, slots.stay.enter);
-    tell(at(action, slots.stay.mover), names().born, at(action, slots.stay.pace), names().entered, nbytes);
-    const at::Tensor &saved = THPVariable_Unpack(tensor);
-    // A leaf itself, see `packed.alias_of`.
-    const bool is_leaf = saved.is_leaf();
-    THPObjectPtr version(THPUtils_packInt64(saved._version())),
-        alias(is_leaf ? own(tensor).release() : THPVariable_Wrap(alias_of(saved)));
-    PyObject *kept = version && alias ? PyTuple_Pack(4, alias.get(), version.get(), action.get(), Py_None) : nullptr;
-    if (!kept) throw python_error();
-    return kept;
+  THPObjectPtr action = own(borrowed), key = noted(hook, node);
+  const PyTypeObject *kind = Py_TYPE(action.get());
+  THPObjectPtr packed;
+  if (kind == slots.stay_type) packed = pack_kept(hook, node, action, tensor);
+  if (kind == slots.go_type || kind == slots.recompute_type) packed = pack_gone(hook, node, action, tensor);
+  if (packed && key) {
+    THPObjectPtr none(PyObject_CallMethodObjArgs(hook.saver, names().note, tensor, packed.get(), key.get(), nullptr));
+    if (!none) throw python_error();
   }
-  if (Py_TYPE(action.get()) == slots.go_type) {
-    PyObject *mover = at(action, slots.go.mover);
-    if (!memory(tensor, hook.least) || captures(mover)) return nullptr;
-    count_one(hook, node);
-    tell(mover, names().born, at(action, slots.go.pace), nullptr, nullptr);
-    PyObject *moved = PyObject_CallMethodObjArgs(mover, names().take, tensor, names().nothing, action.get(), nullptr);
-    if (!moved) throw python_error();
-    return moved;
-  }
-  return nullptr;
+  return packed.release();
 }
 
 PyObject *unpack_kept(const Hook &hook, PyObject *packed) {
@@ -251,19 +275,22 @@ Slots slots_of(PyObject *place) {
   THPObjectPtr actions(PyImport_ImportModule("torch_tiers.migrator.hooks.actions"));
   THPObjectPtr stay(actions ? PyObject_GetAttrString(actions, "Stay") : nullptr);
   THPObjectPtr go(actions ? PyObject_GetAttrString(actions, "Go") : nullptr);
+  THPObjectPtr recompute(actions ? PyObject_GetAttrString(actions, "Recompute") : nullptr);
   THPObjectPtr here(PyObject_GetAttrString(place, "here"));
-  if (!stay || !go || !here) throw python_error();
+  if (!stay || !go || !recompute || !here) throw python_error();
   PyObject *of = reinterpret_cast<PyObject *>(Py_TYPE(place)),
            *node = reinterpret_cast<PyObject *>(Py_TYPE(here.get()));
   return {
       reinterpret_cast<PyTypeObject *>(stay.get()),  // which live as long as their module
       reinterpret_cast<PyTypeObject *>(go.get()),
+      reinterpret_cast<PyTypeObject *>(recompute.get()),
       {slot_of(of, "here"), slot_of(of, "period"), slot_of(of, "agenda"), slot_of(of, "recording"),
        slot_of(of, "in_backward")},
-      {slot_of(node, "of_inputs"), slot_of(node, "period"), slot_of(node, "count"), slot_of(node, "agenda"),
-       slot_of(node, "actions"), slot_of(node, "noted")},
+      {slot_of(node, "path"), slot_of(node, "of_inputs"), slot_of(node, "period"), slot_of(node, "count"),
+       slot_of(node, "agenda"), slot_of(node, "actions"), slot_of(node, "noted")},
       {slot_of(stay, "mover"), slot_of(stay, "enter"), slot_of(stay, "leave"), slot_of(stay, "pace")},
       {slot_of(go, "mover"), slot_of(go, "pace")},
+      {slot_of(recompute, "mover"), slot_of(recompute, "pace")},
   };
 }
 

@@ -43,6 +43,13 @@ at::Tensor counter_of(const at::Tensor &tensor) {
   return counter;
 }
 
+// counter(tensor): see `tensors.counter`.
+PyObject *make_counter(PyObject *, PyObject *tensor) {
+  HANDLE_TH_ERRORS
+  return THPVariable_Wrap(counter_of(tensor_of(tensor)));
+  END_HANDLE_TH_ERRORS
+}
+
 struct Saved {
   PyObject_HEAD
   PyObject *group;

@@ -25,6 +25,7 @@ PyMethodDef functions[] = {
     {"arrange", arrange, METH_O, nullptr},
     {"spans", fast(spans), METH_FASTCALL, nullptr},
     {"let_go", fast(let_go), METH_FASTCALL, nullptr},
+    {"counter", make_counter, METH_O, nullptr},
     {"hooks", fast(make_hooks), METH_FASTCALL, nullptr},
     {"follow", fast(follow), METH_FASTCALL, nullptr},
     {"spent", spent, METH_NOARGS, nullptr},

@@ -18,18 +18,36 @@ Recorder &recorder() {
   return one;
 }
 
+// In torch 2.11 a dispatch mode, or a subclass with one of its own, comes below, and nothing that it calls comes by:
+// what the operator makes comes from nowhere, and what it writes is written unseen.
+void pass(Recorder &to, const c10::OperatorHandle &op, c10::DispatchKeySet below, torch::jit::Stack *stack) {
+  const Effects &effects = to.effects(op);
+  if (!watches().empty()) watches().before(effects, *stack);
+  std::vector<at::Tensor> written;
+  const c10::IValue *arguments = stack->data() + (stack->size() - effects.arguments);
+  for (size_t index = 0; effects.writes && index < effects.arguments; ++index) {
+    if (!effects.is_written(arguments, index)) continue;
+    if (arguments[index].isTensor()) written.push_back(arguments[index].toTensor());
+    if (arguments[index].isList())
+      for (const c10::IValue &each : arguments[index].toListRef())
+        if (each.isTensor()) written.push_back(each.toTensor());
+  }
+  op.redispatchBoxed(below, stack);
+  for (const at::Tensor &each : written)
+    if (each.defined() && storage_of(each)) to.unseen(&each);
+}
+
 void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
-  // In torch 2.11 a dispatch mode, or a subclass with one of its own, comes below: what that calls comes by again.
-  if (keys.has(c10::DispatchKey::Python)) {
-    op.redispatchBoxed(below, stack);
-    return;
-  }
   Recorder &to = recorder();
   // It was ended in another thread, or is left from a scope that has put back what it found.
   if (!to.recording.load(std::memory_order_relaxed)) {
     c10::impl::tls_set_dispatch_key_included(kKey, false);
     op.redispatchBoxed(below, stack);
+    return;
+  }
+  if (keys.has(c10::DispatchKey::Python)) {
+    pass(to, op, below, stack);
     return;
   }
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);

@@ -10,9 +10,10 @@ namespace {
 // version that has one registers its own fallback, and then ours is refused.
 constexpr auto kKey = c10::DispatchKey::Fake;
 
-// It, and all that stands above it: with these excluded, what is called runs as what was recorded ran.
+// It, and all that stands above it: with these excluded, what is called runs as what was recorded ran. Python's modes
+// are above it, too, but for torch 2.11.
 constexpr c10::DispatchKeySet kAbove =
     (c10::DispatchKeySet(c10::DispatchKeySet::FULL) - c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey)) |
-    c10::DispatchKeySet(c10::DispatchKey::PythonDispatcher);
+    c10::DispatchKeySet({c10::DispatchKey::PythonDispatcher, c10::DispatchKey::Python});
 
 }  // namespace

@@ -16,7 +16,7 @@ go = Go(mover, PageGroup(("Net.fc:2",), 1, last_birth=0, first_use=1))
 
 def recompute(*found: str, searched: bool = False) -> Recompute:
     verified = Verified({"exp": Took(0.0, 0)}, None, ((), ()), 0, searched, frozenset(found))  # type: ignore[arg-type]
-    return Recompute(mover, verified, Finder(verified))
+    return Recompute(mover, "Net.act:0", verified, Finder(verified))
 
 
 def test_sites_that_no_plan_knows_have_no_action() -> None:

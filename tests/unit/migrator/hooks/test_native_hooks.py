@@ -16,18 +16,20 @@ from tests.unit.natively import built, needs_compiler
 from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.moved import Moved
 from torch_tiers.migrator.engine.tensors import Tensors
-from torch_tiers.migrator.hooks.actions import Action, Go, Stay
+from torch_tiers.migrator.hooks.actions import Action, Go, Recompute, Stay
 from torch_tiers.migrator.hooks.garbage import Allowance
 from torch_tiers.migrator.hooks.saver import MIN_BYTES, Saver
 from torch_tiers.migrator.hooks.sites import Node
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.planner.paces import Pace
+from torch_tiers.migrator.recompute.finder import Finder, Verified
 from torch_tiers.migrator.recompute.origins import note
 
 pytestmark = needs_compiler
 
 SITES = 6  # of one module
 GROUP = PageGroup(("s",), 4096, last_birth=0, first_use=1)
+UNSEEN = Verified({}, None, (), 0, False, frozenset())
 _top = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -71,6 +73,11 @@ class _Mover:
         saved = self._tensors.Saved(None, tensor, 0, tensor.nbytes)  # type: ignore[arg-type]
         return self._tensors.Moved(tensor, self, saved, None, go, None)  # type: ignore[arg-type]
 
+    def drop(self, tensor: Tensor, make: Recompute, origins: object, kind: str) -> Moved:
+        """As where it does not hold any more."""
+        self.engine.told.append(("drop", make.key))
+        return self.take(tensor, make.key, None, kind)
+
     def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
         self.engine.told.append(("give back", count))
         return moved.view(None)
@@ -87,6 +94,10 @@ class _Rig:
         self.periods = 0
         self.saver = Saver(lambda device: self.mover, lambda *_: None, self._over, Allowance(), tensors)
         self.pack, self.unpack = self.saver.hooks
+        self.saver.note = self._note  # type: ignore[method-assign]
+
+    def _note(self, tensor: Tensor, packed: object, key: str) -> None:
+        self.mover.engine.told.append(("note", tensor.shape, key))
 
     def _over(self, saver: Saver) -> None:
         self.periods += 1
@@ -141,7 +152,7 @@ def _action(mover: Any, rng: random.Random) -> Action | None:
     pace = rng.choice([None, Pace(rng.randrange(9), rng.randrange(9), rng.choice([None, 5]), None)])
     if rng.random() < 0.5:
         return Stay(mover, rng.choice([0, 4096]), rng.choice([0, 4096]), pace)
-    return rng.choice([None, Go(mover, GROUP, pace)])
+    return rng.choice([None, Go(mover, GROUP, pace), Recompute(mover, "s", UNSEEN, Finder(UNSEEN), pace)])
 
 
 def _described(packed: object) -> object:
@@ -279,15 +290,15 @@ def test_a_module_that_comes_again_takes_the_shortcut_with_its_first_tensor(nati
     assert called == ["pack"]
 
 
-def test_what_is_recorded_or_noted_is_left_to_python(native_rig: tuple[_Rig, list[str]]) -> None:
+def test_what_is_recorded_is_left_to_python(native_rig: tuple[_Rig, list[str]]) -> None:
     rig, called = native_rig
     rig.plan([Stay(rig.mover, 1, 1)] * 4, {2})
     for _ in range(3):
         rig.pack(torch.randn(64, 64))
-    assert called == ["pack", "pack"]  # the first, and the noted one
+    assert called == ["pack"]  # the first
     rig.saver.place.recording = True
     rig.pack(torch.randn(64, 64))
-    assert called == ["pack"] * 3
+    assert called == ["pack"] * 2
 
 
 def test_what_is_saved_within_backward_is_left_to_python(native_rig: tuple[_Rig, list[str]]) -> None:

@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_tiers.migrator.tape.tape import Operator, Tape
+
+
+SEES_INTO_MODES = TorchVersion(torch.__version__) >= "2.12"
+"""Whether operators come by that a dispatch mode calls, or a subclass with one of its own."""
 
 
 @dataclass(frozen=True)
