@@ -80,6 +80,10 @@ FAMILIES = (
 )
 ON_GPU = ("pages",)
 """Families that need a GPU."""
+BY_REPLAY = ("changed_formulas", "exceptions", "recompute")
+"""Families that hold, too, where what is recomputed is made by the operators that made it."""
+COUNTS_PYTORCHS = "makes_convolutions_again_at_the_shapes_at_which_they_were_tried"
+"""It counts what PyTorch is asked for, which a replay does not ask."""
 
 
 def scenarios(family: str) -> dict[str, Scenario]:
@@ -105,13 +109,15 @@ def main(family: str) -> None:
     parser.add_argument("names", nargs="*", metavar="SCENARIO", help=", ".join(known))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--allocator", choices=("torch", "pages"), default="torch")
+    parser.add_argument("--replay", action="store_true", help="recompute by the operators that made a tensor")
     arguments = parser.parse_args()
+    REPLAYS.set(arguments.replay)
     if arguments.allocator == "pages":  # before CUDA is initialised, and then for good
         with tiers.session(allocator="pages", hbm=PAGES_HBM, dram="4GiB"):
             torch.cuda.init()
         assert torch.cuda.get_allocator_backend() == "tiers", "the allocator is not ours"
     broken = []
-    for name in arguments.names or known:
+    for name in arguments.names or (name for name in known if not (arguments.replay and name == COUNTS_PYTORCHS)):
         print(f"{family}.{name}", flush=True)
         try:
             known[name](torch.device(arguments.device))

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.scenarios import FAMILIES, scenarios
+from tests.scenarios import BY_REPLAY, COUNTS_PYTORCHS, FAMILIES, scenarios
 from tests.unit import warm
 from tests.unit.natively import needs_compiler
 
@@ -24,8 +24,7 @@ NATIVELY = [(family, name) for family, name in CASES if family in CLOSE_TO_THE_H
 NATIVELY.append(("compiled", "our_own_functions_are_not_compiled"))
 
 
-BY_REPLAY = [(family, name) for family, name in CASES if family in ("recompute", "changed_formulas", "exceptions")]
-BY_REPLAY.remove(("recompute", "makes_convolutions_again_at_the_shapes_at_which_they_were_tried"))  # counts PyTorch's
+REPLAYED = [(family, name) for family, name in CASES if family in BY_REPLAY and name != COUNTS_PYTORCHS]
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}-{name}" for family, name in CASES])
@@ -44,7 +43,7 @@ def test_holds_natively(family: str, name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("family", "name"), BY_REPLAY, ids=[f"{family}-{name}" for family, name in BY_REPLAY])
+@pytest.mark.parametrize(("family", "name"), REPLAYED, ids=[f"{family}-{name}" for family, name in REPLAYED])
 def test_holds_by_replay(family: str, name: str, by_replay: None) -> None:
     """With what is recomputed made by the operators that made it."""
     scenarios(family)[name](torch.device("cpu"))
