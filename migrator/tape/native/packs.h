@@ -60,7 +60,8 @@ bool is_part(const at::Tensor &tensor) {
   return !all_of_it && (low >= kSlot || low + spans != all);
 }
 
-// Takes a copy of some leaves before somebody writes them, such as biases, which plain PyTorch needs no more.
+// Takes a copy of some leaves before somebody writes them, such as biases, which plain PyTorch needs no more. Where
+// there is no memory for it the program writes all the same, and only who asks for what is made from them is told.
 void rescue(const Closure &closure, std::vector<bool> which) {
   Watch *watch = closure.watch.get();  // whoever warns holds it
   watches().on_write(*watch, std::make_shared<const Watch::Warn>([=, copies = closure.copies](size_t leaf) {
@@ -68,9 +69,12 @@ void rescue(const Closure &closure, std::vector<bool> which) {
     if (!storage) return;
     const c10::impl::ExcludeDispatchKeyGuard guard(kAbove);
     const uint64_t nbytes = storage->nbytes();
-    const at::Tensor copy = bytes_of({c10::Storage(std::move(storage)), 0, nbytes}).clone();
-    std::lock_guard lock(copies->mutex);
-    copies->of[leaf] = copy.storage();
+    try {
+      const at::Tensor copy = bytes_of({c10::Storage(std::move(storage)), 0, nbytes}).clone();
+      std::lock_guard lock(copies->mutex);
+      copies->of[leaf] = copy.storage();
+    } catch (const c10::Error &) {
+    }
   }));
 }
 
@@ -129,8 +133,9 @@ PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
     closure.places.resize(closure.leaves.size());
     for (size_t index = 0; index < closure.leaves.size(); ++index) {
       Leaf &leaf = closure.leaves[index];
-      const auto pack = packs.all.find(key_of(leaf.use.storage, leaf.use.state));
-      Object packed = pack == packs.all.end() ? nullptr : pack->second.get();
+      const auto noted = packs.all.find(key_of(leaf.use.storage, leaf.use.state));
+      const Pack *pack = noted == packs.all.end() ? nullptr : &noted->second;  // which Python may add to meanwhile
+      Object packed = pack ? pack->get() : nullptr;
       const auto lasts = [&] {
         const auto address = uint64_t(uintptr_t(leaf.storage.get()));
         return !leaf.device.is_cpu() || call(is_fixed, number(address)).get() == Py_True;
@@ -142,9 +147,9 @@ PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
         continue;
       }
       leaf.storage.reset();
-      closure.places[index] = {int32_t(inputs.size()), pack->second.first};
+      closure.places[index] = {int32_t(inputs.size()), pack->first};
       inputs.push_back(std::move(packed));
-      keys.push_back(borrowed(pack->second.key.get()));
+      keys.push_back(borrowed(pack->key.get()));
     }
     if (std::find(rescued.begin(), rescued.end(), true) != rescued.end()) {
       closure.copies = std::make_shared<Copies>();
