@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from torch_tiers.migrator.tape.tape import Operator, Tape
 
-
 SEES_INTO_MODES = TorchVersion(torch.__version__) >= "2.12"
 """Whether operators come by that a dispatch mode calls, or a subclass with one of its own."""
 
