@@ -218,14 +218,9 @@ class Closure:
     def leaf_tensors(self) -> tuple[Tensor | None, ...]:
         """For each leaf the bytes of all of its storage, as a tensor that lies on it.
 
-        None for what was promised and is not there any more, and after `release`. Whoever wants the values elsewhere
-        copies these.
+        None for what was promised and is not there any more. Whoever wants the values elsewhere copies these.
         """
         return tuple(self._library.leaves(self._handle))
-
-    def release(self) -> None:
-        """Hold no leaf any longer: `run` is to be given all of them."""
-        self._library.release(self._handle)
 
     def run(
         self, leaves: Sequence[Tensor | tuple[Tensor, int] | None] | None = None, *, poison: int | None = None

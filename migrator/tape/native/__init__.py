@@ -128,9 +128,6 @@ class Recorder(Protocol):
     def leaves(self, closure: Handle, /) -> list[Tensor | None]:  # noqa: D102
         ...
 
-    def release(self, closure: Handle, /) -> None:  # noqa: D102
-        ...
-
     def is_stale(self, closure: Handle, /) -> bool:  # noqa: D102
         ...
 

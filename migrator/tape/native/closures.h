@@ -186,14 +186,6 @@ PyObject *leaves(PyObject *, PyObject *object) {
   });
 }
 
-// release(closure): hold no leaf any longer.
-PyObject *release(PyObject *, PyObject *object) {
-  return answer([&] {
-    for (Leaf &leaf : closure_of(object).leaves) leaf.storage.reset();
-    return none();
-  });
-}
-
 // is_stale(closure): whether a leaf was written since.
 PyObject *is_stale(PyObject *, PyObject *object) {
   return answer([&] {

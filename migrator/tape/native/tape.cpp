@@ -316,7 +316,6 @@ PyMethodDef functions[] = {
     {"names", names, METH_O, nullptr},
     {"numbers", numbers_, METH_O, nullptr},
     {"leaves", leaves, METH_O, nullptr},
-    {"release", release, METH_O, nullptr},
     {"is_stale", is_stale, METH_O, nullptr},
     {"watch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(watch)), METH_FASTCALL, nullptr},
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL, nullptr},

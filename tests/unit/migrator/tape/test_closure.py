@@ -555,10 +555,6 @@ def test_leaf_may_lie_elsewhere(recorder: Recorder) -> None:
     room = torch.zeros(1000, dtype=torch.uint8)
     room = room[-room.data_ptr() % 64 :]
     room[256:304] = whole
-    closure.release()
-    assert closure.leaf_tensors() == (None,)
-    with pytest.raises(Differs, match="let go of"):
-        closure.run()
     x.zero_()
     assert torch.equal(closure.run([room[256:304]])[0], y)
     assert torch.equal(closure.run([room[256:304].clone()])[0], y)
