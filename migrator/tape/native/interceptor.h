@@ -32,9 +32,17 @@ void pass(Recorder &to, const c10::OperatorHandle &op, c10::DispatchKeySet below
       for (const c10::IValue &each : arguments[index].toListRef())
         if (each.isTensor()) written.push_back(each.toTensor());
   }
-  op.redispatchBoxed(below, stack);
-  for (const at::Tensor &each : written)
-    if (each.defined() && storage_of(each)) to.unseen(&each);
+  const auto note = [&] {
+    for (const at::Tensor &each : written)
+      if (each.defined() && storage_of(each)) to.unseen(&each);
+  };
+  try {
+    op.redispatchBoxed(below, stack);
+  } catch (...) {
+    note();  // it may have written some of it
+    throw;
+  }
+  note();
 }
 
 void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {

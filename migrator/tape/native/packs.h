@@ -26,6 +26,7 @@ struct Pack {
 
   // What was packed; null if the graph has let go of it.
   Object get() const {
+    if (!ref) return nullptr;  // to remember it failed
     Object found = checked(PyObject_CallNoArgs(ref.get()));
     if (found.get() == Py_None) return nullptr;
     if (!rest) return found;
