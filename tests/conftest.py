@@ -7,13 +7,9 @@ import random
 import signal
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-
-if TYPE_CHECKING:
-    from torch_tiers.migrator.log_softmax import Overwriting
 
 settings.register_profile("tiers", deadline=None, print_blob=True, derandomize=True)
 settings.register_profile("fresh", deadline=None, print_blob=True)
@@ -94,23 +90,3 @@ def by_replay() -> Iterator[None]:
     token = REPLAYS.set(True)
     yield
     REPLAYS.reset(token)
-
-
-@pytest.fixture(scope="session")
-def overwriting() -> Overwriting:
-    """What has log-softmax's backward take less memory; built once, and kept where a program would find it."""
-    from torch_tiers.allocator.extension import compiler, obstacle_to
-    from torch_tiers.migrator import log_softmax
-    from torch_tiers.places import cache_directory
-
-    if (missing := obstacle_to(compiler)) is not None:
-        pytest.skip(missing)
-    return log_softmax.load(log_softmax.build(cache_directory()))
-
-
-@pytest.fixture
-def writing_over(overwriting: Overwriting) -> Iterator[Overwriting]:
-    """The same, at work."""
-    assert overwriting.install()
-    yield overwriting
-    overwriting.uninstall()

@@ -28,14 +28,12 @@ from torch_tiers.config import Config, ConfigError, load
 from torch_tiers.config_keys import USUAL_ALLOCATOR
 from torch_tiers.drives import Drives
 from torch_tiers.log import set_up
-from torch_tiers.migrator import log_softmax
 from torch_tiers.migrator.engine import native
 from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import DirectWay
 from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.links import Links, links_from
-from torch_tiers.migrator.log_softmax import Overwriting
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.runtime.runtime import Runtime
 from torch_tiers.migrator.tape import recorder as tape
@@ -101,7 +99,6 @@ class Session:
                 links=self._links(),
                 advisor=self._monitor,
                 tensors=self._tensors,
-                overwriting=self._overwriting,
                 recorder=self._recorder,
                 # Not earlier: by now the program has its own handlers, and who never trains is left alone.
                 armed=self._before_sigterm.set if self._run is not None else lambda: None,
@@ -135,9 +132,6 @@ class Session:
             except CannotBuild as error:
                 raise CannotBuild(f"{error}; with TIERS_NATIVE=auto the hooks go on in Python") from error
         return native.best(cache_directory()) if self._natively else in_python
-
-    def _overwriting(self) -> Overwriting | None:
-        return log_softmax.find(cache_directory()) if self._natively else None
 
     def _recorder(self) -> Recorder | None:
         if not self._config.replay:

@@ -15,7 +15,6 @@ from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import DirectWay
 from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.links import PCIE_GEN5, Links
-from torch_tiers.migrator.log_softmax import Overwriting
 from torch_tiers.migrator.runtime.backoff import Response
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
@@ -66,8 +65,6 @@ class Options:
         Asked at the end of every period; without one the links are used in full.
     tensors : callable
         What is done with each tensor, in Python or natively; called when the first thread trains.
-    overwriting : callable
-        What has log-softmax's backward take less memory, if it can be had; called when the first thread trains.
     recorder : callable
         The recorder of operators, if it can be had; called when the first thread trains.
     armed : callable
@@ -89,7 +86,6 @@ class Options:
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
     tensors: Callable[[], Tensors] = lambda: in_python
-    overwriting: Callable[[], Overwriting | None] = lambda: None
     recorder: Callable[[], Recorder | None] = lambda: None
     armed: Callable[[], None] = lambda: None
     native_lanes: bool = True

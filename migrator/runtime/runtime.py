@@ -31,7 +31,6 @@ from torch_tiers.migrator.hooks.garbage import Allowance
 from torch_tiers.migrator.hooks.saver import Saver
 from torch_tiers.migrator.lanes.host import HostCompute
 from torch_tiers.migrator.learning.made import Made
-from torch_tiers.migrator.log_softmax import Overwriting
 from torch_tiers.migrator.plan import NoPlanFits, Plan
 from torch_tiers.migrator.runtime import entry
 from torch_tiers.migrator.runtime.advice import Advice
@@ -65,7 +64,6 @@ class Runtime:
         self._learned: tuple[Trace, Plan] | None = None
         self._tensors: Tensors | None = None
         self._recorder: Recorder | None = None
-        self._overwriting: Overwriting | None = None
         self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()
         self._time = HostTime()
@@ -73,7 +71,7 @@ class Runtime:
         self._rounds = 0  # steps of all optimizers together
         self._devices = Devices(self._counters)
         self._advice = Advice(options.advisor, options.links, options.pages, self._devices, self._counters)
-        self._lock = threading.Lock()  # guards the choice of `_tensors` and `_overwriting`
+        self._lock = threading.Lock()  # guards the choice of `_tensors` and `_recorder`
         # Guards the savers, to which threads add while others go through them. Reentrant: a signal's handler, which
         # writes down what happened so far, comes in the middle of whatever the main thread is doing, this included.
         self._listing = threading.RLock()
@@ -103,7 +101,6 @@ class Runtime:
         self.closed = True
         self._allowance.close()
         entry.uninstall()
-        self._write_over_nothing()
         if self._thread.saver is not None:
             self._thread.saver.end_period()
         for saver in self._all_savers():
@@ -121,14 +118,9 @@ class Runtime:
         """In the child of a fork: the engine's threads, streams and files belong to the parent."""
         self.armed = False
         self._allowance.close()
-        self._write_over_nothing()
         if self._thread.saver is not None:
             self._thread.saver.pop()
             self._thread.saver = None
-
-    def _write_over_nothing(self) -> None:
-        if self._overwriting is not None:
-            self._overwriting.uninstall()
 
     def saver(self) -> Saver | None:
         """The hooks of this thread, if they are on."""
@@ -178,9 +170,6 @@ class Runtime:
                 except TiersError as error:
                     self._refuse(error)
                 self._recorder = self.options.recorder()
-                self._overwriting = self.options.overwriting()
-                if self._overwriting is not None:
-                    self._overwriting.install()
         called = self._make_mover, self._root_begins, self._period_over
         saver = Saver(*called, self._allowance, self._tensors, self._recorder)
         saver.push()
