@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from statistics import median
@@ -22,6 +22,7 @@ from torch_tiers.migrator.trace import Recipe, Region, Trace
 Timed = TypeVar("Timed", Recipe, Region)
 
 LARGE = 64 * MiB  # of an operation's result: past what caches hold, and longer than a call takes
+ACCIDENT = 0.02  # of all that lies in HBM besides: with so much more of it a period begins by chance
 SEVERAL = 3  # of a kind, of which the one in the middle tells what they take
 CALL = 5e-6  # seconds between two kernels
 PRODUCT = re.compile(r"\w*(?:mmBackward0|ConvolutionBackward0)(?:\[.*?\])?|\b(?:\w*mm|convolution|\w*attention\w*)\b")
@@ -72,7 +73,7 @@ def together(one: Trace, other: Trace) -> Trace:
     }
     before = {region.path: region for region in one.regions}
     regions = tuple(_quicker(region, before.get(region.path, region)) for region in other.regions)
-    others = tuple(min(pair) for pair in zip(one.others, other.others, strict=True))
+    others = _beside(one.others, other.others)
     held = {ident: max(end, one.held.get(ident, 0)) for ident, end in {**one.held, **other.held}.items()}
     both = replace(other, recipes=recipes, regions=regions, others=others, held=held)
     if one.clocks is not None and other.clocks is not None:
@@ -85,6 +86,16 @@ def together(one: Trace, other: Trace) -> Trace:
         )
     *times, seconds = accumulate(map(min, _stretches(one), _stretches(other)))
     return replace(both, times=tuple(times), seconds=seconds)
+
+
+def _beside(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """What lies in HBM besides in both of two recordings, in bytes by stretch.
+
+    What is there in one alone is an accident, unless the period began with it: where gradients are accumulated, all but
+    the first of a step's periods do, and the plan is for all of them.
+    """
+    begins_with_more = bool(one) and abs(one[0] - other[0]) > ACCIDENT * max(*one, *other)
+    return tuple(map(max if begins_with_more else min, one, other))
 
 
 def _quicker(one: Timed, other: Timed) -> Timed:

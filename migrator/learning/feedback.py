@@ -5,7 +5,8 @@
   the room for saved tensors grows by half of what the peak lies below the target: one more byte of room raises the peak
   by one byte at most.
 - An allocator that had to flush its cache found too little room, whatever the peak: what is reserved in fragments is
-  not in it. So did one that had to put something elsewhere; that comes off the budget for as long as it makes it less.
+  not in it. So did one that had to put something elsewhere, period after period; that comes off the budget for as
+  long as it makes it less.
 - A lane for which compute waited for longer than was predicted is slower than was taken for granted. Measured against
   that, lanes only ever become slower.
 - What a period takes the host, without what was our own work, is the most that its own work can be: recorded, the host
@@ -39,6 +40,7 @@ SETTLING = 3  # periods under new plans in which the allocator may flush: what i
 TELLING = 2  # periods under new plans that tell what is left free: where lengths alternate, one may be short
 CUTS = 3  # of the budget for flushes, one after the other, after which these are not the plan's
 PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
+SPILLS = 3  # the same of memory put elsewhere: what an older layout left there may take a few periods to come back
 LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
 UNTOLD = 16  # periods under new plans, after which laps that did not come are not waited for
 HOSTS = 4  # periods of which the one that took the host the least tells what it needs
@@ -84,7 +86,8 @@ class Feedback:
         self._under = 0  # periods under the plans there are
         self._highest = 0  # of their peaks
         self._presses = 0  # of these, the last ones in a row in which the allocator flushed its cache
-        self._cuts = 0  # of the budget for that, without as many periods without as make sure
+        self._spills = 0  # the same of those in which something was put elsewhere
+        self._cuts = 0  # of the budget for flushes, without as many periods without as make sure
 
     def __str__(self) -> str:
         """What is corrected by how much, for a log."""
@@ -124,7 +127,7 @@ class Feedback:
 
     def adopted(self) -> None:
         """The plans changed: what the allocator caches will have to change, too."""
-        self._under = self._presses = self._highest = 0
+        self._under = self._presses = self._spills = self._highest = 0
         self._laps.clear()
         self._hosts.clear()
 
@@ -134,7 +137,7 @@ class Feedback:
 
     def rearranged(self) -> None:
         """Memory is asked for in another order: what the allocator caches will have to change, as under new plans."""
-        self._under = self._presses = 0
+        self._under = self._presses = self._spills = 0
 
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
@@ -232,9 +235,10 @@ class Feedback:
             elif not self._presses and self._under >= SURE:
                 self._cuts = 0
         slack = -int(PRESSED * self._target) if pressed else self._target - peak
+        self._spills = self._spills + 1 if overflow and self._under > SETTLING else 0
         if not overflow:
             self._overflow = None
-        elif self._under >= SETTLING and (self._overflow is None or overflow < self._overflow):
+        elif self._spills >= SPILLS and (self._overflow is None or overflow < self._overflow):
             # What did not become less when the budget did is not the plan's.
             self._overflow = overflow
             slack = min(slack, -overflow - int(SETTLED * self._target) - 1)

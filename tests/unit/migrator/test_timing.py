@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 
@@ -27,7 +28,14 @@ def test_other_sites_are_another_period() -> None:
 
 
 def test_what_was_in_hbm_by_accident_is_not_counted() -> None:
-    assert together(TRACE, replace(TRACE, others=(7, 11, 9, 9, 9))).others == (7, 9, 9, 9, 9)
+    assert together(TRACE, replace(TRACE, others=(9, 11, 9, 7, 9))).others == (9, 9, 9, 7, 9)
+
+
+def test_what_a_period_began_with_is_counted_in_whatever_order_they_were_recorded() -> None:
+    """Gradients that accumulate: the first period of a step begins without them, the others with them."""
+    without, having = replace(TRACE, others=(7, 9, 9, 11, 12)), replace(TRACE, others=(11, 13, 13, 13, 12))
+    for order in ((without, having), (having, without), (without, having, without), (having, without, having)):
+        assert reduce(together, order).others == (11, 13, 13, 13, 12)
 
 
 def test_what_the_program_holds_it_holds_as_long_as_any_recording_says() -> None:

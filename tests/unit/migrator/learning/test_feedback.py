@@ -24,6 +24,7 @@ from torch_tiers.migrator.learning.feedback import (
     PRESSED,
     PRESSES,
     SETTLING,
+    SPILLS,
     SURE,
     TELLING,
     UNTOLD,
@@ -324,10 +325,16 @@ def test_what_did_not_fit_into_hbm_comes_off_the_budget_once_the_layout_has_sett
     feedback = Feedback(TARGET, PCIE_GEN5)
 
     def measured() -> bool:
-        return feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True, overflow=10 * MiB)
+        return feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=10 * MiB)
 
-    assert [measured() for _ in range(SETTLING)] == [*[False] * (SETTLING - 1), True]
+    assert [measured() for _ in range(SETTLING + SPILLS)] == [*[False] * (SETTLING + SPILLS - 1), True]
     assert -40 * MiB < feedback.correction < -10 * MiB
+
+
+def test_what_an_older_layout_left_elsewhere_comes_off_the_budget_no_more_than_it_stays_there() -> None:
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    for overflow in (9 * MiB, 9 * MiB, 9 * MiB, 9 * MiB, 9 * MiB, 0, 9 * MiB, 0):
+        assert not feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True, overflow=overflow)
 
 
 def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -> None:
@@ -339,7 +346,7 @@ def test_what_does_not_become_less_with_the_budget_is_not_taken_off_it_again() -
     changed = 0
     for _ in range(20):
         feedback.adopted()
-        changed += any([measured(4 * MiB) for _ in range(SETTLING)])
+        changed += any([measured(4 * MiB) for _ in range(SETTLING + SPILLS)])
     assert changed == 1
 
 
