@@ -50,6 +50,19 @@ def wall(clocks: Clocks) -> tuple[list[float], float]:
     return ends, lead
 
 
+def host_bound(clocks: Clocks) -> list[bool]:
+    """Whether the device waits for the host at the begin of each stretch, where nothing moves or is recomputed."""
+    ends, lead = wall(clocks)
+    begins = [0.0, *ends[:-1]]
+    host, bound = -lead, []
+    for number, (begin, issuing) in enumerate(zip(begins, clocks.host, strict=True)):
+        host += issuing
+        bound.append(host > begin + clocks.device[number])
+        if number in clocks.joins:
+            host = ends[number]
+    return bound
+
+
 def _played(clocks: Clocks, lead: float) -> tuple[list[float], float]:
     """The end of each stretch on the device, and the end of the last on the host."""
     device, host = 0.0, -lead

@@ -23,18 +23,34 @@ OPPOSITE: Mapping[str, str] = MappingProxyType({"d2h": "h2d", "h2d": "d2h"})
 
 
 @dataclass(frozen=True, slots=True)
+class Calls:
+    """What it costs the host to carry a plan out, in seconds, there and back.
+
+    Attributes
+    ----------
+    group : float
+        Of a group that leaves and comes back.
+    moved : float
+        Of a saved tensor in it.
+    remade : float
+        Of a saved tensor that is made again, besides the operators that make it.
+    """
+
+    group: float = 40e-6
+    moved: float = 30e-6
+    remade: float = 30e-6
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """What moving costs besides the links.
 
     Attributes
     ----------
-    host : float
-        Seconds that a moved group costs the step, there and back.
     d2h, h2d : float
         By how much compute is slower while that lane is busy.
     """
 
-    host: float = 40e-6
     d2h: float = 0.021
     h2d: float = 0.013
 
@@ -43,7 +59,7 @@ MEASURED = Costs()
 """Measured on an H100: 5 GiB to DRAM made a step of 265 ms 1.3% longer, a lane busy throughout 2.1% and 1.3%."""
 
 
-HARDLY = Costs(host=4e-6, d2h=0.002, h2d=0.001)
+HARDLY = Costs(d2h=0.002, h2d=0.001)
 """Moving hardly costs anything: so it was with a GPT on an H200. Which of the two holds is for a contest to tell."""
 
 
@@ -70,7 +86,9 @@ class Links:
     dram : int
         Bytes of these that DRAM holds; what is more goes on to NVMe.
     costs : Costs
-        What moving costs besides.
+        What moving costs the device besides.
+    calls : Calls
+        What a plan costs the host.
     """
 
     d2h: float
@@ -85,6 +103,7 @@ class Links:
     below: int = BOUNDLESS
     dram: int = BOUNDLESS
     costs: Costs = MEASURED
+    calls: Calls = Calls()
 
     @property
     def direct(self) -> bool:
@@ -135,6 +154,11 @@ class Links:
         """Lanes that give a part of what was told, whoever else needs the memory bus."""
         slower = replace(self, **{lane: getattr(self, lane) * part for lane, part in parts.items()})
         return slower if self.usual is None else replace(slower, usual=self.usual.scaled(parts))
+
+    def with_calls(self, calls: Calls) -> Links:
+        """These links where the host takes so long to carry a plan out."""
+        usual = None if self.usual is None else replace(self.usual, calls=calls)
+        return replace(self, calls=calls, usual=usual)
 
     def reduced(self, left: Mapping[str, float]) -> Links:
         """What is left of the links while the memory bus is busy.

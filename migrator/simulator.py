@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -47,6 +47,8 @@ class Simulated:
         Seconds of the host's for the program itself, from its first save on; 0 where it has no clock of its own.
     calls : float
         Seconds of the host's for what this plan moves and recomputes.
+    operators : float
+        Of these, those for the operators of what is recomputed.
     stalls : mapping of str to float
         Seconds for which compute waited, by the lane it waited for.
     busy : mapping of str to float
@@ -69,6 +71,7 @@ class Simulated:
     recomputing: float
     issuing: float
     calls: float
+    operators: float
     stalls: Mapping[str, float]
     busy: Mapping[str, float]
     peak: Mapping[str, int]
@@ -144,6 +147,7 @@ class _Step:
     def __init__(self, trace: Trace, links: Links, plan: Plan, outcome: Effect) -> None:
         self.trace, self.links, self.plan, self.outcome = trace, links, plan, outcome
         self.clocks = trace.clocks or Clocks(durations(trace).tolist(), [0.0] * (trace.positions + 1))
+        self.hooks = self._hooks()  # seconds for which they keep the host in each stretch
         self.host = -trace.lead  # until when the host has issued
         self.held = {held.holders[0].key: held for held in outcome.held.values()}
         self.now = 0.0
@@ -151,7 +155,7 @@ class _Step:
         self.free = dict.fromkeys(LANES, 0.0)  # when each lane is free
         self.busy = dict.fromkeys(LANES, 0.0)
         self.stalls = dict.fromkeys(LANES, 0.0)
-        self.recomputing = self.calls = 0.0
+        self.recomputing = self.operators = 0.0
         self.leaving: deque[_Group] = deque()
         self.order: deque[_Group] = deque()
         self.lingering = np.zeros(trace.positions + 2, dtype=np.int64)  # changes of what left, but for the program
@@ -227,6 +231,22 @@ class _Step:
         members = (self.held[key] for key in group.sites if key in self.held)
         return [(self.trace.held[each.ident], each.nbytes) for each in members if each.ident in self.trace.held]
 
+    def _hooks(self) -> list[float]:
+        """Of what comes of a plan, half of the host's time where a tensor is saved, and half where it is first used."""
+        trace, calls = self.trace, self.links.calls
+        taken = [self.clocks.hooks] * (trace.positions + 1)
+        moved = ((key, calls.moved) for group in self.plan.groups for key in group.sites)
+        remade = ((key, calls.remade) for key in self.outcome.recomputed)
+        self.calls = 0.0
+        for key, seconds in chain(moved, remade):
+            site = trace.by_key.get(key)
+            if site is None:
+                continue  # a region's input, which is a call of its own
+            self.calls += seconds
+            taken[site.birth] += seconds / 2
+            taken[site.uses[0] if site.uses else site.birth] += seconds / 2
+        return taken
+
     def _first_use(self) -> int:
         uses = (site.uses[0] for site in self.trace.sites if site.uses)
         return min(uses, default=self.trace.positions)
@@ -236,7 +256,7 @@ class _Step:
     def _stretch(self, number: int) -> None:
         """The program goes on to the next position."""
         clocks = self.clocks
-        self._issue_and_compute(clocks.host[number] + clocks.hooks, clocks.device[number])
+        self._issue_and_compute(clocks.host[number] + self.hooks[number], clocks.device[number])
         if clocks.joins and number in clocks.joins:
             self.host = self.now
 
@@ -244,6 +264,7 @@ class _Step:
         """Recompute."""
         begin = self.now
         self.calls += work.host
+        self.operators += work.host
         self._issue_and_compute(work.host, work.seconds)
         self.recomputing += self.now - begin
 
@@ -257,6 +278,13 @@ class _Step:
                 now += slower * (busy if busy < beside else beside)
         now += busy
         self.now = now if now > self.host else self.host
+
+    def _call(self, seconds: float) -> None:
+        """Have the host do something of ours, which only the step's clock tells of where it has none of its own."""
+        if self.trace.clocks is None:
+            self.now += seconds
+        self.host += seconds
+        self.calls += seconds
 
     def _wait(self, until: float, lane: str) -> None:
         if until > self.now:
@@ -279,10 +307,7 @@ class _Step:
     # ------------------------------------------------------------------------------------- out and back
 
     def _send(self, group: _Group) -> None:
-        if self.trace.clocks is None:
-            self.now += self.links.costs.host
-        self.host += self.links.costs.host
-        self.calls += self.links.costs.host
+        self._call(self.links.calls.group / 2)
         first, *onward = group.way_out
         group.sent, group.out = self._copy(first, group.planned.nbytes, self.now)
         group.written = group.out
@@ -319,6 +344,7 @@ class _Step:
             _, group.read = self._copy(group.way_back[0], group.planned.nbytes, max(self.now, group.written))
 
     def _bring(self, group: _Group) -> None:
+        self._call(self.links.calls.group / 2)
         group.begins, group.home = self._copy(group.way_back[-1], group.planned.nbytes, max(self.now, group.out))
         self.resident += group.planned.nbytes
 
@@ -355,6 +381,7 @@ class _Step:
             recomputing=self.recomputing,
             issuing=sum(self.clocks.host[1:]),
             calls=self.calls,
+            operators=self.operators,
             stalls=self.stalls,
             busy=self.busy,
             peak={

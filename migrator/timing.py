@@ -43,6 +43,23 @@ class Lap(NamedTuple):
     age: int = 0
 
 
+class HookTime(NamedTuple):
+    """For how long hooks for saved tensors kept the host, in seconds, by what was done with the tensor.
+
+    Attributes
+    ----------
+    stays, moves, remade : float
+        For tensors that stay, that move, and that are made again.
+    groups : float
+        Of the same hooks, what was done for whole groups: that is not in the others.
+    """
+
+    stays: float
+    moves: float
+    remade: float
+    groups: float
+
+
 class HostLap(NamedTuple):
     """What a period took the host from its first forward on, in seconds, and what of that was our own work.
 
@@ -50,11 +67,14 @@ class HostLap(NamedTuple):
     ----------
     idle : bool
         Whether the device had nothing to do any more as it began.
+    hooks : HookTime
+        Of our own work, that of the hooks.
     """
 
     seconds: float
     ours: float
     idle: bool = False
+    hooks: HookTime = HookTime(0.0, 0.0, 0.0, 0.0)
 
 
 def product_in(name: str) -> str | None:

@@ -12,9 +12,12 @@ before: that memory may have been in use until there.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -31,9 +34,26 @@ from torch_tiers.migrator.lanes import Compute, Event, Lane, Leaving, Meter, Str
 from torch_tiers.migrator.lanes.promised import PromisedEvent
 from torch_tiers.migrator.plan import READ_AHEAD
 from torch_tiers.migrator.planner.paces import Pace
-from torch_tiers.migrator.timing import Lap
+from torch_tiers.migrator.timing import HookTime, Lap
 
 EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it
+_GROUPS = HookTime._fields.index("groups")
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def _for_a_group(method: Method) -> Method:
+    """Have the host's time in a method counted as spent for a group, not for the tensor whose hook came to it."""
+
+    @functools.wraps(method)
+    def charged(self: Engine, *args: Any, **kwargs: Any) -> None:
+        before = self.tensors.charge(_GROUPS)
+        try:
+            method(self, *args, **kwargs)
+        finally:
+            self.tensors.charge(before)
+
+    return cast("Method", charged)
 
 
 class Engine:
@@ -117,6 +137,7 @@ class Engine:
             self.alive += 1
         return claim
 
+    @_for_a_group
     def send(self, group: Group, *, insist: bool = False) -> None:
         """Start the group's copy to DRAM; `insist` as in `Backing.new`.
 
@@ -177,6 +198,7 @@ class Engine:
         """Whether there is more in HBM than the limit and nothing under way that would make it less."""
         return self.resident > self.limit and not self._leaving
 
+    @_for_a_group
     def _let_go(self, group: Group) -> None:
         parcel = group.parcel
         assert parcel is not None and parcel.filled is not None
@@ -315,6 +337,7 @@ class Engine:
         if group.unused:
             self._count(group, group.nbytes)
 
+    @_for_a_group
     def _fetch(self, group: Group) -> None:
         assert group.parcel is not None
         group.stream = self.compute.stream()

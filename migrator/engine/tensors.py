@@ -7,7 +7,6 @@ is what the two have in common; the tests hold both to it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch_tiers.migrator.engine.moved import Moved, Saved, arrange, let_go, nothing, spans
 from torch_tiers.migrator.engine.storages import Storages, memory_of
 from torch_tiers.migrator.recompute import ways
+from torch_tiers.migrator.timing import HookTime
 
 if TYPE_CHECKING:
     from torch_tiers.migrator.engine.group import Claim, Group
@@ -35,6 +35,7 @@ __all__ = [
     "Storages",
     "Tensors",
     "arrange",
+    "charge",
     "counter",
     "follow",
     "hooks",
@@ -65,9 +66,14 @@ def counter(tensor: Tensor) -> Tensor:
     return alias
 
 
-def spent() -> float:
-    """Seconds that hooks have taken so far in this process; NaN where nobody counts them."""
-    return math.nan
+def spent() -> HookTime | None:
+    """What hooks have taken so far in this process; None where nobody counts that."""
+    return None
+
+
+def charge(kind: int) -> int:
+    """What a thread does from now on within a hook is of another field of `HookTime`; the one that it was of."""
+    return kind
 
 
 _SavedType: TypeAlias = Saved
@@ -109,5 +115,8 @@ class Tensors(Protocol):
     def counter(self, tensor: Tensor) -> Tensor:  # noqa: D102
         ...
 
-    def spent(self) -> float:  # noqa: D102
+    def spent(self) -> HookTime | None:  # noqa: D102
+        ...
+
+    def charge(self, kind: int) -> int:  # noqa: D102
         ...

@@ -23,13 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import asdict
 from itertools import pairwise
 
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.learning.made import Made
-from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.links import Calls, Links
+from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.simulator import Simulated
-from torch_tiers.migrator.timing import HostLap, Lap, at_pace, with_host
+from torch_tiers.migrator.timing import HookTime, HostLap, Lap, at_pace, with_host
 from torch_tiers.migrator.trace import Trace
 
 PRESSED = 0.03  # of the target: what the budget gives back when the allocator was pressed
@@ -71,6 +73,7 @@ class Feedback:
         self.pace = 1.0  # what the program's own times on the device are multiplied by
         self.host_pace = 1.0  # and those of the host
         self.hooks = 0.0  # seconds that hooks of ours keep the host in a period, under any plan
+        self.calls = given.calls  # what a plan costs it besides
         self.joins = False  # whether the host waits for the device between two periods
         self._hosts: list[HostLap] = []  # of the periods under the plans there are, once these have settled
         self._has_seen_host = False
@@ -93,9 +96,10 @@ class Feedback:
         """What is corrected by how much, for a log."""
         lanes = "".join(f", {lane} gives {part:.0%} of what was told" for lane, part in self._parts.items())
         sign = "-" if self.correction < 0 else "+"
-        host = (
-            f", the host's x {self.host_pace:.2f} and {self.hooks * 1e3:.1f} ms of ours" if self._has_seen_host else ""
-        )
+        host = ""
+        if self._has_seen_host:
+            each = ", ".join(f"{seconds * 1e6:.0f} us a {name}" for name, seconds in asdict(self.calls).items())
+            host = f", the host's x {self.host_pace:.2f} and {self.hooks * 1e3:.1f} ms of ours besides {each}"
         return f"budget {sign}{format_size(abs(self.correction))}, recorded times x {self.pace:.2f}{host}{lanes}"
 
     @property
@@ -108,8 +112,8 @@ class Feedback:
 
     @property
     def links(self) -> Links:
-        """What the lanes are taken to give, corrected."""
-        return self.given.scaled(self._parts)
+        """What the lanes are taken to give, and plans to cost the host, corrected."""
+        return self.given.scaled(self._parts).with_calls(self.calls)
 
     def corrected(self, trace: Trace) -> Trace:
         """What was recorded, as it is taken to be."""
@@ -184,16 +188,23 @@ class Feedback:
         )
         # Nor does it say anything of the pace; and memory in DRAM is slow whatever the plan.
         if lap is not None and len(made) == len(predictions) == 1 and not (pressed or overflow):
-            changed |= (host is not None and self.host(host, predictions[0])) or self.lap(lap, predictions[0])
+            (only,), (predicted,) = made, predictions
+            seen_first = host is not None and self._awaits_host(predicted)
+            changed |= host is not None and self.host(host, only.plan, predicted)
+            changed |= self.lap(lap, predicted, believed=not seen_first)
         return changed
 
-    def host(self, host: HostLap, predicted: Simulated) -> bool:
-        """Take in what a period took the host; whether what it is taken to need changed.
+    def _awaits_host(self, predicted: Simulated) -> bool:
+        """Whether it is still to be seen what the program takes the host: a recording makes that long."""
+        return bool(predicted.issuing) and not (self._has_seen_host or self.given.contended)
+
+    def host(self, host: HostLap, plan: Plan, predicted: Simulated) -> bool:
+        """Take in what a period under a plan took the host; whether what it is taken to need changed.
 
         The least of a few periods: what makes one longer is a wait for the device, or for others. Once for what was
         recorded.
         """
-        if self._under < SETTLING or self._has_seen_host or self.given.contended or not predicted.issuing:
+        if self._under < SETTLING or not self._awaits_host(predicted):
             return False
         self._hosts.append(host)
         if len(self._hosts) < HOSTS:
@@ -202,9 +213,12 @@ class Feedback:
         best = min(self._hosts, key=lambda host: host.seconds - host.ours)
         before = predicted.issuing / self.host_pace
         self.host_pace = min(1.0, max(0.0, best.seconds - best.ours) / before)
-        self.hooks = max(0.0, best.ours - predicted.calls)
+        self.calls = _measured(best.hooks, plan, predicted.operators, self.calls)
+        told = best.hooks.groups + best.hooks.moves + max(best.hooks.remade, predicted.operators)
+        self.hooks = max(0.0, best.ours - told)
         self.joins = all(host.idle for host in self._hosts)
-        return self.hooks + abs(1 - self.host_pace) * before > OFF_PACE * predicted.seconds
+        off = abs(self.hooks + told - predicted.calls) + abs(1 - self.host_pace) * before
+        return off > OFF_PACE * predicted.seconds
 
     def peak(
         self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
@@ -262,8 +276,11 @@ class Feedback:
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
         return self.correction != before
 
-    def lap(self, lap: Lap, predicted: Simulated) -> bool:
-        """Take in what a period took; whether the pace or the links changed.
+    def lap(self, lap: Lap, predicted: Simulated, *, believed: bool = True) -> bool:
+        """Take in what a period took; whether the pace or the links changed, which takes that it is `believed`.
+
+        Not while the host's time is to be corrected: what is short because the host is quicker than was recorded would
+        be taken for a quicker device.
 
         What compute took besides its waits is the program's own: with the plan the host keeps ahead of the device,
         while it is late now and then in recorded periods, and always in a program of small kernels. It is never early
@@ -279,7 +296,7 @@ class Feedback:
         if self._under < SETTLING:
             return False
         self._laps = [*self._laps[1 - SURE :], lap]
-        changed = self._look(predicted)
+        changed = believed and self._look(predicted)
         if not changed and not self.given.contended and len(self._laps) == SURE:
             self._borne_out = True
         return changed
@@ -325,6 +342,16 @@ class Feedback:
         self._looks += 1
         self._parts |= slower
         return True
+
+
+def _measured(hooks: HookTime, plan: Plan, operators: float, before: Calls) -> Calls:
+    """What a plan's calls cost one by one, by what hooks took under it; as `before` where it has none of a kind."""
+    moved = sum(len(group.sites) for group in plan.groups)
+    return Calls(
+        group=hooks.groups / len(plan.groups) if plan.groups else before.group,
+        moved=hooks.moves / moved if moved else before.moved,
+        remade=max(0.0, hooks.remade - operators) / len(plan.recompute) if plan.recompute else before.remade,
+    )
 
 
 def _hold_least(made: Sequence[Made]) -> bool:

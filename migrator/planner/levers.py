@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.clocks import host_bound
+from torch_tiers.migrator.links import Calls, Links
 from torch_tiers.migrator.planner.intervals import Bytes, Floats, in_hbm, room
 from torch_tiers.migrator.planner.sizes import group_bytes
 from torch_tiers.migrator.trace import Region, Trace
 
 KEEP, MOVE, DROP, WITHIN = range(4)
+HIDDEN = 0.1  # of a second that the other clock hides, what it costs: it may be the one that is waited for later
 CHAIN = 0.03  # of the positions: how much earlier than for itself a storage may be recomputed for another
 
 Ints = NDArray[np.int64]
@@ -91,14 +93,24 @@ class Levers:
         self.saved_at = self.times[[last_save[ident] for ident in self.idents]] if lives else np.zeros(0)
         self.lane_seconds = self.nbytes / links.d2h
         self.in_order = np.argsort(self.saved_at, kind="stable")
-        costs = links.costs
+        costs, calls = links.costs, links.calls
+        if trace.clocks is None:  # all that is known of the host is what groups cost the step
+            calls = Calls(calls.group, 0.0, 0.0)
+        of_device, of_host = _prices(trace)
+        born = np.array([life.birth for life in lives], dtype=np.int64)
+        tensors = Counter(site.storage for site in trace.sites)
+        count = np.array([tensors[ident] for ident in self.idents], dtype=np.int64)
         moved_seconds = self.nbytes / links.d2h * costs.d2h + self.nbytes / links.h2d * costs.h2d
         group = group_bytes(int(self.room.max(initial=0)))  # as far as is known before there are any
-        self.move_cost = moved_seconds + costs.host * np.maximum(self.nbytes / group, 1 / 16)
+        moved_calls = calls.group * np.maximum(self.nbytes / group, 1 / 16) + calls.moved * count
+        self.move_cost = of_device[born] * moved_seconds + of_host[born] * moved_calls
         seen = trace.storage_bytes.keys()
         recipes = [trace.recipes.get(ident) for ident in self.idents]
         recipes = [recipe if recipe and seen >= set(recipe.inputs) else None for recipe in recipes]
-        self.drop_cost = np.array([np.inf if recipe is None else recipe.seconds for recipe in recipes])
+        remade_seconds = np.array([np.inf if recipe is None else recipe.seconds for recipe in recipes])
+        remade_calls = np.array([0.0 if recipe is None else recipe.host for recipe in recipes]) + calls.remade * count
+        remade_at = self.again - 1
+        self.drop_cost = of_device[remade_at] * remade_seconds + of_host[remade_at] * remade_calls
         self.sources = [() if recipe is None else recipe.inputs for recipe in recipes]
         self.made_from: dict[int, list[int]] = {}  # source -> numbers of what is made from it
         for number, sources in enumerate(self.sources):
@@ -142,7 +154,9 @@ class Levers:
             self.begins.append(begins)
             self.inputs.append([self.number[ident] for ident in region.inputs if ident in self.number])
             self.dependents.append(np.array(sorted(outside), dtype=np.int64))
-        self.region_cost = np.array([region.seconds for region in self.regions])
+        of_device, of_host = _prices(self.trace)
+        pairs = list(zip(self.regions, self.begins, strict=True))
+        self.region_cost = np.array([of_device[at] * each.seconds + of_host[at] * each.host for each, at in pairs])
         self.flat_inner = np.concatenate(self.inner) if self.inner else np.zeros(0, dtype=np.int64)
         self.inner_starts = np.cumsum([0, *map(len, self.inner)])[:-1]
         begin_of = [np.full(len(inner), at + 1) for inner, at in zip(self.inner, self.begins, strict=True)]
@@ -250,6 +264,14 @@ class Levers:
     def fits(self, state: State, extra: Bytes | int) -> bool:
         """Whether HBM has room for a state, and for `extra` bytes besides, in every stretch."""
         return bool((self.used(state) + extra <= self.room).all())
+
+
+def _prices(trace: Trace) -> tuple[Floats, Floats]:
+    """What a second of the device, and one of the host, costs the step in each stretch: little where it waits."""
+    if trace.clocks is None:
+        return np.ones(trace.positions + 1), np.ones(trace.positions + 1)
+    bound = np.array(host_bound(trace.clocks))
+    return np.where(bound, HIDDEN, 1.0), np.where(bound, 1.0, HIDDEN)
 
 
 def extremes(trace: Trace) -> Sequence[Choice]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch_tiers.migrator.timing import HostLap
+from torch_tiers.migrator.timing import HookTime, HostLap
 
 Answer = TypeVar("Answer")
 
@@ -20,7 +19,10 @@ class HostTime:
 
     def __init__(self) -> None:
         self._ours = 0.0  # seconds
-        self._before = (0.0, 0.0)  # what hooks had taken, and waited, as the period began
+        self._before: tuple[HookTime | None, float] = (
+            None,
+            0.0,
+        )  # what hooks had taken and waited as it began
         self._began: float | None = None
         self._idle = False
 
@@ -32,13 +34,13 @@ class HostTime:
         finally:
             self._ours += time.perf_counter() - max(began, self._began or began)
 
-    def period_begins(self, hooks: float, blocked: float, *, idle: bool) -> None:
+    def period_begins(self, hooks: HookTime | None, blocked: float, *, idle: bool) -> None:
         """A period's first forward begins; later ones are told of as well.
 
         Parameters
         ----------
-        hooks : float
-            Seconds that hooks for saved tensors have taken so far; NaN where nobody counts them.
+        hooks : HookTime, optional
+            What hooks for saved tensors have taken so far; None where nobody counts that.
         blocked : float
             Seconds for which the host waited in them so far, such as for a drive.
         idle : bool
@@ -48,11 +50,12 @@ class HostTime:
             self._ours, self._before, self._idle = 0.0, (hooks, blocked), idle
             self._began = time.perf_counter()
 
-    def period_over(self, hooks: float, blocked: float) -> HostLap | None:
+    def period_over(self, hooks: HookTime | None, blocked: float) -> HostLap | None:
         """A period is over; what it took without those waits, or None where that is not known."""
         began, self._began = self._began, None
-        waited = blocked - self._before[1]
-        ours = self._ours + hooks - self._before[0] - waited
-        if began is None or math.isnan(ours):
+        before, waited = self._before[0], blocked - self._before[1]
+        if began is None or hooks is None or before is None:
             return None
-        return HostLap(time.perf_counter() - began - waited, max(0.0, ours), idle=self._idle)
+        taken = HookTime(*(now - then for now, then in zip(hooks, before, strict=True)))
+        taken = taken._replace(groups=max(0.0, taken.groups - waited))  # it is groups that are waited for
+        return HostLap(time.perf_counter() - began - waited, self._ours + sum(taken), idle=self._idle, hooks=taken)

@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/python_compat.h>
 
 #include <chrono>
+#include <utility>
 
 #include "moved.h"
 #include "storages.h"
@@ -97,6 +98,56 @@ PyMemberDef hook_members[] = {
 
 PyTypeObject hook_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.engine.native.Hook", sizeof(Hook)};
 
+enum Kind { kStays, kMoves, kRemade, kGroups, kKinds };  // the fields of `timing.HookTime`
+
+// For how long hooks have kept the host so far, by what they did. All threads hold the interpreter's lock when they
+// add to that, but may let go of it within a hook: which kind a thread is at, and since when, is its own.
+class Spent {
+ public:
+  explicit Spent(Kind kind) : before_(charge(kind)) {}
+  ~Spent() { charge(before_); }
+  Spent(const Spent &) = delete;
+  Spent &operator=(const Spent &) = delete;
+
+  // What was done so far was of the kind before; which that was.
+  static Kind charge(Kind kind) {
+    const auto now = Clock::now();
+    if (kind_ != kKinds) of_[kind_] += now - since_;
+    since_ = now;
+    return std::exchange(kind_, kind);
+  }
+
+  // What this hook did so far is of that kind, too.
+  static void is(Kind kind) { kind_ = kind; }
+
+  static double seconds(Kind kind) { return std::chrono::duration<double>(of_[kind]).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static inline Clock::duration of_[kKinds]{};
+  static inline thread_local Kind kind_ = kKinds;  // in no hook
+  static inline thread_local Clock::time_point since_{};
+  Kind before_;
+};
+
+// spent(): see `tensors.spent`.
+PyObject *spent(PyObject *, PyObject *) {
+  THPObjectPtr timing(PyImport_ImportModule("torch_tiers.migrator.timing"));
+  THPObjectPtr hooks(timing ? PyObject_GetAttrString(timing, "HookTime") : nullptr);
+  if (!hooks) return nullptr;
+  return PyObject_CallFunction(hooks, "dddd", Spent::seconds(kStays), Spent::seconds(kMoves), Spent::seconds(kRemade),
+                               Spent::seconds(kGroups));
+}
+
+// charge(kind): see `tensors.charge`.
+PyObject *charge(PyObject *, PyObject *kind) {
+  HANDLE_TH_ERRORS
+  const int64_t wanted = THPUtils_unpackLong(kind);
+  TORCH_CHECK_VALUE(wanted >= 0 && wanted <= kKinds, "hooks do nothing of kind ", wanted);
+  return THPUtils_packInt64(Spent::charge(static_cast<Kind>(wanted)));
+  END_HANDLE_TH_ERRORS
+}
+
 THPObjectPtr engine_of(PyObject *mover) {
   THPObjectPtr engine(PyObject_GetAttr(mover, names().engine));
   if (!engine) throw python_error();
@@ -180,6 +231,7 @@ PyObject *pack_kept(const Hook &hook, PyObject *node, PyObject *stay, PyObject *
 PyObject *pack_gone(const Hook &hook, PyObject *node, PyObject *action, PyObject *tensor) {
   const Slots &slots = hook.own.slots;
   const bool goes = Py_TYPE(action) == slots.go_type;
+  Spent::is(goes ? kMoves : kRemade);
   PyObject *mover = at(action, goes ? slots.go.mover : slots.recompute.mover);
   if (!memory(tensor, hook.least) || captures(mover)) return nullptr;
   count_one(hook, node);
@@ -238,32 +290,16 @@ PyObject *unpack_moved(const Hook &hook, PyObject *packed) {
 PyObject *unpack(const Hook &hook, PyObject *given) {
   THPObjectPtr packed = own(given);  // whoever asks may hold it by the graph alone, which other threads let go of
   if (PyTuple_CheckExact(given) && PyTuple_GET_SIZE(given) == 4) return unpack_kept(hook, given);
-  return Py_TYPE(given) == &moved_type ? unpack_moved(hook, given) : nullptr;
+  const bool moved = Py_TYPE(given) == &moved_type;
+  Spent::is(moved ? kMoves : kRemade);
+  return moved ? unpack_moved(hook, given) : nullptr;
 }
 
-// For how long hooks have kept the host so far: all threads hold the interpreter's lock here.
-class Spent {
- public:
-  Spent() : began_(Clock::now()) {}
-  ~Spent() { total += Clock::now() - began_; }
-  Spent(const Spent &) = delete;
-  Spent &operator=(const Spent &) = delete;
-
-  using Clock = std::chrono::steady_clock;
-  static inline Clock::duration total{};
-
- private:
-  Clock::time_point began_;
-};
-
-PyObject *spent(PyObject *, PyObject *) {
-  return PyFloat_FromDouble(std::chrono::duration<double>(Spent::total).count());
-}
 
 template <PyObject *(*shortcut)(const Hook &, PyObject *)>
 PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, PyObject *names) {
   HANDLE_TH_ERRORS
-  const Spent spent;
+  const Spent spent(kStays);
   const auto &hook = *reinterpret_cast<Hook *>(self);
   TORCH_CHECK_TYPE(PyVectorcall_NARGS(flags) == 1 && !names && hook.place, "a hook takes what is saved, or was packed");
   if (PyObject *answer = shortcut(hook, args[0])) return answer;

@@ -29,6 +29,7 @@ PyMethodDef functions[] = {
     {"hooks", fast(make_hooks), METH_FASTCALL, nullptr},
     {"follow", fast(follow), METH_FASTCALL, nullptr},
     {"spent", spent, METH_NOARGS, nullptr},
+    {"charge", charge, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

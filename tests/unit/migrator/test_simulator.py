@@ -12,7 +12,7 @@ from tests.unit.modelled import gpt
 from tests.unit.quick import quickest
 from tests.unit.traces import chain, programs
 from torch_tiers.allocator.sizes import PAGE, GiB
-from torch_tiers.migrator.links import PCIE_GEN5, Costs, Links
+from torch_tiers.migrator.links import PCIE_GEN5, Calls, Costs, Links
 from torch_tiers.migrator.plan import PageGroup, Plan
 from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.planner.effects import effect
@@ -20,8 +20,9 @@ from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.simulator import Simulated, past_dram, simulate
 from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
 
-FREE = Costs(host=0.0, d2h=0.0, h2d=0.0)
-LINKS = Links(d2h=10.0, h2d=10.0, both=20.0, disk_write=5.0, disk_read=5.0, latency=0.0, costs=FREE)
+FREE = Costs(d2h=0.0, h2d=0.0)
+NO_CALLS = Calls(0.0, 0.0, 0.0)
+LINKS = Links(d2h=10.0, h2d=10.0, both=20.0, disk_write=5.0, disk_read=5.0, latency=0.0, costs=FREE, calls=NO_CALLS)
 
 # Four storages of 100 bytes, saved at seconds 1 to 4 and used at 5 to 8; the step takes 10 seconds.
 TRACE = replace(chain([100] * 4), times=tuple(map(float, range(1, 9))), seconds=10.0, others=(0,) * 9)
@@ -177,7 +178,7 @@ def test_a_moved_input_is_fetched_before_something_is_made_from_it() -> None:
 
 
 def test_busy_lanes_and_groups_cost_compute() -> None:
-    result = played(plan(0), replace(LINKS, costs=Costs(host=1.0, d2h=0.5, h2d=0.0)))
+    result = played(plan(0), replace(LINKS, costs=Costs(d2h=0.5, h2d=0.0), calls=Calls(2.0, 0.0, 0.0)))
     # The host takes from 1 to 2; the lane is busy from 2 to 12, in which 7 seconds of the step take 1.5 each, less half
     # a second of which it is free; so it is 12.5 at the last use, and 2 seconds are left.
     assert result.seconds == 14.5
@@ -236,7 +237,7 @@ def test_a_plan_is_never_faster_than_ideal_and_simulates_the_same_every_time(
 
 @given(programs(), st.integers(0, 2 * GiB), st.randoms())
 def test_the_parts_add_up_to_the_step(trace: Trace, budget: int, rng: Random) -> None:
-    result = simulate(trace, replace(PCIE_GEN5, costs=FREE), some_plan(trace, budget, rng))
+    result = simulate(trace, replace(PCIE_GEN5, costs=FREE, calls=NO_CALLS), some_plan(trace, budget, rng))
     assert result.seconds == pytest.approx(result.ideal + result.recomputing + sum(result.stalls.values()))
 
 
@@ -268,7 +269,7 @@ def test_what_is_saved_again_after_its_first_use_comes_back_for_its_last() -> No
         Site("d:0", 2, 300, 4, (5,)),
     )
     trace = Trace(sites, 8, tuple(map(float, range(1, 9))), 9.0, (0,) * 9)
-    links = Links(d2h=1000.0, h2d=1000.0, both=2000.0, latency=0.0, costs=Costs(0, 0, 0))
+    links = Links(d2h=1000.0, h2d=1000.0, both=2000.0, latency=0.0, costs=Costs(0, 0), calls=NO_CALLS)
     result = simulate(trace, links, make_plan("test", trace, {0}, 650))
     assert result.busy["h2d"] == pytest.approx(0.1)
     assert result.hbm[8] == 100

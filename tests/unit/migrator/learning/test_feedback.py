@@ -30,11 +30,12 @@ from torch_tiers.migrator.learning.feedback import (
     UNTOLD,
     Feedback,
 )
-from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.learning.made import Made
+from torch_tiers.migrator.links import PCIE_GEN5, Calls, Links
 from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.simulator import Simulated, simulate
-from torch_tiers.migrator.timing import HostLap, Lap, at_pace
-from torch_tiers.migrator.trace import Site, Trace
+from torch_tiers.migrator.timing import HookTime, HostLap, Lap, at_pace
+from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 TARGET = 1000 * MiB
 MODEL = gpt(blocks=8)
@@ -412,26 +413,63 @@ def test_a_flush_that_no_smaller_budget_ends_is_not_the_plan_s() -> None:
 def test_the_host_needs_no_more_than_its_shortest_period_took_without_us() -> None:
     clocks = Clocks((1.0,) * 3, (0.0, 3.0, 3.0))
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
-    predicted = simulate(trace, PCIE_GEN5, make_plan("test", trace, (), 1000))
+    plan = make_plan("test", trace, (), 1000)
+    predicted = simulate(trace, PCIE_GEN5, plan)
     feedback = Feedback(TARGET, PCIE_GEN5)
     for _ in range(SETTLING):
         assert not feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
-    took = [feedback.host(HostLap(seconds, 1.0), predicted) for seconds in (6.0, 4.0, 9.0, 5.0)]
+    took = [feedback.host(HostLap(seconds, 1.0), plan, predicted) for seconds in (6.0, 4.0, 9.0, 5.0)]
     assert took == [False, False, False, True]
     corrected = feedback.corrected(trace).clocks
     assert corrected is not None
     assert list(corrected.host) == pytest.approx([0.0, 1.5, 1.5])
     assert corrected.hooks * 3 == pytest.approx(1.0)
-    assert not feedback.host(HostLap(1.0, 0.5), predicted), "once"
+    assert not feedback.host(HostLap(1.0, 0.5), plan, predicted), "once"
+
+
+def test_what_a_plan_costs_the_host_is_what_its_hooks_took_by_what_they_did() -> None:
+    clocks = Clocks((1.0,) * 5, (0.0, *(3.0,) * 4))
+    sites = (Site("a:0", 0, MiB, 0, (3,)), Site("b:0", 1, MiB, 1, (2,)))
+    recipes = {1: Recipe("Gelu", (0,), 1e-3, host=0.25)}
+    trace = Trace(sites, 4, others=(0,) * 5, recipes=recipes).on(clocks)
+    plan = make_plan("test", trace, {0}, 4 * MiB, dropped={1})
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    for _ in range(SETTLING):
+        feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
+    hooks = HookTime(stays=0.5, moves=0.125, remade=0.75, groups=2.0)
+    for _ in range(HOSTS):
+        feedback.host(HostLap(15.0, 3.5, hooks=hooks), plan, simulate(trace, feedback.links, plan))
+    assert feedback.links.calls == Calls(group=2.0, moved=0.125, remade=pytest.approx(0.5))  # besides its operators
+    told = simulate(feedback.corrected(trace), feedback.links, plan)
+    assert told.calls == pytest.approx(0.125 + 0.75 + 2.0 / 2)  # half of the group's, as it does not come back
+    assert feedback.hooks == pytest.approx(3.5 - 0.125 - 0.75 - 2.0)
+
+
+def test_a_short_period_says_nothing_of_the_device_before_the_host_s_time_is_known() -> None:
+    clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
+    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
+    plan = make_plan("test", trace, (), 1000)
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    made = (Made(plan, simulate(trace, PCIE_GEN5, plan)),)
+    changed = 0
+    for _ in range(2 * SURE):
+        if feedback.period_over(made, 0, TARGET, pressed=False, overflow=0, lap=Lap(40.0, {}), host=HostLap(40.0, 0.0)):
+            changed += 1
+            made = (Made(plan, simulate(feedback.corrected(trace), feedback.links, plan)),)
+            feedback.adopted()
+    assert changed == 1
+    assert feedback.pace == 1.0
+    assert feedback.host_pace == pytest.approx(2 / 3)
 
 
 def test_a_host_that_waits_for_the_device_is_not_taken_to_need_longer_than_was_recorded() -> None:
     clocks = Clocks((2.0,) * 3, (0.0, 1.0, 1.0))
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
-    predicted = simulate(trace, PCIE_GEN5, make_plan("test", trace, (), 1000))
+    plan = make_plan("test", trace, (), 1000)
+    predicted = simulate(trace, PCIE_GEN5, plan)
     feedback = Feedback(TARGET, PCIE_GEN5)
     for _ in range(SETTLING):
         feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
     for _ in range(HOSTS):
-        feedback.host(HostLap(6.1, 0.1), predicted)
+        feedback.host(HostLap(6.1, 0.1), plan, predicted)
     assert feedback.corrected(trace).seconds == trace.seconds
