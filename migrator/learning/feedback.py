@@ -76,7 +76,7 @@ class Feedback:
         self.calls = given.calls  # what a plan costs it besides
         self.joins = False  # whether the host waits for the device between two periods
         self._hosts: list[HostLap] = []  # of the periods under the plans there are, once these have settled
-        self._has_seen_host = False
+        self._host_looks = 0  # times that these were looked at
         self._borne_out = False  # whether as many laps as correct that came while nobody else needed the memory bus
         self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
         self._target = target
@@ -97,7 +97,7 @@ class Feedback:
         lanes = "".join(f", {lane} gives {part:.0%} of what was told" for lane, part in self._parts.items())
         sign = "-" if self.correction < 0 else "+"
         host = ""
-        if self._has_seen_host:
+        if self._host_looks:
             each = ", ".join(f"{seconds * 1e6:.0f} us a {name}" for name, seconds in asdict(self.calls).items())
             host = f", the host's x {self.host_pace:.2f} and {self.hooks * 1e3:.1f} ms of ours besides {each}"
         return f"budget {sign}{format_size(abs(self.correction))}, recorded times x {self.pace:.2f}{host}{lanes}"
@@ -146,7 +146,7 @@ class Feedback:
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
         self.pace, self._borne_out = 1.0, False
-        self.host_pace, self.hooks, self.joins, self._has_seen_host = 1.0, 0.0, False, False
+        self.host_pace, self.hooks, self.joins, self._host_looks = 1.0, 0.0, False, 0
         self._laps.clear()
         self._looks = self._cuts = 0
 
@@ -196,29 +196,34 @@ class Feedback:
 
     def _awaits_host(self, predicted: Simulated) -> bool:
         """Whether it is still to be seen what the program takes the host: a recording makes that long."""
-        return bool(predicted.issuing) and not (self._has_seen_host or self.given.contended)
+        due = self._host_looks <= LOOKS and len(self._hosts) < HOSTS
+        return due and bool(predicted.issuing) and not self.given.contended
 
     def host(self, host: HostLap, plan: Plan, predicted: Simulated) -> bool:
         """Take in what a period under a plan took the host; whether what it is taken to need changed.
 
-        The least of a few periods: what makes one longer is a wait for the device, or for others. Once for what was
-        recorded.
+        The least of a few periods, and of those under the plans before: what makes one longer is a wait for the device,
+        or for others. Once for each plan.
         """
         if self._under < SETTLING or not self._awaits_host(predicted):
             return False
         self._hosts.append(host)
         if len(self._hosts) < HOSTS:
             return False
-        self._has_seen_host = True
+        self._host_looks += 1
+        foreseen = self._host_seconds(predicted)
         best = min(self._hosts, key=lambda host: host.seconds - host.ours)
-        before = predicted.issuing / self.host_pace
-        self.host_pace = min(1.0, max(0.0, best.seconds - best.ours) / before)
+        recorded = predicted.issuing / self.host_pace
+        self.host_pace = min(self.host_pace, max(0.0, best.seconds - best.ours) / recorded)
         self.calls = _measured(best.hooks, plan, predicted.operators, self.calls)
         told = best.hooks.groups + best.hooks.moves + max(best.hooks.remade, predicted.operators)
         self.hooks = max(0.0, best.ours - told)
         self.joins = all(host.idle for host in self._hosts)
-        off = abs(self.hooks + told - predicted.calls) + abs(1 - self.host_pace) * before
-        return off > OFF_PACE * predicted.seconds
+        return abs(self.host_pace * recorded + self.hooks + told - foreseen) > OFF_PACE * predicted.seconds
+
+    def _host_seconds(self, predicted: Simulated) -> float:
+        """What a period is predicted to take the host."""
+        return predicted.issuing + predicted.calls + self.hooks
 
     def peak(
         self, peak: int, predicted: int | None, base: int, *, pressed: bool, may_grow: bool, overflow: int = 0
@@ -323,6 +328,8 @@ class Feedback:
             believed = len(self._laps) == SURE and computed > late
         else:
             believed = computed < foreseen * (1 - OFF_PACE)
+        if self._host_seconds(predicted) > foreseen * (1 - OFF_PACE):
+            believed = False  # the device waits for the host, and tells nothing of itself
         if not believed:
             return agreed is not None and not last and self.stalls(agreed.stalls, predicted)
         self._looks += 1

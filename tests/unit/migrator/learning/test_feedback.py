@@ -427,6 +427,30 @@ def test_the_host_needs_no_more_than_its_shortest_period_took_without_us() -> No
     assert not feedback.host(HostLap(1.0, 0.5), plan, predicted), "once"
 
 
+def test_a_later_plan_s_periods_may_show_that_the_program_needs_less_of_the_host_never_more() -> None:
+    clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
+    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
+    plan = make_plan("test", trace, (), 1000)
+    feedback, paces = Feedback(TARGET, PCIE_GEN5), []
+    for seconds in (45.0, 30.0, 50.0):
+        for _ in range(SETTLING):
+            feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
+        for _ in range(HOSTS):
+            feedback.host(HostLap(seconds, 0.0), plan, simulate(feedback.corrected(trace), feedback.links, plan))
+        feedback.adopted()
+        paces.append(feedback.host_pace)
+    assert paces == pytest.approx([0.75, 0.5, 0.5])
+
+
+def test_where_the_device_waits_for_the_host_periods_say_nothing_of_the_device() -> None:
+    clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
+    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
+    feedback = gone_by()
+    for _ in range(2 * SURE):
+        assert not feedback.lap(Lap(40.0, {}), simulate(trace, PCIE_GEN5, make_plan("test", trace, (), 1000)))
+    assert feedback.pace == 1.0
+
+
 def test_what_a_plan_costs_the_host_is_what_its_hooks_took_by_what_they_did() -> None:
     clocks = Clocks((1.0,) * 5, (0.0, *(3.0,) * 4))
     sites = (Site("a:0", 0, MiB, 0, (3,)), Site("b:0", 1, MiB, 1, (2,)))
