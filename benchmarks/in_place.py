@@ -28,7 +28,7 @@ from benchmarks.settling import PLANNING, plans
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.recompute import dropped
-from torch_tiers.migrator.recompute.formulas import Formula, operation
+from torch_tiers.migrator.recompute.replays import Replay, operators_of
 from torch_tiers.migrator.trace import Trace
 from torch_tiers.session import Session
 
@@ -53,11 +53,11 @@ class Timed:
         self._run = dropped.run
         self._spans: list[tuple[Kind, Any, Any]] = []
 
-    def run(self, what: Formula, peek: dropped.Peek) -> Tensor:
+    def run(self, what: Replay, peek: dropped.Peek) -> Tensor:
         """Recompute, and take the time."""
         start = _now()
         made = self._run(what, peek)
-        self._spans.append(((operation(what.name), made.untyped_storage().nbytes()), start, _now()))
+        self._spans.append(((operators_of(what.name), made.untyped_storage().nbytes()), start, _now()))
         return made
 
     def take(self) -> Iterator[tuple[Kind, float]]:

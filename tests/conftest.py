@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import zlib
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -80,13 +79,3 @@ def seed(request: pytest.FixtureRequest) -> int:
         value = zlib.crc32(request.node.nodeid.encode()) >> 1
     print(f"{request.node.name}: TEST_SEED={value}")
     return value
-
-
-@pytest.fixture
-def by_replay() -> Iterator[None]:
-    """What scenarios have recomputed is made by the operators that made it."""
-    from tests.scenarios import REPLAYS
-
-    token = REPLAYS.set(True)
-    yield
-    REPLAYS.reset(token)

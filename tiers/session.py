@@ -34,6 +34,7 @@ from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import DirectWay
 from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.links import Links, links_from
+from torch_tiers.migrator.policies import recomputes
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.runtime.runtime import Runtime
 from torch_tiers.migrator.tape import recorder as tape
@@ -134,11 +135,11 @@ class Session:
         return native.best(cache_directory()) if self._natively else in_python
 
     def _recorder(self) -> Recorder | None:
-        if not self._config.replay:
+        if not (self._config.replay and recomputes(self._config.policy)):
             return None
         recorder = tape.load(cache_directory())
         if isinstance(recorder, str):
-            log.warning("nothing is made again by its operators: %s", recorder)
+            log.warning("nothing is recomputed: %s", recorder)
             return None
         return recorder
 

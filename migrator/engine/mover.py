@@ -25,8 +25,8 @@ from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.planner.paces import paces as paces_of
 from torch_tiers.migrator.planner.sizes import has_room_to_learn, learning_room, unseen
 from torch_tiers.migrator.recompute.dropped import Dropped, Recomputed
-from torch_tiers.migrator.recompute.finder import Finder, Verified, base_of
-from torch_tiers.migrator.recompute.origins import Origins
+from torch_tiers.migrator.recompute.replays import Replay
+from torch_tiers.migrator.recompute.verified import Verified, base_of
 from torch_tiers.migrator.recording.recorder import Recorder
 from torch_tiers.migrator.timing import HostLap
 from torch_tiers.migrator.trace import Trace
@@ -213,9 +213,9 @@ class Mover:
         self.engine.begin_backward()
 
     def drop(
-        self, tensor: Tensor, make: Recompute, origins: Callable[[float | None], Origins], kind: str
+        self, tensor: Tensor, make: Recompute, find: Callable[[Verified, Tensor], Replay | None], kind: str
     ) -> Dropped | Moved:
-        """Let go of a saved tensor that its formula recomputes; where that does not hold any more, take it."""
+        """Let go of a saved tensor that is made again; where that does not hold any more, take it."""
         with self.engine.lock:
             known = self.storages.find(tensor)
             base = base_of(tensor)
@@ -226,8 +226,7 @@ class Mover:
                     made = before.made()
             if made is None:
                 # What was seen since may be other than what the plan was made with, and the plan the same.
-                make.finder.verified = self.verified.get(make.key, make.verified)
-                what = make.finder.find(base, origins(make.verified.epsilon))
+                what = find(self.verified.get(make.key, make.verified), base)
                 if what is None:
                     return self.take(tensor, make.key, None, kind)
                 made = Recomputed(base, what, self.engine)
@@ -460,8 +459,7 @@ class Mover:
         for plan, paces in paced:
             for key in plan.recompute:
                 if key in self.verified:
-                    finder = Finder(self.verified[key], self.engine.tensors.follow)
-                    yield key, Recompute(self, key, self.verified[key], finder, paces.get(key))
+                    yield key, Recompute(self, key, self.verified[key], paces.get(key))
         for plan, paces in paced:
             for group in plan.groups:
                 for key in group.sites:

@@ -185,7 +185,7 @@ def _is_beside(entry: Known, of: Tensor, tensor: Tensor) -> bool:
     """Whether a tensor over the bytes of `entry`, found for `of`, may do with those, though both count for themselves.
 
     Inductor hands the parts of a fused projection out as tensors of their own, and each would move the whole. Neither
-    has a graph, and there is no formula, which would make one of them as it was; and the bytes have not left. What will
+    has a graph, and there is no replay, which would make one of them as it was; and the bytes have not left. What will
     leave is what is there then, for whomever: who changes it by one counter is noticed there, and by `.data` plain
     PyTorch does not notice either. Whether the copy waits for the stream that wrote it is for the mover to see.
     """

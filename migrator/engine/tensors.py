@@ -8,14 +8,13 @@ is what the two have in common; the tests hold both to it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torch_tiers.migrator.engine.moved import Moved, Saved, arrange, let_go, nothing, spans
 from torch_tiers.migrator.engine.storages import Storages, memory_of
-from torch_tiers.migrator.recompute import ways
 from torch_tiers.migrator.timing import HookTime
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from torch_tiers.migrator.hooks.saver import Saver
     from torch_tiers.migrator.hooks.sites import Place
     from torch_tiers.migrator.hooks.stack import Hooks
-    from torch_tiers.migrator.recompute.origins import Origins
-    from torch_tiers.migrator.recompute.ways import Way
     from torch_tiers.migrator.recording.recorder import Record
 
 __all__ = [
@@ -37,7 +34,6 @@ __all__ = [
     "arrange",
     "charge",
     "counter",
-    "follow",
     "hooks",
     "let_go",
     "memory_of",
@@ -52,11 +48,6 @@ def hooks(saver: Saver, place: Place[Action], least: int) -> Hooks:
     Those have to know where the thread is, and that storages of fewer than `least` bytes stay.
     """
     return saver.pack, saver.unpack
-
-
-def follow(way: Way, node: Any, source: Origins) -> list[Any] | None:
-    """See `migrator.recompute.ways.follow`."""
-    return ways.follow(way, node, source)
 
 
 def counter(tensor: Tensor) -> Tensor:
@@ -107,9 +98,6 @@ class Tensors(Protocol):
         ...
 
     def hooks(self, saver: Saver, place: Place[Action], least: int) -> Hooks:  # noqa: D102
-        ...
-
-    def follow(self, way: Way, node: Any, source: Origins) -> list[Any] | None:  # noqa: D102
         ...
 
     def counter(self, tensor: Tensor) -> Tensor:  # noqa: D102

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from torch_tiers.migrator.hooks.garbage import KEPT, MADE, MOVED, REPEATED
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.planner.paces import Pace
-from torch_tiers.migrator.recompute.finder import Finder, Verified
+from torch_tiers.migrator.recompute.verified import Verified
 
 if TYPE_CHECKING:
     from torch_tiers.migrator.engine.mover import Mover
@@ -39,12 +39,11 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Drop what is saved at the site `key`, and recompute it."""
+    """Drop what is saved at the site `key`, and make it again."""
 
     mover: Mover
     key: str
     verified: Verified
-    finder: Finder
     pace: Pace | None = None
     stays: ClassVar[Literal[False]] = False
 
@@ -67,11 +66,7 @@ class Agenda:
     regions : tuple of str
         These paths.
     makes : bool
-        Whether anything is recomputed by a formula.
-    searches : bool
-        Whether one of these formulas has to know which node made what was saved.
-    normalises : bool
-        Whether one of them has to know a module's epsilon.
+        Whether anything that was dropped is made again.
     quiet : mapping of str to bool or None
         By module, whether the hooks need not be called in it: all that it saves stays, and is quiet. None for those
         that save nothing and call others that do, where nothing is gained by switching. Not named here is a root, and
@@ -91,8 +86,6 @@ class Agenda:
         verified = [action.verified for action in planned if isinstance(action, Recompute)]
         self.regions = tuple(regions)
         self.makes = bool(verified)
-        self.searches = any(one.searched for one in verified)
-        self.normalises = any(one.epsilon is not None for one in verified)
         self._actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
         self._noted: dict[str, set[int]] = {}
         for key in frozenset[str]().union(*(one.found for one in verified)):
@@ -112,7 +105,7 @@ class Agenda:
         return self._actions.get(path, ())
 
     def noted(self, path: str) -> Collection[int]:
-        """Numbers of a module's sites that formulas find by the node that made them."""
+        """Numbers of a module's sites from which others are made again."""
         return self._noted.get(path, ())
 
 

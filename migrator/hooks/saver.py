@@ -30,7 +30,6 @@ from torch_tiers.migrator.hooks.packed import Look, Packed, alias_of, check, in_
 from torch_tiers.migrator.hooks.sites import Modules, Node
 from torch_tiers.migrator.hooks.stack import OnStack
 from torch_tiers.migrator.recompute.dropped import Dropped
-from torch_tiers.migrator.recompute.origins import note, note_epsilon
 from torch_tiers.migrator.recompute.regions import Regions
 from torch_tiers.migrator.recompute.replays import Replays
 from torch_tiers.migrator.recording.observer import Observer
@@ -116,7 +115,7 @@ class Saver(OnStack):
         self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
         self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
         self._sharded = False  # whether these change within a forward
-        self._observer = Observer(self.regions, self._movable, self.hooks[1], self._replays)
+        self._observer = Observer(self.regions, self._movable, self._replays)
 
     # ----------------------------------------------------------------------------------- on, off
 
@@ -184,7 +183,7 @@ class Saver(OnStack):
             # Before a device has a mover nothing is recorded, but will be with the first tensor that is saved.
             finds = self.place.recording or self._agenda.makes or not self.movers
             if finds:
-                self._observer.forward_begins(module, recording=self.place.recording, asks=self._agenda.searches)
+                self._observer.forward_begins(module, recording=self.place.recording)
             if self._replays is not None:
                 self._replays.forward_begins(finds=finds)
             self._root_begins(self, module)
@@ -198,24 +197,19 @@ class Saver(OnStack):
             if mover is not None:
                 self._observer.enter(mover, self.place.here.path, module, tensors)
 
-    def stepped(self, *, leads: bool) -> None:
-        """An optimizer has made a step, the first of those that step each time if it `leads`."""
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
         if self._replays is not None:  # where modules are quiet backward may not have been heard of
             self._replays.end()
-        if self._agenda.searches and not self.place.recording:
-            self._observer.stepped(all_of_it=leads)
 
     def leave(
         self, module: nn.Module, args: Sequence[object], named: Mapping[str, object] | None, output: object
     ) -> None:
         """A forward ends; without its arguments by name, by an exception."""
         place, stack = self.place, self.modules.stack
-        if place.recording:
-            if named is not None and not self.modules.within_compiled:
-                with self._between():
-                    self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
-        elif self._agenda.normalises:
-            note_epsilon(module, output)
+        if place.recording and named is not None and not self.modules.within_compiled:
+            with self._between():
+                self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
         if stack:
             place.here = stack.pop()
         hush = place.quiet.get(place.here.path, False) if not place.in_backward else False
@@ -371,13 +365,11 @@ class Saver(OnStack):
 
     def note(self, tensor: Tensor, packed: Packed, key: str) -> None:
         """Remember what was packed: others may be made from it."""
-        if self._replays is None:
-            note(tensor, packed, key)
-        else:
+        if self._replays is not None:
             self._replays.note(tensor, packed, key)
 
     def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
-        """Pack as ever, and remember with the node that made the tensor what became of it; try its formula."""
+        """Pack as ever, and remember what became of the tensor; have a replay of it tried."""
         packed: Packed
         self._arrive()
         key = f"{node.path}:{number}"
@@ -471,7 +463,7 @@ class Saver(OnStack):
 
     def drop(self, tensor: Tensor, make: Recompute) -> Packed:
         """Pack a tensor that is made again, if it can be."""
-        return make.mover.drop(tensor, make, self._observer.origins_of_drops, self.place.here.kind)
+        return make.mover.drop(tensor, make, self._observer.find, self.place.here.kind)
 
     def _mover(self, device: torch.device) -> Mover | None:
         if device not in self.movers:

@@ -26,7 +26,7 @@ class Agenda(Protocol[Action_co]):
         """The actions of a module, by number; shorter than its sites where some were not foreseen."""
 
     def noted(self, path: str) -> Collection[int]:
-        """Numbers of a module's sites that formulas find by the node that made them."""
+        """Numbers of a module's sites from which others are made again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +48,7 @@ class Node(Generic[Action]):
     actions : sequence
         What the plan says of each, by number; shorter than the sites when some were not foreseen.
     noted : collection of int
-        Numbers of those that formulas find by the node that made them.
+        Numbers of those from which others are made again.
     of_inputs : bool
         Whether it stands for what a checkpoint saves of its own. Empty tensors are not counted there: some versions
         of PyTorch's checkpoint save one before the inputs.

@@ -89,7 +89,7 @@ class Learner:
         self._under = 0  # of these, under the plans that there are
         self._owed = False  # plans changed, and whoever is to be told was told of an error instead
         self._whole = False  # whether any period was
-        self._afresh = False  # whether something was recorded since: formulas may hold for more than they did
+        self._afresh = False  # whether something was recorded since: replays may hold for more than they did
         self._has_planned = False  # ever
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for

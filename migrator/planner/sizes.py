@@ -24,7 +24,7 @@ def learning_room(budget: int, beside: int | None = None) -> int:
     """Saved bytes that may lie in HBM before there is a plan: an eighth of the budget, 1 GiB at most.
 
     Of a program that may fit, by what `beside` saved bytes lies in HBM at most, it is all else but an eighth. In that
-    formulas are tried.
+    replays are tried.
     """
     least = min(GiB, budget // 8)
     return least if beside is None else max(least, budget - budget // 8 - beside)

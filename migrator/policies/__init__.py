@@ -11,7 +11,8 @@ docstring cites its source, enter it in `MODULES`, and give it a golden test in
 ``tests/unit/migrator/policies``. What policies share is in `migrator.planner`; its `schedule.fit` makes the plan of
 a choice, and `migrator.simulator` tells what that takes. A file whose plans depend on `Links.costs` says so with
 ``WEIGHS_COSTS = True``: nobody knows these of a program, so a plan made with others is tried, too
-(`migrator.learning.contest`).
+(`migrator.learning.contest`). One whose plans recompute says ``RECOMPUTES = True``: for others no operators are
+recorded.
 """
 
 from __future__ import annotations
@@ -69,4 +70,13 @@ POLICIES = _Policies()
 
 def weighs_costs(name: str) -> bool:
     """Whether the plans of a policy depend on what moving costs besides the links."""
-    return getattr(import_module(f"{__name__}.{MODULES[name].partition(':')[0]}"), "WEIGHS_COSTS", False)
+    return _says(name, "WEIGHS_COSTS")
+
+
+def recomputes(name: str) -> bool:
+    """Whether the plans of a policy may drop saved tensors, to have them made again."""
+    return _says(name, "RECOMPUTES")
+
+
+def _says(name: str, what: str) -> bool:
+    return getattr(import_module(f"{__name__}.{MODULES[name].partition(':')[0]}"), what, False)

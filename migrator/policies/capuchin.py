@@ -33,6 +33,8 @@ from torch_tiers.migrator.planner.draft import Draft
 from torch_tiers.migrator.planner.intervals import Interval
 from torch_tiers.migrator.trace import Trace
 
+RECOMPUTES = True
+
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:
     """Swap and recompute until the peak is within the budget; then the next peak, if there is one."""

@@ -26,7 +26,9 @@ from torch_tiers.migrator.planner.layers import layers
 from torch_tiers.migrator.timing import product_in
 from torch_tiers.migrator.trace import Trace
 
-CHECKPOINTS = ("AddBackward", "Cat", "Stack")  # operations with recipes that join or concatenate
+RECOMPUTES = True
+
+CHECKPOINTS = frozenset(("add", "cat", "stack"))  # operations with recipes that join or concatenate
 
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:
@@ -51,7 +53,8 @@ def _recompute_segments(draft: Draft) -> None:
         if not draft.recomputable(storage):
             continue
         op, inputs = draft.trace.recipes[storage].op, draft.trace.recipes[storage].inputs
-        if op.startswith(CHECKPOINTS) or product_in(op):  # matrix products are not cheap
+        last = op.partition("(")[0].partition("Backward")[0].rstrip("_").lower()  # of older traces, too
+        if last in CHECKPOINTS or product_in(op):  # matrix products are not cheap
             continue
         segment[storage] = nbytes[storage] + sum(segment.get(source, 0) for source in inputs)
         if segment[storage] <= most:

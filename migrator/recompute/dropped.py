@@ -1,7 +1,7 @@
 """Light recomputation: saved tensors that are dropped, and recomputed when backward asks for them.
 
 The graph holds a `Dropped` in place of such a tensor. It refers to a `Recomputed`, shared by the tensors on one
-storage, and that to the packed inputs of a formula: those that moved are fetched first, those that were dropped are
+storage, and that to the packed inputs of a replay: those that moved are fetched first, those that were dropped are
 recomputed first. So what is needed to recompute a tensor lives as long as the tensor is part of the graph, whatever
 backward has released meanwhile.
 """
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from torch_tiers.migrator.engine.moved import view
-from torch_tiers.migrator.recompute.formulas import Formula
 
 if TYPE_CHECKING:
     from torch_tiers.migrator.engine.engine import Engine
     from torch_tiers.migrator.hooks.actions import Recompute
+    from torch_tiers.migrator.recompute.replays import Replay
     from torch_tiers.migrator.recording.recorder import Record
 
 Peek = Callable[[Any], Tensor]
@@ -38,13 +38,13 @@ FOR_RECOMPUTING = (
 class Recomputed:
     """The memory of dropped tensors that share a storage, while it is there."""
 
-    __slots__ = ("__weakref__", "counter", "engine", "formula", "nbytes", "tensor", "unused", "version")
+    __slots__ = ("__weakref__", "counter", "engine", "nbytes", "replay", "tensor", "unused", "version")
 
-    def __init__(self, base: Tensor, formula: Formula, engine: Engine) -> None:
+    def __init__(self, base: Tensor, replay: Replay, engine: Engine) -> None:
         self.counter = engine.tensors.counter(base)
         self.version = self.counter._version
         self.nbytes = base.nbytes  # all of its storage
-        self.formula = formula
+        self.replay = replay
         self.engine = engine
         self.unused = 0  # dropped tensors on it that backward has not asked for yet
         self.tensor: Tensor | None = None
@@ -56,7 +56,7 @@ class Recomputed:
 
     def obtain(self, peek: Peek) -> Tensor:
         """All of it, as one tensor; recomputed if need be, and kept until the last one on it has been used once."""
-        if self.tensor is None and any(type(packed) is Dropped for packed in self.formula.inputs):
+        if self.tensor is None and any(type(packed) is Dropped for packed in self.replay.inputs):
             for made in reversed(self._below()):
                 made._obtain(peek)
         return self._obtain(peek)
@@ -68,7 +68,7 @@ class Recomputed:
         """
         found = {self: None}
         for made in (order := [self]):
-            for packed in made.formula.inputs:
+            for packed in made.replay.inputs:
                 source = packed.made if isinstance(packed, Dropped) else None
                 if source is not None and source.tensor is None and not source.over and source not in found:
                     found[source] = None
@@ -80,7 +80,7 @@ class Recomputed:
         if tensor is None:
             tensor = self.counter.detach()  # a change in place is noticed there
             try:
-                tensor.data = run(self.formula, peek)
+                tensor.data = run(self.replay, peek)
             except RuntimeError as error:
                 # Perhaps it is a bias, which plain PyTorch would not have missed: the reader has to be told.
                 if MODIFIED not in str(error) or FOR_RECOMPUTING in str(error):
@@ -133,7 +133,7 @@ class Dropped:
         made = self.made
         tensor = there.get(made) if made.tensor is None else made.tensor
         if tensor is None:
-            tensor = there[made] = run(made.formula, peek)
+            tensor = there[made] = run(made.replay, peek)
         return self._of(tensor)
 
     def _of(self, tensor: Tensor) -> Tensor:
@@ -149,10 +149,10 @@ class Dropped:
         return view(made.counter, tensor.untyped_storage(), self.dtype, self.first, self.size, self.stride)
 
 
-def run(what: Formula, peek: Peek) -> Tensor:
-    """Compute a tensor by its formula.
+def run(what: Replay, peek: Peek) -> Tensor:
+    """Make a tensor again.
 
-    Nodes save what an operation was really given: below autocast, which has cast its arguments already.
+    Operators are recorded below autocast, which has cast their arguments already.
     """
     values = [peek(packed) for packed in what.inputs]
     if not torch.is_grad_enabled() and not _is_autocast():  # as in most backwards; to switch them off takes longer

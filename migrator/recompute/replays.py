@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torch_tiers.migrator.recompute.choices import Choices, choices, chosen
 from torch_tiers.migrator.recompute.dropped import MODIFIED
-from torch_tiers.migrator.recompute.formulas import Formula
 from torch_tiers.migrator.tape.closure import Bound, Differs, Packs
 
 if TYPE_CHECKING:
@@ -26,8 +25,64 @@ FORWARDS = 64  # in one record, one after the other without a backward
 MOST = 4096  # names and storages that are remembered: a program of ever new ones must not fill memory with them
 
 
+class Replay:
+    """What makes one saved tensor again: a closure whose leaves are what was packed of others.
+
+    Attributes
+    ----------
+    name : str
+        Its operators, and its signature: equal for those that compute the same.
+    inputs : tuple
+        What was packed of the tensors that it begins with.
+    keys : tuple of str
+        At which sites these were saved.
+    """
+
+    __slots__ = ("_choices", "_closure", "_recorder", "_settings", "inputs", "keys", "name")
+
+    def __init__(self, name: str, closure: Bound, recorder: Recorder, settings: int, those: Choices) -> None:
+        self.name = name
+        self.inputs = closure.inputs
+        self.keys = closure.keys
+        self._closure = closure
+        self._recorder = recorder
+        self._settings = settings  # of PyTorch's, when it was found
+        self._choices = those
+
+    def run(self, values: Sequence[Tensor]) -> Tensor:
+        """The tensor, made again of its unpacked inputs.
+
+        Raises
+        ------
+        Differs
+            If it would not be what it was.
+        """
+        try:
+            if self._recorder.settings() == self._settings:  # as in nearly every program
+                return self._closure.make(values)
+            with chosen(self._choices):
+                return self._closure.make(values)
+        except Differs as error:
+            if self._closure.is_stale:
+                raise RuntimeError(f"what a saved tensor is made from again has been {MODIFIED}.") from error
+            raise Differs(
+                f"a saved tensor that was dropped to save memory cannot be made again: {error}. Set TIERS_REPLAY=0, "
+                "or choose a policy that recomputes nothing, such as TIERS_POLICY=flashneuron"
+            ) from error
+
+
+def operators_of(name: str) -> str:
+    """What a replay is called in a trace: its operators alone."""
+    return name.partition("#")[0]
+
+
 class Replays:
-    """The closures of one thread's forward.
+    """The replays of one thread's forward.
+
+    Attributes
+    ----------
+    choices : object
+        The kernels that the program had chosen when the forward began: one object for all that are equal.
 
     Parameters
     ----------
@@ -44,7 +99,9 @@ class Replays:
         self._packs: Packs | None = None
         self._forwards = 0  # that are recorded
         self._names: dict[int, str] = {}  # of closures, by signature
-        self._settings, self._choices = 0, choices()  # of PyTorch's, when the forward began
+        self._settings = 0  # of PyTorch's, when the forward began
+        self.choices = now = choices()
+        self._chosen = {now: now}  # all that there were
 
     def forward_begins(self, *, finds: bool) -> None:
         """A model's forward begins: record it if anything is to be found in it, unless another thread is recorded.
@@ -62,7 +119,8 @@ class Replays:
             self.end()
         if self._packs is None and self._recorder.begin(states=True):
             self._packs = self._recorder.packs()
-        self._settings, self._choices = self._recorder.settings(), choices()
+        now = choices()
+        self._settings, self.choices = self._recorder.settings(), self._chosen.setdefault(now, now)
 
     def end(self) -> None:
         """Record no more: backward begins, in whichever thread. Closures that were found stay good. Idempotent."""
@@ -79,17 +137,14 @@ class Replays:
         if self._packs is not None:
             self._packs.note(tensor, packed, key)
 
-    def find(self, base: Tensor) -> tuple[Formula, tuple[str, ...]] | None:
-        """What makes all of a tensor's storage again, and at which sites that was saved which it takes.
-
-        None if there is nothing of that kind.
-        """
+    def find(self, base: Tensor) -> Replay | None:
+        """What makes all of a tensor's storage again; None if there is no such thing."""
         packs = self._packs
         found = None if packs is None else packs.find(base, self._settings, self._lasts)
         if found is None:
             return None
-        run = _Run(self._recorder, found, self._settings, self._choices)
-        return Formula(self._names.get(found.signature) or self._name(found), found.inputs, run), found.keys
+        name = self._names.get(found.signature) or self._name(found)
+        return Replay(name, found, self._recorder, self._settings, self.choices)
 
     def _lasts(self, storage: int) -> bool:
         """Whether nobody writes a storage on the host without an operator, which tells us before.
@@ -103,7 +158,7 @@ class Replays:
         return storage in self._fixed
 
     def _name(self, found: Bound) -> str:
-        """As formulas are named: the last operator, those before it, and the signature, which tells it from others."""
+        """The last operator, those before it, and the signature, which tells it from others."""
         *before, last = (name.removeprefix("aten::").partition(".")[0] for name in found.names)
         first = [f"{len(before) - NAMED} more", *before[-NAMED:]] if len(before) > NAMED else before
         operators = f"{last}({', '.join(first)})" if first else last
@@ -111,39 +166,3 @@ class Replays:
             self._names.clear()
         name = self._names[found.signature] = f"{operators}#{found.signature & (1 << 64) - 1:016x}"
         return name
-
-
-class _Run:
-    """Makes the tensor of one closure out of its unpacked inputs.
-
-    Parameters
-    ----------
-    found : Bound
-        The closure.
-    settings : int
-        PyTorch's, when it was found.
-    those : Choices
-        The kernels that forward was told to take.
-    """
-
-    __slots__ = ("_choices", "_found", "_recorder", "_settings")
-
-    def __init__(self, recorder: Recorder, found: Bound, settings: int, those: Choices) -> None:
-        self._recorder = recorder
-        self._found = found
-        self._settings = settings
-        self._choices = those
-
-    def __call__(self, values: Sequence[Tensor]) -> Tensor:
-        try:
-            if self._recorder.settings() == self._settings:  # as in nearly every program
-                return self._found.make(values)
-            with chosen(self._choices):
-                return self._found.make(values)
-        except Differs as error:
-            if self._found.is_stale:
-                raise RuntimeError(f"what a saved tensor is made from again has been {MODIFIED}.") from error
-            raise Differs(
-                f"a saved tensor that was dropped to save memory cannot be made again: {error}. Leave TIERS_REPLAY "
-                "out, or choose a policy that recomputes nothing, such as TIERS_POLICY=flashneuron"
-            ) from error

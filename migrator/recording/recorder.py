@@ -18,8 +18,8 @@ from torch_tiers.migrator.engine.group import State
 from torch_tiers.migrator.engine.storages import Known, holders
 from torch_tiers.migrator.lanes import Meter
 from torch_tiers.migrator.recompute.dropped import Peek
-from torch_tiers.migrator.recompute.finder import Verified
 from torch_tiers.migrator.recompute.trials import Trial, Trials
+from torch_tiers.migrator.recompute.verified import Verified
 from torch_tiers.migrator.recompute.watch import Sums, Watch, same_sums
 from torch_tiers.migrator.trace import Region, Site, Trace
 
@@ -104,7 +104,7 @@ class Recorder:
     resident : callable
         Bytes of saved storages that the engine has had in HBM since it was last called.
     verified : mapping of str to Verified
-        Formulas that held in earlier periods, by site.
+        Replays that held in earlier periods, by site.
     tries : bool
         Whether it is to be found out what could be recomputed. That takes memory which the program alone would not.
     """
@@ -132,7 +132,7 @@ class Recorder:
         self._forward: list[weakref.ref[Record]] = []  # what the forward under way saved first, and last
         self._before: list[weakref.ref[Record]] = []  # the same of the one before
         self.trials = Trials(meter, verified) if meter is not None and tries else None
-        self.verified: dict[str, Verified] = {}  # by site, the formulas that held; known with the trace
+        self.verified: dict[str, Verified] = {}  # by site, the replays that held; known with the trace
 
     def advance(self) -> int:
         """The next position."""

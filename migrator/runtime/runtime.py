@@ -375,7 +375,7 @@ class Runtime:
         if self._optimizers.period_due and self._is_alone:
             for mover in saver.armed_movers:
                 mover.engine.compute.pass_by(counts=True)
-        saver.stepped(leads=leads)
+        saver.stepped()
         if self._is_alone:  # of several threads one alone would see that HBM is full
             saver.rest_if_idle()
             if saver.resting:

@@ -13,10 +13,3 @@ from tests.programs import PROGRAMS
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_equal_at_every_budget(program: str) -> None:
     on_gpu("equality", program)
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_equal_by_replay(program: str) -> None:
-    on_gpu("equality", program, "--replay")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios import BY_REPLAY, FAMILIES, ON_GPU
+from tests.scenarios import FAMILIES, ON_GPU
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,13 +28,6 @@ def on_gpu(module: str, *arguments: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_holds(family: str) -> None:
     on_gpu(family)
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", BY_REPLAY)
-def test_holds_by_replay(family: str) -> None:
-    on_gpu(family, "--replay")
 
 
 # `processes` makes processes that are not told to use our allocator.

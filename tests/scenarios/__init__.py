@@ -18,7 +18,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeAlias
 from unittest import mock
@@ -80,10 +79,6 @@ FAMILIES = (
 )
 ON_GPU = ("pages",)
 """Families that need a GPU."""
-BY_REPLAY = ("changed_formulas", "exceptions", "recompute")
-"""Families that hold, too, where what is recomputed is made by the operators that made it."""
-COUNTS_PYTORCHS = "makes_convolutions_again_at_the_shapes_at_which_they_were_tried"
-"""It counts what PyTorch is asked for, which a replay does not ask."""
 
 
 def scenarios(family: str) -> dict[str, Scenario]:
@@ -109,15 +104,13 @@ def main(family: str) -> None:
     parser.add_argument("names", nargs="*", metavar="SCENARIO", help=", ".join(known))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--allocator", choices=("torch", "pages"), default="torch")
-    parser.add_argument("--replay", action="store_true", help="recompute by the operators that made a tensor")
     arguments = parser.parse_args()
-    REPLAYS.set(arguments.replay)
     if arguments.allocator == "pages":  # before CUDA is initialised, and then for good
         with tiers.session(allocator="pages", hbm=PAGES_HBM, dram="4GiB"):
             torch.cuda.init()
         assert torch.cuda.get_allocator_backend() == "tiers", "the allocator is not ours"
     broken = []
-    for name in arguments.names or (name for name in known if not (arguments.replay and name == COUNTS_PYTORCHS)):
+    for name in arguments.names or known:
         print(f"{family}.{name}", flush=True)
         try:
             known[name](torch.device(arguments.device))
@@ -171,7 +164,6 @@ def moving(
     plan
         Makes the plans, instead of all this.
     """
-    arguments.setdefault("replay", REPLAYS.get())
 
     def move_a_share(trace: Trace, budget: int, links: Links) -> Plan:
         lives = trace.lifetimes
@@ -191,13 +183,12 @@ def moving(
         any_module() if regions else nullcontext(),
         mock.patch.object(mover, "learning_room", lambda *_: room),
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": plan or move_a_share}),
+        mock.patch.object(
+            importlib.import_module("torch_tiers.session"), "recomputes", lambda name: recompute or plan is not None
+        ),
         tiers.session(policy=policy, **{"allocator": "torch", "dram": "64MiB", **arguments}) as session,
     ):
         yield session
-
-
-REPLAYS: ContextVar[bool] = ContextVar("replays", default=False)
-"""Whether what sessions recompute is made by the operators that made it, and not by formulas."""
 
 
 def _innermost(regions: Sequence[Region]) -> list[Region]:

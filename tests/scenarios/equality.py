@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tests.programs import PROGRAMS, run
-from tests.scenarios import REPLAYS, moving
+from tests.scenarios import moving
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.links import Links
 from torch_tiers.migrator.plan import Plan
@@ -90,11 +90,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.scenarios.equality")
     parser.add_argument("programs", nargs="*", default=PROGRAMS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--replay", action="store_true", help="recompute by the operators that made a tensor")
     arguments = parser.parse_args()
-    REPLAYS.set(arguments.replay)
     for program in arguments.programs:
-        for budget in BUDGETS if not arguments.replay else [name for name in BUDGETS if "light" in name]:
+        for budget in BUDGETS:
             check(program, budget, arguments.device)
         for policy in POLICIES if program in PLANNED else ():
             if policy != "autotm" or find_spec("scipy") is not None:

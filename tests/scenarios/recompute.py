@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from unittest import mock
 
 import psutil
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from tests.scenarios import REPLAYS, assert_same, batch, gradients, main, moving, train
+from tests.scenarios import assert_same, batch, gradients, main, moving, train
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.recompute.dropped import Dropped
 from torch_tiers.session import Session
@@ -100,44 +99,7 @@ class _Images(nn.Module):
         return x
 
 
-def makes_convolutions_again_at_the_shapes_at_which_they_were_tried(device: torch.device) -> None:
-    first = 12  # steps of one shape: on a GPU the plan comes when the device has told what it took
-    samples = [32] * first + [24] * 2 + [32, 24, 32]
-
-    def program(device: torch.device, seen: list[int] | None = None) -> list[Tensor]:
-        torch.manual_seed(0)
-        model, results = _Images().to(device), []
-        for i, count in enumerate(samples):
-            with mock.patch.object(torch, "convolution", wraps=torch.convolution) as made:
-                model(batch(device, i).reshape(-1, 8, 16, 16)[:count]).square().mean().backward()
-            results += gradients(model)
-            if seen is not None:
-                seen.append(made.call_count)
-        return [*results, *model.buffers()]
-
-    assert_same(program, device, moves=False, **LIGHT)
-    calls: list[int] = []
-    with moving(**LIGHT):
-        program(device, calls)
-    print(f"  convolutions recomputed, by step: {calls}")
-    assert calls[first - 3 : first + 1] == [4, 4, 4, 0]  # at other shapes none until they were tried, twice each
-    assert calls[first + 1 :] == [8, 4, 4, 4]
-
-
-def says_what_was_changed_where_plain_pytorch_would_not_have_minded(device: torch.device) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 8)).to(device)
-    with moving(**LIGHT):
-        train(model, device)
-        loss = model(batch(device, 9)).sum()
-        with torch.no_grad():
-            model[1].bias.add_(1)
-        if not REPLAYS.get():
-            with pytest.raises(RuntimeError, match=r"modified by .*dropped to save memory.*TIERS_POLICY"):
-                loss.backward()
-
-
-def what_was_changed_before_backward_is_as_it_was_where_it_is_replayed(device: torch.device) -> None:
+def what_was_changed_before_backward_is_as_it_was(device: torch.device) -> None:
     """A bias that plain PyTorch does not look at in backward, and an input that the next batch is copied into."""
 
     def program(device: torch.device) -> list[Tensor]:
@@ -154,8 +116,7 @@ def what_was_changed_before_backward_is_as_it_was_where_it_is_replayed(device: t
             results += gradients(model)
         return results
 
-    if REPLAYS.get():
-        assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **LIGHT)
 
 
 def a_batch_that_lies_in_an_array_of_numpy_s_may_be_overwritten(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.scenarios import BY_REPLAY, COUNTS_PYTORCHS, FAMILIES, scenarios
+from tests.scenarios import FAMILIES, scenarios
 from tests.unit import warm
 from tests.unit.natively import needs_compiler
 
@@ -24,9 +24,6 @@ NATIVELY = [(family, name) for family, name in CASES if family in CLOSE_TO_THE_H
 NATIVELY.append(("compiled", "our_own_functions_are_not_compiled"))
 
 
-REPLAYED = [(family, name) for family, name in CASES if family in BY_REPLAY and name != COUNTS_PYTORCHS]
-
-
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}-{name}" for family, name in CASES])
 def test_holds(family: str, name: str) -> None:
     # Only what those of the disk start is Python alone; Inductor's and multiprocessing's own hands over open files.
@@ -39,11 +36,4 @@ def test_holds(family: str, name: str) -> None:
 def test_holds_natively(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is done for every tensor in C++, as on a GPU."""
     monkeypatch.setenv("TIERS_NATIVE", "on")
-    scenarios(family)[name](torch.device("cpu"))
-
-
-@needs_compiler
-@pytest.mark.parametrize(("family", "name"), REPLAYED, ids=[f"{family}-{name}" for family, name in REPLAYED])
-def test_holds_by_replay(family: str, name: str, by_replay: None) -> None:
-    """With what is recomputed made by the operators that made it."""
     scenarios(family)[name](torch.device("cpu"))

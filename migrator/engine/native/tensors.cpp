@@ -13,7 +13,6 @@
 #include "hooks.h"
 #include "moved.h"
 #include "storages.h"
-#include "ways.h"
 
 namespace {
 
@@ -27,7 +26,6 @@ PyMethodDef functions[] = {
     {"let_go", fast(let_go), METH_FASTCALL, nullptr},
     {"counter", make_counter, METH_O, nullptr},
     {"hooks", fast(make_hooks), METH_FASTCALL, nullptr},
-    {"follow", fast(follow), METH_FASTCALL, nullptr},
     {"spent", spent, METH_NOARGS, nullptr},
     {"charge", charge, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -39,7 +37,6 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "tensors", nullptr, -1, functions};
 
 PyMODINIT_FUNC PyInit_tensors() {
   HANDLE_TH_ERRORS
-  ways();  // it imports, which may let go of the GIL: a second thread would wait for it with the GIL, and for ever
   moved_type.tp_weaklistoffset = offsetof(Moved, weak);
   hook_type.tp_vectorcall_offset = offsetof(Hook, call);
   hook_type.tp_call = PyVectorcall_Call;

@@ -90,9 +90,7 @@ def test_a_program_is_the_same_where_tensors_move(name: str, recompute: bool) ->
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_the_same_where_all_is_made_again_by_the_operators_that_made_it(
-    name: str, by_replay: None
-) -> None:
+def test_a_program_is_the_same_where_all_is_made_again_by_the_operators_that_made_it(name: str) -> None:
     plain = without_tiers(name)
     with moving(room=0, share=0, recompute=True) as session:
         ours = bits(results(made(name), WITH_A_PLAN.get(name, USUALLY)))

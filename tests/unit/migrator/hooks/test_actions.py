@@ -7,16 +7,15 @@ from typing import Any
 from torch_tiers.migrator.hooks.actions import Agenda, Go, Recompute, Stay
 from torch_tiers.migrator.hooks.garbage import KEPT, MADE, MOVED, REPEATED
 from torch_tiers.migrator.plan import PageGroup
-from torch_tiers.migrator.recompute.finder import Finder, Took, Verified
+from torch_tiers.migrator.recompute.verified import Took, Verified
 
 mover: Any = object()
 stay = Stay(mover, 1, 1)
 go = Go(mover, PageGroup(("Net.fc:2",), 1, last_birth=0, first_use=1))
 
 
-def recompute(*found: str, searched: bool = False) -> Recompute:
-    verified = Verified({"exp": Took(0.0, 0)}, None, ((), ()), 0, searched, frozenset(found))  # type: ignore[arg-type]
-    return Recompute(mover, "Net.act:0", verified, Finder(verified))
+def recompute(*found: str) -> Recompute:
+    return Recompute(mover, "Net.act:0", Verified({"exp": Took(0.0, 0)}, (), 0, frozenset(found)))
 
 
 def test_sites_that_no_plan_knows_have_no_action() -> None:
@@ -33,15 +32,10 @@ def test_of_two_actions_for_one_site_the_last_holds() -> None:
     assert list(Agenda([("Net:0", stay), ("Net:0", go)]).of("Net")) == [go]
 
 
-def test_sites_that_formulas_find_are_noted_by_module() -> None:
+def test_sites_from_which_others_are_made_are_noted_by_module() -> None:
     agenda = Agenda([("Net.act:0", recompute("Net.fc:1", "Net.fc:3"))])
     assert set(agenda.noted("Net.fc")) == {1, 3}
     assert not agenda.noted("Net.act")
-
-
-def test_it_tells_whether_any_formula_searches() -> None:
-    assert not Agenda([("Net:0", stay), ("Net:1", recompute())]).searches
-    assert Agenda([("Net:0", stay), ("Net:1", recompute(searched=True))]).searches
 
 
 def test_it_tells_what_the_hooks_will_hold() -> None:
@@ -67,7 +61,7 @@ def test_outermost_modules_are_never_quiet_nor_is_the_program_itself() -> None:
     assert not Agenda([(":0", quiet), ("Net:0", quiet)]).quiet
 
 
-def test_modules_of_which_formulas_find_something_are_not_quiet_nor_are_regions() -> None:
+def test_modules_from_which_others_are_made_are_not_quiet_nor_are_regions() -> None:
     quiet = Stay(mover, 1, 1, quiet=True)
     agenda = Agenda([("Net.fc:0", quiet), ("Net.in:0", quiet), ("Net.act:0", recompute("Net.fc:0"))], ["Net.in"])
     assert not agenda.quiet
