@@ -176,6 +176,8 @@ class Saver(OnStack):
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
             for armed in self.armed_movers:  # a forward that raised, before one that saves nothing, such as validation
                 armed.collect()
+            if self.place.recording and self._replays is not None:
+                self._replays.forget_dead()
             self._forget_dead_forward()
             # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
             # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.

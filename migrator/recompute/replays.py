@@ -132,6 +132,11 @@ class Replays:
     def __del__(self) -> None:
         self.end()  # of a thread that has ended: no other could record
 
+    def forget_dead(self) -> None:
+        """Remember no more what was packed in forwards that nobody goes back through."""
+        if self._packs is not None:
+            self._packs.forget_dead()
+
     def note(self, tensor: Tensor, packed: Any, key: str) -> None:
         """Remember what was packed of a tensor at a site: others may be made from it."""
         if self._packs is not None:

@@ -103,6 +103,10 @@ class Packs:
         """
         self._library.note(self._handle, tensor, packed, key)
 
+    def forget_dead(self) -> None:
+        """Remember no more what was packed of tensors that no graph holds any longer."""
+        self._library.forget(self._handle)
+
     def find(self, tensor: Tensor, settings: int, is_fixed: Callable[[int], bool]) -> Bound | None:
         """What makes all of a tensor's storage again; None if there is no such thing.
 

@@ -129,6 +129,9 @@ def any_module() -> AbstractContextManager[object]:
     return mock.patch.multiple(exact, is_exact=lambda *_: True, stands=lambda _: True, may_draw=lambda: True)
 
 
+_sessions = importlib.import_module("torch_tiers.session")  # the module: the package has the class by that name
+
+
 @contextmanager
 def moving(
     *,

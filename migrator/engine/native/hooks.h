@@ -295,7 +295,6 @@ PyObject *unpack(const Hook &hook, PyObject *given) {
   return moved ? unpack_moved(hook, given) : nullptr;
 }
 
-
 template <PyObject *(*shortcut)(const Hook &, PyObject *)>
 PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, PyObject *names) {
   HANDLE_TH_ERRORS

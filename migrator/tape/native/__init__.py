@@ -138,6 +138,9 @@ class Recorder(Protocol):
         self, closure: Handle, leaves: Sequence[Tensor | tuple[Tensor, int] | None] | None, poison: int, /
     ) -> list[Tensor] | str: ...
 
+    def forget(self, packs: Handle, /) -> None:  # noqa: D102
+        ...
+
     def packs(self) -> Handle:  # noqa: D102
         ...
 

@@ -113,6 +113,20 @@ PyObject *note(PyObject *, PyObject *const *args, Py_ssize_t count) {
   });
 }
 
+// forget(packs): what the graph has let go of, and what was held with that.
+PyObject *forget(PyObject *, PyObject *of) {
+  return answer([&] {
+    auto &all = held_by<Packs>(of, kPacks).all;
+    std::vector<Pack> gone;  // destroyed last: whoever is let go of may call us
+    for (auto entry = all.begin(); entry != all.end();) {
+      const bool lives = entry->second.get() != nullptr;
+      if (!lives) gone.push_back(std::move(entry->second));
+      entry = lives ? std::next(entry) : all.erase(entry);
+    }
+    return none();
+  });
+}
+
 // find(packs, tensor, settings, is_fixed): what makes all of a tensor's storage again. Its signature, what was packed
 // of what it takes, the sites of that, and the closure; None if there is none that is as PyTorch's `settings` were.
 // `is_fixed`: whether nobody but operators writes a storage of the host's, by its address.

@@ -320,6 +320,7 @@ PyMethodDef functions[] = {
     {"watch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(watch)), METH_FASTCALL, nullptr},
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL, nullptr},
     {"packs", packs, METH_NOARGS, nullptr},
+    {"forget", forget, METH_O, nullptr},
     {"note", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(note)), METH_FASTCALL, nullptr},
     {"find_packed", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(find_packed)), METH_FASTCALL, nullptr},
     {"make", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_again)), METH_FASTCALL, nullptr},

@@ -134,7 +134,7 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         allocator = "pages"
         policy = "flashneuron"
         native = "off"
-        replay = true
+        replay = false
         ledger = "ledger"
         run = "out"
         run_force = true

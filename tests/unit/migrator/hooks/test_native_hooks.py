@@ -22,14 +22,13 @@ from torch_tiers.migrator.hooks.saver import MIN_BYTES, Saver
 from torch_tiers.migrator.hooks.sites import Node
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.planner.paces import Pace
-from torch_tiers.migrator.recompute.finder import Finder, Verified
-from torch_tiers.migrator.recompute.origins import note
+from torch_tiers.migrator.recompute.verified import Verified
 
 pytestmark = needs_compiler
 
 SITES = 6  # of one module
 GROUP = PageGroup(("s",), 4096, last_birth=0, first_use=1)
-UNSEEN = Verified({}, None, (), 0, False, frozenset())
+UNSEEN = Verified({}, (), 0, frozenset())
 _top = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -73,7 +72,7 @@ class _Mover:
         saved = self._tensors.Saved(None, tensor, 0, tensor.nbytes)  # type: ignore[arg-type]
         return self._tensors.Moved(tensor, self, saved, None, go, None)  # type: ignore[arg-type]
 
-    def drop(self, tensor: Tensor, make: Recompute, origins: object, kind: str) -> Moved:
+    def drop(self, tensor: Tensor, make: Recompute, find: object, kind: str) -> Moved:
         """As where it does not hold any more."""
         self.engine.told.append(("drop", make.key))
         return self.take(tensor, make.key, None, kind)
@@ -105,7 +104,7 @@ class _Rig:
     def plan(self, actions: list[Action | None], noted: set[int]) -> None:
         self.saver.adopt((f":{n}", action) for n, action in enumerate(actions) if action is not None)
         if noted:
-            self.saver._agenda._noted[""] = noted  # as formulas would have it
+            self.saver._agenda._noted[""] = noted  # as what is made from them would have it
         self.saver.place.period += 1
 
     def state(self) -> tuple[object, ...]:
@@ -152,7 +151,7 @@ def _action(mover: Any, rng: random.Random) -> Action | None:
     pace = rng.choice([None, Pace(rng.randrange(9), rng.randrange(9), rng.choice([None, 5]), None)])
     if rng.random() < 0.5:
         return Stay(mover, rng.choice([0, 4096]), rng.choice([0, 4096]), pace)
-    return rng.choice([None, Go(mover, GROUP, pace), Recompute(mover, "s", UNSEEN, Finder(UNSEEN), pace)])
+    return rng.choice([None, Go(mover, GROUP, pace), Recompute(mover, "s", UNSEEN, pace)])
 
 
 def _described(packed: object) -> object:
@@ -371,7 +370,6 @@ def test_what_it_makes_dies_with_its_references(twin: Tensors) -> None:
         rig.saver.place.in_backward = True
         again = rig.unpack(packed)
         rig.saver.place.in_backward = False
-        note(tensor, packed, ":1")
         del tensor, packed, again
         assert torch.UntypedStorage._expired(storage)
         torch.UntypedStorage._free_weak_ref(storage)

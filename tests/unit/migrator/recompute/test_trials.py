@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torch_tiers as tiers
+from tests.unit.natively import needs_compiler
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.group import Group
@@ -21,12 +22,10 @@ from torch_tiers.migrator.engine.moved import Saved
 from torch_tiers.migrator.hooks.packed import Look, keep
 from torch_tiers.migrator.lanes.host import HostCompute
 from torch_tiers.migrator.lanes.meter import HostMeter
-from torch_tiers.migrator.recompute import finder, fused, fused_layer_norm
-from torch_tiers.migrator.recompute import operations as table
 from torch_tiers.migrator.recompute.dropped import Dropped, Recomputed
-from torch_tiers.migrator.recompute.finder import Took, Verified, layout
-from torch_tiers.migrator.recompute.formulas import Formula
-from torch_tiers.migrator.recompute.trials import Inputs, Trial, Trials
+from torch_tiers.migrator.recompute.replays import Replay
+from torch_tiers.migrator.recompute.trials import Trial, Trials
+from torch_tiers.migrator.recompute.verified import Took, Verified, layout
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.trace import Trace
 
@@ -62,61 +61,37 @@ def operations(trace: Trace) -> dict[str, str]:
     return {site.key: trace.recipes[site.storage].op for site in trace.sites if site.storage in trace.recipes}
 
 
+@needs_compiler
 def test_recipes_are_those_of_modules_and_functions() -> None:
     trace = recorded()
-    assert operations(trace) == {
-        "Model.block.1:0": "NativeLayerNormBackward0",  # with its module's epsilon
-        "Model:0": "GeluBackward0",
-        "Model.last:0": "NativeLayerNormBackward0",  # of no module
-        ":0": "AddmmBackward0",  # but not the first layer's: backward does not need its weight
-        "Model.block.2:0": "AddmmBackward0",
+    assert {key: op.partition("(")[0] for key, op in operations(trace).items()} == {
+        "Model.block.1:0": "native_layer_norm",
+        "Model:0": "gelu",
+        "Model.last:0": "native_layer_norm",  # of no module
+        ":0": "addmm",
+        "Model.block.2:0": "addmm",
+        "Model.block.0:1": "addmm",  # of the batch
     }
     assert all(recipe.seconds > 0 for recipe in trace.recipes.values())
 
 
+@needs_compiler
 @pytest.mark.parametrize("error", [RuntimeError("no such kernel"), TiersError("no room to bring an input back")])
-def test_a_formula_that_fails_is_none_and_the_program_goes_on(error: Exception) -> None:
-    def fails(*_: object) -> Tensor:
-        raise error
-
-    with mock.patch.object(torch, "native_layer_norm", fails):
-        assert set(operations(recorded()).values()) == {"GeluBackward0", "AddmmBackward0"}
-
-
-class Norm(nn.Module):
-    """A layer normalisation that does not tell its epsilon, as many programs have one."""
-
-    def __init__(self, epsilon: float) -> None:
-        super().__init__()
-        self.weight, self.bias, self._of = nn.Parameter(torch.rand(256)), nn.Parameter(torch.rand(256)), epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (256,), self.weight, self.bias, self._of)
-
-
-@pytest.mark.parametrize(("epsilon", "found"), [(1e-5, {1e-5}), (1e-6, {1e-6}), (1e-12, set())])
-def test_an_epsilon_that_is_a_guess_is_tried_also_where_a_kernel_does_without(
-    epsilon: float, found: set[float], monkeypatch: pytest.MonkeyPatch
+def test_a_trial_that_fails_makes_no_recipe_and_the_program_goes_on(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That starts from what was saved, and so is right whatever the guess; for another layout PyTorch's is taken."""
+    run = Replay.run
 
-    def kernel(rows: fused_layer_norm.Rows, length: int) -> Tensor:
-        x, weight, bias, *_ = rows
-        return torch.native_layer_norm(x, [length], weight, bias, epsilon)[0]
+    def fails(self: Replay, values: Sequence[Tensor]) -> Tensor:
+        if self.name.startswith("native_layer_norm"):
+            raise error
+        return run(self, values)
 
-    monkeypatch.setattr(table, "_on_gpu", lambda node: True)
-    monkeypatch.setattr(fused_layer_norm, "_exact", lambda *_, centred: True)
-    monkeypatch.setattr(fused_layer_norm, "_at_once", kernel)
-    model = nn.Sequential(nn.Linear(64, 256), Norm(epsilon), nn.Linear(256, 64))
-    with tiers.session(policy="auto", dram="64MiB") as session:
-        for _ in range(3):
-            model(torch.randn(128, 64)).square().mean().backward()
-        saver = session.runtime.saver()
-        assert saver is not None
-        (mover,) = saver.armed_movers
-        assert {one.epsilon for key, one in mover.verified.items() if key.startswith("Sequential.2:")} == found
+    monkeypatch.setattr(Replay, "run", fails)
+    assert {op.partition("(")[0] for op in operations(recorded()).values()} == {"gelu", "addmm"}
 
 
+@needs_compiler
 def test_a_recipe_names_the_storages_that_it_needs() -> None:
     trace = recorded()
     storage = {site.key: site.storage for site in trace.sites}
@@ -124,32 +99,18 @@ def test_a_recipe_names_the_storages_that_it_needs() -> None:
     assert trace.recipes[storage["Model.last:0"]].inputs == (storage["Model:0"],)
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.path = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+@needs_compiler
+def test_what_is_not_the_same_bit_for_bit_is_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Replay.run
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.first(x))
-        return self.last(torch.relu(self.path(x) + x))
+    def almost(self: Replay, values: Sequence[Tensor]) -> Tensor:
+        made = run(self, values)
+        return made * (1 + 1e-7) if self.name.startswith("gelu") else made
 
-
-def test_a_recipe_tells_what_was_there_when_the_tensor_was_saved() -> None:
-    """A block's input is, until it is added; not what the batch normalisation was given."""
-    trace = recorded(model=Residual())
-    storage = {site.key: site.storage for site in trace.sites}
-    made, before, normalised = (storage[f"Residual.{key}:0"] for key in ("last", "path.0", "path.1"))
-    assert set(trace.recipes[made].inputs) >= {before, normalised}
-    assert trace.recipes[made].held == (before,)
-
-
-def test_what_is_not_the_same_bit_for_bit_is_no_recipe() -> None:
-    almost = {**table.TABLE, "GeluBackward0": table._of_saved(lambda x: F.gelu(x) * (1 + 1e-7))}
-    with mock.patch.object(finder, "TABLE", almost):
-        trace = recorded()
-    assert "GeluBackward0" not in operations(trace).values()
-    assert "NativeLayerNormBackward0" in operations(trace).values()
+    monkeypatch.setattr(Replay, "run", almost)
+    found = {op.partition("(")[0] for op in operations(recorded()).values()}
+    assert "gelu" not in found
+    assert "native_layer_norm" in found
 
 
 def test_every_position_has_a_time_and_the_memory_beside_it() -> None:
@@ -234,6 +195,7 @@ def test_an_input_that_is_away_is_copied_once_a_trial_and_not_while_that_is_time
 
     def one(trials: Trials, trial: Trial, *others: object) -> None:
         copies.append(0)
+        assert trial.what is not None
         inputs.append(len(trial.what.inputs))
         attempt(trials, trial, *others)  # type: ignore[arg-type]
         copies.append(0)  # those of the program
@@ -247,7 +209,17 @@ def test_an_input_that_is_away_is_copied_once_a_trial_and_not_while_that_is_time
     assert all(number <= most for number, most in zip(of_trials, inputs, strict=True))
 
 
-def test_what_is_in_use_only_while_a_formula_runs_is_its_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+def replay(run: Callable[[Sequence[Tensor]], Tensor], *inputs: Any, keys: tuple[str, ...] = ()) -> Any:
+    """What makes a tensor again by a function."""
+    return SimpleNamespace(name="op", inputs=inputs, keys=keys, run=run)
+
+
+def trial(x: Tensor, run: Callable[[Sequence[Tensor]], Tensor]) -> Trial:
+    verified = Verified({"op": Took(0.0, 0)}, layout(x), x._version, frozenset())
+    return Trial(1, replay(run), verified, (), tuple(x.size()), x.stride(), 0, x.nbytes)
+
+
+def test_what_is_in_use_only_while_a_replay_runs_is_its_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a convolution's workspace: a plan that did not know of it exceeded its budget by 4%."""
     x = torch.ones(1024)
     in_use, highest = 10 * x.nbytes, [0]
@@ -262,25 +234,17 @@ def test_what_is_in_use_only_while_a_formula_runs_is_its_scratch(monkeypatch: py
 
     monkeypatch.setattr(HostMeter, "most", most)
     trials = Trials(HostMeter(HostCompute(Counters())), {})
-    verified = Verified({"op": Took(0.0, 0)}, None, layout(x), x._version, False, frozenset())
-    trial = Trial(1, Formula("op", (), run), verified, Inputs((), ()), tuple(x.size()), x.stride(), 0, x.nbytes)
-    trials.attempt(trial, x, lambda packed: x)
+    trials.attempt(trial(x, run), x, lambda packed: x)
     recipe, verified = trials.results()[1]
     assert recipe.scratch == verified.held["op"].scratch == 7000
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "a kernel of ours, too"])
-def test_what_is_timed_finds_memory_that_another_run_gave_back(monkeypatch: pytest.MonkeyPatch, kernels: bool) -> None:
-    """Where HBM is short, to map half a GiB takes the host 5 ms, and a GELU of as much that takes 0.4 took 5.7.
-
-    What is compared is made beside each other: in memory that was given back the right bytes would lie already.
-    """
+def test_what_is_timed_finds_memory_that_another_run_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where HBM is short, to map half a GiB takes the host 5 ms, and a GELU of as much that takes 0.4 took 5.7."""
     x = torch.ones(1024)
     alive, events = set[int](), []
 
     def run(values: object) -> Tensor:
-        if kernels:
-            fused.at_once()
         events.append(f"run beside {len(alive)}")
         made = x.clone()
         alive.add(len(events))
@@ -290,23 +254,27 @@ def test_what_is_timed_finds_memory_that_another_run_gave_back(monkeypatch: pyte
     mark = HostMeter.mark
     monkeypatch.setattr(HostMeter, "mark", lambda meter: (events.append("mark"), mark(meter))[1])
     trials = Trials(HostMeter(HostCompute(Counters())), {})
-    verified = Verified({"op": Took(0.0, 0)}, None, layout(x), x._version, False, frozenset())
-    trial = Trial(1, Formula("op", (), run), verified, Inputs((), ()), tuple(x.size()), x.stride(), 0, x.nbytes)
     events.clear()
-    trials.attempt(trial, x, lambda packed: x)
-    compared = ["run beside 0", "run beside 1"] if kernels else ["run beside 0"]
-    assert events == ["mark", *compared, "mark", "run beside 0", "mark", "mark"]
+    trials.attempt(trial(x, run), x, lambda packed: x)
+    assert events == ["mark", "run beside 0", "mark", "run beside 0", "mark", "mark"]
 
 
-def test_where_a_known_formula_finds_its_inputs_is_learned_anew() -> None:
+def test_where_a_known_replay_finds_its_inputs_is_learned_anew() -> None:
     x = torch.zeros(4)
-    what = Formula("ReluBackward0(.)", (), lambda values: x)
-    before = Verified({what.name: Took(1e-3, 0)}, None, layout(x), x._version, True, frozenset({"Model.block:3"}))
+    what = replay(lambda values: x, keys=("Model.block:4",))  # one more was saved before it
+    before = Verified({what.name: Took(1e-3, 0)}, layout(x), x._version, frozenset({"Model.block:3"}))
     trials = Trials(mock.Mock(), {"Model.next:0": before})
-    source: Any = SimpleNamespace(found={"Model.block:4"}, choices=None)  # one more was saved before it
-    assert trials.knows(7, "Model.next:0", x, what, Inputs((1,), (1,)), source)
+    assert trials.knows(7, "Model.next:0", x, what, (1,), before.choices)
     _, verified = trials.results()[7]
     assert verified.found == {"Model.block:3", "Model.block:4"}
+
+
+def test_what_held_with_other_kernels_is_tried_again() -> None:
+    x = torch.zeros(4)
+    what = replay(lambda values: x)
+    before = Verified({what.name: Took(1e-3, 0)}, layout(x), x._version, frozenset(), choices=("tf32",))
+    trials = Trials(mock.Mock(), {"Model:0": before})
+    assert not trials.knows(7, "Model:0", x, what, (), ("fp32",))
 
 
 def test_what_a_trial_takes_in_two_ways_is_recomputed_once() -> None:
@@ -321,8 +289,7 @@ def test_what_a_trial_takes_in_two_ways_is_recomputed_once() -> None:
     engine, ones = mock.Mock(empty=lambda dtype: torch.empty(0, dtype=dtype)), torch.ones(4)
     packed: Any = keep(ones)
     for _ in range(24):
-        packed = Dropped(
-            ones, Recomputed(torch.empty(4), Formula("add", (packed, packed), added), engine), mock.Mock(), None
-        )
+        made = Recomputed(torch.empty(4), replay(added, packed, packed), engine)
+        packed = Dropped(ones, made, mock.Mock(), None)
     assert Look()(packed).tolist() == [2.0**24] * 4
     assert runs == 24

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from unittest import mock
 
 import pytest
 
 from torch_tiers.migrator.runtime.host_time import HostTime
+from torch_tiers.migrator.timing import HookTime
+
+NOTHING = HookTime(0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -25,13 +27,14 @@ def test_a_period_counts_from_its_first_forward_on(clock: mock.Mock) -> None:
         clock.return_value += 0.5
 
     clock.return_value = 7.0  # data is loaded
-    host.period_begins(hooks=1.0, blocked=0.0, idle=True)
+    host.period_begins(hooks=NOTHING, blocked=0.0, idle=True)
     host.timed(ours)
     clock.return_value += 2.0
-    host.period_begins(hooks=1.1, blocked=0.0, idle=False)  # of the same period
-    lap = host.period_over(hooks=1.25, blocked=0.0)
+    host.period_begins(hooks=HookTime(0.1, 0.0, 0.0, 0.0), blocked=0.0, idle=False)  # of the same period
+    lap = host.period_over(hooks=HookTime(0.125, 0.0625, 0.0, 0.0625), blocked=0.0)
     assert lap is not None
     assert (lap.seconds, lap.ours, lap.idle) == (2.5, 0.75, True)
+    assert lap.hooks == HookTime(0.125, 0.0625, 0.0, 0.0625)
 
 
 def test_what_we_do_between_two_periods_counts_for_neither(clock: mock.Mock) -> None:
@@ -39,26 +42,27 @@ def test_what_we_do_between_two_periods_counts_for_neither(clock: mock.Mock) -> 
 
     def first_forward() -> None:
         clock.return_value += 5.0  # memory is laid out anew
-        host.period_begins(hooks=0.0, blocked=0.0, idle=False)
+        host.period_begins(hooks=NOTHING, blocked=0.0, idle=False)
         clock.return_value += 0.5
 
     host.timed(first_forward)
-    lap = host.period_over(hooks=0.0, blocked=0.0)
+    lap = host.period_over(hooks=NOTHING, blocked=0.0)
     assert lap is not None
     assert (lap.seconds, lap.ours) == (0.5, 0.5)
 
 
 def test_waits_within_hooks_are_neither_ours_nor_the_program_s(clock: mock.Mock) -> None:
     host = HostTime()
-    host.period_begins(hooks=0.0, blocked=3.0, idle=False)
+    host.period_begins(hooks=NOTHING, blocked=3.0, idle=False)
     clock.return_value = 10.0
-    lap = host.period_over(hooks=6.0, blocked=8.0)
+    lap = host.period_over(hooks=HookTime(0.5, 0.0, 0.0, 5.5), blocked=8.0)
     assert lap is not None
     assert (lap.seconds, lap.ours) == (5.0, 1.0)
+    assert lap.hooks == HookTime(0.5, 0.0, 0.0, 0.5), "it is groups that are waited for"
 
 
 def test_nothing_is_told_of_hooks_that_nobody_counts(clock: mock.Mock) -> None:
     host = HostTime()
-    assert host.period_over(hooks=0.0, blocked=0.0) is None, "it has not begun"
-    host.period_begins(hooks=math.nan, blocked=0.0, idle=False)
-    assert host.period_over(hooks=math.nan, blocked=0.0) is None
+    assert host.period_over(hooks=NOTHING, blocked=0.0) is None, "it has not begun"
+    host.period_begins(hooks=None, blocked=0.0, idle=False)
+    assert host.period_over(hooks=None, blocked=0.0) is None
