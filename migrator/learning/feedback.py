@@ -189,9 +189,8 @@ class Feedback:
         # Nor does it say anything of the pace; and memory in DRAM is slow whatever the plan.
         if lap is not None and len(made) == len(predictions) == 1 and not (pressed or overflow):
             (only,), (predicted,) = made, predictions
-            seen_first = host is not None and self._awaits_host(predicted)
             changed |= host is not None and self.host(host, only.plan, predicted)
-            changed |= self.lap(lap, predicted, believed=not seen_first)
+            changed |= self.lap(lap, predicted, believed=host is None or not self._awaits_host(predicted))
         return changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:
@@ -219,7 +218,9 @@ class Feedback:
         told = best.hooks.groups + best.hooks.moves + max(best.hooks.remade, predicted.operators)
         self.hooks = max(0.0, best.ours - told)
         self.joins = all(host.idle for host in self._hosts)
-        return abs(self.host_pace * recorded + self.hooks + told - foreseen) > OFF_PACE * predicted.seconds
+        now, least = self.host_pace * recorded + self.hooks + told, OFF_PACE * predicted.seconds
+        is_hidden = max(now, foreseen) < predicted.seconds - least  # behind the device
+        return not is_hidden and abs(now - foreseen) > least
 
     def _host_seconds(self, predicted: Simulated) -> float:
         """What a period is predicted to take the host."""

@@ -48,7 +48,7 @@ Scenario: TypeAlias = Callable[[torch.device], None]
 Program: TypeAlias = Callable[[torch.device], Sequence[Tensor]]
 
 FAMILIES = (
-    "changed_formulas",
+    "changed_programs",
     "changed_modules",
     "compiled",
     "compiled_regions",

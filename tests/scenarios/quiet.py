@@ -17,13 +17,17 @@ from tests.scenarios import assert_same, batch, main, moving, train
 from torch_tiers.migrator.hooks import saver
 from torch_tiers.migrator.hooks.actions import Stay
 from torch_tiers.migrator.lanes.host import HostCompute
+from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.build import make_plan
+from torch_tiers.migrator.trace import Trace
 from torch_tiers.session import Session
 
 STEPS = 8  # the first two are recorded
 
 
 class _Layer(nn.Linear):
-    """Notes whether PyTorch calls anybody for what it saves. No formula makes what it returns."""
+    """Notes whether PyTorch calls anybody for what it saves."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__(width, width)
@@ -61,9 +65,14 @@ def _counted() -> Iterator[None]:
         yield
 
 
+def _gelus_made_again(trace: Trace, budget: int, links: Links) -> Plan:
+    gelus = {ident for ident, recipe in trace.recipes.items() if recipe.op.startswith("gelu")}
+    return make_plan("move", trace, (), trace.saved_bytes, dropped=gelus)
+
+
 @contextmanager
 def _recomputing(**arguments: Any) -> Iterator[Session]:
-    with _counted(), moving(recompute=True, share=0, **arguments) as session:
+    with _counted(), moving(plan=_gelus_made_again, **arguments) as session:
         yield session
 
 
@@ -80,7 +89,7 @@ def only_where_there_is_something_to_do_are_hooks_called(device: torch.device) -
 def results_are_the_same(device: torch.device) -> None:
     with _counted(), mock.patch.object(saver, "LISTENS", 3):
         assert_same(
-            lambda device: train(_model(device), device, steps=STEPS), device, moves=False, recompute=True, share=0
+            lambda device: train(_model(device), device, steps=STEPS), device, moves=False, plan=_gelus_made_again
         )
 
 
@@ -253,7 +262,7 @@ def every_forward_of_several_before_a_step_is_a_period_of_its_own(device: torch.
         assert model[1].called[-8:].count(True) <= 2, "it was to be quiet"  # type: ignore[union-attr]
 
 
-def what_a_formula_takes_was_not_changed_though_nobody_heard_of_it(device: torch.device) -> None:
+def what_another_is_made_from_was_not_changed_though_nobody_heard_of_it(device: torch.device) -> None:
     """A tensor of few bytes is no site of a plan's that anybody asks about."""
 
     class Scaled(nn.Module):

@@ -15,13 +15,14 @@ from torch.nn import functional as F
 from tests.scenarios import assert_same, batch, gradients, main, moving, train
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.recompute.dropped import Dropped
+from torch_tiers.migrator.recompute.replays import operators_of
 from torch_tiers.session import Session
 
 LIGHT = {"recompute": True, "share": 0}
 
 
 class _Block(nn.Module):
-    """Saves the outputs of a normalisation and of an activation function, which both have formulas."""
+    """Saves the outputs of a normalisation and of an activation function."""
 
     def __init__(self, change: Callable[[Tensor, Tensor], object] = lambda x, y: None) -> None:
         super().__init__()
@@ -72,31 +73,13 @@ def finds_what_modules_and_functions_make(device: torch.device) -> None:
         saver = session.runtime.saver()
         assert saver is not None
         names = {
-            name.split("(")[0] for mover in saver.armed_movers for one in mover.verified.values() for name in one.held
+            operators_of(name).partition("(")[0]
+            for mover in saver.armed_movers
+            for one in mover.verified.values()
+            for name in one.held
         }
     print(f"  {sorted(names)}")
-    assert {"ReluBackward0", "SiluBackward0"} <= names or {"relu_", "silu"} <= {name.split("#")[0] for name in names}
-
-
-class _Images(nn.Module):
-    """Convolutions of every kind, each normalised, so that what they make is saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [
-                nn.Conv2d(8, 16, 3, padding=1, bias=False),
-                nn.Conv2d(16, 16, 1),
-                nn.Conv2d(16, 16, 3, stride=2, padding=1, groups=4),
-                nn.ConvTranspose2d(16, 8, 2, stride=2),
-            ]
-        )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in (16, 16, 16, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = F.relu(norm(layer(x)))
-        return x
+    assert {"relu_", "silu"} <= names
 
 
 def what_was_changed_before_backward_is_as_it_was(device: torch.device) -> None:

@@ -20,7 +20,7 @@ MODULE = ExtensionModule(
     name=f"{__name__}.tensors",
     title="the native part of the hooks",
     source=_HERE / "tensors.cpp",
-    headers=tuple(_HERE / name for name in ("hooks.h", "moved.h", "object.h", "storages.h")),
+    headers=tuple(_HERE / name for name in ("dropped.h", "hooks.h", "moved.h", "object.h", "slots.h", "storages.h")),
 )
 
 

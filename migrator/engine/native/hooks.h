@@ -12,44 +12,12 @@
 #include <chrono>
 #include <utility>
 
+#include "dropped.h"
 #include "moved.h"
+#include "slots.h"
 #include "storages.h"
 
 namespace {
-
-// Where a class with `__slots__` keeps an attribute. The classes are declared in Python, once; here they are read.
-Py_ssize_t slot_of(PyObject *type, const char *name) {
-  THPObjectPtr member(PyObject_GetAttrString(type, name));
-  if (!member) throw python_error();
-  TORCH_CHECK_TYPE(Py_TYPE(member.get()) == &PyMemberDescr_Type, name, " is no slot");
-  return reinterpret_cast<PyMemberDescrObject *>(member.get())->d_member->offset;
-}
-
-PyObject *&at(PyObject *object, Py_ssize_t slot) {
-  return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
-}
-
-void put(PyObject *object, Py_ssize_t slot, THPObjectPtr value) { Py_SETREF(at(object, slot), value.release()); }
-
-THPObjectPtr number_of(Py_ssize_t value) {
-  THPObjectPtr number(PyLong_FromSsize_t(value));
-  if (!number) throw python_error();
-  return number;
-}
-
-struct Names {
-  PyObject *engine = PyUnicode_InternFromString("engine"), *compute = PyUnicode_InternFromString("compute"),
-           *capturing = PyUnicode_InternFromString("capturing"), *born = PyUnicode_InternFromString("born"),
-           *entered = PyUnicode_InternFromString("entered"), *reached = PyUnicode_InternFromString("reached"),
-           *left = PyUnicode_InternFromString("left"), *take = PyUnicode_InternFromString("take"),
-           *give_back = PyUnicode_InternFromString("give_back"), *drop = PyUnicode_InternFromString("drop"),
-           *note = PyUnicode_InternFromString("note"), *nothing = PyUnicode_InternFromString("");
-};
-
-const Names &names() {
-  static const Names all;
-  return all;
-}
 
 struct Slots {
   PyTypeObject *stay_type, *go_type, *recompute_type;
@@ -65,6 +33,7 @@ struct Slots {
   struct {
     Py_ssize_t mover, pace;
   } go, recompute;
+  DroppedSlots of_dropped;
 };
 
 // One of the two hooks of a thread.
@@ -287,12 +256,23 @@ PyObject *unpack_moved(const Hook &hook, PyObject *packed) {
   return tensor;
 }
 
+PyObject *unpack_remade(const Hook &hook, PyObject *packed) {
+  const Slots &slots = hook.own.slots;
+  if (at(hook.place, slots.place.in_backward) != Py_True || at(hook.place, slots.place.recording) != Py_False)
+    return nullptr;
+  if (!is_plain_one(slots.of_dropped, packed)) return nullptr;
+  THPObjectPtr make = own(at(packed, slots.of_dropped.dropped.go));
+  tell(at(make, slots.recompute.mover), names().reached, at(make, slots.recompute.pace), nullptr, nullptr);
+  return unpack_dropped(slots.of_dropped, packed);
+}
+
 PyObject *unpack(const Hook &hook, PyObject *given) {
   THPObjectPtr packed = own(given);  // whoever asks may hold it by the graph alone, which other threads let go of
   if (PyTuple_CheckExact(given) && PyTuple_GET_SIZE(given) == 4) return unpack_kept(hook, given);
   const bool moved = Py_TYPE(given) == &moved_type;
   Spent::is(moved ? kMoves : kRemade);
-  return moved ? unpack_moved(hook, given) : nullptr;
+  if (moved) return unpack_moved(hook, given);
+  return Py_TYPE(given) == hook.own.slots.of_dropped.type ? unpack_remade(hook, given) : nullptr;
 }
 
 template <PyObject *(*shortcut)(const Hook &, PyObject *)>
@@ -326,6 +306,7 @@ Slots slots_of(PyObject *place) {
       {slot_of(stay, "mover"), slot_of(stay, "enter"), slot_of(stay, "leave"), slot_of(stay, "pace")},
       {slot_of(go, "mover"), slot_of(go, "pace")},
       {slot_of(recompute, "mover"), slot_of(recompute, "pace")},
+      DroppedSlots::find(),
   };
 }
 

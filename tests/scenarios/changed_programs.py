@@ -149,4 +149,4 @@ def settings_of_forward_alone_are_those_that_it_is_recomputed_with(device: torch
 
 
 if __name__ == "__main__":
-    main("changed_formulas")
+    main("changed_programs")

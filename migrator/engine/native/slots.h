@@ -1,0 +1,47 @@
+// Attributes of classes with `__slots__` that Python declares, read and written from here; and the names of others.
+#pragma once
+
+#include <torch/csrc/utils/python_compat.h>
+#include <torch/csrc/utils/python_numbers.h>
+
+#include "object.h"
+
+namespace {
+
+// Where a class with `__slots__` keeps an attribute. The classes are declared in Python, once; here they are read.
+Py_ssize_t slot_of(PyObject *type, const char *name) {
+  THPObjectPtr member(PyObject_GetAttrString(type, name));
+  if (!member) throw python_error();
+  TORCH_CHECK_TYPE(Py_TYPE(member.get()) == &PyMemberDescr_Type, name, " is no slot");
+  return reinterpret_cast<PyMemberDescrObject *>(member.get())->d_member->offset;
+}
+
+PyObject *&at(PyObject *object, Py_ssize_t slot) {
+  return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + slot);
+}
+
+void put(PyObject *object, Py_ssize_t slot, THPObjectPtr value) { Py_SETREF(at(object, slot), value.release()); }
+
+THPObjectPtr number_of(Py_ssize_t value) {
+  THPObjectPtr number(PyLong_FromSsize_t(value));
+  if (!number) throw python_error();
+  return number;
+}
+
+struct Names {
+  PyObject *engine = PyUnicode_InternFromString("engine"), *compute = PyUnicode_InternFromString("compute"),
+           *capturing = PyUnicode_InternFromString("capturing"), *born = PyUnicode_InternFromString("born"),
+           *entered = PyUnicode_InternFromString("entered"), *reached = PyUnicode_InternFromString("reached"),
+           *left = PyUnicode_InternFromString("left"), *take = PyUnicode_InternFromString("take"),
+           *give_back = PyUnicode_InternFromString("give_back"), *drop = PyUnicode_InternFromString("drop"),
+           *note = PyUnicode_InternFromString("note"), *nothing = PyUnicode_InternFromString(""),
+           *inputs = PyUnicode_InternFromString("inputs"), *run = PyUnicode_InternFromString("run"),
+           *not_counted = PyTuple_Pack(1, THPObjectPtr(PyUnicode_InternFromString("count")).get());
+};
+
+const Names &names() {
+  static const Names all;
+  return all;
+}
+
+}  // namespace

@@ -1,0 +1,104 @@
+"""What backward asks for that was dropped is given back in C++ where it is made of what stays or moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.scenarios import moving
+from tests.unit.natively import needs_compiler
+from torch_tiers.migrator.recompute.dropped import Dropped
+from torch_tiers.migrator.recompute.replays import Replay
+
+pytestmark = needs_compiler
+
+STEPS = 6  # of which the first are recorded
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(F.gelu(self.first(self.norm(x))))
+
+
+def trained(**arguments: Any) -> tuple[list[Tensor], int]:
+    """Gradients, and how many saved tensors the last plan drops."""
+    torch.manual_seed(0)
+    model, dropped = nn.Sequential(Block(), Block()), 0
+    with moving(native="on", **arguments) as session:
+        for i in range(STEPS):
+            model.zero_grad()
+            model(torch.full((64, 64), 1.0 + i)).square().mean().backward()
+        saver = session.runtime.saver()
+        assert saver is not None
+        dropped = sum(len(plan.recompute) for mover in saver.armed_movers for plan in mover.learner.plans)
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], dropped
+
+
+@pytest.mark.parametrize("share", [0, 1 / 2], ids=["of what stays", "of what moves"])
+def test_a_plain_program_asks_python_for_nothing_that_was_dropped(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Dropped] = []
+    view = Dropped.view
+
+    def asked_for(self: Dropped, peek: Any, *, count: bool) -> Tensor:
+        if count and self.record is None:  # by backward, and not while the period is recorded
+            asked.append(self)
+        return view(self, peek, count=count)
+
+    monkeypatch.setattr(Dropped, "view", asked_for)
+    ours, dropped = trained(recompute=True, share=share)
+    plain, _ = trained(policy="keep")
+    assert all(map(torch.equal, ours, plain))
+    assert len(asked) <= STEPS < 2 * dropped, "but for what each backward asks for first"
+
+
+def test_a_view_of_what_was_dropped_is_given_back_as_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradient(**arguments: Any) -> Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64)
+        with moving(native="on", **arguments):
+            for _ in range(6):
+                layer.zero_grad()
+                made = layer(torch.ones(64, 64)).exp()
+                (made.t()[3:, 1:].square().sum() + made.view(-1)[5:].sin().sum()).backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad
+
+    plain = gradient(policy="keep")
+    monkeypatch.setattr(Dropped, "view", None)
+    assert torch.equal(gradient(recompute=True, share=0), plain)
+
+
+def test_what_was_changed_in_place_is_an_error_as_ever() -> None:
+    layer = nn.Linear(64, 64)
+    with moving(native="on", recompute=True, share=0):
+        for _ in range(5):
+            layer(torch.ones(64, 64)).exp().sin().sum().backward()
+        made = layer(torch.ones(64, 64)).exp()
+        loss = made.sin().sum()
+        with torch.no_grad():
+            made.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_what_fails_when_it_is_made_again_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Replay, values: object) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    layer = nn.Linear(64, 64)
+    with moving(native="on", recompute=True, share=0):
+        for _ in range(5):
+            layer(torch.ones(64, 64)).exp().sin().sum().backward()
+        monkeypatch.setattr(Replay, "run", fails)
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            layer(torch.ones(64, 64)).exp().sin().sum().backward()
