@@ -340,11 +340,11 @@ def _recipe(value: object, where: str) -> Recipe:
 
 def _region(value: object, where: str, positions: int) -> Region:
     said = _told_of(Region, value, where)
-    begin = whole(value_of(said, "begin", where), f"{where}.begin", 0, positions)
+    begin = whole(value_of(said, "begin", where), f"{where}.begin", 0, positions - 1)
     return Region(
         path=string(value_of(said, "path", where), f"{where}.path"),
         begin=begin,
-        end=whole(value_of(said, "end", where), f"{where}.end", begin, positions),
+        end=whole(value_of(said, "end", where), f"{where}.end", begin + 1, positions),
         inputs=items(value_of(said, "inputs", where), f"{where}.inputs", _ident, MOST_INPUTS),
         input_bytes=whole(value_of(said, "input_bytes", where), f"{where}.input_bytes", 0, MOST_INPUTS * MOST_BYTES),
         seconds=finite(value_of(said, "seconds", where), f"{where}.seconds"),

@@ -153,7 +153,7 @@ def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, 
             f"{format_size(others)} of the budget are weights, gradients, optimizer state and the work of a layer: "
             "moving or recomputing activations frees no more than the rest"
         )
-    if not result.ideal:
+    if not (result.ideal and result.seconds):
         return
     if measured is not None and measured > LATE * result.seconds:
         yield (

@@ -103,7 +103,7 @@ def test_all_that_is_done_is_the_same_as_with_a_look_at_every_period(
     """Those who count periods are told later: a program of several moods, twice."""
     monkeypatch.setattr("torch_tiers.allocator.claims.STEP", PAGE)
     dice = random.Random(seed)
-    kinds = [[dice.choice((1, 2, 3, 4, 6, 8)) * MiB for _ in range(dice.randint(2, 5))] for _ in range(4)]
+    kinds = [[dice.choice((1, 2, 3, 4, 6, 8)) * MiB for _ in range(dice.randint(2, 4))] for _ in range(4)]
     moods = [(dice.choice((kinds[:1], kinds[:2], kinds)), dice.choice((1, 4, 40, REMEMBERED + 8))) for _ in range(24)]
     happens = ("", "evaluation", "news", "news now", "capture", "full")
     weights = (200, 2, 2, 2, 2, 2)

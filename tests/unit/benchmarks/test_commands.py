@@ -22,7 +22,7 @@ SMALL = "--tiny --rounds 1 --steps 1 --dram 1GiB"
         (
             "in_place --tiny --workload resnet152 --allocator torch --policy superneurons --hbm 3MiB --dram 64MiB"
             " --steps 2",
-            ["recomputed, 0 MiB moved", "| relu_ |", "| all |"],
+            ["recomputed, 0 MiB moved", "| relu_(native_batch_norm) |", "| all |"],
         ),
         ("disk_store --directory . --size 8MiB --rounds 2", ["plain"]),
         ("hook_times", ["policy auto", "policy move"]),

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
 from tests.unit.traces import chain, traces
 from torch_tiers.allocator.lifetimes import Lifetime
-from torch_tiers.migrator.trace import FORMAT, KEPT, Recipe, Site, Trace
+from torch_tiers.migrator.trace import FORMAT, KEPT, Recipe, Region, Site, Trace
 
 
 def test_sites_on_one_storage_are_one_lifetime() -> None:
@@ -52,6 +53,14 @@ def test_another_format_is_refused(header: dict[str, int]) -> None:
     text = json.dumps({**header, "positions": 0, "sites": []})
     with pytest.raises(ValueError, match="record it again"):
         Trace.from_json(text)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(4, 4), (1, 1), (2, 5)])
+def test_a_region_that_saves_nothing_or_beyond_the_period_is_refused(begin: int, end: int) -> None:
+    trace = replace(chain([1, 2]), regions=(Region("net", begin, end, (), 0, 0.0),))
+    assert trace.positions == 4
+    with pytest.raises(ValueError, match=r"regions\[0\]"):
+        Trace.from_json(trace.to_json())
 
 
 def test_an_operation_holds_what_it_saves_until_it_has_computed() -> None:

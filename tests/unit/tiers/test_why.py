@@ -15,6 +15,7 @@ from tests.unit.tiers.test_cli import STATS
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli.main import main
+from torch_tiers.migrator.clocks import Clocks
 from torch_tiers.migrator.links import PCIE_GEN5
 from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.planner.schedule import fit
@@ -91,6 +92,15 @@ def test_it_says_where_the_budget_goes_that_no_activation_takes() -> None:
 
 def test_where_nothing_is_lost_nothing_is_advised() -> None:
     assert account(planned(40 * GiB), budget=40 * GiB).hints == ()
+
+
+def test_a_step_that_is_predicted_to_take_no_time_is_not_divided_by() -> None:
+    """As of a trace that somebody has written: its clocks tell of no time, and its ideal of some."""
+    trace = chain([MiB] * 8)
+    clocks = Clocks((0.0,) * (trace.positions + 1), (0.0,) * (trace.positions + 1))
+    trace = replace(trace, clocks=clocks, times=(0.0,) * trace.positions, seconds=1.0)
+    stats = {**STATS, "budget": {**STATS["budget"], "hbm": 0}}
+    assert why(trace, POLICIES["keep"](trace, GiB, PCIE_GEN5), PCIE_GEN5, stats).hints == ()
 
 
 def test_a_trace_without_times_is_told_by_bytes_alone() -> None:

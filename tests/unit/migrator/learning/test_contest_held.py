@@ -375,10 +375,11 @@ def test_while_a_rival_is_tried_nothing_is_settled() -> None:
     assert settled.index(True) >= BEFORE + ROUND
 
 
-@pytest.mark.parametrize(("moving", "fewest", "most"), [(0.99, 12, 20), (1.0, 0, 0), (1.01, 0, 0)])
+@pytest.mark.parametrize(("moving", "fewest", "most"), [(0.99, 7, 20), (1.0, 0, 2), (1.01, 0, 2)])
 def test_on_a_host_that_is_fast_and_slow_by_turns_the_faster_plan_stays(
     moving: float, fewest: int, most: int, seed: int
 ) -> None:
+    """Of 30,000 stories it does in 85 of 100, and the slower one in 1 of 1,500: such bounds are missed once in 10^6."""
     rng = Random(seed)
 
     def seconds(plan: Plan) -> float:
