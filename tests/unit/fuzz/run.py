@@ -33,6 +33,7 @@ from torch_tiers.config import ConfigError, load
 from torch_tiers.config_keys import BY_ENV
 from torch_tiers.migrator.links import PCIE_GEN5
 from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.printable import printable
 
 SECONDS = 5  # of the processor, for one input
 MEMORY = 1 * GiB  # for one input
@@ -80,7 +81,7 @@ def configs(place: Path, rng: Random) -> str:
     try:
         load(environ={**home, **environ}, cwd=place, trains=rng.random() < 0.5)
     except ConfigError as error:
-        str(error).encode(errors="surrogateescape")
+        printable(str(error)).encode()  # as it is said
         return "refused"
     return "taken"
 
