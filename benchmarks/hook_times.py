@@ -39,7 +39,7 @@ STEPS = 20
 class HookTimer:
     """Adds up the host time that the saved-tensor hooks take, for those that stay and those that move.
 
-    Not for what is recomputed: formulas know what is packed by the hook that would unpack it, which is hidden here.
+    Not for what is recomputed: that is told apart in the hooks themselves.
     """
 
     def __init__(self) -> None:

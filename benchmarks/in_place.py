@@ -150,6 +150,7 @@ def main() -> None:
     arguments = {"policy": options.policy, "dram": options.dram, "allocator": options.allocator}
     if options.hbm:
         arguments["hbm"] = options.hbm
+    arguments["native"] = "off"  # natively nothing is made again through Python
     with tiers.session(**arguments) as session:  # before CUDA is initialised, for the allocator's sake
         workload = getattr(workloads, options.workload)(device, tiny=options.tiny)
         rows = measure(session, workload.step, options.steps)

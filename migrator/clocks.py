@@ -9,7 +9,7 @@ queue grows. What costs the device alone is free where it waits for the host, an
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 QUEUE = 5e-3  # seconds by which a host is ahead at most: about a thousand launches, which a stream's queue holds
 
@@ -52,6 +52,7 @@ def wall(clocks: Clocks) -> tuple[list[float], float]:
 
 def host_bound(clocks: Clocks) -> list[bool]:
     """Whether the device waits for the host at the begin of each stretch, where nothing moves or is recomputed."""
+    clocks = replace(clocks, host=[issuing + clocks.hooks for issuing in clocks.host])
     ends, lead = wall(clocks)
     begins = [0.0, *ends[:-1]]
     host, bound = -lead, []

@@ -48,7 +48,7 @@ class Simulated:
     calls : float
         Seconds of the host's for what this plan moves and recomputes.
     operators : float
-        Of these, those for the operators of what is recomputed.
+        Of these, those for the operators of single tensors that are recomputed.
     stalls : mapping of str to float
         Seconds for which compute waited, by the lane it waited for.
     busy : mapping of str to float
@@ -155,7 +155,7 @@ class _Step:
         self.free = dict.fromkeys(LANES, 0.0)  # when each lane is free
         self.busy = dict.fromkeys(LANES, 0.0)
         self.stalls = dict.fromkeys(LANES, 0.0)
-        self.recomputing = self.operators = 0.0
+        self.recomputing = 0.0
         self.leaving: deque[_Group] = deque()
         self.order: deque[_Group] = deque()
         self.lingering = np.zeros(trace.positions + 2, dtype=np.int64)  # changes of what left, but for the program
@@ -245,6 +245,8 @@ class _Step:
             self.calls += seconds
             taken[site.birth] += seconds / 2
             taken[site.uses[0] if site.uses else site.birth] += seconds / 2
+        made = {trace.by_key[key].storage for key in self.outcome.recomputed if trace.by_key[key].uses}
+        self.operators = sum(trace.recipes[ident].host for ident in made)
         return taken
 
     def _first_use(self) -> int:
@@ -264,7 +266,6 @@ class _Step:
         """Recompute."""
         begin = self.now
         self.calls += work.host
-        self.operators += work.host
         self._issue_and_compute(work.host, work.seconds)
         self.recomputing += self.now - begin
 
@@ -307,7 +308,7 @@ class _Step:
     # ------------------------------------------------------------------------------------- out and back
 
     def _send(self, group: _Group) -> None:
-        self._call(self.links.calls.group / 2)
+        self._call(self.links.calls.group)
         first, *onward = group.way_out
         group.sent, group.out = self._copy(first, group.planned.nbytes, self.now)
         group.written = group.out
@@ -344,7 +345,6 @@ class _Step:
             _, group.read = self._copy(group.way_back[0], group.planned.nbytes, max(self.now, group.written))
 
     def _bring(self, group: _Group) -> None:
-        self._call(self.links.calls.group / 2)
         group.begins, group.home = self._copy(group.way_back[-1], group.planned.nbytes, max(self.now, group.out))
         self.resident += group.planned.nbytes
 

@@ -26,7 +26,7 @@ ACCIDENT = 0.02  # of all that lies in HBM besides: with so much more of it a pe
 SEVERAL = 3  # of a kind, of which the one in the middle tells what they take
 CALL = 5e-6  # seconds between two kernels
 PRODUCT = re.compile(r"\w*(?:mmBackward0|ConvolutionBackward0)(?:\[.*?\])?|\b(?:\w*mm|convolution|\w*attention\w*)\b")
-"""Products in the name of a formula, where a convolution is named with its shapes, or of operators."""
+"""Products among operators, and among the nodes that older traces name, a convolution with its shapes."""
 
 
 class Lap(NamedTuple):
@@ -78,7 +78,7 @@ class HostLap(NamedTuple):
 
 
 def product_in(name: str) -> str | None:
-    """The first product in an operation's or a formula's name; None if there is none."""
+    """The first product among the operators of a name; None if there is none."""
     found = PRODUCT.search(name)
     return found and found[0]
 

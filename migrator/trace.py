@@ -66,7 +66,7 @@ class Recipe:
     Attributes
     ----------
     op : str
-        Name of the operation that made it, such as ``GeluBackward0``.
+        The operators that made it, such as ``gelu(addmm)``, the last one first; in older traces its node's name.
     inputs : tuple of int
         Storages it is made from. They are saved in the same period; each is kept, moved or has a recipe itself.
     seconds : float

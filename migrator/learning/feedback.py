@@ -77,6 +77,7 @@ class Feedback:
         self.joins = False  # whether the host waits for the device between two periods
         self._hosts: list[HostLap] = []  # of the periods under the plans there are, once these have settled
         self._host_looks = 0  # times that these were looked at
+        self._issuing = 0.0  # seconds of the host's for the program, as they were recorded
         self._borne_out = False  # whether as many laps as correct that came while nobody else needed the memory bus
         self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
         self._target = target
@@ -189,8 +190,9 @@ class Feedback:
         # Nor does it say anything of the pace; and memory in DRAM is slow whatever the plan.
         if lap is not None and len(made) == len(predictions) == 1 and not (pressed or overflow):
             (only,), (predicted,) = made, predictions
+            believed = host is None or not self._awaits_host(predicted)
             changed |= host is not None and self.host(host, only.plan, predicted)
-            changed |= self.lap(lap, predicted, believed=host is None or not self._awaits_host(predicted))
+            changed |= self.lap(lap, predicted, believed=believed)
         return changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:
@@ -210,17 +212,17 @@ class Feedback:
         if len(self._hosts) < HOSTS:
             return False
         self._host_looks += 1
+        if self._host_looks == 1:  # of what was recorded: from here on predictions are of what was corrected
+            self._issuing = predicted.issuing
         foreseen = self._host_seconds(predicted)
         best = min(self._hosts, key=lambda host: host.seconds - host.ours)
-        recorded = predicted.issuing / self.host_pace
-        self.host_pace = min(self.host_pace, max(0.0, best.seconds - best.ours) / recorded)
+        self.host_pace = min(self.host_pace, max(0.0, best.seconds - best.ours) / self._issuing)
         self.calls = _measured(best.hooks, plan, predicted.operators, self.calls)
         told = best.hooks.groups + best.hooks.moves + max(best.hooks.remade, predicted.operators)
         self.hooks = max(0.0, best.ours - told)
         self.joins = all(host.idle for host in self._hosts)
-        now, least = self.host_pace * recorded + self.hooks + told, OFF_PACE * predicted.seconds
-        is_hidden = max(now, foreseen) < predicted.seconds - least  # behind the device
-        return not is_hidden and abs(now - foreseen) > least
+        now = self.host_pace * self._issuing + self.hooks + told
+        return abs(now - foreseen) > OFF_PACE * predicted.seconds
 
     def _host_seconds(self, predicted: Simulated) -> float:
         """What a period is predicted to take the host."""

@@ -27,6 +27,7 @@ from torch_tiers.migrator.hooks.saver import Saver
 from torch_tiers.migrator.lanes import peaks
 from torch_tiers.migrator.lanes.host import HostCompute
 from torch_tiers.migrator.recompute import exact
+from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.runtime import process_groups
 
 log = logging.getLogger("tiers")
@@ -211,7 +212,8 @@ def _keep_dynamo_out() -> None:
     from torch._C._dynamo import eval_frame  # importing this does not import torch._dynamo
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    natively = (Mover.take, Mover.give_back, Engine.born, Engine.entered, Engine.reached, Engine.left)
+    of_engines = (Engine.born, Engine.entered, Engine.reached, Engine.left)
+    natively = (Mover.take, Mover.give_back, Saver.drop, Saver.note, Replay.run, *of_engines)
     hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *natively)
     entries = (compiled.Called.__call__, _enter, _leave, _stepping, _stepped, _disable, _enable)
     for function in (*hooks, *entries):

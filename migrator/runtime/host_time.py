@@ -57,5 +57,7 @@ class HostTime:
         if began is None or hooks is None or before is None:
             return None
         taken = HookTime(*(now - then for now, then in zip(hooks, before, strict=True)))
-        taken = taken._replace(groups=max(0.0, taken.groups - waited))  # it is groups that are waited for
+        # It is groups that are waited for, some by the tensor that asks for its own.
+        rest = max(0.0, waited - taken.groups)
+        taken = taken._replace(groups=max(0.0, taken.groups - waited), moves=max(0.0, taken.moves - rest))
         return HostLap(time.perf_counter() - began - waited, self._ours + sum(taken), idle=self._idle, hooks=taken)

@@ -120,6 +120,7 @@ class Runtime:
         self._allowance.close()
         if self._thread.saver is not None:
             self._thread.saver.pop()
+            self._thread.saver.place.in_backward = False  # native hooks, too, leave to Python what a fork cannot have
             self._thread.saver = None
 
     def saver(self) -> Saver | None:

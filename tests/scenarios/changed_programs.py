@@ -1,4 +1,4 @@
-"""Programs that change once their formulas were verified, so that these hold no more: results stay the same."""
+"""Programs that change once their replays were verified, so that these hold no more: results stay the same."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def a_bias_that_was_zero_is_not_left_out(device: torch.device) -> None:
     assert_same_later(Later, device, **LIGHT)
 
 
-def formulas_take_the_kernels_that_forward_took(device: torch.device) -> None:
+def replays_take_the_kernels_that_forward_took(device: torch.device) -> None:
     class Convolved(Part):
         def __init__(self) -> None:
             super().__init__()

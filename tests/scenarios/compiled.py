@@ -91,15 +91,16 @@ def our_own_functions_are_not_compiled(device: torch.device) -> None:
         loss.backward()
         return loss.detach()
 
-    torch.compiler.reset()
     torch._dynamo.utils.clear_compilation_metrics()
-    with moving() as session:
-        model = perceptron(device)
-        for step in range(6):
-            broken_within(model, batch(device, step))
-        train(_all_modules_in_place(perceptron(device), "aot_eager"), device)
-        train(perceptron(device), device, loss_of=broken)
-        assert moved(session)["h2d"] > 0
+    for recompute in (False, True):
+        torch.compiler.reset()
+        with moving(recompute=recompute) as session:
+            model = perceptron(device)
+            for step in range(6):
+                broken_within(model, batch(device, step))
+            train(_all_modules_in_place(perceptron(device), "aot_eager"), device)
+            train(perceptron(device), device, loss_of=broken)
+            assert moved(session)["h2d"] > 0
     files = {metrics.co_filename for metrics in torch._dynamo.utils.get_compilation_metrics()}
     ours = [file for file in files if file and Path(file).is_relative_to(Path(migrator.__file__).parent)]
     print(f"  compiled code of {len(files)} files, of ours: {ours}")

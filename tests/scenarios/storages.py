@@ -79,7 +79,7 @@ def moves_a_storage_that_is_saved_many_times_once(device: torch.device) -> None:
             model(batch(device, i, rows=4096)).backward()
             gone = {lane: moved(session)[lane] - before[lane] for lane in ("d2h", "h2d")}
             print(f"  period {i}: {gone}, unique saved bytes {unique}")
-            most = 2 * unique if i == 1 else unique  # where formulas are tried, on copies of their own of what is away
+            most = 2 * unique if i == 1 else unique  # where replays are tried, on copies of their own of what is away
             assert gone["d2h"] == unique <= gone["h2d"] <= most
 
 

@@ -206,7 +206,7 @@ def what_is_masked_now_and_then_is_not_made_without_the_mask(device: torch.devic
 
 
 def an_epsilon_is_no_guess_that_nothing_tested(device: torch.device) -> None:
-    """On a branch that begins at zero every epsilon gives the same bits, and a formula with the wrong one held."""
+    """On a branch that begins at zero every epsilon gives the same bits."""
 
     class Block(nn.Module):
         def __init__(self) -> None:

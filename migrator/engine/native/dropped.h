@@ -98,8 +98,10 @@ THPObjectPtr inputs_of(PyObject *replay) {
   return inputs;
 }
 
-// Whether all on it is there, or is to be made of what stays, moves, or was dropped in this plain way.
-bool is_plain_made(const DroppedSlots &slots, PyObject *made, int depth) {
+// Whether all on it is there, or is to be made of what stays, moves, or was dropped in this plain way: not of more than
+// `left`, as there may be many ways to each, and not deeper than some, as this calls itself.
+bool is_plain_made(const DroppedSlots &slots, PyObject *made, int depth, int &left) {
+  if (--left < 0) return false;
   const auto version = int64_t(tensor_of(at(made, slots.made.counter))._version());
   if (version != integer_at(made, slots.made.version)) return false;
   if (at(made, slots.made.tensor) != Py_None) return true;
@@ -108,18 +110,20 @@ bool is_plain_made(const DroppedSlots &slots, PyObject *made, int depth) {
   for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(inputs.get()); ++k) {
     PyObject *packed = PyTuple_GET_ITEM(inputs.get(), k);
     if (PyTuple_CheckExact(packed) || Py_TYPE(packed) == &moved_type) continue;
-    if (Py_TYPE(packed) != slots.type || !is_plain_made(slots, at(packed, slots.dropped.made), depth - 1)) return false;
+    if (Py_TYPE(packed) != slots.type || !is_plain_made(slots, at(packed, slots.dropped.made), depth - 1, left))
+      return false;
   }
   return true;
 }
 
 // Whether a dropped tensor is as it was, not recorded, and there or to be made as backward mostly runs.
 bool is_plain_one(const DroppedSlots &slots, PyObject *packed) {
-  constexpr int kDeep = 8;  // chains as long as a program makes them are Python's
+  constexpr int kDeep = 8;
+  int left = 64;
   if (at(packed, slots.dropped.record) != Py_None || at::GradMode::is_enabled()) return false;
   if (at::autocast::is_autocast_enabled(at::kCUDA) || at::autocast::is_autocast_enabled(at::kCPU)) return false;
   THPObjectPtr made = own(at(packed, slots.dropped.made));
-  return is_plain_made(slots, made, kDeep);
+  return is_plain_made(slots, made, kDeep, left);
 }
 
 // `Recomputed.obtain` and what it counts; null where that is Python's.

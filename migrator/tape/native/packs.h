@@ -24,12 +24,18 @@ struct Pack {
   uint64_t first = 0;  // the byte of the storage at which the tensor begins
   Object key;          // the site
 
-  // What was packed; null if the graph has let go of it.
-  Object get() const {
+  // What was weakly held of it; null if the graph has let go of that.
+  Object held() const {
     if (!ref) return nullptr;  // to remember it failed
     Object found = checked(PyObject_CallNoArgs(ref.get()));
     if (found.get() == Py_None) return nullptr;
-    if (!rest) return found;
+    return found;
+  }
+
+  // What was packed; null likewise.
+  Object get() const {
+    Object found = held();
+    if (!found || !rest) return found;
     return checked(PySequence_Concat(tuple(found).get(), rest.get()));
   }
 };
@@ -119,7 +125,7 @@ PyObject *forget(PyObject *, PyObject *of) {
     auto &all = held_by<Packs>(of, kPacks).all;
     std::vector<Pack> gone;  // destroyed last: whoever is let go of may call us
     for (auto entry = all.begin(); entry != all.end();) {
-      const bool lives = entry->second.get() != nullptr;
+      const bool lives = entry->second.held() != nullptr;  // which makes no object: nothing may be noted meanwhile
       if (!lives) gone.push_back(std::move(entry->second));
       entry = lives ? std::next(entry) : all.erase(entry);
     }

@@ -271,7 +271,7 @@ def test_what_a_step_that_is_over_leaves_idle_goes_back_before_the_next_begins(p
 
 
 def test_what_was_asked_for_aside_in_a_step_without_a_layout_goes_back_at_its_end(pages: OnOneCore, core: Core) -> None:
-    """Or the next step is found with what the formulas that were tried in this one had mapped: 1.66 of its need."""
+    """Or the next step is found with what the replays that were tried in this one had mapped: 1.66 of its need."""
     device = torch.device("cuda", 0)
     pages.begin()
     step(core, 4 * MiB, 8 * MiB)

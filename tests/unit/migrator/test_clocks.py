@@ -72,6 +72,6 @@ def test_recomputing_costs_its_launches_where_the_device_waits_for_the_host() ->
 
 
 def test_calls_for_moves_cost_nothing_where_the_host_is_ahead() -> None:
-    calls = replace(FREE, d2h=1e9, h2d=1e9, both=2e9, calls=Calls(1.0, 0.0, 0.0))
+    calls = replace(FREE, d2h=1e9, h2d=1e9, both=2e9, calls=Calls(0.5, 0.0, 0.0))
     assert played(chain(even(10.0, 1.0)), 0, links=calls).seconds == pytest.approx(50.0)
     assert played(chain(even(1.0, 10.0)), 0, links=calls).seconds == pytest.approx(50.0 + 0.5)

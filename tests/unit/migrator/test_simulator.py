@@ -178,7 +178,7 @@ def test_a_moved_input_is_fetched_before_something_is_made_from_it() -> None:
 
 
 def test_busy_lanes_and_groups_cost_compute() -> None:
-    result = played(plan(0), replace(LINKS, costs=Costs(d2h=0.5, h2d=0.0), calls=Calls(2.0, 0.0, 0.0)))
+    result = played(plan(0), replace(LINKS, costs=Costs(d2h=0.5, h2d=0.0), calls=Calls(1.0, 0.0, 0.0)))
     # The host takes from 1 to 2; the lane is busy from 2 to 12, in which 7 seconds of the step take 1.5 each, less half
     # a second of which it is free; so it is 12.5 at the last use, and 2 seconds are left.
     assert result.seconds == 14.5

@@ -70,7 +70,7 @@ def test_parts_of_a_buffer_that_count_for_themselves_need_it_once(tensors: Tenso
 
 
 def test_parts_with_a_graph_are_told_apart(tensors: Tensors) -> None:
-    """Each may be recomputed, by a formula that says nothing of the others."""
+    """Each may be recomputed, by a replay that says nothing of the others."""
     storages, (q, k, _) = tensors.Storages(), fused(graph=True)
     assert storages.find(k) is not storages.find(q)
 
@@ -83,7 +83,7 @@ def test_a_part_that_was_changed_is_another(tensors: Tensors) -> None:
     assert storages.find(v) is known
 
 
-def test_a_part_of_what_a_formula_makes_is_another(tensors: Tensors) -> None:
+def test_a_part_of_what_a_replay_makes_is_another(tensors: Tensors) -> None:
     """It would be made as it was when it was dropped, whatever became of it since."""
     storages, (q, k, _) = tensors.Storages(), fused()
     known = storages.find(q)
@@ -416,7 +416,7 @@ def test_nothing_leaks_and_cycles_are_collected(tensors: Tensors) -> None:
     group.members = [known.saved]
     claim, record = Group(), Group()
     entry: Any = tensors.Moved(x, group, known.saved, claim, None, record)
-    record.members = [entry]  # a formula of the period that is recorded
+    record.members = [entry]  # a replay of the period that is recorded
     dead = [weakref.ref(one) for one in (group, claim, record, entry, x.untyped_storage())]
     del group, x, storages, known, claim, record, entry
     gc.collect()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -11,10 +14,11 @@ from torch.nn import functional as F
 
 from tests.scenarios import moving
 from tests.unit.natively import needs_compiler
+from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.recompute.dropped import Dropped
 from torch_tiers.migrator.recompute.replays import Replay
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.filterwarnings("default:.* is multi-threaded, use of fork")]
 
 STEPS = 6  # of which the first are recorded
 
@@ -102,3 +106,42 @@ def test_what_fails_when_it_is_made_again_says_why(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(Replay, "run", fails)
         with pytest.raises(RuntimeError, match="no such kernel"):
             layer(torch.ones(64, 64)).exp().sin().sum().backward()
+
+
+def test_each_value_is_looked_at_no_more_than_it_takes() -> None:
+    """Where each of a layer's values is made of all before, there are 8 ** 7 ways to the first."""
+    x = torch.ones(64, 64, requires_grad=True)
+    with moving(native="on", recompute=True, share=0):
+        for _ in range(6):
+            values = [(x * k).exp() for k in range(1, 9)]
+            for _ in range(6):
+                total = sum(value * value for value in values)
+                values = [(total * 1e-9 * k).exp() for k in range(1, 9)]
+            began = time.perf_counter()
+            torch.stack([value.sin().sum() for value in values]).sum().backward()
+            took = time.perf_counter() - began
+    assert took < 1.0
+
+
+def test_a_fork_has_what_its_parent_has_or_is_told() -> None:
+    """By Python, which knows: native hooks would wait for threads that a fork does not have."""
+    layer = nn.Linear(64, 64)
+    with moving(native="on", recompute=True, share=1, room=0, dram="64MiB"):
+        for _ in range(6):
+            one, other = (layer(torch.ones(512, 64)).exp().sin().exp().sin().sum() for _ in range(2))
+            one.backward()
+            if (child := os.fork()) == 0:
+                try:
+                    other.backward()
+                    os._exit(0)
+                except TiersError:
+                    os._exit(0)
+                except BaseException:
+                    os._exit(1)
+            began = time.monotonic()
+            while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < began + 30:
+                time.sleep(0.01)
+            if not ended[0]:
+                os.kill(child, signal.SIGKILL)
+            assert ended[0] and os.waitstatus_to_exitcode(ended[1]) == 0
+            other.backward()

@@ -442,6 +442,23 @@ def test_a_later_plan_s_periods_may_show_that_the_program_needs_less_of_the_host
     assert paces == pytest.approx([0.75, 0.5, 0.5])
 
 
+def test_a_look_at_a_plan_that_was_made_before_a_correction_corrects_no_more_than_was_measured() -> None:
+    """As of the holder that comes back after a contest: its prediction is of what was recorded."""
+    clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
+    trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
+    plan = make_plan("test", trace, (), 1000)
+    feedback, recorded = Feedback(TARGET, PCIE_GEN5), simulate(trace, PCIE_GEN5, plan)
+    paces = []
+    for seconds, ours in ((30.0, 0.0), (30.0, 0.0), (1.0, 1.0)):
+        for _ in range(SETTLING):
+            feedback.period_over((), 0, TARGET, pressed=False, overflow=0, lap=None)
+        for _ in range(HOSTS):
+            feedback.host(HostLap(seconds, ours), plan, recorded)
+        feedback.adopted()
+        paces.append(feedback.host_pace)
+    assert paces == [0.5, 0.5, 0.0]
+
+
 def test_where_the_device_waits_for_the_host_periods_say_nothing_of_the_device() -> None:
     clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
@@ -465,7 +482,7 @@ def test_what_a_plan_costs_the_host_is_what_its_hooks_took_by_what_they_did() ->
         feedback.host(HostLap(15.0, 3.5, hooks=hooks), plan, simulate(trace, feedback.links, plan))
     assert feedback.links.calls == Calls(group=2.0, moved=0.125, remade=pytest.approx(0.5))  # besides its operators
     told = simulate(feedback.corrected(trace), feedback.links, plan)
-    assert told.calls == pytest.approx(0.125 + 0.75 + 2.0 / 2)  # half of the group's, as it does not come back
+    assert told.calls == pytest.approx(0.125 + 0.75 + 2.0)
     assert feedback.hooks == pytest.approx(3.5 - 0.125 - 0.75 - 2.0)
 
 
