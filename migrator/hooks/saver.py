@@ -204,14 +204,12 @@ class Saver(OnStack):
         if self._replays is not None:  # where modules are quiet backward may not have been heard of
             self._replays.end()
 
-    def leave(
-        self, module: nn.Module, args: Sequence[object], named: Mapping[str, object] | None, output: object
-    ) -> None:
+    def leave(self, module: nn.Module, args: Sequence[object], named: Mapping[str, object] | None) -> None:
         """A forward ends; without its arguments by name, by an exception."""
         place, stack = self.place, self.modules.stack
         if place.recording and named is not None and not self.modules.within_compiled:
             with self._between():
-                self._observer.leave(self.armed_movers, place.here.path, module, args, named, output)
+                self._observer.leave(self.armed_movers, place.here.path, module, args, named)
         if stack:
             place.here = stack.pop()
         hush = place.quiet.get(place.here.path, False) if not place.in_backward else False

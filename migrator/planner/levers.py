@@ -96,7 +96,7 @@ class Levers:
         costs, calls = links.costs, links.calls
         if trace.clocks is None:  # all that is known of the host is what groups cost the step
             calls = Calls(calls.group, 0.0, 0.0)
-        of_device, of_host = _prices(trace)
+        of_device, of_host = self._prices = _prices(trace)
         born = np.array([life.birth for life in lives], dtype=np.int64)
         tensors = Counter(site.storage for site in trace.sites)
         count = np.array([tensors[ident] for ident in self.idents], dtype=np.int64)
@@ -154,7 +154,7 @@ class Levers:
             self.begins.append(begins)
             self.inputs.append([self.number[ident] for ident in region.inputs if ident in self.number])
             self.dependents.append(np.array(sorted(outside), dtype=np.int64))
-        of_device, of_host = _prices(self.trace)
+        of_device, of_host = self._prices
         pairs = list(zip(self.regions, self.begins, strict=True))
         self.region_cost = np.array([of_device[at] * each.seconds + of_host[at] * each.host for each, at in pairs])
         self.flat_inner = np.concatenate(self.inner) if self.inner else np.zeros(0, dtype=np.int64)

@@ -75,7 +75,6 @@ class Observer:
         module: nn.Module,
         args: Sequence[object],
         named: Mapping[str, object],
-        output: object,
     ) -> None:
         """A forward ends that was given these arguments."""
         recorders = [mover.recorder for mover in movers if mover.recorder is not None and mover.recorder.visits(path)]

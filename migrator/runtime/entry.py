@@ -43,7 +43,7 @@ class Listener(Protocol):
     def enter(self, module: nn.Module, args: Any) -> bool:
         """A module is called in this thread, hooks of its own included; whether `leave` is to be called after that."""
 
-    def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, named: Any) -> None:
         """The call ends, also when it raised: then `named`, its arguments by name, is None."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
@@ -125,9 +125,9 @@ def _stand_before_calls() -> None:
         try:
             output = plain(self, *args, **kwargs)
         except BaseException:  # the path of modules must not keep what was left
-            _leave(self, args, None, None)
+            _leave(self, args, None)
             raise
-        _leave(self, args, kwargs, output)
+        _leave(self, args, kwargs)
         return output
 
     call.__qualname__ = "Module.__call__"  # by which pickle finds it
@@ -158,9 +158,9 @@ def _enter(module: nn.Module, args: Any) -> bool:
     return _active is not None and _active.enter(module, args)
 
 
-def _leave(module: nn.Module, args: Any, named: Any, output: Any) -> None:
+def _leave(module: nn.Module, args: Any, named: Any) -> None:
     if _active is not None:
-        _active.leave(module, args, named, output)
+        _active.leave(module, args, named)
 
 
 def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -145,11 +145,11 @@ class Runtime:
         saver.enter(module, args)
         return True
 
-    def leave(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, named: Any) -> None:
         """A forward ends in this thread, also when it raised."""
         saver = self._thread.saver
         if saver is not None and not saver.resting:
-            self._time.timed(saver.leave, module, args, named, output)
+            self._time.timed(saver.leave, module, args, named)
 
     def _arm(self) -> Saver | None:
         if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:
