@@ -194,7 +194,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-@pytest.mark.parametrize(("make", "policy"), [(Block, "checkpoint"), (of_layers, "auto")])
+@pytest.mark.parametrize(
+    ("make", "policy"), [(Block, "checkpoint"), (of_layers, "auto"), (of_layers, "capuchin"), (Block, "superneurons")]
+)
 def test_state_that_differs_in_backward_does_not_reach_gradients(
     make: Callable[[Scale], nn.Module], state: Callable[[], tuple[Scale, Change]], policy: str
 ) -> None:
@@ -203,7 +205,7 @@ def test_state_that_differs_in_backward_does_not_reach_gradients(
         assert train(make, state) == expected
 
 
-@pytest.mark.parametrize("policy", ["checkpoint", "auto"])
+@pytest.mark.parametrize("policy", ["checkpoint", "auto", "capuchin", "superneurons"])
 def test_the_noise_of_rrelu_is_that_of_forward(policy: str) -> None:
     expected = train(lambda _: Noisy(), closure)
     with tiers.session(policy=policy, hbm="2MiB", dram="64MiB"):
