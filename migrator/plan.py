@@ -114,10 +114,6 @@ class Plan:
     recompute : tuple of str
         Sites whose tensor is dropped and recomputed by its recipe: once, when one of its storage's sites is first
         asked for, or something else is made from it; it then stays until the last of them was asked for.
-    regions : tuple of str
-        Paths of the modules that are recomputed as a whole, at the first use of a site within. The sites
-        within are in no other field; what a checkpoint saves of its own, its inputs, comes under the keys that
-        `checkpoint_key` makes.
     limits : mapping of str to (int, int)
         How `room` changes on the way: from this site's birth on, and from its first use on. Empty: it does not.
         What is recomputed is taken off already: it does not count as saved bytes in HBM.
@@ -130,13 +126,12 @@ class Plan:
     keep: Mapping[str, Keep]
     groups: tuple[PageGroup, ...]
     recompute: tuple[str, ...] = ()
-    regions: tuple[str, ...] = ()
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def keeps_everything(self) -> bool:
         """Whether nothing moves, and nothing is recomputed."""
-        return not (self.groups or self.recompute or self.regions)
+        return not (self.groups or self.recompute)
 
     @property
     def kept_bytes(self) -> int:
@@ -179,7 +174,6 @@ class Plan:
             keep=mapping(value_of(data, "keep"), "keep", _keep, MOST_SITES),
             groups=items(value_of(data, "groups"), "groups", _group, MOST_SITES),
             recompute=items(value_of(data, "recompute"), "recompute", string, MOST_SITES),
-            regions=items(value_of(data, "regions"), "regions", string, MOST_SITES),
             limits=mapping(value_of(data, "limits"), "limits", _limit, MOST_SITES),
         )
         _check_places(plan)
@@ -229,7 +223,5 @@ def _check_places(plan: Plan) -> None:
     if len(set(placed)) < len(placed):
         twice = next(key for key, count in Counter(placed).items() if count > 1)
         raise BadField("plan", f"has two places for {twice!r}")
-    if len(set(plan.regions)) < len(plan.regions):
-        raise BadField("regions", "has one twice")
     if sum(group.nbytes for group in plan.groups) > _MOST_OF_ALL:
         raise BadField("groups", "have more bytes than a run can")

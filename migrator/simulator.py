@@ -101,8 +101,7 @@ def simulate(trace: Trace, links: Links, plan: Plan, *, outcome: Effect | None =
         What the plan's choice brings about, where it is known already.
     """
     if outcome is None:
-        dropped = {trace.by_key[key].storage for key in plan.recompute}
-        outcome = effect(trace, dropped, plan.regions)
+        outcome = effect(trace, {trace.by_key[key].storage for key in plan.recompute})
     return _Step(trace, links, plan, outcome).run()
 
 
@@ -239,14 +238,14 @@ class _Step:
         remade = ((key, calls.remade) for key in self.outcome.recomputed)
         self.calls = 0.0
         for key, seconds in chain(moved, remade):
-            site = trace.by_key.get(key)
-            if site is None:
-                continue  # a region's input, which is a call of its own
+            site = trace.by_key[key]
             self.calls += seconds
             taken[site.birth] += seconds / 2
             taken[site.uses[0] if site.uses else site.birth] += seconds / 2
         made = {trace.by_key[key].storage for key in self.outcome.recomputed if trace.by_key[key].uses}
-        self.operators = sum(trace.recipes[ident].host for ident in made)
+        recipes = ((ident, trace.recipes[ident]) for ident in made)
+        runs = {ident if recipe.call is None else recipe.call: recipe for ident, recipe in recipes}
+        self.operators = sum(recipe.host for recipe in runs.values())
         return taken
 
     def _first_use(self) -> int:

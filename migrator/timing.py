@@ -13,13 +13,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.clocks import Clocks
-from torch_tiers.migrator.trace import Recipe, Region, Trace
-
-Timed = TypeVar("Timed", Recipe, Region)
+from torch_tiers.migrator.trace import Recipe, Trace
 
 LARGE = 64 * MiB  # of an operation's result: past what caches hold, and longer than a call takes
 ACCIDENT = 0.02  # of all that lies in HBM besides: with so much more of it a period begins by chance
@@ -91,11 +89,9 @@ def together(one: Trace, other: Trace) -> Trace:
         ident: _quicker(recipe, one.recipes.get(ident, recipe))
         for ident, recipe in {**one.recipes, **other.recipes}.items()
     }
-    before = {region.path: region for region in one.regions}
-    regions = tuple(_quicker(region, before.get(region.path, region)) for region in other.regions)
     others = _beside(one.others, other.others)
     held = {ident: max(end, one.held.get(ident, 0)) for ident, end in {**one.held, **other.held}.items()}
-    both = replace(other, recipes=recipes, regions=regions, others=others, held=held)
+    both = replace(other, recipes=recipes, others=others, held=held)
     if one.clocks is not None and other.clocks is not None:
         return both.on(
             Clocks(
@@ -118,32 +114,24 @@ def _beside(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(max if begins_with_more else min, one, other))
 
 
-def _quicker(one: Timed, other: Timed) -> Timed:
+def _quicker(one: Recipe, other: Recipe) -> Recipe:
     return replace(one, seconds=min(one.seconds, other.seconds), host=min(one.host, other.host))
 
 
 def alike(trace: Trace) -> Trace:
-    """The same trace, in which recipes and regions that do the same to as many bytes take the same time.
+    """The same trace, in which recipes that do the same to as many bytes take the same time.
 
     And recipes of one operation no more time a byte than its quickest large one: all but products are bound by memory,
     while a short one is measured with the host's time for a call.
     """
     nbytes = {life.ident: life.nbytes for life in trace.lifetimes}
-    saved: dict[str, int] = {}
-    for region in trace.regions:
-        inner = {site.storage for site in trace.sites if region.begin <= site.birth < region.end}
-        saved[region.path] = sum(nbytes.get(ident, 0) for ident in inner)
 
     def kind(ident: int, recipe: Recipe) -> Hashable:
         # A matrix product takes as long as its inner dimension says, which its input shows; a convolution's name tells.
         return recipe.op, nbytes.get(ident, 0), sum(nbytes.get(source, 0) for source in recipe.inputs)
 
     recipes = _by_the_byte(_shortest(trace.recipes, kind), nbytes)
-    regions = _shortest(
-        {region.path: region for region in trace.regions},
-        lambda path, region: (region.end - region.begin, region.input_bytes, saved[path]),
-    )
-    seen = replace(trace, recipes=recipes, regions=tuple(regions.values()))
+    seen = replace(trace, recipes=recipes)
     return seen if trace.clocks is None else seen.on(replace(trace.clocks, host=_host_alike(trace, trace.clocks)))
 
 
@@ -208,19 +196,15 @@ def at_pace(trace: Trace, pace: float) -> Trace:
     return replace(
         trace,
         recipes={ident: replace(recipe, seconds=pace * recipe.seconds) for ident, recipe in trace.recipes.items()},
-        regions=tuple(replace(region, seconds=pace * region.seconds) for region in trace.regions),
     )
 
 
-Name = TypeVar("Name")
-
-
-def _shortest(entries: Mapping[Name, Timed], kind: Callable[[Name, Timed], Hashable]) -> dict[Name, Timed]:
-    """The entries, each with the shortest time of its kind."""
+def _shortest(recipes: Mapping[int, Recipe], kind: Callable[[int, Recipe], Hashable]) -> dict[int, Recipe]:
+    """The recipes, each with the shortest time of its kind."""
     best: dict[Hashable, float] = {}
-    for name, entry in entries.items():
-        best[kind(name, entry)] = min(entry.seconds, best.get(kind(name, entry), entry.seconds))
-    return {name: replace(entry, seconds=best[kind(name, entry)]) for name, entry in entries.items()}
+    for ident, recipe in recipes.items():
+        best[kind(ident, recipe)] = min(recipe.seconds, best.get(kind(ident, recipe), recipe.seconds))
+    return {ident: replace(recipe, seconds=best[kind(ident, recipe)]) for ident, recipe in recipes.items()}
 
 
 def _stretches(trace: Trace) -> list[float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -22,11 +21,11 @@ from torch_tiers.migrator.fields import MOST_BYTES, MOST_SECONDS, BadField, fini
 from torch_tiers.migrator.fields import field as value_of
 from torch_tiers.migrator.fields import text as string
 
-FORMAT = 3
+FORMAT = 4
 KEPT = 6  # tensors that one operation saves at most: a batch normalisation
 MOST_SITES = 1 << 17  # of a trace: a recorder stops at 100,000
 MOST_POSITIONS = 1 << 22  # of a trace
-MOST_INPUTS = 1 << 12  # of one operation, or one module
+MOST_INPUTS = 1 << 12  # of one recipe
 
 Item = TypeVar("Item")
 
@@ -73,48 +72,19 @@ class Recipe:
         What recomputing it takes on the device.
     host : float
         What issuing it takes the host, in seconds.
+    call : int or None
+        The same for all that one operator returned, which is made at once: the first of these storages. None if that is
+        not known.
     scratch : int
         Bytes that are in use besides while it is recomputed: results in between, a convolution's workspace.
-    held : tuple of int
-        Of the inputs, those that are known to have been in HBM when it was saved, as the operation that saved it was
-        given them: as they are, or to be added up.
     """
 
     op: str
     inputs: tuple[int, ...]
     seconds: float
     scratch: int = 0
-    held: tuple[int, ...] = ()
     host: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A module that may be recomputed as a whole, from its saved inputs.
-
-    Attributes
-    ----------
-    path : str
-        The module's path.
-    begin, end : int
-        Its forward saved the sites born in positions ``[begin, end)``.
-    inputs : tuple of int
-        Storages that a checkpoint of it would save.
-    input_bytes : int
-        Bytes of those.
-    seconds : float
-        What its forward takes on the device, up to its last save: recomputing stops there.
-    host : float
-        What that takes the host, in seconds.
-    """
-
-    path: str
-    begin: int
-    end: int
-    inputs: tuple[int, ...]
-    input_bytes: int
-    seconds: float
-    host: float = 0.0
+    call: int | None = None
 
 
 @dataclass(frozen=True)
@@ -141,12 +111,10 @@ class Trace:
         computed with it; before and after that it counts here.
     recipes : mapping of int to Recipe
         Storages that can be recomputed cheaply.
-    regions : tuple of Region
-        Modules that can be recomputed as a whole; they may nest.
     held : mapping of int to int
         Storages that the program itself holds for longer than until the next save, and the stretch in which it does
         no more: a block's input until it is added to the output. Until then they lie in HBM though nobody keeps them.
-        Of what stays in HBM by a plan that is recorded nothing is known but what recipes tell.
+        Of what stays in HBM by a plan that is recorded nothing is known.
     """
 
     sites: tuple[Site, ...]
@@ -155,7 +123,6 @@ class Trace:
     seconds: float = 0.0
     others: tuple[int, ...] = ()
     recipes: Mapping[int, Recipe] = field(default_factory=dict, hash=False)
-    regions: tuple[Region, ...] = ()
     held: Mapping[int, int] = field(default_factory=dict, hash=False)
     clocks: Clocks | None = field(default=None, hash=False)
 
@@ -209,10 +176,6 @@ class Trace:
             after = (module, site.birth, last)
             # But not all that follows in one module is of one operation.
             ends[site.storage] = max(min(last, site.birth + KEPT - 1) + 2, ends.get(site.storage, 0))
-        for life in self.lifetimes:
-            if life.ident in self.recipes:
-                for source in self.recipes[life.ident].held:
-                    ends[source] = max(life.birth + 1, ends.get(source, 0))
         return ends
 
     @cached_property
@@ -226,21 +189,6 @@ class Trace:
         """The sites by their keys."""
         return {site.key: site for site in self.sites}
 
-    @cached_property
-    def _births(self) -> tuple[int, ...]:
-        return tuple(site.birth for site in self.sites)
-
-    def sites_of(self, region: Region) -> tuple[Site, ...]:
-        """The sites that the forward of `region` saved."""
-        return self.sites[bisect_left(self._births, region.begin) : bisect_left(self._births, region.end)]
-
-    def input_bytes(self, region: Region) -> list[tuple[int, int]]:
-        """Inputs of `region` with their bytes; those that no site refers to share what is left of the sum."""
-        known = self.storage_bytes
-        unknown = [ident for ident in region.inputs if ident not in known]
-        left = max(0, region.input_bytes - sum(known.get(ident, 0) for ident in region.inputs))
-        return [(ident, known[ident] if ident in known else left // len(unknown)) for ident in region.inputs]
-
     def to_json(self) -> str:
         """One JSON object with a format number."""
         data = {
@@ -251,7 +199,6 @@ class Trace:
             "times": self.times,
             "others": self.others,
             "recipes": {ident: asdict(recipe) for ident, recipe in self.recipes.items()},
-            "regions": [asdict(region) for region in self.regions],
             "held": self.held,
             "clocks": None if self.clocks is None else _told(self.clocks),
         }
@@ -279,14 +226,12 @@ class Trace:
             seconds=finite(value_of(data, "seconds"), "seconds"),
             others=items(value_of(data, "others"), "others", whole, MOST_POSITIONS + 1),
             recipes=_by_storage(value_of(data, "recipes"), "recipes", _recipe),
-            regions=items(value_of(data, "regions"), "regions", partial(_region, positions=positions), MOST_SITES),
             held=_by_storage(data.get("held", {}), "held", partial(whole, high=positions + 1)),
             clocks=_clocks(value_of(data, "clocks"), positions),
         )
         _check_order(trace)
         _check_measures(trace)
         _check_storages(trace)
-        _check_regions(trace)
         return trace
 
 
@@ -334,25 +279,11 @@ def _recipe(value: object, where: str) -> Recipe:
         seconds=finite(value_of(said, "seconds", where), f"{where}.seconds"),
         scratch=whole(said.get("scratch", 0), f"{where}.scratch"),
         host=finite(said.get("host", 0.0), f"{where}.host"),
-        held=items(said.get("held", []), f"{where}.held", _ident, MOST_INPUTS),  # earlier versions did not tell
+        call=None if said.get("call") is None else _ident(said["call"], f"{where}.call"),
     )
 
 
-def _region(value: object, where: str, positions: int) -> Region:
-    said = _told_of(Region, value, where)
-    begin = whole(value_of(said, "begin", where), f"{where}.begin", 0, positions - 1)
-    return Region(
-        path=string(value_of(said, "path", where), f"{where}.path"),
-        begin=begin,
-        end=whole(value_of(said, "end", where), f"{where}.end", begin + 1, positions),
-        inputs=items(value_of(said, "inputs", where), f"{where}.inputs", _ident, MOST_INPUTS),
-        input_bytes=whole(value_of(said, "input_bytes", where), f"{where}.input_bytes", 0, MOST_INPUTS * MOST_BYTES),
-        seconds=finite(value_of(said, "seconds", where), f"{where}.seconds"),
-        host=finite(said.get("host", 0.0), f"{where}.host"),
-    )
-
-
-def _told_of(kind: type[Site | Recipe | Region], value: object, where: str) -> Mapping[str, Any]:
+def _told_of(kind: type[Site | Recipe], value: object, where: str) -> Mapping[str, Any]:
     said = fields.record(value, where)
     fields.no_others(said, tuple(each.name for each in dataclasses.fields(kind)), where)
     return said
@@ -406,9 +337,8 @@ def _check_storages(trace: Trace) -> None:
         where = f"recipes['{ident}']"
         if ident not in known:
             raise BadField(where, "is of a storage that no site has")
-        for name, idents in (("inputs", recipe.inputs), ("held", recipe.held)):
-            if not known.keys() >= set(idents):
-                raise BadField(f"{where}.{name}", "names a storage that no site has")
+        if not known.keys() >= set(recipe.inputs):
+            raise BadField(f"{where}.inputs", "names a storage that no site has")
     for ident in trace.held:
         if ident not in known:
             raise BadField(f"held['{ident}']", "is of a storage that no site has")
@@ -432,25 +362,3 @@ def _check_recipes_end(recipes: Mapping[int, Recipe]) -> None:
                 ends.append(ident)
     if left:
         raise BadField(f"recipes['{min(left)}'].inputs", "make it from itself")
-
-
-def _check_regions(trace: Trace) -> None:
-    """Regions have names of their own, and lie within one another or apart."""
-    paths, around = set[str](), list[Region]()
-    for region in sorted(trace.regions, key=lambda region: (region.begin, -region.end)):
-        if region.path in paths:
-            raise BadField("regions", f"has {region.path!r} twice")
-        paths.add(region.path)
-        while around and around[-1].end <= region.begin:
-            around.pop()
-        if around and region.end > around[-1].end:
-            raise BadField("regions", f"has {region.path!r}, of which a part only is in {around[-1].path!r}")
-        around.append(region)
-
-
-def checkpoint_key(path: str, number: int) -> str:
-    """Key of the site that holds input `number` of the region `path` while it is recomputed as a whole.
-
-    Inputs are counted through the period: a module that is called twice goes on counting.
-    """
-    return f"{path}/in:{number}"

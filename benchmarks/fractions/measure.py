@@ -267,7 +267,6 @@ def _predicted(session: Session) -> dict[str, Any]:
             "moved": plan.moved_bytes,
             "groups": len(plan.groups),
             "recomputed": len(plan.recompute),
-            "regions": len(plan.regions),
         },
     }
 

@@ -114,8 +114,7 @@ class Filling:
         if filling.missing:
             return
         self._completed.add(filling.planned)
-        # Groups that should have been complete before it wait for a branch that was not taken. Not those whose time it
-        # is now: what a region saves of its own, its inputs, comes all at one position.
+        # Groups that should have been complete before it wait for a branch that was not taken.
         planned = filling.planned
         for key in [key for key in self._open if key[0] is planned or key[0].last_birth < planned.last_birth]:
             self._send(self._open.pop(key).group, self._send_planned)

@@ -213,7 +213,7 @@ class Mover:
         self.engine.begin_backward()
 
     def drop(
-        self, tensor: Tensor, make: Recompute, find: Callable[[Verified, Tensor], Replay | None], kind: str
+        self, tensor: Tensor, make: Recompute, find: Callable[[Verified, Tensor], tuple[Replay, int] | None], kind: str
     ) -> Dropped | Moved:
         """Let go of a saved tensor that is made again; where that does not hold any more, take it."""
         with self.engine.lock:
@@ -226,10 +226,10 @@ class Mover:
                     made = before.made()
             if made is None:
                 # What was seen since may be other than what the plan was made with, and the plan the same.
-                what = find(self.verified.get(make.key, make.verified), base)
-                if what is None:
+                found = find(self.verified.get(make.key, make.verified), base)
+                if found is None:
                     return self.take(tensor, make.key, None, kind)
-                made = Recomputed(base, what, self.engine)
+                made = Recomputed(base, *found, self.engine)
                 self._dropped[known.cdata] = _Whole(weakref.ref(base), base._version, weakref.ref(made))
             known.made = weakref.ref(made)
             record = None if self.recorder is None else self.recorder.save(make.key, known, kind)
@@ -400,9 +400,7 @@ class Mover:
         self.engine.limit = self._limit()
 
     def _limit(self) -> int:
-        """Bytes that may lie in HBM when a period begins: what regions recompute moves while it is recorded."""
-        if self.recorder is not None and any(plan.regions for plan in self.learner.plans):
-            return min(self.filling.room, learning_room(self.budget))
+        """Bytes that may lie in HBM when a period begins."""
         if self.recorder is None and self._is_quiet():  # what stays is not all counted: it might all be there
             return self.filling.room - max((plan.kept_bytes for plan in self.learner.plans), default=0)
         return self.filling.room
@@ -410,7 +408,7 @@ class Mover:
     def _is_quiet(self) -> bool:
         """Whether what stays need not be counted: nothing waits for the room that it leaves."""
         plans = self.learner.plans
-        return self.engine.compute.counts and bool(plans) and not any(plan.groups or plan.regions for plan in plans)
+        return self.engine.compute.counts and bool(plans) and not any(plan.groups for plan in plans)
 
     def _adopt(self) -> None:
         while (refusal := self._refusal(self.learner.plans)) is not None:

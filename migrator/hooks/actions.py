@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from torch_tiers.migrator.hooks.garbage import KEPT, MADE, MOVED, REPEATED
+from torch_tiers.migrator.hooks.garbage import KEPT, MADE, MOVED
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.recompute.verified import Verified
@@ -58,13 +58,9 @@ class Agenda:
     ----------
     actions : iterable of (str, Action)
         What to do at these sites; of two for one site the last holds.
-    regions : iterable of str
-        Paths of the modules to recompute as a whole.
 
     Attributes
     ----------
-    regions : tuple of str
-        These paths.
     makes : bool
         Whether anything that was dropped is made again.
     quiet : mapping of str to bool or None
@@ -76,7 +72,7 @@ class Agenda:
         How many the hooks hold under these plans; see `migrator.hooks.garbage`.
     """
 
-    def __init__(self, actions: Iterable[tuple[str, Action]] = (), regions: Iterable[str] = ()) -> None:
+    def __init__(self, actions: Iterable[tuple[str, Action]] = ()) -> None:
         by_path: dict[str, dict[int, Action]] = {}
         for key, action in actions:
             path, number = _parted(key)
@@ -84,19 +80,18 @@ class Agenda:
         planned = [action for of in by_path.values() for action in of.values()]
         busy = {path for path, of in by_path.items() if not all(type(one) is Stay and one.quiet for one in of.values())}
         verified = [action.verified for action in planned if isinstance(action, Recompute)]
-        self.regions = tuple(regions)
         self.makes = bool(verified)
         self._actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
         self._noted: dict[str, set[int]] = {}
         for key in frozenset[str]().union(*(one.found for one in verified)):
             path, number = _parted(key)
             self._noted.setdefault(path, set()).add(number)
-        busy.update(self._noted, self.regions)
+        busy.update(self._noted)
         around = {path[:at] for path in by_path for at, letter in enumerate(path) if letter == "."}
         quiet = {path: True for path in by_path.keys() - busy if "." in path}
         between = {path: None for path in around - busy - by_path.keys() if "." in path}
         self.quiet: Mapping[str, bool | None] = {**quiet, **between} if quiet else {}
-        self.objects = REPEATED * len(self.regions) + sum(
+        self.objects = sum(
             _TAKES[type(one)] for path in by_path.keys() - quiet.keys() for one in by_path[path].values()
         )
 

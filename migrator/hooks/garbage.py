@@ -15,10 +15,6 @@ import weakref
 KEPT, MOVED, MADE = 2, 7, 11
 """Objects a saved tensor takes that stays, that moves, and that is recomputed; counted in CPython 3.11."""
 
-REPEATED = 130
-"""Objects a module takes that is recomputed as a whole, PyTorch's checkpoint included: one of five modules that saves
-ten tensors."""
-
 
 class Allowance:
     """Objects that the collector is to allow the hooks, on top of the program's own threshold."""

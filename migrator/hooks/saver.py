@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +23,11 @@ from torch import Tensor, nn
 from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.hooks import weights
 from torch_tiers.migrator.hooks.actions import Action, Agenda, Go, Recompute, Stay
-from torch_tiers.migrator.hooks.compiled import is_compiled
 from torch_tiers.migrator.hooks.garbage import Allowance
 from torch_tiers.migrator.hooks.packed import Look, Packed, alias_of, check, in_a_fork, keep, modified
 from torch_tiers.migrator.hooks.sites import Modules, Node
 from torch_tiers.migrator.hooks.stack import OnStack
 from torch_tiers.migrator.recompute.dropped import Dropped
-from torch_tiers.migrator.recompute.regions import Regions
 from torch_tiers.migrator.recompute.replays import Replays
 from torch_tiers.migrator.recording.observer import Observer
 from torch_tiers.migrator.recording.recorder import Record
@@ -103,8 +100,6 @@ class Saver(OnStack):
         self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
         self.movers: dict[torch.device, Mover | None] = {}
         self._agenda = self.place.agenda = Agenda()  # what the plans say, and what the period under way goes by
-        self.regions = Regions(self.modules, self._may_recompute)
-        self._ident = threading.get_ident()
         self.steps_before = 0  # optimizer steps made before the period began
         self._looks = 0  # forwards in a row, while recording, through which no backward went
         self._unrecorded = 0  # periods in a row of which nothing was recorded for that
@@ -114,8 +109,9 @@ class Saver(OnStack):
         self._allowance = allowance
         self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
         self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
-        self._sharded = False  # whether these change within a forward
-        self._observer = Observer(self.regions, self._movable, self._replays)
+        self._gathered = weights.Gathered()  # and those that are filled with parameters for a while
+        self._changing = False  # whether it is not known which
+        self._observer = Observer(self._movable, self._replays)
 
     # ----------------------------------------------------------------------------------- on, off
 
@@ -133,7 +129,6 @@ class Saver(OnStack):
         self.movers = {}
         self.place.recording = False
         self._listen()
-        self.regions.apply(())
         self.place.period += 1  # the modules look their actions up anew
         self._make_mover = lambda device: None
 
@@ -154,7 +149,7 @@ class Saver(OnStack):
         self.place.period += 1
         return True
 
-    def enter(self, module: nn.Module, args: Sequence[object]) -> None:
+    def enter(self, module: nn.Module) -> None:
         """A forward begins."""
         # A model has hundreds of modules and the device waits for none of them: each call of a function that is spared
         # here, and in `leave`, is a tenth of a millisecond of a step.
@@ -162,17 +157,16 @@ class Saver(OnStack):
         node = modules.nodes.get(id(module))
         if place.recording:
             with self._between():
-                self._enter(module, args)
+                self._enter(module)
         elif node is None or not modules.stack:
-            self._enter(module, args)
+            self._enter(module)
         else:
             modules.stack.append(place.here)
             place.here = node
-        hush = place.quiet.get(place.here.path, False) if not place.in_backward else False
-        if hush is not None and hush is not self.hushed:
-            self.hush(hush)
+        if place.quiet or self.hushed:
+            self._hush_or_not()
 
-    def _enter(self, module: nn.Module, args: Sequence[object]) -> None:
+    def _enter(self, module: nn.Module) -> None:
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
             for armed in self.armed_movers:  # a forward that raised, before one that saves nothing, such as validation
                 armed.collect()
@@ -184,34 +178,27 @@ class Saver(OnStack):
             self._root, self._fixed = weakref.ref(module), None
             # Before a device has a mover nothing is recorded, but will be with the first tensor that is saved.
             finds = self.place.recording or self._agenda.makes or not self.movers
-            if finds:
-                self._observer.forward_begins(module, recording=self.place.recording)
             if self._replays is not None:
-                self._replays.forward_begins(finds=finds)
+                refilled = self._gathered.of(module, afresh=self.place.recording) if finds else None
+                self._replays.forward_begins(finds=refilled is not None, refilled=refilled or ())
             self._root_begins(self, module)
         self.modules.enter(module)
-        if not self.place.recording:
-            return
-        self.place.here.compiled = is_compiled(module)
-        if module._modules and self.modules.inside and not self.modules.within_compiled and self._may_recompute():
-            tensors = [arg for arg in args if isinstance(arg, Tensor)]
-            mover = self.movers.get(tensors[0].device) if tensors else None
-            if mover is not None:
-                self._observer.enter(mover, self.place.here.path, module, tensors)
 
     def stepped(self) -> None:
         """An optimizer has made a step."""
         if self._replays is not None:  # where modules are quiet backward may not have been heard of
             self._replays.end()
 
-    def leave(self, module: nn.Module, args: Sequence[object], named: Mapping[str, object] | None) -> None:
-        """A forward ends; without its arguments by name, by an exception."""
+    def leave(self) -> None:
+        """A forward ends, also by an exception."""
         place, stack = self.place, self.modules.stack
-        if place.recording and named is not None and not self.modules.within_compiled:
-            with self._between():
-                self._observer.leave(self.armed_movers, place.here.path, module, args, named)
         if stack:
             place.here = stack.pop()
+        if place.quiet or self.hushed:
+            self._hush_or_not()
+
+    def _hush_or_not(self) -> None:
+        place = self.place
         hush = place.quiet.get(place.here.path, False) if not place.in_backward else False
         if hush is not None and hush is not self.hushed:
             self.hush(hush)
@@ -222,25 +209,13 @@ class Saver(OnStack):
         if self.hushed:
             self.hush(on=False)
 
-    def _may_recompute(self) -> bool:
-        """Whether the thread is ours, in a forward, and what it saves comes here: not to a checkpoint of the program's.
-
-        Nor to `torch.func`, nor into a CUDA graph.
-        """
-        autograd: Any = torch._C._autograd
-        if threading.get_ident() != self._ident or not autograd._saved_tensors_hooks_is_enabled():
-            return False
-        if not torch.is_grad_enabled() or _graph_task() != -1:
-            return False
-        return self.on_top() and not self.capturing()
-
     def capturing(self) -> bool:
         """Whether what the program does now goes into a CUDA graph."""
         return any(mover.engine.compute.capturing() for mover in self.armed_movers)
 
-    def adopt(self, actions: Iterable[tuple[str, Action]], regions: Iterable[str] = ()) -> None:
-        """From the next period on, do this at these sites, and recompute these regions."""
-        self._agenda = self.place.agenda = Agenda(actions, regions)
+    def adopt(self, actions: Iterable[tuple[str, Action]]) -> None:
+        """From the next period on, do this at these sites."""
+        self._agenda = self.place.agenda = Agenda(actions)
         self._listen()
         self._allowance.hold(self, self._agenda.objects)
 
@@ -289,10 +264,6 @@ class Saver(OnStack):
     def _begin_period(self) -> None:
         recorders = [mover.recorder for mover in self.armed_movers]
         self.place.recording = any(recorder is not None for recorder in recorders)
-        # A period is recorded with all that its modules save; where no plan has room for that, it all moves.
-        afresh = self._agenda.regions and all(recorder is not None for recorder in recorders)
-        self.place.agenda = Agenda() if afresh else self._agenda
-        self.regions.apply(() if self.place.recording else self._agenda.regions)
         self._listen()
 
     def _listen(self) -> None:
@@ -342,8 +313,6 @@ class Saver(OnStack):
         node = self.place.here
         if node.period != self.place.period:
             node.begin(self.place)
-        if node.of_inputs and not tensor.numel():
-            return keep(tensor)
         number = node.count
         node.count = number + 1
         action = node.actions[number] if number < len(node.actions) else None
@@ -482,11 +451,13 @@ class Saver(OnStack):
 
     def _parameters(self) -> set[int]:
         """Storages that belong to the module whose forward is the outermost."""
-        if self._fixed is None or self._sharded:  # FSDP gathers a layer's parameters right before its forward
+        if self._fixed is None or self._changing:  # FSDP gathers a layer's parameters right before its forward
             root = self._root() if self._root is not None else None
-            if self._fixed is None:
-                self._sharded = root is not None and weights.is_sharded(root)
-            self._fixed = set() if root is None else weights.storages(weights.of_module(root))
+            gathered = set[int]() if root is None else self._gathered.of(root)
+            self._changing = gathered is None
+            self._fixed = gathered.copy() if gathered else set()
+            if root is not None:
+                self._fixed.update(weights.storages(weights.of_module(root)))
         return self._fixed
 
 

@@ -49,23 +49,16 @@ class Node(Generic[Action]):
         What the plan says of each, by number; shorter than the sites when some were not foreseen.
     noted : collection of int
         Numbers of those from which others are made again.
-    of_inputs : bool
-        Whether it stands for what a checkpoint saves of its own. Empty tensors are not counted there: some versions
-        of PyTorch's checkpoint save one before the inputs.
-    compiled : bool
-        Whether it was when it was recorded last.
     """
 
     path: str
     kind: str = ""
-    of_inputs: bool = False
     period: int = -1
     count: int = 0
     agenda: Agenda[Action] | None = None
     actions: Sequence[Action | None] = ()
     noted: Collection[int] = ()
     unnamed: dict[str, Node[Action]] = field(default_factory=dict)
-    compiled: bool = False
 
     def begin(self, place: Place[Action]) -> None:
         """Come to the period under way."""
@@ -126,19 +119,6 @@ class Modules(Generic[Action]):
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
         self._named: dict[int, weakref.ref[nn.Module]] = {}  # whose the nodes are: an id may be another's by now
         self._names: set[str] = set()
-
-    @property
-    def inside(self) -> bool:
-        """Whether the module the thread is in was called by another."""
-        return len(self.stack) > 1
-
-    @property
-    def within_compiled(self) -> bool:
-        """Whether a module around the one that the thread is in is compiled.
-
-        Where Dynamo leaves a module as it is, those within are told of.
-        """
-        return any(node.compiled for node in self.stack)
 
     @property
     def outside(self) -> bool:

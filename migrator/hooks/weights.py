@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +45,36 @@ def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in found}.values())
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP gathers and frees the parameters of some module within."""
-    kinds = {type(child) for child in module.modules()}
-    return any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in kinds for base in kind.__mro__)
+class Gathered:
+    """In which storages FSDP gathers parameters for a module's forward, and for its backward; root by root."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[nn.Module, set[int] | None] = weakref.WeakKeyDictionary()
+
+    def of(self, root: nn.Module, *, afresh: bool = False) -> set[int] | None:
+        """The storages, by identity; none where nothing is sharded.
+
+        None where they are not known: before the first forward, and under FSDP's older form. What was found before is
+        good unless it is to be looked up `afresh`: to visit all modules takes milliseconds, in which the device has
+        nothing to do.
+        """
+        if afresh or root not in self._known:
+            self._known[root] = _gathered_within(root)
+        return self._known[root]
+
+
+def _gathered_within(root: nn.Module) -> set[int] | None:
+    found: list[torch.Tensor] = []
+    for module in root.modules():
+        names = {base.__name__ for base in type(module).__mro__}  # to import those classes takes a second
+        if "FullyShardedDataParallel" in names:
+            return None
+        if "FSDPModule" not in names:
+            continue
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]  # PyTorch has no other way to ask
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for each in (each for group in groups if group is not None for each in group.fsdp_params):
+            if not hasattr(each, "_unsharded_param"):
+                return None
+            found.append(each._unsharded_param)  # `fully_shard` fills, empties and fills it again
+    return storages(plain_tensors(found))

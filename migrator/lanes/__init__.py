@@ -171,9 +171,6 @@ class Meter(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds from one point to another, once the device has passed both."""
 
-    def spans(self, pairs: Sequence[tuple[Any, Any]]) -> list[float]:
-        """Seconds of the program's own from one point to another, for each pair; after `finish`."""
-
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
 

@@ -57,10 +57,6 @@ class HostMeter:
         """Seconds from one point to another."""
         return end - start
 
-    def spans(self, pairs: Sequence[tuple[float, float]]) -> list[float]:
-        """Seconds of the program's own from one point to another, for each pair; after `finish`."""
-        return [end - start for start, end in pairs]
-
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
         self._times.append(self.mark() - self._begin)
@@ -118,7 +114,6 @@ class CudaMeter:
         self._host = HostClock(self._begin)
         self._others: list[tuple[int, int]] = []  # of a stretch: the most in its parts, and after the last of them
         self._left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
-        self._gaps: list[tuple[float, float]] = []  # the same in seconds, once the period is over
         self._highest = 0  # bytes in use, since the last tick or part
         self._parted = 0  # the most that were not saved, of the parts since the last tick
         compute.waited = self._left_out
@@ -131,11 +126,6 @@ class CudaMeter:
     def seconds(self, start: TimedEvent, end: TimedEvent) -> float:
         """Seconds from one point to another; both must have been passed."""
         return float(start.elapsed_time(end)) / 1e3
-
-    def spans(self, pairs: Sequence[tuple[TimedEvent, TimedEvent]]) -> list[float]:
-        """Seconds of the program's own from one point to another, for each pair; after `finish`."""
-        ends = without(self._gaps, [self.seconds(self._begin, point) for pair in pairs for point in pair])
-        return [end - start for start, end in zip(ends[::2], ends[1::2], strict=True)]
 
     def tick(self, resident: int) -> None:
         """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
@@ -235,10 +225,11 @@ class CudaMeter:
         end.synchronize()
         now = time.perf_counter()
         self._host.stretch_over(end)
+        gaps = []
         for start, over in self._left_out:
             over.synchronize()  # another stream's may lie behind the end
-            self._gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
-        *times, seconds = without(self._gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
+            gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
+        *times, seconds = without(gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
         device = tuple(max(0.0, after - before) for before, after in pairwise((0.0, *times, seconds)))
         host, joins = self._host.told(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
         return Measures(tuple(times), seconds, others, Clocks(device, host, joins))

@@ -359,10 +359,10 @@ def _are_alike(*rounds: Iterable[float]) -> bool:
     return all(len(laps) > 2 * ENDS and laps[-1 - ENDS] <= laps[ENDS] * (1 + STEADY) for laps in each)
 
 
-def _does(plan: Plan) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """What a plan moves, recomputes, and recomputes as a whole."""
+def _does(plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
+    """What a plan moves, and recomputes."""
     moves = frozenset(key for group in plan.groups for key in group.sites)
-    return moves, frozenset(plan.recompute), frozenset(plan.regions)
+    return moves, frozenset(plan.recompute)
 
 
 def _told(*rounds: Sequence[float]) -> str:

@@ -63,7 +63,7 @@ class Made:
         plan, predicted = self.plan, self.predicted
         does = (
             f"{format_size(plan.kept_bytes)} stay, {format_size(plan.moved_bytes)} move in {len(plan.groups)} groups, "
-            f"{len(plan.recompute)} tensors and {len(plan.regions)} modules are recomputed"
+            f"{len(plan.recompute)} tensors are recomputed"
         )
         if predicted is None:
             return does

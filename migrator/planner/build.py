@@ -22,7 +22,6 @@ def make_plan(
     room: int,
     *,
     dropped: Collection[int] = (),
-    regions: Collection[str] = (),
     tiers: Mapping[int, str] = _NOWHERE,
     least_group: int = 0,
 ) -> Plan:
@@ -38,13 +37,11 @@ def make_plan(
     trace : Trace
         The period.
     moved : collection of int
-        Storages that move. What is dropped, or saved in a region that is recomputed and nowhere else, does not.
+        Storages that move. What is dropped does not.
     room : int
         Saved bytes that may lie in HBM at once.
     dropped : collection of int
         Storages that are recomputed by their recipes.
-    regions : collection of str
-        Paths of regions that are recomputed as a whole.
     tiers : mapping of int to str
         Where storages go that move; those without an entry go where there is room.
     least_group : int
@@ -55,8 +52,8 @@ def make_plan(
     Unobtainable
         If something is dropped that cannot be recomputed.
     """
-    outcome = effect(trace, dropped, regions)
-    return plan_of(policy, outcome, moved, room, regions=regions, tiers=tiers, least_group=least_group)
+    outcome = effect(trace, dropped)
+    return plan_of(policy, outcome, moved, room, tiers=tiers, least_group=least_group)
 
 
 def plan_of(
@@ -65,7 +62,6 @@ def plan_of(
     moved: Collection[int],
     room: int,
     *,
-    regions: Collection[str] = (),
     tiers: Mapping[int, str] = _NOWHERE,
     least_group: int = 0,
 ) -> Plan:
@@ -100,5 +96,4 @@ def plan_of(
             for tier, group in groups
         ),
         outcome.recomputed,
-        tuple(sorted(regions)),
     )

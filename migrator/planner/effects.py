@@ -1,41 +1,22 @@
 """What a choice brings about: which storages are held from forward to backward, what is recomputed, and when.
 
-A storage that is dropped, or saved within a region that is recomputed, is not held: it is recomputed, once, at
-its first use, and stays until its last. What it is made from must be there by then. Pure functions on plain data.
+A storage that is dropped is not held: it is recomputed, once, at its first use, and stays until its last. What it is
+made from must be there by then. Pure functions on plain data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from torch_tiers.migrator.planner.intervals import Bytes
-from torch_tiers.migrator.trace import Region, Site, Trace, checkpoint_key
+from torch_tiers.migrator.trace import Site, Trace
 
 
 class Unobtainable(ValueError):
     """A choice drops a storage that cannot be recomputed from what it leaves."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A saved tensor that refers to a storage: a site, or an input of a region that is recomputed.
-
-    Attributes
-    ----------
-    key : str
-        The site's key, or that of the input.
-    birth : int
-        Position of the save.
-    uses : tuple of int
-        Positions at which it is asked for.
-    """
-
-    key: str
-    birth: int
-    uses: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -46,15 +27,15 @@ class Held:
     ----------
     ident, nbytes : int
         Which, and how large; 0 bytes if moving it is impossible or frees nothing.
-    holders : list of Holder
-        Who refers to it, in the order of births.
+    holders : list of Site
+        The saved tensors on it, in the order of births.
     asked : list of int
         Positions at which it is needed: those of its holders, and those at which something is made from it.
     """
 
     ident: int
     nbytes: int
-    holders: list[Holder] = field(default_factory=list)
+    holders: list[Site] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
 
     @property
@@ -86,7 +67,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What follows from dropping storages and recomputing regions.
+    """What follows from dropping storages.
 
     Attributes
     ----------
@@ -106,51 +87,22 @@ class Effect:
     work: Mapping[int, Work]
 
 
-def outermost(trace: Trace, paths: Collection[str]) -> list[Region]:
-    """The regions of `paths` that lie in no other of them, in the order of the program.
-
-    Raises
-    ------
-    KeyError
-        If the trace has no such region.
-    """
-    for path in set(paths) - {region.path for region in trace.regions}:
-        raise KeyError(path)
-    chosen: list[Region] = []
-    wanted = (region for region in trace.regions if region.path in paths)
-    for region in sorted(wanted, key=lambda region: (region.begin, -region.end)):
-        if not chosen or region.begin >= chosen[-1].end:
-            chosen.append(region)
-    return chosen
-
-
-def effect(trace: Trace, dropped: Collection[int] = (), regions: Collection[str] = ()) -> Effect:
-    """What follows from a choice.
-
-    Parameters
-    ----------
-    trace : Trace
-        The period.
-    dropped : collection of int
-        Storages that are recomputed by their recipes. Those that a region saves as its input stay.
-    regions : collection of str
-        Paths of regions that are recomputed as a whole; of nested ones the outermost.
+def effect(trace: Trace, dropped: Collection[int] = ()) -> Effect:
+    """What follows from recomputing the storages `dropped` of a period by their recipes.
 
     Raises
     ------
     Unobtainable
         If a recipe is missing, or one of its inputs is neither held nor dropped.
     """
-    return _Builder(trace, dropped, outermost(trace, regions)).build()
+    return _Builder(trace, dropped).build()
 
 
-def obtainable(trace: Trace, dropped: Collection[int], regions: Collection[str] = ()) -> frozenset[int]:
+def obtainable(trace: Trace, dropped: Collection[int]) -> frozenset[int]:
     """The storages of `dropped` that can be recomputed when all the others of them are held."""
-    inside = outermost(trace, regions)
-    seen = {site.storage for site in outside(trace, inside)}
-    saved_as_input = {ident for region in inside for ident in region.inputs}
-    asked = sorted(set(dropped) & seen & trace.recipes.keys() - saved_as_input)
-    there = (seen | saved_as_input) - set(asked)
+    seen = {site.storage for site in trace.sites}
+    asked = sorted(set(dropped) & seen & trace.recipes.keys())
+    there = seen - set(asked)
     lacks = {ident: set(trace.recipes[ident].inputs) - there for ident in asked}
     needed_for: dict[int, list[int]] = {}
     for ident, sources in lacks.items():
@@ -173,18 +125,6 @@ def obtainable(trace: Trace, dropped: Collection[int], regions: Collection[str] 
         new.append(stuck)
 
 
-def outside(trace: Trace, regions: Sequence[Region]) -> Iterator[Site]:
-    """Sites that lie in none of the regions, which follow each other."""
-    at, sites = 0, trace.sites
-    for region in regions:
-        while at < len(sites) and sites[at].birth < region.begin:
-            yield sites[at]
-            at += 1
-        while at < len(sites) and sites[at].birth < region.end:
-            at += 1
-    yield from sites[at:]
-
-
 def scratch(trace: Trace, made: Mapping[int, int]) -> dict[int, int]:
     """By position, how much more HBM holds right after it because of what recomputing needs besides.
 
@@ -200,36 +140,32 @@ def scratch(trace: Trace, made: Mapping[int, int]) -> dict[int, int]:
 
 
 class _Builder:
-    def __init__(self, trace: Trace, dropped: Collection[int], regions: list[Region]) -> None:
+    def __init__(self, trace: Trace, dropped: Collection[int]) -> None:
         self.trace = trace
-        self.regions = regions
-        saved_as_input = {ident for region in regions for ident in region.inputs}
-        self.dropped = set(dropped) - saved_as_input
+        self.dropped = set(dropped)
         self.held: dict[int, Held] = {}
         self.recomputed: list[Site] = []
-        self.uses: dict[int, list[int]] = {}  # of dropped storages, by what is not in a region
+        self.uses: dict[int, list[int]] = {}  # of dropped storages
         self.made: dict[int, int] = {}  # dropped storage -> position at which it is made
         self.changes = np.zeros(trace.positions + 2, dtype=np.int64)
         self.seconds: dict[int, float] = {}
         self.host: dict[int, float] = {}
         self.inputs: dict[int, set[int]] = {}
-        self.inputs_seen: dict[str, int] = {}  # of each region's path
-        self.passing: dict[int, tuple[int, int]] = {}  # what nobody keeps: its birth, and the first stretch without it
 
     def build(self) -> Effect:
         nbytes = self.trace.storage_bytes
-        for site in outside(self.trace, self.regions):
+        for site in self.trace.sites:
             if site.storage in self.dropped:
                 self.recomputed.append(site)
-            else:
-                self._hold(site.storage, nbytes[site.storage], Holder(site.key, site.birth, site.uses))
-        for region in self.regions:
-            self._recompute(region)
+                self.uses.setdefault(site.storage, []).extend(site.uses)
+                continue
+            held = self.held.setdefault(site.storage, Held(site.storage, nbytes[site.storage]))
+            held.holders.append(site)
+            held.asked.extend(site.uses)
         self._drop()
         self._let_go()
-        self.held = dict(sorted(self.held.items(), key=lambda item: item[1].birth))
         for held in self.held.values():
-            # Read by what is recomputed, or by a region's own backward, after the last holder was asked for.
+            # Read by what is recomputed after the last holder was asked for.
             held.asked.sort()
             if held.asked and held.asked[-1] > held.leave:
                 self._there(held.leave + 2, held.asked[-1] + 2, held.nbytes)
@@ -243,70 +179,45 @@ class _Builder:
             },
         )
 
-    def _hold(self, ident: int, nbytes: int, holder: Holder) -> None:
-        held = self.held.get(ident)
-        if held is None:
-            held = self.held[ident] = Held(ident, nbytes)
-        held.holders.append(holder)
-        if len(held.holders) > 1:
-            held.holders.sort(key=lambda holder: holder.birth)
-        held.asked.extend(holder.uses)
-
-    def _recompute(self, region: Region) -> None:
-        inner = self.trace.sites_of(region)
-        uses = [use for site in inner for use in site.uses]
-        begins = min(uses, default=None)
-        for ident, nbytes in self.trace.input_bytes(region):
-            number = self.inputs_seen[region.path] = self.inputs_seen.get(region.path, -1) + 1
-            at = () if begins is None else (begins,)
-            self._hold(ident, nbytes, Holder(checkpoint_key(region.path, number), region.begin, at))
-        if begins is None:
-            return
-        self._work(begins, region.seconds, region.inputs, region.host)
-        own = set(region.inputs)
-        last: dict[int, int] = {}
-        for site in inner:
-            if site.storage in own:
-                self.held[site.storage].asked.extend(site.uses)
-            else:
-                last[site.storage] = max((begins, *site.uses, last.get(site.storage, 0)))
-        self._pass(inner, dict.fromkeys(last, begins))
-        for ident, use in last.items():
-            self._there(begins + 1, use + 2, self.trace.storage_bytes[ident])
-
     def _drop(self) -> None:
         uses = self.uses
-        for site in self.recomputed:
-            uses.setdefault(site.storage, []).extend(site.uses)
         first = {ident: min(at, default=self.trace.positions) for ident, at in uses.items()}
         for ident in sorted(uses, key=lambda ident: (first[ident], ident)):  # each is made early enough at once
             if ident not in self.trace.recipes:
                 raise Unobtainable(f"storage {ident} is dropped, and the trace has no recipe for it")
             if uses[ident]:
                 self._make(ident, first[ident])
+        self._make_at_once()
+        ran = set[int]()
         for ident, at in self.made.items():
             recipe = self.trace.recipes[ident]
-            self._work(at, recipe.seconds, recipe.inputs, recipe.host)
+            if recipe.call is None or recipe.call not in ran:
+                self._work(at, recipe.seconds, recipe.inputs, recipe.host)
+                ran |= set() if recipe.call is None else {recipe.call}
             for source in recipe.inputs:
                 (uses[source] if source in uses else self.held[source].asked).append(at)
-        self._pass(self.recomputed, self.made)
         for ident, at in self.made.items():
             self._there(at + 1, max(uses[ident]) + 2, self.trace.storage_bytes[ident])
         for at, nbytes in scratch(self.trace, self.made).items():
             self._there(at + 1, at + 2, nbytes)
 
-    def _pass(self, sites: Sequence[Site], made: Mapping[int, int]) -> None:
-        """Nobody keeps what is saved at `sites`; `made` says where it is made again."""
-        for site in sites:
-            first, end = self.passing.get(site.storage, (site.birth, self.trace.let_go[site.storage]))
-            end = min(end, made.get(site.storage, self.trace.positions) + 1)
-            self.passing[site.storage] = min(first, site.birth), end
+    def _make_at_once(self) -> None:
+        """What one operator returned is all made when the first of it is."""
+        first: dict[int, int] = {}
+        for ident, at in self.made.items():
+            if (call := self.trace.recipes[ident].call) is not None:
+                first[call] = min(at, first.get(call, at))
+        for ident in self.made:
+            if (call := self.trace.recipes[ident].call) is not None:
+                self.made[ident] = first[call]
 
     def _let_go(self) -> None:
-        """What nobody keeps lies in HBM all the same while the program works with it, if it is not held by then."""
-        for ident, (birth, end) in self.passing.items():
-            if ident in self.held:
-                end = min(end, self.held[ident].birth + 1)
+        """What nobody keeps lies in HBM all the same while the program works with it, or until it is made again."""
+        born: dict[int, int] = {}
+        for site in self.recomputed:
+            born.setdefault(site.storage, site.birth)
+        for ident, birth in born.items():
+            end = min(self.trace.let_go[ident], self.made.get(ident, self.trace.positions) + 1)
             if end > birth + 1:
                 self._there(birth + 1, end, self.trace.storage_bytes[ident])
 

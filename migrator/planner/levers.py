@@ -1,4 +1,4 @@
-"""Levers: what can be done with each storage and region of a trace, what it costs, and what HBM then holds.
+"""Levers: what can be done with each storage of a trace, what it costs, and what HBM then holds.
 
 Arrays over the storages that have bytes, so that a search can look at all of them at once. Pure functions on plain
 data.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_tiers.migrator.clocks import host_bound
 from torch_tiers.migrator.links import Calls, Links
+from torch_tiers.migrator.planner.blocks import blocks, bounds, segments, within
 from torch_tiers.migrator.planner.intervals import Bytes, Floats, in_hbm, room
 from torch_tiers.migrator.planner.sizes import group_bytes
-from torch_tiers.migrator.trace import Region, Trace
+from torch_tiers.migrator.trace import Trace
 
-KEEP, MOVE, DROP, WITHIN = range(4)
+KEEP, MOVE, DROP = range(3)
 HIDDEN = 0.1  # of a second that the other clock hides, what it costs: it may be the one that is waited for later
+APART = 8  # sizes of segments, which are recomputed one by one, that are looked at where little room is left
 CHAIN = 0.03  # of the positions: how much earlier than for itself a storage may be recomputed for another
 
 Ints = NDArray[np.int64]
@@ -32,7 +34,6 @@ class Choice:
 
     moved: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
-    regions: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -45,17 +46,14 @@ class State:
         What happens to each storage, by its number among the lifetimes.
     made : array of int
         For what is recomputed, the position at which it is.
-    regions : list of int
-        Numbers of the regions that are recomputed.
     """
 
     action: NDArray[np.int8]
     made: Ints
-    regions: list[int] = field(default_factory=list)
 
     def copy(self) -> State:
         """A state of its own."""
-        return State(self.action.copy(), self.made.copy(), list(self.regions))
+        return State(self.action.copy(), self.made.copy())
 
 
 class Levers:
@@ -96,7 +94,7 @@ class Levers:
         costs, calls = links.costs, links.calls
         if trace.clocks is None:  # all that is known of the host is what groups cost the step
             calls = Calls(calls.group, 0.0, 0.0)
-        of_device, of_host = self._prices = _prices(trace)
+        of_device, of_host = _prices(trace)
         born = np.array([life.birth for life in lives], dtype=np.int64)
         tensors = Counter(site.storage for site in trace.sites)
         count = np.array([tensors[ident] for ident in self.idents], dtype=np.int64)
@@ -111,56 +109,18 @@ class Levers:
         remade_calls = np.array([0.0 if recipe is None else recipe.host for recipe in recipes]) + calls.remade * count
         remade_at = self.again - 1
         self.drop_cost = of_device[remade_at] * remade_seconds + of_host[remade_at] * remade_calls
+        # What it costs where another that the same operator returned is dropped already.
+        self.besides_cost = np.where(np.isfinite(self.drop_cost), of_host[remade_at] * calls.remade * count, np.inf)
+        names = [
+            recipe.call if recipe and recipe.call is not None else ident
+            for recipe, ident in zip(recipes, self.idents, strict=True)
+        ]
+        self.call = np.unique(np.array(names, dtype=np.int64), return_inverse=True)[1]  # of each storage
         self.sources = [() if recipe is None else recipe.inputs for recipe in recipes]
         self.made_from: dict[int, list[int]] = {}  # source -> numbers of what is made from it
         for number, sources in enumerate(self.sources):
             for source in sources:
                 self.made_from.setdefault(source, []).append(number)
-        self._set_up_regions()
-
-    def _set_up_regions(self) -> None:
-        """Regions that may be recomputed, and the storages that only their own sites refer to."""
-        sites_on: dict[int, int] = {}
-        for site in self.trace.sites:
-            sites_on[site.storage] = sites_on.get(site.storage, 0) + 1
-        self.regions: list[Region] = []
-        self.inner: list[Ints] = []
-        self.begins: list[int] = []
-        self.dependents: list[Ints] = []  # storages outside that are made from one within
-        self.inputs: list[list[int]] = []
-        self.crowding: list[float] = []  # of regions that do the same, the smaller leave more room in backward
-        calls = Counter(region.path for region in self.trace.regions)
-        for region in self.trace.regions:
-            if calls[region.path] > 1:  # which of the calls is recomputed cannot be chosen
-                continue
-            sites = self.trace.sites_of(region)
-            uses = [use for site in sites for use in site.uses]
-            within: dict[int, int] = {}
-            for site in sites:
-                within[site.storage] = within.get(site.storage, 0) + 1
-            inner = [
-                self.number[ident]
-                for ident, count in within.items()
-                if count == sites_on[ident] and ident in self.number and ident not in region.inputs
-            ]
-            begins = min(uses, default=0)
-            largest = int(self.nbytes[inner].sum())
-            if not inner or largest > self.room[begins + 1]:  # recomputing it brings all of that back at once
-                continue
-            self.crowding.append(1 + largest / int(self.room[begins + 1]))
-            outside = {n for i in inner for n in self.made_from.get(self.idents[i], ()) if n not in set(inner)}
-            self.regions.append(region)
-            self.inner.append(np.array(inner, dtype=np.int64))
-            self.begins.append(begins)
-            self.inputs.append([self.number[ident] for ident in region.inputs if ident in self.number])
-            self.dependents.append(np.array(sorted(outside), dtype=np.int64))
-        of_device, of_host = self._prices
-        pairs = list(zip(self.regions, self.begins, strict=True))
-        self.region_cost = np.array([of_device[at] * each.seconds + of_host[at] * each.host for each, at in pairs])
-        self.flat_inner = np.concatenate(self.inner) if self.inner else np.zeros(0, dtype=np.int64)
-        self.inner_starts = np.cumsum([0, *map(len, self.inner)])[:-1]
-        begin_of = [np.full(len(inner), at + 1) for inner, at in zip(self.inner, self.begins, strict=True)]
-        self.flat_again = np.concatenate(begin_of) if begin_of else np.zeros(0, dtype=np.int64)
 
     # ------------------------------------------------------------------------------------ what a state is
 
@@ -173,12 +133,11 @@ class Levers:
         return Choice(
             frozenset(self.idents[i] for i in np.flatnonzero(state.action == MOVE)),
             frozenset(self.idents[i] for i in np.flatnonzero(state.action == DROP)),
-            tuple(sorted(self.regions[r].path for r in state.regions)),
         )
 
     def used(self, state: State) -> Bytes:
         """Saved bytes in HBM by stretch, with copies that leave one after the other and come back just in time."""
-        again = (state.action == DROP) | (state.action == WITHIN)
+        again = state.action == DROP
         first = np.where(again, state.made + 1, self.birth)
         changes = np.zeros(len(self.room) + 1, dtype=np.int64)
         np.add.at(changes, first, self.nbytes)
@@ -214,8 +173,6 @@ class Levers:
 
     def drop(self, state: State, number: int) -> bool:
         """Drop a storage, if it can be recomputed without making others much earlier than they are needed."""
-        if any(number in self.inputs[region] for region in state.regions):
-            return False
         above = [n for n in self.made_from.get(self.idents[number], ()) if state.action[n] == DROP]
         earlier = {number: min((int(state.made[n]) for n in above), default=int(self.again[number]) - 1)}
         queue = [number]
@@ -224,7 +181,7 @@ class Levers:
             if int(self.again[made]) - 1 - at > CHAIN * len(self.room):
                 return False
             for source in (self.number[ident] for ident in self.sources[made] if ident in self.number):
-                if state.action[source] == WITHIN or source == number:
+                if source == number:
                     return False
                 if state.action[source] == DROP and at < earlier.get(source, int(state.made[source])):
                     earlier[source] = at
@@ -234,28 +191,12 @@ class Levers:
             state.made[made] = min(at, int(self.again[made]) - 1)
         return True
 
-    def recompute(self, state: State, region: int) -> int:
-        """Recompute a region, if that takes nothing away from others; bytes that it relieves."""
-        if (state.action[self.dependents[region]] == DROP).any() or self._overlaps(state, region):
-            return 0
-        inner = self.inner[region]
-        relieved = int(self.nbytes[inner][state.action[inner] == KEEP].sum())
-        state.regions.append(region)
-        state.action[inner] = WITHIN
-        state.made[inner] = self.begins[region]
-        for number in self.inputs[region]:  # a checkpoint holds what it starts from
-            if state.action[number] == DROP:
-                state.action[number] = KEEP
-        return relieved
-
-    def release(self, state: State, region: int) -> None:
-        """Recompute a region no longer."""
-        state.regions.remove(region)
-        state.action[self.inner[region]] = KEEP
-
-    def _overlaps(self, state: State, region: int) -> bool:
-        own = self.regions[region]
-        return any(self.regions[r].begin < own.end and own.begin < self.regions[r].end for r in state.regions)
+    def drop_costs(self, state: State) -> Floats:
+        """What it costs to drop each storage, where a state drops others."""
+        runs = np.zeros(len(self.call) + 1, dtype=bool)
+        runs[self.call[state.action == DROP]] = True
+        costs: Floats = np.where(runs[self.call], self.besides_cost, self.drop_cost)
+        return costs
 
     def left_below(self, state: State) -> int:
         """Bytes that the tiers below HBM still have room for."""
@@ -277,24 +218,7 @@ def _prices(trace: Trace) -> tuple[Floats, Floats]:
 def extremes(trace: Trace) -> Sequence[Choice]:
     """Choices that hold as little as can be held: what fits nowhere else may fit with one of these."""
     everything = frozenset(life.ident for life in trace.lifetimes)
-    droppable = frozenset(ident for ident in trace.recipes if ident in everything)
-    smallest_first = sorted(trace.regions, key=lambda region: region.end - region.begin)
-    innermost, outermost = _apart(smallest_first), _apart(smallest_first[::-1])
-    return [
-        Choice(moved, dropped, regions)
-        for regions in dict.fromkeys(((), innermost, outermost))
-        for dropped in dict.fromkeys((frozenset(), droppable))
-        for moved in (everything - dropped,)
-    ]
-
-
-def _apart(regions: Sequence[Region]) -> tuple[str, ...]:
-    """Paths of regions none of which lies within another; the first that come are taken."""
-    calls: dict[str, list[Region]] = {}  # a path that is recomputed is so in all of its calls
-    for region in regions:
-        calls.setdefault(region.path, []).append(region)
-    taken: list[Region] = []
-    for own in calls.values():
-        if not any(one.begin < other.end and other.begin < one.end for one in own for other in taken):
-            taken += own
-    return tuple(dict.fromkeys(region.path for region in taken))
+    found = blocks(trace)
+    apart = [within(trace, list(segments(found, bound))) for bound in bounds(found, APART)]
+    dropped = dict.fromkeys((frozenset[int](), *apart, everything.intersection(trace.recipes)))
+    return [Choice(everything - each, each) for each in dropped]

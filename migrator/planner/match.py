@@ -17,11 +17,10 @@ def check_match(plan: Plan, trace: Trace) -> None:
         If it has not: the files are of two runs.
     """
     missing = [key for key in plan.recompute if key not in trace.by_key]
-    missing += {*plan.regions} - {region.path for region in trace.regions}
     if missing:
         raise BadField("plan", f"recomputes {missing[0]!r}, which is not in the trace beside it")
     try:
-        outcome = effect(trace, {trace.by_key[key].storage for key in plan.recompute}, plan.regions)
+        outcome = effect(trace, {trace.by_key[key].storage for key in plan.recompute})
     except Unobtainable as error:
         raise BadField("plan", f"is not of the trace beside it: {error}") from None
     known = {held.holders[0].key for held in outcome.held.values()}

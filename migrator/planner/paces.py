@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch_tiers.migrator.plan import Plan
-from torch_tiers.migrator.trace import Trace, checkpoint_key
+from torch_tiers.migrator.trace import Trace
 
 COARSE = 64  # one part in so many of the room: as closely as it is followed where no group waits for it
 
@@ -36,10 +36,6 @@ def paces(plan: Plan, trace: Trace) -> dict[str, Pace]:
     if not plan.limits and all(group.bring_at is None for group in plan.groups):
         return {}
     times = {site.key: (site.birth, min(site.uses, default=-1)) for site in trace.sites}
-    for region in trace.regions:
-        inner = [use for site in trace.sites_of(region) for use in site.uses]
-        for number in range(len(region.inputs)):
-            times[checkpoint_key(region.path, number)] = (region.begin, min(inner, default=-1))
     if not plan.groups:
         return _coarse(plan, times)
     return {key: Pace(birth, use, *plan.limits.get(key, (None, None))) for key, (birth, use) in times.items()}

@@ -15,9 +15,9 @@ import numpy as np
 
 from torch_tiers.migrator.plan import PageGroup, Plan
 from torch_tiers.migrator.planner.build import plan_of
-from torch_tiers.migrator.planner.effects import Effect, Held, Holder, effect
+from torch_tiers.migrator.planner.effects import Effect, Held, effect
 from torch_tiers.migrator.planner.intervals import Bytes, room
-from torch_tiers.migrator.trace import Trace
+from torch_tiers.migrator.trace import Site, Trace
 
 
 def scheduled(plan: Plan, trace: Trace, outcome: Effect, budget: int, lingering: Bytes | int = 0) -> Plan:
@@ -58,7 +58,6 @@ def fit(
     moved: Collection[int],
     *,
     dropped: Collection[int] = (),
-    regions: Collection[str] = (),
     tiers: Mapping[int, str] | None = None,
     lingering: Bytes | int = 0,
     outcome: Effect | None = None,
@@ -73,7 +72,7 @@ def fit(
         The period.
     budget : int
         HBM for saved tensors and `others`, in bytes.
-    moved, dropped, regions, tiers
+    moved, dropped, tiers
         As `migrator.planner.build.make_plan` takes them.
     lingering
         As `scheduled` takes it.
@@ -85,9 +84,9 @@ def fit(
     Unobtainable
         If something is dropped that cannot be recomputed.
     """
-    outcome = outcome or effect(trace, dropped, regions)
+    outcome = outcome or effect(trace, dropped)
     most = max(0, budget - min(trace.others, default=0))
-    plan = plan_of(policy, outcome, moved, most, regions=regions, tiers=tiers or {})
+    plan = plan_of(policy, outcome, moved, most, tiers=tiers or {})
     return scheduled(plan, trace, outcome, budget, lingering)
 
 
@@ -203,9 +202,9 @@ def limits_by_position(plan: Plan, trace: Trace, outcome: Effect) -> dict[int, i
     return limits
 
 
-def _seen(trace: Trace, outcome: Effect) -> Iterator[Holder]:
+def _seen(trace: Trace, outcome: Effect) -> Iterator[Site]:
     """All that the hooks see being saved."""
     for held in outcome.held.values():
         yield from held.holders
     for key in outcome.recomputed:
-        yield Holder(key, trace.by_key[key].birth, trace.by_key[key].uses)
+        yield trace.by_key[key]

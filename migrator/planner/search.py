@@ -1,4 +1,4 @@
-"""Greedy search: which storages to move or recompute, and which regions to recompute, until a period fits.
+"""Greedy search: which storages to move or recompute until a period fits.
 
 Every lever has a cost in seconds and a relief in bytes over some stretches. Stretches weigh as much as they are over
 the budget, so relief counts where it is needed; the lever with the least cost for its relief is pulled first, as
@@ -29,14 +29,11 @@ class How:
         Move no storage that can be recomputed by a recipe.
     share : int
         One round takes away one in so many of the bytes that are over, before levers are rated anew.
-    region_price : float
-        What a second of recomputing a region counts as.
     """
 
     lane: float = 1.0
     spare_droppable: bool = False
     share: int = 4
-    region_price: float = 1.0
 
 
 PLAIN = How()
@@ -45,7 +42,7 @@ PLAIN = How()
 class Search(Levers):
     """The greedy search over the levers of one trace."""
 
-    def solve(self, state: State, extra: Bytes | int = 0, how: How = PLAIN, ban: int = -1) -> bool:
+    def solve(self, state: State, extra: Bytes | int = 0, how: How = PLAIN) -> bool:
         """Pull levers until the period fits; whether it does.
 
         Parameters
@@ -56,14 +53,9 @@ class Search(Levers):
             Bytes that HBM holds besides, by stretch.
         how : How
             How to go about it.
-        ban : int
-            A region that is not to be recomputed.
         """
         deadline = how.lane * float(self.times[self.turn])
         movable = self.before_turn & ~np.isfinite(self.drop_cost) if how.spare_droppable else self.before_turn
-        regions_free = np.ones(len(self.regions), dtype=bool)
-        if ban >= 0:
-            regions_free[ban] = False
         while True:
             over = (self.used(state) + extra - self.room).clip(min=0)
             worst = int(over.argmax()) if len(over) else 0
@@ -76,11 +68,10 @@ class Search(Levers):
             rates = np.concatenate(
                 (
                     _rate(self.move_cost, self._relief(weight, out, self.again), kept & fits & movable),
-                    _rate(self.drop_cost, self._relief(weight, self.birth, self.again), kept),
-                    how.region_price * self._region_rates(state, weight, regions_free),
+                    _rate(self.drop_costs(state), self._relief(weight, self.birth, self.again), kept),
                 )
             )
-            if not self._pull(state, rates, int(over[worst]) // how.share, deadline, regions_free):
+            if not self._pull(state, rates, int(over[worst]) // how.share, deadline):
                 return False
 
     def _relief(self, weight: Floats, first: Ints, end: Ints) -> Floats:
@@ -97,28 +88,14 @@ class Search(Levers):
         ends = np.maximum(left[at], self.saved_at) + self.lane_seconds
         return self._stretch(ends), ends + behind[at] <= deadline
 
-    def _region_rates(self, state: State, weight: Floats, free: NDArray[np.bool_]) -> Floats:
-        if not self.regions:
-            return np.zeros(0)
-        action, inner = state.action[self.flat_inner], self.flat_inner
-        gone = weight[self.flat_again] - weight[np.minimum(self.birth[inner], self.flat_again)]
-        relief = np.add.reduceat(np.where(action == KEEP, self.nbytes[inner] * gone, 0.0), self.inner_starts)
-        saved = np.where(action == DROP, self.drop_cost[inner], np.where(action == MOVE, self.move_cost[inner], 0.0))
-        cost = self.region_cost - np.add.reduceat(saved, self.inner_starts)
-        return _rate(cost * self.crowding, relief, free)
-
-    def _pull(self, state: State, rates: Floats, enough: int, deadline: float, regions_free: NDArray[np.bool_]) -> bool:
+    def _pull(self, state: State, rates: Floats, enough: int, deadline: float) -> bool:
         """Pull the best levers, together for not much more than `enough` bytes; whether there was one."""
         count, relieved, pulled = len(self.idents), 0, False
         over, below = self._lane_over(state), self.left_below(state)
         for lever in np.argsort(rates, kind="stable").tolist():
             if not np.isfinite(rates[lever]) or (pulled and relieved >= enough):
                 break
-            if lever >= 2 * count:
-                regions_free[lever - 2 * count] = False
-                relieved += self.recompute(state, lever - 2 * count)
-                pulled = True
-            elif state.action[number := lever % count] == KEEP:
+            if state.action[number := lever % count] == KEEP:
                 if lever >= count:
                     if not self.drop(state, number):
                         continue
@@ -178,11 +155,6 @@ class Search(Levers):
 
     def trim(self, state: State, extra: Bytes | int, most: int) -> None:
         """Let go of levers that turned out not to be needed, the dearest first; look at `most` of them."""
-        for region in sorted(state.regions, key=lambda r: -self.region_cost[r])[:most]:
-            before = state.copy()
-            self.release(state, region)
-            if not self.fits(state, extra):
-                state.regions, state.action = before.regions, before.action
         cost = np.where(state.action == MOVE, self.move_cost, np.where(state.action == DROP, self.drop_cost, -1.0))
         for number in np.argsort(-cost, kind="stable")[:most].tolist():
             if cost[number] < 0:

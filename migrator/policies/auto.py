@@ -1,11 +1,10 @@
 """Our own: searches by simulation, improved, compared with what others plan, and verified to fit.
 
-A period whose times are known is searched for the cheapest mix of moves, light recomputation and whole regions,
-once for each of several shares of the forward that the lane out may be busy for; `migrator.planner.search` says how.
-What the simulator finds over the budget goes back into the search. The fastest plan that fits is then improved by
-exchanging one region at a time. Where drives are reached past the host's memory, what moves is spread over both ways
-out. Everything is counted in simulations, not in seconds, and so decided the same on
-every machine.
+A period whose times are known is searched for the cheapest mix of moves and recomputation, once for each of several
+shares of the forward that the lane out may be busy for; `migrator.planner.search` says how. What the simulator finds
+over the budget goes back into the search, and the best is searched for in other ways. Where drives are reached past the
+host's memory, what moves is spread over both ways out. Everything is counted in simulations, not in seconds, and so
+decided the same on every machine.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ LANES = (1.0, 0.9, 0.75, 0.5, 0.0, 1.05, 1.15, 1.4, 2.0, 1e9)
 FEWER = (0.65, 0.55, 0.45, 0.4, 0.3, 0.2, 0.1)
 """The same, besides, where others need the memory bus: between these the fewest moves are looked for."""
 
-SHARES = (2, 4, 16)
-PRICES = (1.0, 0.8, 1.25, 0.6, 1.6)
-"""Other ways to search: how much at a time, and at what price of regions."""
+SHARES = (2, 16)
+"""Other ways to search: how much at a time."""
 
 SIMULATED_SITES = 60_000  # sites times simulations of one planning: what keeps it within its time
 LEAST = 40  # simulations, however large the trace
@@ -121,27 +119,14 @@ class _Planner:
                     self._solve(How(lane, spare), self.levers.start(), 0)
 
     def improve(self) -> None:
-        """Go about what was best in other ways; then exchange one of its regions at a time for what else there is."""
+        """Go about what was best in other ways."""
         for share in SHARES:
-            for price in PRICES:
-                if self.left > 0:
-                    how = replace(self.best.how, share=share, region_price=price)
-                    self._solve(how, self.levers.start(), 0)
+            if self.left > 0:
+                self._solve(replace(self.best.how, share=share), self.levers.start(), 0)
         for lane in LANES:
             for change in (self.levers.exchange, self.levers.reassign):
                 if self.left > 0 and self.best.state is not None:
                     self._change(self.best, replace(self.best.how, lane=lane), change)
-        tried: set[int] = set()
-        while self.left > 0 and self.best.state is not None:
-            best = self.best
-            assert best.state is not None
-            untried = [region for region in best.state.regions if region not in tried]
-            if not untried:
-                return
-            tried.add(untried[-1])
-            state = best.state.copy()
-            self.levers.release(state, untried[-1])
-            self._solve(best.how, state, best.held, ban=untried[-1])
 
     def compare(self) -> None:
         """See whether others' plans are faster; and where nothing that was searched fits, what holds least."""
@@ -173,10 +158,10 @@ class _Planner:
             raise self._too_small()
         self.best, self.fitting = self.spilling, [self.spilling]
 
-    def _solve(self, how: How, state: State, held: Bytes | int, ban: int = -1) -> None:
+    def _solve(self, how: How, state: State, held: Bytes | int) -> None:
         """Search from a state, and again with what the simulator found over the budget."""
         for _ in range(REPAIRS):
-            solved = self.levers.solve(state, held, how, ban)
+            solved = self.levers.solve(state, held, how)
             if solved:
                 self.levers.trim(state, held, TRIMS)
             tried = self._try(self.levers.choice(state))
@@ -202,11 +187,11 @@ class _Planner:
         return self._fit(choice, self.budget)
 
     def _fit(self, choice: Choice, budget: int) -> _Tried:
-        dropped = obtainable(self.trace, choice.dropped, choice.regions)
+        dropped = obtainable(self.trace, choice.dropped)
         moved = choice.moved | (choice.dropped - dropped)
         tiers = spread(self.trace, moved, self.links)
-        outcome = effect(self.trace, dropped, choice.regions)
-        make = partial(fit, "auto", self.trace, budget, moved, dropped=dropped, regions=choice.regions, tiers=tiers)
+        outcome = effect(self.trace, dropped)
+        make = partial(fit, "auto", self.trace, budget, moved, dropped=dropped, tiers=tiers)
         lingering: Bytes | int = 0
         for _ in range(1 + REPAIRS):
             made = make(lingering=lingering, outcome=outcome)

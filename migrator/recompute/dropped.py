@@ -8,6 +8,7 @@ backward has released meanwhile.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +39,15 @@ FOR_RECOMPUTING = (
 class Recomputed:
     """The memory of dropped tensors that share a storage, while it is there."""
 
-    __slots__ = ("__weakref__", "counter", "engine", "nbytes", "replay", "tensor", "unused", "version")
+    __slots__ = ("__weakref__", "counter", "engine", "index", "nbytes", "replay", "tensor", "unused", "version")
 
-    def __init__(self, base: Tensor, replay: Replay, engine: Engine) -> None:
+    def __init__(self, base: Tensor, replay: Replay, index: int, engine: Engine) -> None:
         self.counter = engine.tensors.counter(base)
         self.version = self.counter._version
         self.nbytes = base.nbytes  # all of its storage
         self.replay = replay
+        self.index = index  # in what that makes
+        replay.makes[index] = weakref.ref(self)
         self.engine = engine
         self.unused = 0  # dropped tensors on it that backward has not asked for yet
         self.tensor: Tensor | None = None
@@ -76,19 +79,32 @@ class Recomputed:
         return order[1:]
 
     def _obtain(self, peek: Peek) -> Tensor:
-        tensor = self.tensor
-        if tensor is None:
-            tensor = self.counter.detach()  # a change in place is noticed there
-            try:
-                tensor.data = run(self.replay, peek)
-            except RuntimeError as error:
-                # Perhaps it is a bias, which plain PyTorch would not have missed: the reader has to be told.
-                if MODIFIED not in str(error) or FOR_RECOMPUTING in str(error):
-                    raise
-                raise RuntimeError(f"{error} {FOR_RECOMPUTING}") from None
-            if not self.over:
-                self.tensor = tensor
-                self.engine.entered(self.nbytes)
+        if self.tensor is not None:
+            return self.tensor
+        try:
+            made = run(self.replay, peek)
+        except RuntimeError as error:
+            # Perhaps it is a bias, which plain PyTorch would not have missed: the reader has to be told.
+            if MODIFIED not in str(error) or FOR_RECOMPUTING in str(error):
+                raise
+            raise RuntimeError(f"{error} {FOR_RECOMPUTING}") from None
+        for index, ref in enumerate(self.replay.makes):
+            other = None if ref is None else ref()
+            if other is not None and other is not self and other.is_wanted:
+                other._take(made[index])
+        return self._take(made[self.index])
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether backward will ask for it, and it is not there."""
+        return self.tensor is None and self.unused > 0 and self.counter._version == self.version
+
+    def _take(self, made: Tensor) -> Tensor:
+        tensor = self.counter.detach()  # a change in place is noticed there
+        tensor.data = made
+        if not self.over:
+            self.tensor = tensor
+            self.engine.entered(self.nbytes)
         return tensor
 
     def used(self) -> None:
@@ -133,7 +149,7 @@ class Dropped:
         made = self.made
         tensor = there.get(made) if made.tensor is None else made.tensor
         if tensor is None:
-            tensor = there[made] = run(made.replay, peek)
+            tensor = there[made] = run(made.replay, peek)[made.index]
         return self._of(tensor)
 
     def _of(self, tensor: Tensor) -> Tensor:
@@ -149,8 +165,8 @@ class Dropped:
         return view(made.counter, tensor.untyped_storage(), self.dtype, self.first, self.size, self.stride)
 
 
-def run(what: Replay, peek: Peek) -> Tensor:
-    """Make a tensor again.
+def run(what: Replay, peek: Peek) -> list[Tensor]:
+    """Make tensors again.
 
     Operators are recorded below autocast, which has cast their arguments already.
     """

@@ -6,7 +6,8 @@ back from it to others that were saved, and to what no operator of this forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch_tiers.migrator.recompute.dropped import MODIFIED
 from torch_tiers.migrator.tape.closure import Bound, Differs, Packs
 
 if TYPE_CHECKING:
+    from torch_tiers.migrator.recompute.dropped import Recomputed
     from torch_tiers.migrator.tape.recorder import Recorder
 
 
@@ -26,31 +28,54 @@ MOST = 4096  # names and storages that are remembered: a program of ever new one
 
 
 class Replay:
-    """What makes one saved tensor again: a closure whose leaves are what was packed of others.
+    """What makes a saved tensor again: a closure whose leaves are what was packed of others.
+
+    Or several that one operator returned, such as a dropout's result and its mask: these are made at once.
 
     Attributes
     ----------
-    name : str
-        Its operators, and its signature: equal for those that compute the same.
+    names : list of str
+        For each tensor that it makes its operators, and a signature: equal for those that compute the same.
+    makes : list of weakref
+        What is to have each of them; None for nobody.
     inputs : tuple
         What was packed of the tensors that it begins with.
     keys : tuple of str
         At which sites these were saved.
+    call : int
+        Number of its last operator, in this forward.
     """
 
-    __slots__ = ("_choices", "_closure", "_recorder", "_settings", "inputs", "keys", "name")
+    __slots__ = (
+        *("__weakref__", "_choices", "_closure", "_recorder", "_settings"),
+        *("call", "inputs", "keys", "makes", "names"),
+    )
 
     def __init__(self, name: str, closure: Bound, recorder: Recorder, settings: int, those: Choices) -> None:
-        self.name = name
+        self.names = [name]
+        self.makes: list[weakref.ref[Recomputed] | None] = [None]
         self.inputs = closure.inputs
         self.keys = closure.keys
+        self.call = closure.last
         self._closure = closure
         self._recorder = recorder
         self._settings = settings  # of PyTorch's, when it was found
         self._choices = those
 
-    def run(self, values: Sequence[Tensor]) -> Tensor:
-        """The tensor, made again of its unpacked inputs.
+    def join(self, other: Replay) -> bool:
+        """Make what another one makes, too, if both run the same operators; whether it does so now.
+
+        Of one that was not run yet, which is of no use then.
+        """
+        if not other._closure.also(self._closure):
+            return False
+        self._closure, self.inputs = other._closure, other.inputs  # this one's may be running, in another thread
+        self.names += other.names
+        self.makes += other.makes
+        return True
+
+    def run(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, made again of their unpacked inputs.
 
         Raises
         ------
@@ -99,26 +124,34 @@ class Replays:
         self._packs: Packs | None = None
         self._forwards = 0  # that are recorded
         self._names: dict[int, str] = {}  # of closures, by signature
+        self._calls: dict[int, weakref.ref[Replay]] = {}  # what is dropped, by the operator that made it
         self._settings = 0  # of PyTorch's, when the forward began
         self.choices = now = choices()
         self._chosen = {now: now}  # all that there were
 
-    def forward_begins(self, *, finds: bool) -> None:
+    def forward_begins(self, *, finds: bool, refilled: Collection[int] = ()) -> None:
         """A model's forward begins: record it if anything is to be found in it, unless another thread is recorded.
 
         Several may follow before backward, each of which may take what others made. Without end they are an evaluation
         that forgot `no_grad`, and one record of all would fill memory; and so would a validation.
+
+        Parameters
+        ----------
+        finds : bool
+            Whether anything is to be found in it.
+        refilled : collection of int
+            Storages, by identity, that have parameters only while a module computes, forwards and backwards.
         """
-        if not torch.is_grad_enabled():
+        if not finds or not torch.is_grad_enabled():
             self.end()
-            return
-        if not finds:
             return
         self._forwards += 1
         if self._forwards > FORWARDS:
             self.end()
         if self._packs is None and self._recorder.begin(states=True):
             self._packs = self._recorder.packs()
+        if self._packs is not None and refilled:
+            self._packs.refilled(refilled)
         now = choices()
         self._settings, self.choices = self._recorder.settings(), self._chosen.setdefault(now, now)
 
@@ -127,6 +160,7 @@ class Replays:
         self._forwards = 0
         if self._packs is not None:
             self._packs = None
+            self._calls.clear()
             self._recorder.stop()
 
     def __del__(self) -> None:
@@ -150,6 +184,15 @@ class Replays:
             return None
         name = self._names.get(found.signature) or self._name(found)
         return Replay(name, found, self._recorder, self._settings, self.choices)
+
+    def joined(self, found: Replay) -> tuple[Replay, int]:
+        """What makes a tensor that is dropped, with others of the same operator; and which of what it makes that is."""
+        ref = self._calls.get(found.call)
+        before = None if ref is None else ref()
+        if before is not None and before.join(found):
+            return before, len(before.names) - 1
+        self._calls[found.call] = weakref.ref(found)
+        return found, 0
 
     def _lasts(self, storage: int) -> bool:
         """Whether nobody writes a storage on the host without an operator, which tells us before.

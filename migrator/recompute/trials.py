@@ -34,6 +34,8 @@ class Trial:
         The tensor's storage.
     what : Replay or None
         How to make all of that storage; None once that was tried.
+    index : int
+        Which of what that makes it is.
     verified : Verified
         What will have been seen to hold.
     inputs : tuple of int
@@ -46,6 +48,7 @@ class Trial:
 
     ident: int
     what: Replay | None
+    index: int
     verified: Verified
     inputs: tuple[int, ...]
     size: tuple[int, ...]
@@ -79,6 +82,7 @@ class Trials:
         self._verified = verified
         self._seen: set[int] = set()
         self._held: dict[int, tuple[Recipe, Verified]] = {}
+        self._calls: dict[int, int] = {}  # of each storage the operator that returned it
         self._tried: list[_Tried] = []
 
     def is_new(self, ident: int) -> bool:
@@ -88,15 +92,18 @@ class Trials:
         self._seen.add(ident)
         return True
 
-    def knows(self, ident: int, key: str, base: Tensor, what: Replay, inputs: tuple[int, ...], chosen: object) -> bool:
+    def knows(
+        self, ident: int, key: str, base: Tensor, what: Replay, index: int, inputs: tuple[int, ...], chosen: object
+    ) -> bool:
         """Whether the replay held at this site before; then it counts as held, with what it begins with now."""
-        verified = self._verified.get(key)
-        if verified is None or what.name not in verified.held or verified.choices is not chosen:
+        self._calls[ident] = what.call
+        verified, name = self._verified.get(key), what.names[index]
+        if verified is None or name not in verified.held or verified.choices is not chosen:
             return False
         if (verified.layout, verified.version) != (layout(base), base._version):
             return False
         verified = verified._replace(found=verified.found.union(what.keys))
-        self._held[ident] = (_recipe(what.name, verified, inputs), verified)
+        self._held[ident] = (_recipe(name, verified, inputs), verified)
         return True
 
     def attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
@@ -109,12 +116,13 @@ class Trials:
     def _attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
         what = trial.what
         assert what is not None
+        self._calls[trial.ident] = what.call
         seen = {id(packed): peek(packed) for packed in what.inputs}  # once: some are copied, which takes longer
 
         def look(packed: Any) -> Tensor:
             return seen[id(packed)]
 
-        made = run(what, look)
+        made = run(what, look)[trial.index]
         if not _is_storage(trial, made):
             return
         first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
@@ -139,7 +147,13 @@ class Trials:
             (name,) = trial.verified.held
             verified = trial.verified._replace(held={name: Took(self._meter.seconds(start, end), scratch, host)})
             self._held[trial.ident] = (_recipe(name, verified, trial.inputs), verified)
-        return self._held
+        first: dict[int, int] = {}  # storage of each operator
+        for ident in self._held:
+            first.setdefault(self._calls[ident], ident)
+        return {
+            ident: (replace(recipe, call=first[self._calls[ident]]), verified)
+            for ident, (recipe, verified) in self._held.items()
+        }
 
 
 def _recipe(name: str, verified: Verified, inputs: tuple[int, ...]) -> Recipe:

@@ -48,12 +48,15 @@ class Verified(NamedTuple):
             return self
         return self._replace(held={**before.held, **self.held}, found=before.found | self.found)
 
-    def find(self, base: Tensor, replays: Replays) -> Replay | None:
-        """What makes a tensor again, if it is as it was when that held; None if it is not, or there is nothing."""
+    def find(self, base: Tensor, replays: Replays) -> tuple[Replay, int] | None:
+        """What makes a tensor again, and which of what that makes it is, if it is as it was when that held.
+
+        None if it is not, or if there is nothing.
+        """
         if layout(base) != self.layout or base._version != self.version or replays.choices is not self.choices:
             return None
         found = replays.find(base)
-        return found if found is not None and found.name in self.held else None
+        return replays.joined(found) if found is not None and found.names[0] in self.held else None
 
 
 def base_of(tensor: Tensor) -> Tensor:

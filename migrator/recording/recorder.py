@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
-from torch_tiers.migrator.clocks import Clocks
 from torch_tiers.migrator.engine.group import State
 from torch_tiers.migrator.engine.storages import Known, holders
 from torch_tiers.migrator.lanes import Meter
 from torch_tiers.migrator.recompute.dropped import Peek
 from torch_tiers.migrator.recompute.trials import Trial, Trials
 from torch_tiers.migrator.recompute.verified import Verified
-from torch_tiers.migrator.recompute.watch import Sums, Watch, same_sums
-from torch_tiers.migrator.trace import Region, Site, Trace
+from torch_tiers.migrator.trace import Site, Trace
 
 SELDOM = 8  # what the program has held for so many positions is looked at after one more
 PARTS = 64  # of one storage, of which each moves alone, that are gone through to see who else holds it
@@ -78,19 +75,6 @@ class _Held:
     end: int = -1
 
 
-@dataclass(eq=False, slots=True)
-class _Visit:
-    """A module's forward, under way or over."""
-
-    begin: int
-    inputs: Sequence[Known | None]
-    watch: Watch | None  # until backward begins, or it is known that the forward cannot be repeated
-    start: Any
-    end: int = -1
-    over: Any = None
-    sums: Sums = ({}, {})
-
-
 class Recorder:
     """Collects the sites of one period.
 
@@ -128,7 +112,6 @@ class Recorder:
         self._stays: set[int] = set()  # storages that the graph holds, who knows how often
         self._look: dict[int, list[_Held]] = {}  # by when to look who holds it
         self._was_held: list[_Held] = []
-        self._visits: dict[str, _Visit | None] = {}  # None: not one region, as it was entered twice
         self._forward: list[weakref.ref[Record]] = []  # what the forward under way saved first, and last
         self._before: list[weakref.ref[Record]] = []  # the same of the one before
         self.trials = Trials(meter, verified) if meter is not None and tries else None
@@ -220,7 +203,6 @@ class Recorder:
         if self._meter is not None:
             self._meter.abandon()
         self._meter = self.trials = None
-        self._visits.clear()  # what their watches hold need not live on
 
     def _follow(self, known: Known, entry: _Entry) -> None:
         parts = self._followed.setdefault(known.cdata, {})
@@ -231,45 +213,8 @@ class Recorder:
                 self._coming.append(held)
                 self._look.setdefault(self._position, []).append(held)
 
-    def enter(self, path: str, inputs: Sequence[Known | None], watch: Watch) -> None:
-        """The forward of a module begins that could be recomputed as a whole from `inputs`, if it leaves no trace."""
-        if self._meter is not None:
-            visit = _Visit(self._position, inputs, watch, self._meter.mark())
-            self._visits[path] = None if path in self._visits else visit
-
-    def visits(self, path: str) -> bool:
-        """Whether `enter` has been told of that module."""
-        return self._visits.get(path) is not None
-
-    def leave(self, path: str, others: Iterable[Tensor] | None) -> bool:
-        """It ends, and was given these tensors, too; None where it cannot be given again what it was given.
-
-        Returns
-        -------
-        whether it left no trace so far
-        """
-        visit = self._visits.get(path)
-        if visit is None or visit.watch is None or self._meter is None:
-            return False
-        over = self._meter.mark()
-        with self._meter.aside():
-            if others is not None and visit.watch.forward_over():
-                visit.end, visit.over = self._position, over
-                visit.watch.look_at_given(others)
-            else:
-                visit.watch = None  # what it holds need not live on
-        return visit.watch is not None
-
     def turn(self) -> None:
         """Backward begins. What is alive without us, somebody else holds."""
-        watched = [visit for visit in self._visits.values() if visit is not None and visit.watch is not None]
-        if watched:
-            with self.aside():
-                for visit in watched:
-                    if visit.watch and not visit.watch.unchanged():  # such as what a model tells its layers for a while
-                        visit.end = -1
-                    visit.sums = visit.watch.sums if visit.watch else visit.sums
-                    visit.watch = None
         self._coming.clear()
         for held in (held for of in self._look.values() for held in of):
             still = self._is_held(held.known)
@@ -305,7 +250,6 @@ class Recorder:
         measures = self._meter.finish(self._resident(), list(accumulate(change)))
         measured = measures.seconds > 0
         recipes = self.trials.results() if measured and self.trials is not None else {}
-        regions = self._regions(self._meter, measures.clocks) if measured else []
         self._meter = self.trials = None  # graphs that live on have nothing more to tell
         self.verified = {site.key: recipes[site.storage][1] for site in sites if site.storage in recipes}
         trace = Trace(
@@ -315,7 +259,6 @@ class Recorder:
             seconds=measures.seconds,
             others=measures.others,
             recipes={ident: recipe for ident, (recipe, _) in recipes.items()},
-            regions=tuple(regions),
             held=held,
         )
         return trace if measures.clocks is None else trace.on(measures.clocks)
@@ -338,22 +281,3 @@ class Recorder:
                 change[each.away] += nbytes
                 change[each.end] -= nbytes
         return change[:-1], held
-
-    def _regions(self, meter: Meter, clocks: Clocks | None) -> list[Region]:
-        # The others were entered twice, left by an exception, cannot be repeated, or nothing was saved in them.
-        visits = {
-            path: visit
-            for path, visit in self._visits.items()
-            if visit is not None and visit.end > visit.begin and same_sums(visit.sums)
-        }
-        spans = meter.spans([(visit.start, visit.over) for visit in visits.values()])
-        regions = []
-        for (path, visit), seconds in zip(visits.items(), spans, strict=True):
-            alone, idents = -len(self._entries), []
-            for known in visit.inputs:  # one each, as the checkpoint will save them
-                alone -= known is None
-                idents.append(alone if known is None else known.ident)
-            nbytes = {known.ident: known.high - known.low for known in visit.inputs if known is not None}
-            host = 0.0 if clocks is None else sum(clocks.host[visit.begin + 1 : visit.end])
-            regions.append(Region(path, visit.begin, visit.end, tuple(idents), sum(nbytes.values()), seconds, host))
-        return regions

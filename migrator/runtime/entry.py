@@ -22,11 +22,9 @@ from torch.optim import optimizer as optimizer_hooks
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.mover import Mover
-from torch_tiers.migrator.hooks import compiled
 from torch_tiers.migrator.hooks.saver import Saver
 from torch_tiers.migrator.lanes import peaks
 from torch_tiers.migrator.lanes.host import HostCompute
-from torch_tiers.migrator.recompute import exact
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.runtime import process_groups
 
@@ -40,11 +38,11 @@ class AlreadyActive(TiersError):
 class Listener(Protocol):
     """What a runtime is told."""
 
-    def enter(self, module: nn.Module, args: Any) -> bool:
+    def enter(self, module: nn.Module) -> bool:
         """A module is called in this thread, hooks of its own included; whether `leave` is to be called after that."""
 
-    def leave(self, module: nn.Module, args: Any, named: Any) -> None:
-        """The call ends, also when it raised: then `named`, its arguments by name, is None."""
+    def leave(self) -> None:
+        """The call ends, also when it raised."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step."""
@@ -120,19 +118,15 @@ def _stand_before_calls() -> None:
     @wraps(plain)
     def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # PyTorch's profiler looks for a `self` here
         # Whoever has kept this function may call it when it is of no session any more.
-        if is_compiling() or _our_call is not call or not _enter(self, args):
+        if is_compiling() or _our_call is not call or not _enter(self):
             return plain(self, *args, **kwargs)
         try:
-            output = plain(self, *args, **kwargs)
-        except BaseException:  # the path of modules must not keep what was left
-            _leave(self, args, None)
-            raise
-        _leave(self, args, kwargs)
-        return output
+            return plain(self, *args, **kwargs)
+        finally:  # also after an exception: the path of modules must not keep what was left
+            _leave()
 
     call.__qualname__ = "Module.__call__"  # by which pickle finds it
     nn.Module.__call__ = _our_call = call  # type: ignore[method-assign]
-    exact.our_call = call if plain is exact.CALL else None
     _tell_dynamo(plain, call)
 
 
@@ -143,7 +137,7 @@ def _stand_aside() -> None:
         nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
     if _our_call is not None:
         _tell_dynamo(_our_call, _plain_call)
-    _plain_call = _our_call = exact.our_call = None
+    _plain_call = _our_call = None
 
 
 def _tell_dynamo(old: Any, new: Any) -> None:
@@ -154,13 +148,13 @@ def _tell_dynamo(old: Any, new: Any) -> None:
             dynamo.unpatched_nn_module_call = new
 
 
-def _enter(module: nn.Module, args: Any) -> bool:
-    return _active is not None and _active.enter(module, args)
+def _enter(module: nn.Module) -> bool:
+    return _active is not None and _active.enter(module)
 
 
-def _leave(module: nn.Module, args: Any, named: Any) -> None:
+def _leave() -> None:
     if _active is not None:
-        _active.leave(module, args, named)
+        _active.leave()
 
 
 def _stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -215,7 +209,7 @@ def _keep_dynamo_out() -> None:
     of_engines = (Engine.born, Engine.entered, Engine.reached, Engine.left)
     natively = (Mover.take, Mover.give_back, Saver.drop, Saver.note, Replay.run, *of_engines)
     hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *natively)
-    entries = (compiled.Called.__call__, _enter, _leave, _stepping, _stepped, _disable, _enable)
+    entries = (_enter, _leave, _stepping, _stepped, _disable, _enable)
     for function in (*hooks, *entries):
         eval_frame.set_code_exec_strategy(function.__code__, skip)
     # What a module's call comes to is the program's, though.

@@ -15,10 +15,15 @@ class HostTime:
     """The host's time in this process, from a period's first forward to its end.
 
     What is between two periods is not counted: there a program waits for its data, and for the device.
+
+    Attributes
+    ----------
+    ours : float
+        Seconds that were ours so far, of the period that has begun.
     """
 
     def __init__(self) -> None:
-        self._ours = 0.0  # seconds
+        self.ours = 0.0  # seconds
         self._before: tuple[HookTime | None, float] = (
             None,
             0.0,
@@ -32,7 +37,7 @@ class HostTime:
         try:
             return call(*args)
         finally:
-            self._ours += time.perf_counter() - max(began, self._began or began)
+            self.ours += time.perf_counter() - max(began, self._began or began)
 
     def period_begins(self, hooks: HookTime | None, blocked: float, *, idle: bool) -> None:
         """A period's first forward begins; later ones are told of as well.
@@ -47,7 +52,7 @@ class HostTime:
             Whether the device has nothing to do.
         """
         if self._began is None:
-            self._ours, self._before, self._idle = 0.0, (hooks, blocked), idle
+            self.ours, self._before, self._idle = 0.0, (hooks, blocked), idle
             self._began = time.perf_counter()
 
     def period_over(self, hooks: HookTime | None, blocked: float) -> HostLap | None:
@@ -60,4 +65,4 @@ class HostTime:
         # It is groups that are waited for, some by the tensor that asks for its own.
         rest = max(0.0, waited - taken.groups)
         taken = taken._replace(groups=max(0.0, taken.groups - waited), moves=max(0.0, taken.moves - rest))
-        return HostLap(time.perf_counter() - began - waited, self._ours + sum(taken), idle=self._idle, hooks=taken)
+        return HostLap(time.perf_counter() - began - waited, self.ours + sum(taken), idle=self._idle, hooks=taken)

@@ -127,11 +127,18 @@ class Runtime:
         """The hooks of this thread, if they are on."""
         return self._thread.saver
 
-    def enter(self, module: nn.Module, args: Any) -> bool:
+    def enter(self, module: nn.Module) -> bool:
         """A forward begins in this thread; whether `leave` is to be called when it ends."""
-        return self._time.timed(self._enter, module, args)
+        # A model has hundreds of modules, and the device may be waiting for the host: within a forward, as most are
+        # called, no function is called that could be spared.
+        began, saver = time.perf_counter(), self._thread.saver
+        if saver is None or saver.resting or not saver.modules.stack:
+            return self._time.timed(self._enter, module)
+        saver.enter(module)
+        self._time.ours += time.perf_counter() - began
+        return True
 
-    def _enter(self, module: nn.Module, args: Any) -> bool:
+    def _enter(self, module: nn.Module) -> bool:
         saver = self._thread.saver or self._arm()
         if saver is None:
             return False
@@ -142,14 +149,15 @@ class Runtime:
                 self._look_at(module)
         if saver.resting:
             return False
-        saver.enter(module, args)
+        saver.enter(module)
         return True
 
-    def leave(self, module: nn.Module, args: Any, named: Any) -> None:
+    def leave(self) -> None:
         """A forward ends in this thread, also when it raised."""
-        saver = self._thread.saver
+        began, saver = time.perf_counter(), self._thread.saver
         if saver is not None and not saver.resting:
-            self._time.timed(saver.leave, module, args, named)
+            saver.leave()
+            self._time.ours += time.perf_counter() - began
 
     def _arm(self) -> Saver | None:
         if not torch.is_grad_enabled() or get_worker_info() is not None or torch._C._current_graph_task_id() != -1:
@@ -302,10 +310,7 @@ class Runtime:
                 self._steps.planned()
                 self._counters.planned()
                 self._tell_plans(saver)
-            saver.adopt(
-                (action for mover in movers for action in mover.actions()),
-                [path for mover in movers for plan in mover.learner.plans for path in plan.regions],
-            )
+            saver.adopt(action for mover in movers for action in mover.actions())
 
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
         # At the end of a step. Elsewhere a layout is in use: by what backward is still to do, or by another thread.

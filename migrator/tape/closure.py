@@ -8,7 +8,7 @@ as long as nobody writes its leaves behind everybody's back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -96,6 +96,14 @@ class Packs:
         self._library = library
         self._handle = library.packs()
 
+    def refilled(self, storages: Collection[int]) -> None:
+        """Say of storages, by the number that `UntypedStorage` has, that they are emptied and filled again.
+
+        Behind everybody's back, each time with the same bytes. A closure begins with those that are full when it is
+        found, and raises where one is empty when it runs.
+        """
+        self._library.refilled(self._handle, [*storages])
+
     def note(self, tensor: Tensor, packed: Any, key: str) -> None:
         """Remember what was packed of a tensor at a site, without keeping it alive; of a tuple its first.
 
@@ -136,9 +144,11 @@ class Bound:
         What was packed of what it takes.
     keys : tuple of str
         At which sites.
+    last : int
+        Number of its last operator on the tape.
     """
 
-    __slots__ = ("__weakref__", "_handle", "_library", "inputs", "keys", "signature")
+    __slots__ = ("__weakref__", "_handle", "_library", "inputs", "keys", "last", "signature")
 
     def __init__(
         self,
@@ -146,12 +156,14 @@ class Bound:
         signature: int,
         inputs: tuple[Any, ...],
         keys: tuple[str, ...],
+        last: int,
         handle: native.Handle,
     ) -> None:
         self._library = library
         self.signature = signature
         self.inputs = inputs
         self.keys = keys
+        self.last = last
         self._handle = handle
 
     @property
@@ -164,8 +176,15 @@ class Bound:
         """Whether a leaf was written where it was, since the closure was made."""
         return self._library.is_stale(self._handle)
 
-    def make(self, values: Sequence[Tensor]) -> Tensor:
-        """The tensor, made again of what its inputs were unpacked to; see `Closure.run`.
+    def also(self, before: Bound) -> bool:
+        """Make what another one makes, too, before its own, if both run the same operators; whether it does so now.
+
+        Not once it was run.
+        """
+        return self._library.also(self._handle, before._handle)
+
+    def make(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, made again of what its inputs were unpacked to; see `Closure.run`.
 
         Raises
         ------
@@ -175,7 +194,7 @@ class Bound:
         made = self._library.make(self._handle, values)
         if isinstance(made, str):
             raise Differs(made)
-        return made[0]
+        return made
 
 
 class Closure:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 from unittest import mock
@@ -37,9 +37,8 @@ from torch_tiers.migrator.planner.build import plan_of
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.policies import POLICIES, Policy
-from torch_tiers.migrator.recompute import exact
 from torch_tiers.migrator.runtime import devices
-from torch_tiers.migrator.trace import Region, Trace
+from torch_tiers.migrator.trace import Trace
 from torch_tiers.session import Session
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it
@@ -49,9 +48,7 @@ Program: TypeAlias = Callable[[torch.device], Sequence[Tensor]]
 
 FAMILIES = (
     "changed_programs",
-    "changed_modules",
     "compiled",
-    "compiled_regions",
     "direct",
     "disk",
     "exceptions",
@@ -66,8 +63,7 @@ FAMILIES = (
     "processes",
     "quiet",
     "recompute",
-    "regions",
-    "repeats",
+    "replayed",
     "sessions",
     "storages",
     "subclasses",
@@ -124,11 +120,6 @@ def main(family: str) -> None:
 # ------------------------------------------------------------------------------------------ sessions
 
 
-def any_module() -> AbstractContextManager[object]:
-    """Have modules of the program's recomputed as a whole, too: what does that has to be right for any module."""
-    return mock.patch.multiple(exact, is_exact=lambda *_: True, stands=lambda _: True, may_draw=lambda: True)
-
-
 _sessions = importlib.import_module("torch_tiers.session")  # the module: the package has the class by that name
 
 
@@ -138,7 +129,6 @@ def moving(
     room: int = MiB,
     share: float = 1,
     recompute: bool = False,
-    regions: bool = False,
     paced: bool = False,
     tier: str | None = None,
     policy: str = "move",
@@ -157,9 +147,7 @@ def moving(
     share
         Of the storages, evenly spread, once there is a plan; before that everything moves.
     recompute
-        What can be recomputed cheaply does not move, but is.
-    regions
-        The innermost regions are recomputed as a whole.
+        What can be recomputed does not move, but is.
     paced
         The plan's room changes on the way, and groups come back at its triggers.
     tier
@@ -173,9 +161,8 @@ def moving(
         goes = {life.ident: int((k + 1) * share) > int(k * share) for k, life in enumerate(lives)}
         stays = sum(life.nbytes for life in lives if not goes[life.ident])
         again = set(trace.recipes) & set(goes) if recompute else set()
-        whole = [region.path for region in _innermost(trace.regions)] if regions else []
-        outcome = effect(trace, again, whole)
-        made = plan_of("move", outcome, {ident for ident in goes if goes[ident]}, room, regions=whole)
+        outcome = effect(trace, again)
+        made = plan_of("move", outcome, {ident for ident in goes if goes[ident]}, room)
         if tier is not None:
             made = replace(made, groups=tuple(replace(group, tier=tier) for group in made.groups))
         if paced:
@@ -183,7 +170,6 @@ def moving(
         return replace(made, room=stays + room)
 
     with (
-        any_module() if regions else nullcontext(),
         mock.patch.object(mover, "learning_room", lambda *_: room),
         mock.patch.object(devices, "POLICIES", {**POLICIES, "move": plan or move_a_share}),
         mock.patch.object(
@@ -194,24 +180,20 @@ def moving(
         yield session
 
 
-def _innermost(regions: Sequence[Region]) -> list[Region]:
-    return [region for region in regions if not any(inner.path.startswith(f"{region.path}.") for inner in regions)]
-
-
 def moved(session: Session) -> dict[str, int]:
     """Return the bytes moved so far, by lane."""
     return session.stats()["moved"]
 
 
 def recomputed(session: Session) -> set[str]:
-    """Return the paths of the modules that this thread's plans recompute as a whole."""
+    """Return the keys of the sites whose tensors this thread's plans drop and make again."""
     saver = session.runtime.saver()
     assert saver is not None
-    return {path for mover in saver.armed_movers for plan in mover.learner.plans for path in plan.regions}
+    return {key for mover in saver.armed_movers for plan in mover.learner.plans for key in plan.recompute}
 
 
-WHOLE: dict[str, Any] = {"regions": True, "share": 0}
-"""Arguments of `moving`: whole modules are recomputed, and nothing moves."""
+REMADE: dict[str, Any] = {"recompute": True, "share": 0}
+"""Arguments of `moving`: all that can be is dropped and made again, and nothing moves."""
 
 
 # ------------------------------------------------------------------------------------------- results

@@ -1,15 +1,30 @@
-"""torch.compile: the whole model, block by block, with torch.func inside; and what must not make it recompile."""
+"""torch.compile: the whole model, block by block, beside what is dropped; and what must not make it recompile."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import assert_same, batch, gradients, main, moved, moving, perceptron, train
+from tests.scenarios import (
+    REMADE,
+    Own,
+    assert_same,
+    batch,
+    blocks,
+    gradients,
+    main,
+    moved,
+    moving,
+    perceptron,
+    recomputed,
+    train,
+)
 from torch_tiers import migrator
 
 Compile = Callable[[nn.Module], nn.Module]
@@ -37,6 +52,12 @@ def _each(model: nn.Module, backend: str) -> nn.Module:
     return model
 
 
+def _in_place(model: nn.Module) -> nn.Module:
+    model = Own(model)
+    model.compile(backend="aot_eager")
+    return model
+
+
 def _each_in_place(model: nn.Module, backend: str) -> nn.Module:
     for block in model:
         block.compile(backend=backend)
@@ -54,6 +75,8 @@ def the_whole_model(device: torch.device) -> None:
         print(f"  {backend}")
         whole = partial(torch.compile, backend=backend)
         assert_same(partial(_train_compiled, whole), device)
+    print("  in place")  # what runs it is none of its methods: somebody has to tell all the same that it trains
+    assert_same(partial(_train_compiled, _in_place), device)
 
 
 def the_whole_model_without_a_graph_break(device: torch.device) -> None:
@@ -108,10 +131,67 @@ def our_own_functions_are_not_compiled(device: torch.device) -> None:
 
 
 def nothing_compiles_anew_in_later_steps(device: torch.device) -> None:
+    """Nor does anything that is compiled run again in backward, where what is beside it is made again."""
+    runs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        return lambda *args: (runs.append(graph), graph(*args))[1]
+
+    for arguments in ({}, REMADE):
+        torch.compiler.reset()
+        with moving(**arguments) as session, torch._dynamo.config.patch(error_on_recompile=True):
+            model = torch.compile(perceptron(device), backend="aot_eager")
+            train(model, device, steps=8)
+            model = blocks(device)
+            model[1].layers = torch.compile(Own(model[1].layers), backend=backend)
+            train(model, device, steps=8)
+            assert not arguments or recomputed(session)
+            before = len(runs)
+            train(model, device, steps=1)
+            assert len(runs) == before + 1
+
+
+def parts_that_are_compiled_beside_what_is_dropped(device: torch.device) -> None:
+    """In place, wrapped and within; their statistics, random numbers and hooks count once."""
+
+    def program(wrap: Callable[[nn.Module], nn.Module], device: torch.device) -> list[Tensor]:
+        torch.compiler.reset()
+        calls, model = list[str](), blocks(device, nn.BatchNorm1d(256), nn.Dropout(0.2))
+        for block in model:
+            block.layers = wrap(block.layers)
+            block.layers.register_forward_hook(lambda *_: calls.append("forward"))
+        next(module for module in model[2].modules() if isinstance(module, nn.Linear)).compile(backend="aot_eager")
+        model[0].layers.compile(backend="aot_eager")
+        model[1].layers = torch.compile(model[1].layers, backend="aot_eager")
+        results = train(model, device)
+        return [*results, *model.buffers(), torch.rand(4, device=device), torch.tensor(len(calls))]
+
+    for wrap in (Own, lambda layers: layers):
+        assert_same(partial(program, wrap), device, moves=False, **REMADE)
+        with moving(**REMADE) as session:
+            program(wrap, device)
+            print(f"  dropped at {sorted(recomputed(session))}")
+            assert recomputed(session)
+
+
+def modules_can_be_copied_exported_scripted_and_traced(device: torch.device) -> None:
+    """Compiled ones and others, while what they save is dropped."""
     torch.compiler.reset()
-    with moving(), torch._dynamo.config.patch(error_on_recompile=True):
-        model = torch.compile(perceptron(device), backend="aot_eager")
-        train(model, device, steps=8)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Own(_Block()) for _ in range(3))).to(device), batch(device, 9)
+    model[0].compile(backend="aot_eager")
+    model[1] = torch.compile(model[1], backend="aot_eager")
+    with moving(**REMADE) as session:
+        train(model, device)
+        assert recomputed(session)
+        for k, block in enumerate(model):
+            others = [copy.deepcopy(block), torch.export.export(block, (x,)).module()]
+            if k != 1:
+                others.append(torch.jit.script(block))
+            if k == 2:
+                others += [torch.jit.trace(block, x), torch.fx.symbolic_trace(block)]
+            for other in others:
+                torch.testing.assert_close(other(x), block(x))
 
 
 def a_model_compiled_before_the_session(device: torch.device) -> None:
@@ -204,6 +284,43 @@ def what_a_compiled_block_saves_in_parts_moves_once(device: torch.device) -> Non
     print(f"  counted {counted} and moved {went} of {sum(unique.values())} bytes")
     assert 0 < counted <= sum(unique.values())
     assert 0 < went <= sum(unique.values())
+
+
+def _goes_on(backend: str, stance: str, device: torch.device) -> None:
+    """Check that what is saved is dropped also after compiled calls, within a forward and after it."""
+
+    def program(device: torch.device) -> list[Tensor]:
+        torch.compiler.reset()
+        after = torch.compile(lambda loss: loss + 1, backend=backend)
+        model = nn.Sequential(perceptron(device), Own(nn.Linear(128, 8))).to(device)
+        model[1].compile(backend=backend)
+        results = train(model, device)
+        for i in range(4):
+            with torch.compiler.set_stance(stance):
+                loss = model(batch(device, i)).square().mean()
+                results.append(after(loss.detach()))
+            loss.backward()
+            results += gradients(model)
+        return results
+
+    def twice() -> None:
+        assert_same(program, device, moves=False, **REMADE)
+        with moving(**REMADE) as session:
+            program(device)
+            assert recomputed(session), "nothing is recorded any more"
+
+    with ThreadPoolExecutor(1) as pool:  # where recording ends it does so in this thread
+        pool.submit(twice).result()
+
+
+def recording_goes_on_after_a_compiled_function_between_forward_and_backward(device: torch.device) -> None:
+    for backend in ("eager", "inductor", "aot_eager"):
+        print(f"  {backend}")
+        _goes_on(backend, "default", device)
+
+
+def recording_goes_on_after_compiled_modules_ran_eagerly_for_now(device: torch.device) -> None:
+    _goes_on("eager", "force_eager", device)
 
 
 if __name__ == "__main__":

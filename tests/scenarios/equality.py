@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tests.programs import PROGRAMS, run
-from tests.scenarios import moving
+from tests.scenarios import REMADE, moving
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.links import Links
 from torch_tiers.migrator.plan import Plan
@@ -28,11 +28,9 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "two thirds move": {"share": 2 / 3},
     "a third moves": {"share": 1 / 3},
     "nothing moves": {"policy": "keep"},
-    "everything light is recomputed": {"share": 0, "recompute": True},
-    "everything light is recomputed, and everything else moves": {"recompute": True},
-    "regions are recomputed as a whole, everything else moves": {"regions": True},
-    "regions are recomputed as a whole, nothing moves": {"regions": True, "share": 0},
-    "everything light is recomputed, two thirds of the rest move, at the plan's pace": {
+    "all that can be is recomputed": REMADE,
+    "all that can be is recomputed, and everything else moves": {"recompute": True},
+    "all that can be is recomputed, two thirds of the rest move, at the plan's pace": {
         "recompute": True,
         "paced": True,
         "share": 2 / 3,
@@ -82,7 +80,7 @@ def check_policy(program: str, policy: str, device: str) -> None:
         assert saver is not None
         carried_out = [plan for mover in saver.armed_movers for plan in mover.learner.plans]
     assert carried_out and all(plan in made for plan in carried_out)
-    recomputed = sum(len(plan.recompute) + len(plan.regions) for plan in carried_out)
+    recomputed = sum(len(plan.recompute) for plan in carried_out)
     print(f"{program}, {policy}: {session.stats()['moved']}, {recomputed} recomputed")
 
 

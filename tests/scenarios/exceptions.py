@@ -224,7 +224,7 @@ def no_function_of_python_s_runs_while_a_graph_is_freed(device: torch.device) ->
         if event == "call":
             called.append(frame.f_code.co_qualname)
 
-    kinds: list[dict[str, Any]] = [{}, {"recompute": True}, {"regions": True}]
+    kinds: list[dict[str, Any]] = [{}, {"recompute": True}]
     for arguments in kinds:
         for native in ("off", "auto"):
             with moving(native=native, **arguments):

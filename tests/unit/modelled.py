@@ -7,12 +7,11 @@ tensors: weights, optimizer state, gradients as they come, and what an operation
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_tiers.allocator.sizes import KiB
-from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
+from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 MATMUL = 620e12  # floating-point operations a second
 ATTENTION = 380e12
@@ -38,7 +37,6 @@ class Modeller:
         self.sizes: list[int] = []
         self.ops: list[_Op] = []
         self.recipes: dict[int, Recipe] = {}
-        self.regions: list[tuple[str, int, int, tuple[int, ...]]] = []
 
     def storage(self, nbytes: float) -> int:
         self.sizes.append(int(nbytes))
@@ -61,22 +59,10 @@ class Modeller:
     def recipe(self, made: int, op: str, inputs: tuple[int, ...], seconds: float) -> None:
         self.recipes[made] = Recipe(op, inputs, seconds)
 
-    @contextmanager
-    def region(self, path: str, *inputs: int) -> Iterator[None]:
-        begin = len(self.ops)
-        yield
-        self.regions.append((path, begin, len(self.ops), inputs))
-
-    @staticmethod
-    def _up_to_last_save(ops: Sequence[_Op]) -> float:
-        last = max(number for number, op in enumerate(ops) if op.inputs or op.outputs)
-        return sum(op.forward for op in ops[: last + bool(ops[last].outputs)])
-
     def trace(self, optimizer: float) -> Trace:
         times: list[float] = []
         others: list[int] = []
         saved: list[list[tuple[str, int, int]]] = []
-        spans: list[int] = []  # position at which each operation begins
         clock, most = 0.0, self.static
 
         def position(others_before: int) -> int:
@@ -86,7 +72,6 @@ class Modeller:
 
         numbers: dict[str, int] = {}
         for op in self.ops:
-            spans.append(len(times))
             mine: list[tuple[str, int, int]] = []
             for step, storages in enumerate((op.inputs, op.outputs)):
                 if step:
@@ -97,7 +82,6 @@ class Modeller:
                     mine.append((f"{op.path}:{number}", storage, position(most)))
                     most = self.static
             saved.append(mine)
-        spans.append(len(times))
         grown = 0
         uses: dict[str, int] = {}
         for op, mine in zip(reversed(self.ops), reversed(saved), strict=True):
@@ -111,20 +95,9 @@ class Modeller:
         sites = [
             Site(key, storage, self.sizes[storage], at, (uses[key],)) for mine in saved for key, storage, at in mine
         ]
-        regions = [
-            Region(
-                path,
-                spans[begin],
-                spans[end],
-                inputs,
-                sum(self.sizes[storage] for storage in inputs),
-                self._up_to_last_save(self.ops[begin:end]),
-            )
-            for path, begin, end, inputs in self.regions
-        ]
-        return Trace(
-            tuple(sites), len(times), tuple(times), clock + optimizer, tuple(others), self.recipes, tuple(regions)
-        )
+        known = {site.storage for site in sites}
+        recipes = {k: recipe for k, recipe in self.recipes.items() if known >= {k, *recipe.inputs}}
+        return Trace(tuple(sites), len(times), tuple(times), clock + optimizer, tuple(others), recipes)
 
 
 def gpt(
@@ -136,9 +109,13 @@ def gpt(
     parameters = 12 * blocks * width**2 + 2 * vocabulary * width + length * width
     model = Modeller(6 * parameters)  # weights, and two moments, in bf16
 
-    def linear(path: str, into: int, out: int, saved: int) -> None:
-        flops = 2 * tokens * into * out
-        model.op(path, flops / MATMUL, [saved], transient=2 * tokens * max(into, out), gradients=2 * into * out)
+    def linear(path: str, into: int, out: int, saved: int, *more: int) -> int:
+        """What is made of `saved`, and has `more` added to it, is saved by somebody later, if at all."""
+        seconds = 2 * tokens * into * out / MATMUL
+        model.op(path, seconds, [saved], transient=2 * tokens * max(into, out), gradients=2 * into * out)
+        made = model.storage(2 * tokens * out)
+        model.recipe(made, "addmm", (saved, *more), seconds + (3 * unit / TRAFFIC if more else 0))
+        return made
 
     def norm(path: str, x: int) -> int:
         seconds = 2 * unit / TRAFFIC
@@ -151,25 +128,26 @@ def gpt(
     x = model.storage(unit)
     for number in range(blocks):
         path = f"blocks.{number}"
-        with model.region(path, x):
-            linear(f"{path}.qkv", width, 3 * width, norm(f"{path}.norm1", x))
-            qkv, attended, logsumexp = model.storage(3 * unit), model.storage(unit), model.storage(4 * heads * tokens)
-            flops = 2 * tokens * length * width  # causal: half of four
-            model.op(
-                path, flops / ATTENTION, [qkv], [attended, logsumexp],
-                backward=2.5 * flops / ATTENTION, transient=3 * unit,
-            )  # fmt: skip
-            linear(f"{path}.proj", width, width, attended)
-            model.op(path, 3 * unit / TRAFFIC, transient=unit, backward=unit / TRAFFIC)
-            middle = model.storage(unit)
-            linear(f"{path}.expand", width, 4 * width, norm(f"{path}.norm2", middle))
-            expanded, activated = model.storage(4 * unit), model.storage(4 * unit)
-            gelu = 8 * unit / TRAFFIC
-            model.op(f"{path}.gelu", gelu, [expanded], transient=4 * unit, backward=1.5 * gelu)
-            model.recipe(activated, "GeluBackward0", (expanded,), gelu)
-            linear(f"{path}.contract", 4 * width, width, activated)
-            model.op(path, 3 * unit / TRAFFIC, transient=unit, backward=unit / TRAFFIC)
-            x = model.storage(unit)
+        qkv = linear(f"{path}.qkv", width, 3 * width, norm(f"{path}.norm1", x))
+        attended, logsumexp = model.storage(unit), model.storage(4 * heads * tokens)
+        flops = 2 * tokens * length * width  # causal: half of four
+        model.op(
+            path, flops / ATTENTION, [qkv], [attended, logsumexp],
+            backward=2.5 * flops / ATTENTION, transient=3 * unit,
+        )  # fmt: skip
+        for made in (attended, logsumexp):
+            model.recipe(made, "attention", (qkv,), flops / ATTENTION)
+        middle = linear(f"{path}.proj", width, width, attended, x)
+        model.op(path, 3 * unit / TRAFFIC, transient=unit, backward=unit / TRAFFIC)
+        expanded, activated = (
+            linear(f"{path}.expand", width, 4 * width, norm(f"{path}.norm2", middle)),
+            model.storage(4 * unit),
+        )
+        gelu = 8 * unit / TRAFFIC
+        model.op(f"{path}.gelu", gelu, [expanded], transient=4 * unit, backward=1.5 * gelu)
+        model.recipe(activated, "GeluBackward0", (expanded,), gelu)
+        x = linear(f"{path}.contract", 4 * width, width, activated, middle)
+        model.op(path, 3 * unit / TRAFFIC, transient=unit, backward=unit / TRAFFIC)
     linear("head", width, vocabulary, norm("norm", x))
     logits = tokens * vocabulary
     model.op(
@@ -193,6 +171,7 @@ def resnet(layers: Sequence[int] = (3, 8, 36, 3), batch: int = 256, side: int = 
         made = model.storage(2 * batch * pixels * out)
         seconds = max(flops / (0.5 * MATMUL), traffic / TRAFFIC)
         model.op(path, seconds, [x], transient=traffic, gradients=4 * kernel**2 * into * out)
+        model.recipe(made, "convolution", (x,), seconds)
         return made
 
     def normalised(path: str, x: int, relu: bool) -> int:
@@ -213,16 +192,18 @@ def resnet(layers: Sequence[int] = (3, 8, 36, 3), batch: int = 256, side: int = 
         for number in range(count):
             path, before = f"stages.{stage}.{number}", pixels
             pixels //= 4 if stage and not number else 1
-            with model.region(path, x):
-                y = normalised(f"{path}.1", convolution(f"{path}.0", x, into, width, 1, before), True)
-                y = normalised(f"{path}.4", convolution(f"{path}.3", y, width, width, 3, pixels), True)
-                y = convolution(f"{path}.6", y, width, 4 * width, 1, pixels)
-                nbytes = model.sizes[y]
-                normalised(f"{path}.7", y, False)
-                if not number:
-                    normalised(f"{path}.s", convolution(f"{path}.p", x, into, 4 * width, 1, pixels), False)
-                x = model.storage(nbytes)
-                model.op(f"{path}.relu", 5 * nbytes / TRAFFIC, [], [x], backward=3 * nbytes / TRAFFIC)
+            y = normalised(f"{path}.1", convolution(f"{path}.0", x, into, width, 1, before), True)
+            y = normalised(f"{path}.4", convolution(f"{path}.3", y, width, width, 3, pixels), True)
+            y = convolution(f"{path}.6", y, width, 4 * width, 1, pixels)
+            nbytes = model.sizes[y]
+            normalised(f"{path}.7", y, False)
+            across = x
+            if not number:
+                across = convolution(f"{path}.p", x, into, 4 * width, 1, pixels)
+                normalised(f"{path}.s", across, False)
+            x = model.storage(nbytes)
+            model.op(f"{path}.relu", 5 * nbytes / TRAFFIC, [], [x], backward=3 * nbytes / TRAFFIC)
+            model.recipe(x, "relu", (y, across), 8 * nbytes / TRAFFIC)
             into = 4 * width
     model.op("head", 1e-4, [model.storage(2 * batch * into)])
     return model.trace(optimizer=1.5e-3)

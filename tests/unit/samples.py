@@ -7,13 +7,12 @@ A `Tape` is told the operations of a forward, in order; backward is their mirror
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.unit import modelled
 from torch_tiers.allocator.sizes import GiB, MiB
-from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
+from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 FLOPS = 450e12  # a second, bf16, as matrix products reach it
 STREAMED = 2.0e12  # bytes a second that an elementwise kernel reads and writes
@@ -34,7 +33,6 @@ class Tape:
         self._ops: list[Op] = []
         self._recipes: dict[int, Recipe] = {}
         self._counts: dict[str, int] = {}
-        self._regions: list[tuple[str, int, int, Sequence[int]]] = []
 
     def new(self, nbytes: int) -> int:
         self.nbytes.append(nbytes)
@@ -50,7 +48,9 @@ class Tape:
     def product(self, path: str, x: int, out: int, flops: float, *, kind: str = "Linear", weights: int = 0) -> int:
         """A layer whose backward needs its input; the output is new."""
         self.op(path, kind, [x], flops / FLOPS, weights)
-        return self.new(out)
+        made = self.new(out)
+        self._recipes[made] = Recipe("convolution" if kind.startswith("Conv") else "mm", (x,), flops / FLOPS)
+        return made
 
     def cheap(self, path: str, kind: str, inputs: Sequence[int], *, saves: Sequence[int] = (), name: str = "") -> int:
         """A layer that streams its inputs once and can do so again; the output is as large as its first input."""
@@ -60,12 +60,6 @@ class Tape:
         self._recipes[out] = Recipe(name or f"{kind}Backward0", tuple(inputs), seconds)
         return out
 
-    @contextmanager
-    def region(self, path: str, inputs: Sequence[int]) -> Iterator[None]:
-        begin, at = len(self._ops), len(self._regions)
-        yield
-        self._regions.insert(at, (path, begin, len(self._ops), inputs))
-
     def trace(self, fixed: int, working: int, loss: int = 0) -> Trace:
         """The period: `fixed` bytes all along, `working` besides, `loss` more where backward begins."""
         keys: dict[str, list[int]] = {}
@@ -73,16 +67,13 @@ class Tape:
         births: dict[str, int] = {}
         times: list[float] = []
         others: list[int] = []
-        first: list[int] = []  # position before each operation
         now, grown = 0.0, fixed + working
         for op in self._ops:
-            first.append(len(times))
             now += op.seconds
             for key, _, _ in op.saved:
                 births[key] = len(times)
                 times.append(now)
                 others.append(grown)
-        first.append(len(times))
         turn, largest = len(times), loss
         for op in reversed(self._ops):
             for key, _, _ in op.saved:
@@ -98,20 +89,9 @@ class Tape:
             for op in self._ops
             for key, kind, storage in op.saved
         )
-        regions = tuple(
-            Region(
-                path,
-                first[begin],
-                first[end],
-                tuple(inputs),
-                sum(self.nbytes[k] for k in inputs),
-                sum(op.seconds for op in self._ops[begin:end]),
-            )
-            for path, begin, end, inputs in self._regions
-        )
         recipes = {out: recipe for out, recipe in self._recipes.items() if out in saved and saved >= {*recipe.inputs}}
         assert turn == len(sites)
-        return Trace(sites, len(times), tuple(times), now * 1.05, tuple(others), recipes, regions)
+        return Trace(sites, len(times), tuple(times), now * 1.05, tuple(others), recipes)
 
 
 def attention_block(tape: Tape, path: str, x: int, batch: int, length: int, width: int, act: str) -> int:
@@ -128,17 +108,14 @@ def attention_block(tape: Tape, path: str, x: int, batch: int, length: int, widt
         return tape.product(f"{path}.{name}", x, out * unit, (tape.nbytes[x] // unit) * out * per_product,
                             weights=2 * (tape.nbytes[x] // unit) * out * width * width)  # fmt: skip
 
-    with tape.region(path, [x]):
-        with tape.region(f"{path}.attention", [x]):
-            qkv = linear("qkv", norm("norm1", x), 3)
-            attended = tape.new(unit)
-            tape.op(path, "Block", [qkv, attended, tape.new(2 * statistics)], 4.0 * tokens * length * width / FLOPS)
-            linear("proj", attended, 1)
-        x = tape.new(unit)
-        with tape.region(f"{path}.mlp", [x]):
-            wide = linear("expand", norm("norm2", x), 4)
-            linear("contract", tape.cheap(f"{path}.{act.lower()}", act, [wide], saves=[wide]), 1)
-        return tape.new(unit)
+    qkv = linear("qkv", norm("norm1", x), 3)
+    attended = tape.new(unit)
+    tape.op(path, "Block", [qkv, attended, tape.new(2 * statistics)], 4.0 * tokens * length * width / FLOPS)
+    linear("proj", attended, 1)
+    x = tape.new(unit)
+    wide = linear("expand", norm("norm2", x), 4)
+    linear("contract", tape.cheap(f"{path}.{act.lower()}", act, [wide], saves=[wide]), 1)
+    return tape.new(unit)
 
 
 def transformer(blocks: int, batch: int, length: int, width: int, vocabulary: int, name: str, act: str) -> Trace:
@@ -183,20 +160,18 @@ def resnet(depths: Sequence[int] = (3, 8, 36, 3), batch: int = 256) -> Trace:
     x, into = tape.new(2 * pixels * 64), 64
     for stage, depth in enumerate(depths):
         width = 64 << stage
-        with tape.region(f"ResNet.layer{stage + 1}", [x]):
-            for k in range(depth):
-                path = f"ResNet.layer{stage + 1}.{k}"
-                with tape.region(path, [x]):
-                    y = conv_norm_act(tape, f"{path}.1", x, pixels, into, width, 1, "ReLU")
-                    if k == 0 and stage:
-                        pixels //= 4
-                    y = conv_norm_act(tape, f"{path}.2", y, pixels, width, width, 3, "ReLU")
-                    y = tape.product(f"{path}.3.conv", y, 8 * pixels * width, 8.0 * pixels * width * width,
-                                     kind="Conv2d", weights=16 * width * width)  # fmt: skip
-                    out = tape.new(8 * pixels * width)
-                    tape.op(f"{path}.3.norm", "BatchNorm2d", [y, tape.new(32 * width)], 2 * tape.nbytes[y] / STREAMED)
-                    tape.op(f"{path}.relu", "ReLU", [out], 3 * tape.nbytes[out] / STREAMED)
-                x, into = out, 4 * width
+        for k in range(depth):
+            path = f"ResNet.layer{stage + 1}.{k}"
+            y = conv_norm_act(tape, f"{path}.1", x, pixels, into, width, 1, "ReLU")
+            if k == 0 and stage:
+                pixels //= 4
+            y = conv_norm_act(tape, f"{path}.2", y, pixels, width, width, 3, "ReLU")
+            y = tape.product(f"{path}.3.conv", y, 8 * pixels * width, 8.0 * pixels * width * width,
+                             kind="Conv2d", weights=16 * width * width)  # fmt: skip
+            out = tape.new(8 * pixels * width)
+            tape.op(f"{path}.3.norm", "BatchNorm2d", [y, tape.new(32 * width)], 2 * tape.nbytes[y] / STREAMED)
+            tape.op(f"{path}.relu", "ReLU", [out], 3 * tape.nbytes[out] / STREAMED)
+            x, into = out, 4 * width
     tape.product("ResNet.fc", tape.new(4 * batch * into), 4 * batch * 1000, 2.0 * batch * into * 1000)
     return tape.trace(fixed=GiB, working=2 * GiB)
 
@@ -207,10 +182,9 @@ def unet(widths: Sequence[int] = (64, 128, 256, 512), batch: int = 16, side: int
     x, into, skips = tape.new(2 * batch * 3 * side * side), 3, []
     pixels = batch * side * side
     for level, width in enumerate(widths):
-        with tape.region(f"UNet.down.{level}", [x]):
-            for k in range(2):
-                x = conv_norm_act(tape, f"UNet.down.{level}.{k}", x, pixels, into, width, 3, "SiLU")
-                into = width
+        for k in range(2):
+            x = conv_norm_act(tape, f"UNet.down.{level}.{k}", x, pixels, into, width, 3, "SiLU")
+            into = width
         skips.append(x)
         tape.op(f"UNet.pool.{level}", "MaxPool2d", [x], tape.nbytes[x] / STREAMED)
         pixels //= 4
@@ -223,11 +197,10 @@ def unet(widths: Sequence[int] = (64, 128, 256, 512), batch: int = 16, side: int
         across = skips.pop()
         joined = tape.new(tape.nbytes[x] + tape.nbytes[across])
         tape.op("UNet", "UNet", [], 2 * tape.nbytes[joined] / STREAMED)
-        with tape.region(f"UNet.up.{level}", [joined]):
-            x, into = joined, 2 * width
-            for k in range(2):
-                x = conv_norm_act(tape, f"UNet.up.{level}.{k}", x, pixels, into, width, 3, "SiLU")
-                into = width
+        x, into = joined, 2 * width
+        for k in range(2):
+            x = conv_norm_act(tape, f"UNet.up.{level}.{k}", x, pixels, into, width, 3, "SiLU")
+            into = width
     tape.product("UNet.outward", x, 6 * pixels, 6.0 * pixels * into, kind="Conv2d")
     return tape.trace(fixed=GiB // 2, working=GiB)
 
@@ -245,17 +218,16 @@ def moe(blocks: int = 12, experts: int = 8, batch: int = 8, length: int = 1024, 
         for e in range(experts):
             share = tokens // experts * (2 + e % 3) // 3
             rows = tape.new(2 * share * width)
-            with tape.region(f"{path}.experts.{e}", [rows]):
-                flops = 8.0 * share * width * width
-                wide = tape.product(f"{path}.experts.{e}.0", rows, 8 * share * width, flops, weights=8 * width * width)
-                wide = tape.cheap(f"{path}.experts.{e}.1", "GELU", [wide], saves=[wide])
-                tape.product(f"{path}.experts.{e}.2", wide, 2 * share * width, flops, weights=8 * width * width)
+            flops = 8.0 * share * width * width
+            wide = tape.product(f"{path}.experts.{e}.0", rows, 8 * share * width, flops, weights=8 * width * width)
+            wide = tape.cheap(f"{path}.experts.{e}.1", "GELU", [wide], saves=[wide])
+            tape.product(f"{path}.experts.{e}.2", wide, 2 * share * width, flops, weights=8 * width * width)
         x = tape.new(2 * tokens * width)
     return tape.trace(fixed=8 * GiB, working=GiB)
 
 
 def lstm(layers: int = 4, steps: int = 64, batch: int = 512, width: int = 2048) -> Trace:
-    """Cells one by one: many small tensors that are saved outside of any region."""
+    """Cells one by one: many small tensors."""
     tape = Tape()
     state = 2 * batch * width
     inputs = [tape.new(state) for _ in range(steps)]

@@ -8,7 +8,7 @@ from itertools import accumulate
 from hypothesis import strategies as st
 
 from torch_tiers.allocator.sizes import KiB, MiB
-from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
+from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 
 def chain(sizes: Sequence[int], name: str = "layer") -> Trace:
@@ -34,7 +34,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Trace:
-    """Layers with times, recipes, regions and memory of their own; backward takes them in reverse, and saves, too.
+    """Layers with times, recipes and memory of their own; backward takes them in reverse, and saves, too.
 
     A layer saves its input and an output that can be made from that, which the next layer may save once more.
     """
@@ -44,9 +44,7 @@ def programs(draw: st.DrawFn) -> Trace:
     saves: list[tuple[str, int]] = []
     nbytes: list[int] = []
     recipes: dict[int, Recipe] = {}
-    begins: list[int] = []
     for layer in range(layers):
-        begins.append(len(saves))
         source = len(nbytes) - 1 if layer and draw(st.booleans()) else len(nbytes)
         if source == len(nbytes):
             nbytes.append(draw(sizes))
@@ -64,16 +62,6 @@ def programs(draw: st.DrawFn) -> Trace:
         last += 2
     gaps = draw(st.lists(seconds, min_size=last + 2, max_size=last + 2))
     clock = tuple(accumulate(gaps))
-    begins.append(len(saves))
-    regions, layer = [], 0
-    while layer < layers:
-        length = min(draw(st.integers(0, 3)), layers - layer)
-        for part in dict.fromkeys((length, draw(st.integers(0, length)))):  # the second lies within the first
-            if part:
-                begin, end = begins[layer], begins[layer + part]
-                source = saves[begin][1]
-                regions.append(Region(f"layers{layer}-{part}", begin, end, (source,), nbytes[source], draw(seconds)))
-        layer += max(length, 1)
     others = draw(st.lists(st.integers(0, 500).map(lambda n: n * MiB), min_size=last + 2, max_size=last + 2))
     held = draw(st.dictionaries(st.integers(0, len(nbytes) - 1), st.integers(0, last + 1), max_size=3))
-    return Trace(sites, last + 1, clock[:-1], clock[-1], tuple(others), recipes, tuple(regions), held)
+    return Trace(sites, last + 1, clock[:-1], clock[-1], tuple(others), recipes, held)

@@ -87,7 +87,6 @@ def _entry(trace: Trace, budget: int, outcome: Candidate | Refused) -> dict[str,
         "moved_bytes": plan.moved_bytes,
         "groups": len(plan.groups),
         "recomputed_sites": len(plan.recompute),
-        "regions": list(plan.regions),
         "recomputing_s": result.recomputing,
         "stalls_s": dict(result.stalls),
         "busy_s": dict(result.busy),
@@ -120,7 +119,7 @@ def render(trace: Trace, budget: int, outcomes: Outcomes, below: int | None = No
             f"{result.fraction:.3f}" if trace.times else "unknown",
             format_size(result.peak["hbm"]) + ("" if result.peak["hbm"] <= budget else ", over"),
             format_size(plan.moved_bytes) + ("" if outcome.fits_below else ", over"),
-            _recomputed(plan),
+            f"{len(plan.recompute)} sites" if plan.recompute else "",
             ", ".join(f"{lane} {_ms(seconds)}" for lane, seconds in result.stalls.items() if seconds > 5e-5),
         )
     if found:
@@ -128,11 +127,6 @@ def render(trace: Trace, budget: int, outcomes: Outcomes, below: int | None = No
     for name, refused in outcomes.items():
         if isinstance(refused, Refused):
             yield f"{name}: {refused.text}"
-
-
-def _recomputed(plan: Plan) -> str:
-    counts = ((len(plan.recompute), "sites"), (len(plan.regions), "modules"))
-    return ", ".join(f"{count} {name}" for count, name in counts if count)
 
 
 def _ms(seconds: float) -> str:

@@ -9,7 +9,7 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.links import Links
 from torch_tiers.migrator.planner.intervals import inactive
-from torch_tiers.migrator.trace import Region, Site, Trace
+from torch_tiers.migrator.trace import Site, Trace
 from torch_tiers.planning.compare import Candidate, Outcomes
 
 
@@ -52,22 +52,14 @@ def _facts(trace: Trace, links: Links, site: Site) -> Iterator[str]:
         )
     recipe = trace.recipes.get(site.storage)
     if recipe is None:
-        yield "to recompute alone: there is no recipe"
+        yield "to recompute: there is no recipe"
     else:
         held = ", ".join(_name(trace, ident) for ident in recipe.inputs)
-        yield f"to recompute alone: {_ms(recipe.seconds)} by {recipe.op} from {held}: {_rate(recipe.seconds, nbytes)}"
-    for region in _around(trace, site):
-        inner = {s.storage for s in trace.sites_of(region)} - set(region.inputs)
-        freed = sum(trace.storage_bytes[ident] for ident in inner)
-        cost = f"{_ms(region.seconds)} for {format_size(freed)}, {_rate(region.seconds, freed)}"
-        yield f"to recompute with the module {region.path}: {cost}"
+        yield f"to recompute: {_ms(recipe.seconds)} by {recipe.op} from {held}: {_rate(recipe.seconds, nbytes)}"
 
 
 def _action(trace: Trace, outcome: Candidate, site: Site) -> str:
     plan = outcome.plan
-    for region in _around(trace, site):
-        if region.path in plan.regions:
-            return f"recomputed with the module {region.path}"
     if site.key in plan.recompute:
         return "recomputed by its recipe when it is first needed"
     for group, move in zip(plan.groups, outcome.result.moves, strict=True):
@@ -81,13 +73,9 @@ def _action(trace: Trace, outcome: Candidate, site: Site) -> str:
             return f"{where}: {out}, " + (home if move[3] else "and is still there when it is needed")
     if site.key not in plan.keep:
         return "not foreseen"
-    if not (plan.groups or plan.recompute or plan.regions):
+    if not (plan.groups or plan.recompute):
         return "kept, as everything is"
     return "kept: there is room for it beside what moves and what is recomputed"
-
-
-def _around(trace: Trace, site: Site) -> list[Region]:
-    return [region for region in trace.regions if region.begin <= site.birth < region.end]
 
 
 def _name(trace: Trace, ident: int) -> str:

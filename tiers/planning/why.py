@@ -137,13 +137,6 @@ def _actions(trace: Trace, plan: Plan) -> Iterator[Action]:
         seconds = sum(trace.recipes[ident].seconds for ident in storages)
         recomputed.append(Action(f"recomputed by {operation}", len(keys), nbytes, seconds))
     yield from sorted(recomputed, key=lambda action: -action.nbytes)
-    regions = [region for region in trace.regions if region.path in plan.regions]
-    if regions:
-        within = {site.key: site.storage for region in regions for site in trace.sites_of(region)}
-        held = {ident for region in regions for ident in region.inputs}
-        nbytes = sum(trace.storage_bytes.get(ident, 0) for ident in set(within.values()) - held)
-        seconds = sum(region.seconds for region in regions)
-        yield Action(f"recomputed with {len(plan.regions)} regions", len(within), nbytes, seconds)
 
 
 def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, budget: int) -> Iterator[str]:
@@ -170,7 +163,7 @@ def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, 
     stalled = max(result.stalls, key=lambda lane: result.stalls[lane], default=None)
     if stalled is not None and result.stalls[stalled] > result.recomputing:
         yield f"most of the difference is waiting for {stalled}: more hbm helps, or a faster link (tiers probe)"
-    elif plan.recompute or plan.regions:
+    elif plan.recompute:
         yield "most of the difference is recomputing: more hbm helps, or a link that carries more (tiers probe)"
     yield "what another budget would do: tiers plan RUN_DIR --budget SIZE"
 

@@ -15,7 +15,7 @@ struct DroppedSlots {
     Py_ssize_t go, made, record, dtype, size, stride, first, was_used;
   } dropped;
   struct {
-    Py_ssize_t counter, engine, nbytes, replay, tensor, unused, version;
+    Py_ssize_t counter, engine, index, nbytes, replay, tensor, unused, version;
   } made;
 
   static DroppedSlots find() {
@@ -27,8 +27,8 @@ struct DroppedSlots {
     return {reinterpret_cast<PyTypeObject *>(dropped.get()),  // which lives as long as its module
             {of(dropped, "go"), of(dropped, "made"), of(dropped, "record"), of(dropped, "dtype"), of(dropped, "size"),
              of(dropped, "stride"), of(dropped, "first"), of(dropped, "was_used")},
-            {of(made, "counter"), of(made, "engine"), of(made, "nbytes"), of(made, "replay"), of(made, "tensor"),
-             of(made, "unused"), of(made, "version")}};
+            {of(made, "counter"), of(made, "engine"), of(made, "index"), of(made, "nbytes"), of(made, "replay"),
+             of(made, "tensor"), of(made, "unused"), of(made, "version")}};
   }
 };
 
@@ -126,6 +126,38 @@ bool is_plain_one(const DroppedSlots &slots, PyObject *packed) {
   return is_plain_made(slots, made, kDeep, left);
 }
 
+// `Recomputed._take`.
+THPObjectPtr take(const DroppedSlots &slots, PyObject *made, PyObject *again) {
+  const at::Tensor &bytes = tensor_of(again);
+  THPObjectPtr tensor(
+      THPVariable_Wrap(with_memory(tensor_of(at(made, slots.made.counter)), bytes.storage(), bytes.dtype(),
+                                   bytes.sizes(), bytes.strides(), bytes.storage_offset())));
+  if (!tensor) throw python_error();
+  if (integer_at(made, slots.made.unused) > 0) {
+    put(made, slots.made.tensor, own(tensor.get()));
+    THPObjectPtr none(
+        PyObject_CallMethodOneArg(at(made, slots.made.engine), names().entered, at(made, slots.made.nbytes)));
+    if (!none) throw python_error();
+  }
+  return tensor;
+}
+
+// Gives what a replay made besides to whoever will be asked for it.
+void give_others(const DroppedSlots &slots, PyObject *replay, PyObject *made, PyObject *results) {
+  if (PyList_GET_SIZE(results) == 1) return;  // as of most
+  THPObjectPtr makes(PyObject_GetAttr(replay, names().makes));
+  if (!makes) throw python_error();
+  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(results); ++index) {
+    PyObject *ref = PyList_GET_ITEM(makes.get(), index);
+    THPObjectPtr other(ref == Py_None ? own(Py_None).release() : PyObject_CallNoArgs(ref));
+    if (!other) throw python_error();
+    if (other.get() == Py_None || other.get() == made || at(other, slots.made.tensor) != Py_None) continue;
+    const auto version = int64_t(tensor_of(at(other, slots.made.counter))._version());
+    if (integer_at(other, slots.made.unused) > 0 && version == integer_at(other, slots.made.version))
+      take(slots, other, PyList_GET_ITEM(results, index));
+  }
+}
+
 // `Recomputed.obtain` and what it counts; null where that is Python's.
 THPObjectPtr obtain(const DroppedSlots &slots, PyObject *made) {
   THPObjectPtr known = own(at(made, slots.made.tensor));
@@ -145,18 +177,10 @@ THPObjectPtr obtain(const DroppedSlots &slots, PyObject *made) {
     PyErr_Clear();  // Python runs it again, and says more of what is wrong
     return {};
   }
-  const at::Tensor &bytes = tensor_of(again.get());
-  THPObjectPtr tensor(
-      THPVariable_Wrap(with_memory(tensor_of(at(made, slots.made.counter)), bytes.storage(), bytes.dtype(),
-                                   bytes.sizes(), bytes.strides(), bytes.storage_offset())));
-  if (!tensor) throw python_error();
-  if (integer_at(made, slots.made.unused) > 0) {
-    put(made, slots.made.tensor, own(tensor.get()));
-    THPObjectPtr none(
-        PyObject_CallMethodOneArg(at(made, slots.made.engine), names().entered, at(made, slots.made.nbytes)));
-    if (!none) throw python_error();
-  }
-  return tensor;
+  const int64_t index = integer_at(made, slots.made.index);
+  TORCH_CHECK_TYPE(PyList_CheckExact(again.get()) && index < PyList_GET_SIZE(again.get()), "a replay makes a list");
+  give_others(slots, replay, made, again);
+  return take(slots, made, PyList_GET_ITEM(again.get(), index));
 }
 
 // `Dropped.view`; null where what it is made from was changed, which is Python's to say.

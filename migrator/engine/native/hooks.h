@@ -25,7 +25,7 @@ struct Slots {
     Py_ssize_t here, period, agenda, recording, in_backward;
   } place;
   struct {
-    Py_ssize_t path, of_inputs, period, count, agenda, actions, noted;
+    Py_ssize_t path, period, count, agenda, actions, noted;
   } node;
   struct {
     Py_ssize_t mover, enter, leave, pace;
@@ -158,7 +158,6 @@ PyObject *foreseen(const Hook &hook, PyObject *node) {
     put(node, slots.node.period, own(at(hook.place, slots.place.period)));
     put(node, slots.node.count, number_of(0));
   }
-  if (at(node, slots.node.of_inputs) != Py_False) return nullptr;
   PyObject *actions = at(node, slots.node.actions);
   if (!PyList_CheckExact(actions)) return nullptr;
   const Py_ssize_t number = PyLong_AsSsize_t(at(node, slots.node.count));
@@ -301,8 +300,8 @@ Slots slots_of(PyObject *place) {
       reinterpret_cast<PyTypeObject *>(recompute.get()),
       {slot_of(of, "here"), slot_of(of, "period"), slot_of(of, "agenda"), slot_of(of, "recording"),
        slot_of(of, "in_backward")},
-      {slot_of(node, "path"), slot_of(node, "of_inputs"), slot_of(node, "period"), slot_of(node, "count"),
-       slot_of(node, "agenda"), slot_of(node, "actions"), slot_of(node, "noted")},
+      {slot_of(node, "path"), slot_of(node, "period"), slot_of(node, "count"), slot_of(node, "agenda"),
+       slot_of(node, "actions"), slot_of(node, "noted")},
       {slot_of(stay, "mover"), slot_of(stay, "enter"), slot_of(stay, "leave"), slot_of(stay, "pace")},
       {slot_of(go, "mover"), slot_of(go, "pace")},
       {slot_of(recompute, "mover"), slot_of(recompute, "pace")},

@@ -36,6 +36,7 @@ struct Names {
            *give_back = PyUnicode_InternFromString("give_back"), *drop = PyUnicode_InternFromString("drop"),
            *note = PyUnicode_InternFromString("note"), *nothing = PyUnicode_InternFromString(""),
            *inputs = PyUnicode_InternFromString("inputs"), *run = PyUnicode_InternFromString("run"),
+           *makes = PyUnicode_InternFromString("makes"),
            *not_counted = PyTuple_Pack(1, THPObjectPtr(PyUnicode_InternFromString("count")).get());
 };
 

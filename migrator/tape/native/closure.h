@@ -4,6 +4,7 @@
 
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "keys.h"
 #include "recipe.h"
@@ -15,6 +16,8 @@ namespace {
 struct Stops {
   uint64_t period = 0;
   Keys keys;
+  // Storages that are emptied and filled again behind everybody's back, each time with the same bytes.
+  std::unordered_set<const c10::StorageImpl *> refilled;
 };
 
 // A stop as it is the same in every period: so many operators before the one that made the newest target, which of
@@ -26,6 +29,7 @@ struct Leaf {
   uint64_t nbytes;
   c10::Device device;
   uint64_t alignment = 1;  // that its address had; 1 if that is not known
+  bool refilled = false;   // see `Stops`: nobody watches it
   std::optional<Relative> relative;
   std::vector<char> constant;                    // its bytes, if Python's numbers are all that it is
   c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is let go of

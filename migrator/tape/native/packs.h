@@ -99,6 +99,19 @@ PyObject *packs(PyObject *, PyObject *) {
   });
 }
 
+// refilled(packs, addresses): of storages as `Stops` has them; more than there were.
+PyObject *refilled(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "refilled(packs, addresses)");
+    const Object addresses = checked(PySequence_Fast(args[1], "addresses are wanted"));
+    for (Py_ssize_t each = 0; each < PySequence_Fast_GET_SIZE(addresses.get()); ++each) {
+      const int64_t address = integer_of(PySequence_Fast_GET_ITEM(addresses.get(), each));
+      held_by<Packs>(args[0], kPacks).stops.refilled.insert(reinterpret_cast<c10::StorageImpl *>(uintptr_t(address)));
+    }
+    return none();
+  });
+}
+
 // note(packs, tensor, packed, key): what was packed of a tensor at a site; of a tuple the first is held weakly.
 PyObject *note(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
@@ -134,8 +147,8 @@ PyObject *forget(PyObject *, PyObject *of) {
 }
 
 // find(packs, tensor, settings, is_fixed): what makes all of a tensor's storage again. Its signature, what was packed
-// of what it takes, the sites of that, and the closure; None if there is none that is as PyTorch's `settings` were.
-// `is_fixed`: whether nobody but operators writes a storage of the host's, by its address.
+// of what it takes, the sites of that, the number of its last call, and the closure; None if there is none that is as
+// PyTorch's `settings` were. `is_fixed`: whether nobody but operators writes a storage of the host's, by its address.
 PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
     TORCH_CHECK(count == 4, "find(packs, tensor, settings, is_fixed)");
@@ -161,10 +174,12 @@ PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
         const auto address = uint64_t(uintptr_t(leaf.storage.get()));
         return !leaf.device.is_cpu() || call(is_fixed, number(address)).get() == Py_True;
       };
-      const bool is_own = leaf.storage && leaf.use.state < 0 && (!packed || stays(packed.get())) && lasts();
+      const bool is_own =
+          leaf.refilled || (leaf.storage && leaf.use.state < 0 && (!packed || stays(packed.get())) && lasts());
       if (is_own || !packed) {
         if (!is_own && leaf.constant.empty()) return none();
-        rescued[index] = is_own && !packed;  // else the graph has it, and changed it is an error there
+        // Else the graph has it, and changed it is an error there.
+        rescued[index] = is_own && !packed && !leaf.refilled;
         continue;
       }
       leaf.storage.reset();
@@ -176,11 +191,52 @@ PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
       closure.copies = std::make_shared<Copies>();
       rescue(closure, std::move(rescued));
     }
-    return tuple(number(closure.signature), tuple_of(inputs), tuple_of(keys), capsule);
+    const uint64_t last = closure.calls.back().number;
+    return tuple(number(closure.signature), tuple_of(inputs), tuple_of(keys), number(last), capsule);
   });
 }
 
-// make(closure, values): its target, of what its inputs were unpacked to; a text says why it is not what it was.
+bool is_same_run(const Closure &one, const Closure &other) {
+  const auto same_call = [](const Called &a, const Called &b) { return a.number == b.number; };
+  const auto same_leaf = [](const Leaf &a, const Leaf &b) {
+    return a.use.storage == b.use.storage && a.use.state == b.use.state;
+  };
+  const auto same_place = [](const Place &a, const Place &b) { return a.input == b.input && a.first == b.first; };
+  const auto equal = [](const auto &a, const auto &b, const auto &same) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(), same);
+  };
+  return equal(one.calls, other.calls, same_call) && equal(one.leaves, other.leaves, same_leaf) &&
+         equal(one.places, other.places, same_place) && one.wires == other.wires && one.slots == other.slots;
+}
+
+// also(closure, before): have it make what another one makes, too, if that runs the same calls; whether it does now.
+// Its targets are then those of the other, and its own. Nobody has run it yet.
+PyObject *also(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "also(closure, before)");
+    Closure &of = closure_of(args[0]);
+    const Closure &before = closure_of(args[1]);
+    if (!is_same_run(of, before)) return truth(false);
+    std::vector<Target> targets;
+    for (const Target &each : before.targets) targets.push_back({each.slot, each.words + uint32_t(of.words.size())});
+    for (const Target &each : of.targets) targets.push_back(each);
+    of.words.insert(of.words.end(), before.words.begin(), before.words.end());
+    of.targets = std::move(targets);
+    for (Called &call : of.calls) {  // what is a target now is not freed
+      const auto first = of.freed.begin() + call.freed, last = first + call.freed_count;
+      call.freed_count =
+          uint32_t(std::remove_if(first, last,
+                                  [&](int32_t slot) {
+                                    return std::any_of(of.targets.begin(), of.targets.end(),
+                                                       [&](const Target &each) { return each.slot == slot; });
+                                  }) -
+                   first);
+    }
+    return truth(true);
+  });
+}
+
+// make(closure, values): its targets, of what its inputs were unpacked to; a text says why they are not what they were.
 PyObject *make_again(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
     TORCH_CHECK(count == 2, "make(closure, values)");

@@ -123,6 +123,15 @@ class Search {
 
   bool is_stop(uint64_t key) const { return is_promised(key) || present_.find(key) != Keys::kNone; }
 
+  // Whether a storage is one that is refilled, and full, as it was then.
+  bool is_refilled(const Use &use) const {
+    if (!stops_ || stops_->refilled.empty()) return false;
+    const Stored &stored = period_.storages[use.storage];
+    if (stored.state != use.state || !stops_->refilled.count(stored.storage._unsafe_get_target())) return false;
+    const auto storage = stored.storage.lock();
+    return storage && storage->nbytes() > 0;
+  }
+
   void add(const Relative &relative) {
     if (relative.first > uint32_t(newest_)) return;
     const Call &call = period_.calls[uint32_t(newest_) - relative.first];
@@ -171,7 +180,7 @@ class Search {
       if (!of.stored || of.access >= Access::kCovers) continue;
       const Use &use = period_.uses[call.inputs + input];
       if (use.state >= int32_t(number)) refuse(call, "somebody else wrote while it ran");
-      if (use.state >= 0 && !is_stop(key_of(use.storage, use.state))) mark(use.state);
+      if (use.state >= 0 && !is_stop(key_of(use.storage, use.state)) && !is_refilled(use)) mark(use.state);
     }
     order_.push_back(number);
   }
@@ -394,6 +403,10 @@ void Search::hold(Leaf &leaf, Watched &watched) const {
     }
   }
   leaf.storage = stored.storage.lock();
+  if (is_refilled(leaf.use) && leaf.storage->nbytes() == leaf.nbytes) {
+    leaf.refilled = true;
+    return;
+  }
   bool is_same = leaf.storage && stored.state == leaf.use.state && leaf.storage->nbytes() == leaf.nbytes &&
                  is_settled_(leaf.use.storage) && watched.counts(stored.counter, stored.seen);
   if (is_same && stored.has_others)

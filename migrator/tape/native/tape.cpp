@@ -321,6 +321,8 @@ PyMethodDef functions[] = {
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL, nullptr},
     {"packs", packs, METH_NOARGS, nullptr},
     {"forget", forget, METH_O, nullptr},
+    {"also", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(also)), METH_FASTCALL, nullptr},
+    {"refilled", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(refilled)), METH_FASTCALL, nullptr},
     {"note", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(note)), METH_FASTCALL, nullptr},
     {"find_packed", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(find_packed)), METH_FASTCALL, nullptr},
     {"make", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make_again)), METH_FASTCALL, nullptr},

@@ -138,14 +138,9 @@ def _odd_trace(data: Any, rng: Random) -> Any:
                 "op": "Op",
                 "inputs": [source],
                 "seconds": rng.choice((0.0, 1e9)),
-                "held": [source],
             }
         else:
-            begin, end = sorted(rng.choices(range(data["positions"] + 1), k=2))
-            path = f"region{begin}"
-            data["regions"] = [{"path": path, "begin": begin, "end": end, "inputs": rng.choices(idents, k=2)}]
-            data["regions"][0] |= {"input_bytes": rng.choice(nbytes), "seconds": rng.choice((0.0, 1e-3, 1e9))}
-            data["held"][str(rng.choice(idents))] = begin
+            data["held"][str(rng.choice(idents))] = rng.randrange(data["positions"] + 1)
     _close_gaps(data)
     return data
 
@@ -158,12 +153,11 @@ def _close_gaps(data: Any) -> None:
         site["birth"], site["uses"] = order[site["birth"]], [order[at] for at in site["uses"]]
     last = data["positions"] = len(order)
     data["times"], data["others"] = data["times"][:last], data["others"][: last + 1]
-    data["regions"] = [region for region in data["regions"] if region["end"] <= last]
     data["held"] = {ident: min(end, last) for ident, end in data["held"].items() if int(ident) in known}
     data["recipes"] = {
         ident: recipe
         for ident, recipe in data["recipes"].items()
-        if known >= {int(ident), *recipe["inputs"], *recipe["held"]} and int(ident) not in recipe["inputs"]
+        if known >= {int(ident), *recipe["inputs"]} and int(ident) not in recipe["inputs"]
     }
 
 

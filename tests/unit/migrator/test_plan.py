@@ -127,8 +127,9 @@ def test_json_keeps_everything(trace: Trace, room: int, rng: Random) -> None:
 
 def test_json_keeps_what_is_recomputed_and_the_limits() -> None:
     trace = gpt(blocks=2)
-    plan = fit("test", trace, 9 * GiB, [life.ident for life in trace.lifetimes][:9], regions=["blocks.1"])
-    assert plan.limits
+    made = [*trace.recipes][-4:]
+    plan = fit("test", trace, 9 * GiB, [life.ident for life in trace.lifetimes][:9], dropped=made)
+    assert plan.limits and plan.recompute
     assert asdict(Plan.from_json(plan.to_json())) == asdict(plan)
 
 

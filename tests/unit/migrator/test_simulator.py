@@ -18,7 +18,7 @@ from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.simulator import Simulated, past_dram, simulate
-from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
+from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 FREE = Costs(d2h=0.0, h2d=0.0)
 NO_CALLS = Calls(0.0, 0.0, 0.0)
@@ -28,8 +28,8 @@ LINKS = Links(d2h=10.0, h2d=10.0, both=20.0, disk_write=5.0, disk_read=5.0, late
 TRACE = replace(chain([100] * 4), times=tuple(map(float, range(1, 9))), seconds=10.0, others=(0,) * 9)
 
 
-def plan(*moved: int, room: int = 10**9, dropped: tuple[int, ...] = (), regions: tuple[str, ...] = ()) -> Plan:
-    made = make_plan("test", TRACE, moved, 0, dropped=dropped, regions=regions)
+def plan(*moved: int, room: int = 10**9, dropped: tuple[int, ...] = ()) -> Plan:
+    made = make_plan("test", TRACE, moved, 0, dropped=dropped)
     return replace(made, room=room)
 
 
@@ -163,13 +163,6 @@ def test_what_is_recomputed_takes_its_time_when_it_is_needed() -> None:
     assert result.hbm.tolist() == [0, 100, 200, 300, 400, 400, 300, 200, 100]
 
 
-def test_a_region_costs_its_forward_once_more_and_holds_what_it_makes() -> None:
-    trace = replace(TRACE, regions=(Region("m", 1, 4, (1,), 100, 2.0),))
-    result = played(make_plan("test", trace, (), 0, regions=["m"]), trace=trace)
-    assert result.seconds == 12.0
-    assert result.hbm.tolist() == [0, 100, 200, 300, 300, 400, 300, 200, 100]
-
-
 def test_a_moved_input_is_fetched_before_something_is_made_from_it() -> None:
     trace = replace(TRACE, recipes={3: Recipe("Op", (0,), 0.5)})
     made = replace(make_plan("test", trace, {0}, 0, dropped={3}), room=200)
@@ -243,14 +236,13 @@ def test_the_parts_add_up_to_the_step(trace: Trace, budget: int, rng: Random) ->
 
 def some_plan(trace: Trace, budget: int, rng: Random) -> Plan:
     dropped = {ident for ident in trace.recipes if rng.random() < 0.3}
-    regions = [region.path for region in trace.regions if rng.random() < 0.3]
     moved = {life.ident for life in trace.lifetimes if rng.random() < 0.4}
     try:
-        outcome = effect(trace, dropped, regions)
+        outcome = effect(trace, dropped)
     except ValueError:
-        dropped, regions = set(), []
+        dropped = set()
         outcome = effect(trace)
-    made = make_plan("test", trace, moved, budget, dropped=dropped, regions=regions)
+    made = make_plan("test", trace, moved, budget, dropped=dropped)
     return scheduled(made, trace, outcome, budget)
 
 

@@ -8,7 +8,7 @@ from functools import reduce
 import pytest
 
 from torch_tiers.migrator.timing import CALL, LARGE, alike, at_pace, product_in, together
-from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
+from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 SITES = (Site("a:0", 0, 100, 0, (3,)), Site("b:0", 1, 100, 1, (2,)))
 TRACE = Trace(SITES, 4, times=(1.0, 2.0, 3.0, 4.0), seconds=5.0, others=(9, 9, 9, 9, 9))
@@ -51,18 +51,14 @@ def test_recipes_are_known_from_any_recording() -> None:
 
 def test_what_does_the_same_to_as_many_bytes_takes_the_same_time() -> None:
     recipes = {0: Recipe("Gelu", (9,), 0.5), 1: Recipe("Gelu", (8,), 0.2)}
-    regions = (Region("a", 0, 1, (9,), 10, 3.0), Region("b", 1, 2, (8,), 10, 2.0))
-    seen = alike(replace(TRACE, recipes=recipes, regions=regions))
+    seen = alike(replace(TRACE, recipes=recipes))
     assert [recipe.seconds for recipe in seen.recipes.values()] == [0.2, 0.2]
-    assert [region.seconds for region in seen.regions] == [2.0, 2.0]
 
 
 def test_what_does_something_else_keeps_its_time() -> None:
     recipes = {0: Recipe("Gelu", (9,), 0.5), 1: Recipe("LayerNorm", (8,), 0.2)}
-    regions = (Region("a", 0, 2, (9,), 10, 3.0), Region("b", 1, 2, (8,), 10, 2.0))
-    seen = alike(replace(TRACE, recipes=recipes, regions=regions))
+    seen = alike(replace(TRACE, recipes=recipes))
     assert [recipe.seconds for recipe in seen.recipes.values()] == [0.5, 0.2]
-    assert [region.seconds for region in seen.regions] == [3.0, 2.0]
 
 
 def test_a_short_recipe_takes_no_longer_a_byte_than_a_large_one() -> None:
@@ -74,10 +70,10 @@ def test_a_short_recipe_takes_no_longer_a_byte_than_a_large_one() -> None:
 
 
 def test_another_pace_is_that_of_everything_the_device_computes() -> None:
-    trace = replace(TRACE, recipes={0: Recipe("Gelu", (9,), 0.5)}, regions=(Region("a", 0, 1, (9,), 10, 3.0),))
+    trace = replace(TRACE, recipes={0: Recipe("Gelu", (9,), 0.5)})
     half = at_pace(trace, 0.5)
     assert (half.times, half.seconds) == ((0.5, 1.0, 1.5, 2.0), 2.5)
-    assert (half.recipes[0].seconds, half.regions[0].seconds) == (0.25, 1.5)
+    assert half.recipes[0].seconds == 0.25
     assert at_pace(trace, 1.0) == trace
 
 

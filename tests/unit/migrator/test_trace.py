@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
 from tests.unit.traces import chain, traces
 from torch_tiers.allocator.lifetimes import Lifetime
-from torch_tiers.migrator.trace import FORMAT, KEPT, Recipe, Region, Site, Trace
+from torch_tiers.migrator.trace import FORMAT, KEPT, Site, Trace
 
 
 def test_sites_on_one_storage_are_one_lifetime() -> None:
@@ -55,14 +54,6 @@ def test_another_format_is_refused(header: dict[str, int]) -> None:
         Trace.from_json(text)
 
 
-@pytest.mark.parametrize(("begin", "end"), [(4, 4), (1, 1), (2, 5)])
-def test_a_region_that_saves_nothing_or_beyond_the_period_is_refused(begin: int, end: int) -> None:
-    trace = replace(chain([1, 2]), regions=(Region("net", begin, end, (), 0, 0.0),))
-    assert trace.positions == 4
-    with pytest.raises(ValueError, match=r"regions\[0\]"):
-        Trace.from_json(trace.to_json())
-
-
 def test_an_operation_holds_what_it_saves_until_it_has_computed() -> None:
     """A batch normalisation saves its input, its weight and its statistics, and makes its output last."""
     sites = [Site("conv:0", 0, 8, 0, (6,)), *(Site(f"norm:{k}", 1 + k, 8, 1 + k, ()) for k in range(3))]
@@ -74,12 +65,3 @@ def test_what_follows_in_one_module_is_not_all_of_one_operation() -> None:
     """In a forward that calls functions alone nothing was ever let go of, so that recomputing freed nothing."""
     trace = Trace(tuple(Site(f"net:{k}", k, 8, k, (47 - k,)) for k in range(24)), 48)
     assert [trace.let_go[k] for k in range(24)] == [min(k + KEPT - 1, 23) + 2 for k in range(24)]
-
-
-def test_what_a_result_was_made_from_at_last_the_program_held_until_it_was_saved() -> None:
-    """A residual block's input, which was still on its way out when the block added it: nobody saw who held it."""
-    sites = tuple(Site(f"block.{k}:0", k, 8, k, (19 - k,)) for k in range(10))
-    trace = Trace(sites, 20, recipes={7: Recipe("ReluBackward0", (2, 1), 1e-3, held=(1,))})
-    assert trace.let_go[1] == 8  # once 7 is made, which position 7 saves
-    assert trace.let_go[2] == 4  # a batch normalisation's input, which that alone needed
-    assert Trace.from_json(trace.to_json()) == trace

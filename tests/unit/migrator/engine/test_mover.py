@@ -155,8 +155,8 @@ def test_tensors_of_two_streams_travel_apart(rig: Rig) -> None:
     assert [moved.saved.group.stream for moved in (first, second)] == [1, 2]
 
 
-def test_groups_that_inputs_of_one_region_complete_do_not_end_one_another() -> None:
-    """All of them come at one position; the second opened its group anew, which was never full, in every period."""
+def test_groups_that_are_complete_at_one_position_do_not_end_one_another() -> None:
+    """All of them come there; the second opened its group anew, which was never full, in every period."""
     rig = Rig(dram=8 * MiB)
     one, other = group("a:0", "in:0", last_birth=2), group("b:0", "in:1", last_birth=2)
     (first, again), (second, and_again) = rig.planned(one, other)
@@ -227,7 +227,7 @@ def test_a_rival_for_which_there_is_no_room_below_gives_way_to_the_plan_before_i
 ) -> None:
     rig = Rig(dram=8 * MiB, budget=512 * MiB)
     holder, rival = (
-        SimpleNamespace(parcel_bytes=nbytes, room=nbytes, groups=(), regions=(), keeps_everything=False)
+        SimpleNamespace(parcel_bytes=nbytes, room=nbytes, groups=(), keeps_everything=False)
         for nbytes in (MiB, 100 * MiB)
     )
     carried_out = [rival]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_tiers.migrator.hooks.actions import Agenda, Go, Recompute, Stay
-from torch_tiers.migrator.hooks.garbage import KEPT, MADE, MOVED, REPEATED
+from torch_tiers.migrator.hooks.garbage import KEPT, MADE, MOVED
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.recompute.verified import Took, Verified
 
@@ -39,9 +39,8 @@ def test_sites_from_which_others_are_made_are_noted_by_module() -> None:
 
 
 def test_it_tells_what_the_hooks_will_hold() -> None:
-    agenda = Agenda([("Net:0", stay), ("Net:2", go), ("Net:3", recompute())], ["Net.block"])
-    assert agenda.objects == KEPT + MOVED + MADE + REPEATED
-    assert agenda.regions == ("Net.block",)
+    agenda = Agenda([("Net:0", stay), ("Net:2", go), ("Net:3", recompute())])
+    assert agenda.objects == KEPT + MOVED + MADE
 
 
 def test_modules_in_which_all_stays_unheard_are_quiet_and_those_around_them_as_what_came_before() -> None:
@@ -61,7 +60,7 @@ def test_outermost_modules_are_never_quiet_nor_is_the_program_itself() -> None:
     assert not Agenda([(":0", quiet), ("Net:0", quiet)]).quiet
 
 
-def test_modules_from_which_others_are_made_are_not_quiet_nor_are_regions() -> None:
+def test_modules_from_which_others_are_made_are_not_quiet() -> None:
     quiet = Stay(mover, 1, 1, quiet=True)
-    agenda = Agenda([("Net.fc:0", quiet), ("Net.in:0", quiet), ("Net.act:0", recompute("Net.fc:0"))], ["Net.in"])
+    agenda = Agenda([("Net.fc:0", quiet), ("Net.act:0", recompute("Net.fc:0"))])
     assert not agenda.quiet

@@ -145,3 +145,36 @@ def test_a_fork_has_what_its_parent_has_or_is_told() -> None:
                 os.kill(child, signal.SIGKILL)
             assert ended[0] and os.waitstatus_to_exitcode(ended[1]) == 0
             other.backward()
+
+
+class Dropping(nn.Module):
+    """By the operator of GPUs, which returns its mask, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped: Tensor = torch.native_dropout(x, 0.3, True)[0]
+        return dropped
+
+
+@pytest.mark.parametrize("native", ["on", "off"])
+def test_a_dropout_s_result_and_mask_are_made_by_one_replay(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    run = Replay.run
+
+    def counted(self: Replay, values: Any) -> list[Tensor]:
+        runs.append(sum("dropout" in name.partition("(")[0] for name in self.names))
+        return run(self, values)
+
+    def gradients(**arguments: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), Dropping(), nn.Linear(64, 64))
+        with moving(native=native, **arguments):
+            for _ in range(STEPS):
+                model.zero_grad()
+                runs.clear()
+                model(torch.ones(64, 64)).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    monkeypatch.setattr(Replay, "run", counted)
+    assert all(map(torch.equal, gradients(recompute=True, share=0), gradients(policy="keep")))
+    gradients(recompute=True, share=0)
+    assert [count for count in runs if count] == [2]

@@ -19,7 +19,6 @@ from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.hooks.actions import Action, Go, Recompute, Stay
 from torch_tiers.migrator.hooks.garbage import Allowance
 from torch_tiers.migrator.hooks.saver import MIN_BYTES, Saver
-from torch_tiers.migrator.hooks.sites import Node
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.recompute.verified import Verified
@@ -220,15 +219,12 @@ class _Walk:
                 self.rng.choice(plain).zero_()
 
     def turn(self) -> None:
-        """Backward begins, or a forward after it; or a capture, or a module that saves its inputs only."""
-        what = self.rng.choice(["backward", "capture", "inputs", "new period"])
+        """Backward begins, or a forward after it; or a capture."""
+        what = self.rng.choice(["backward", "capture", "new period"])
         if what == "backward":
             self.each(lambda rig: setattr(rig.saver.place, "in_backward", True))
         elif what == "capture":
             self.each(lambda rig: vars(rig.mover.engine.compute).update(captures=not rig.mover.engine.compute.captures))
-        elif what == "inputs":
-            of_inputs = self.rng.random() < 0.5
-            self.each(lambda rig: setattr(rig.saver.place, "here", Node("", of_inputs=of_inputs)))
         else:
             self.each(lambda rig: rig.saver.end_period())
             self.held.clear()

@@ -191,7 +191,7 @@ def test_alternating_kinds_of_periods_are_both_planned_for() -> None:
 def renamed(trace: Trace) -> Trace:
     """The same period of another kind."""
     sites = tuple(replace(site, key=f"other.{site.key}") for site in trace.sites)
-    return replace(trace, sites=sites, regions=())
+    return replace(trace, sites=sites)
 
 
 def two_kinds(policy: str, target: int) -> tuple[list[bool], list[int]]:

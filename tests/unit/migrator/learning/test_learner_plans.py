@@ -377,15 +377,15 @@ def test_a_plan_that_comes_out_the_same_is_not_begun_anew() -> None:
 
 
 def test_what_was_recorded_anew_is_carried_out_anew_though_the_plan_is_the_same() -> None:
-    """Formulas may hold for shapes by now for which they had not been tried."""
+    """More may be known by now to be recomputed with the same bits."""
     learner = Learner(POLICIES["keep"], 2 * peak_of(MODEL))
-    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    learner.period_over(replace(MODEL, recipes={}), 0, whole=True, pressed=False, drifted=False)
     (plan,) = learner.plans
     while not learner.records_next:
         quiet(learner, 0, drifted=True)
     changed = False
     while learner.records_next:
-        changed |= learner.period_over(replace(MODEL, regions=()), 0, whole=True, pressed=False, drifted=False)
+        changed |= learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
     assert changed and learner.plans == (plan,)
 
 

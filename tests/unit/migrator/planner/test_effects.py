@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +13,12 @@ from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.planner.effects import Unobtainable, Work, effect, obtainable
 from torch_tiers.migrator.planner.intervals import occupancy
 from torch_tiers.migrator.planner.schedule import occupied
-from torch_tiers.migrator.trace import Recipe, Region, Site, Trace, checkpoint_key
+from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 # x -> y -> z, and w: saved at 0 to 3, used at 7 to 4; y is made from x, and z from y.
 SITES = tuple(Site(f"{name}:0", k, 10 + k, k, (7 - k,)) for k, name in enumerate("xyzw"))
 RECIPES = {1: Recipe("Y", (0,), 0.5), 2: Recipe("Z", (1,), 0.25)}
-TRACE = Trace(SITES, 8, recipes=RECIPES, regions=(Region("m", 1, 3, (0,), 10, 2.0),))
+TRACE = Trace(SITES, 8, recipes=RECIPES)
 
 
 @given(traces())
@@ -45,36 +44,10 @@ def test_what_is_made_from_something_dropped_makes_that_first() -> None:
     assert min(outcome.held[0].asked) == 5
 
 
-def test_a_region_holds_its_inputs_and_makes_the_rest_at_its_first_use() -> None:
-    outcome = effect(TRACE, (), ["m"])
-    assert list(outcome.held) == [0, 3]
-    assert [holder.key for holder in outcome.held[0].holders] == ["x:0", checkpoint_key("m", 0)]
-    assert outcome.work == {5: Work(2.0, (0,))}
-    assert outcome.again.tolist() == [0, 0, 11, 12, 0, 0, 11 + 12, 11, 0]
-
-
-def test_an_input_that_no_site_refers_to_has_the_bytes_that_are_left() -> None:
-    region = Region("m", 0, 2, (0, 9), 50, 1.0)
-    held = effect(Trace(SITES, 8, regions=(region,)), (), ["m"]).held
-    assert (held[0].nbytes, held[9].nbytes) == (10, 40)
-
-
-def test_of_nested_regions_the_outermost_is_recomputed() -> None:
-    inner = Region("m.n", 1, 2, (0,), 10, 1.0)
-    trace = Trace(SITES, 8, regions=(inner, *TRACE.regions))
-    assert effect(trace, (), ["m", "m.n"]).work == effect(trace, (), ["m"]).work
-
-
 @pytest.mark.parametrize("dropped", [{0}, {3}])
 def test_what_has_no_recipe_cannot_be_dropped(dropped: set[int]) -> None:
     with pytest.raises(Unobtainable, match="no recipe"):
         effect(TRACE, dropped)
-
-
-def test_what_is_made_from_the_inside_of_a_region_cannot_be_dropped() -> None:
-    trace = Trace(SITES, 8, recipes={3: Recipe("W", (2,), 0.5)}, regions=TRACE.regions)
-    with pytest.raises(Unobtainable, match="neither held nor recomputed"):
-        effect(trace, {3}, ["m"])
 
 
 def test_two_storages_cannot_be_made_from_each_other() -> None:
@@ -84,13 +57,11 @@ def test_two_storages_cannot_be_made_from_each_other() -> None:
 
 
 @given(programs(), st.randoms())
-def test_every_site_is_held_recomputed_or_within_a_region(trace: Trace, rng: Random) -> None:
-    regions = [region for region in trace.regions if rng.random() < 0.5]
-    inside = {site.key for region in regions for site in trace.sites_of(region)}
-    outcome = effect(trace, (), [region.path for region in regions])
+def test_every_site_is_held_or_recomputed(trace: Trace, rng: Random) -> None:
+    outcome = effect(trace, obtainable(trace, {ident for ident in trace.recipes if rng.random() < 0.5}))
     held = {holder.key for entry in outcome.held.values() for holder in entry.holders}
-    assert {site.key for site in trace.sites} <= held | inside | set(outcome.recomputed)
-    assert not held & inside
+    assert {site.key for site in trace.sites} == held | set(outcome.recomputed)
+    assert held.isdisjoint(outcome.recomputed)
 
 
 def test_bytes_are_recomputed_for_as_long_as_they_are_read() -> None:
@@ -106,22 +77,6 @@ def test_what_the_program_holds_lies_in_hbm_though_nobody_keeps_it() -> None:
     held = {2: 5}
     outcome = effect(replace(TRACE, held=held), {2})
     assert outcome.again.tolist() == [0, 0, 0, 12, 12, 0, 12, 0, 0]
-    assert effect(replace(TRACE, held=held), (), ["m"]).again.tolist() == [0, 0, 11, 12, 12, 0, 11 + 12, 11, 0]
-
-
-def test_what_one_region_saves_and_the_next_begins_with_is_there_once() -> None:
-    """A block's output is the next block's input, which a checkpoint holds."""
-    regions = (Region("m", 0, 2, (9,), 5, 1.0), Region("n", 2, 4, (1,), 11, 1.0))
-    outcome = effect(Trace(SITES, 8, regions=regions, held={1: 5}), (), ["m", "n"])
-    assert outcome.held[1].birth == 2
-    there = outcome.again + np.array(occupied([outcome.held[1]], 8))
-    assert there[:4].tolist() == [0, 10, 11, 11 + 12]  # x, then y, then y as it is held, and z
-
-
-def test_what_is_within_a_region_and_dropped_outside_of_it_is_there_once() -> None:
-    sites = (Site("a:0", 0, 100, 0, (5,)), Site("m.b:0", 1, 200, 1, (4,)), Site("c:0", 1, 200, 2, (3,)))
-    trace = Trace(sites, 6, recipes={1: Recipe("B", (0,), 1.0)}, regions=(Region("m", 1, 2, (0,), 100, 1.0),))
-    assert effect(trace, {1}, ["m"]).again[2:4].tolist() == [200, 200]
 
 
 def test_what_the_program_holds_until_it_is_made_again_is_there_once() -> None:
@@ -146,10 +101,9 @@ def test_scratch_is_gone_before_the_program_asks_for_more() -> None:
 @given(programs(), st.randoms())
 def test_what_is_obtainable_can_be_dropped(trace: Trace, rng: Random) -> None:
     asked = {ident for ident in (*trace.recipes, 99) if rng.random() < 0.7}
-    regions = [region.path for region in trace.regions if rng.random() < 0.3]
-    dropped = obtainable(trace, asked, regions)
+    dropped = obtainable(trace, asked)
     assert dropped <= asked
-    effect(trace, dropped, regions)
+    effect(trace, dropped)
 
 
 def test_what_is_obtainable_of_a_long_chain_is_known_at_once() -> None:
@@ -164,18 +118,6 @@ def test_of_two_storages_made_from_each_other_one_is_held() -> None:
     assert obtainable(trace, {0, 1}) == {1}
 
 
-def test_a_module_that_is_called_twice_is_recomputed_twice() -> None:
-    calls = (Region("m", 0, 1, (8,), 5, 1.0), Region("m", 2, 3, (9,), 6, 1.0))
-    outcome = effect(Trace(SITES, 8, regions=calls), (), ["m"])
-    assert sorted(outcome.work) == [5, 7]
-    assert [held.holders[0].key for held in outcome.held.values()] == ["m/in:0", "y:0", "m/in:1", "w:0"]
-
-
-def test_an_unknown_region_is_refused() -> None:
-    with pytest.raises(KeyError):
-        effect(chain([1]), (), ["nowhere"])
-
-
 def test_a_chain_of_recipes_may_be_as_long_as_a_program_makes_it() -> None:
     """Beyond a thousand it was a RecursionError in the training loop."""
     count = 3000
@@ -184,6 +126,14 @@ def test_a_chain_of_recipes_may_be_as_long_as_a_program_makes_it() -> None:
     recipes = {k: Recipe("SinBackward0", (k - 1,), 1e-5) for k in range(1, count)}
     times = tuple(1e-4 * (k + 1) for k in range(2 * count))
     trace = Trace(sites, 2 * count, times, 1.0, (0,) * (2 * count + 1), recipes)
-    made = effect(trace, range(1, count), ())
+    made = effect(trace, range(1, count))
     assert set(made.work) == {count}
     assert made.work[count].seconds == pytest.approx(1e-5 * (count - 1))
+
+
+def test_what_one_operator_returned_is_made_at_once_and_paid_once() -> None:
+    """y and z of one call: z is asked for first, at 5, and y is there from then on."""
+    recipes = {1: Recipe("Dropout", (0,), 0.5, host=1e-3, call=1), 2: Recipe("Dropout", (0,), 0.5, host=1e-3, call=1)}
+    outcome = effect(Trace(SITES, 8, recipes=recipes), {1, 2})
+    assert outcome.work == {5: Work(0.5, (0,), 1e-3)}
+    assert outcome.again.tolist() == [0, 0, 11, 12, 0, 0, 11 + 12, 11, 0]

@@ -27,3 +27,12 @@ def test_what_is_dropped_lies_in_hbm_while_the_program_holds_it(held: dict[int, 
     outcome = effect(trace, {1})
     expected = occupied(outcome.held.values(), trace.positions) + outcome.again
     assert levers.used(state).tolist() == expected.tolist()
+
+
+def test_what_one_operator_returned_costs_next_to_nothing_beside_the_rest_of_it() -> None:
+    recipes = {1: Recipe("Dropout", (0,), 0.5, call=1), 2: Recipe("Dropout", (0,), 0.5, call=1)}
+    levers = Levers(replace(TRACE, recipes=recipes), GiB, PCIE_GEN5)
+    state = levers.start()
+    assert levers.drop_costs(state)[1:].tolist() == [0.5, 0.5]
+    assert levers.drop(state, 1)
+    assert levers.drop_costs(state)[2] < 1e-3

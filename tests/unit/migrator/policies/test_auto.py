@@ -14,12 +14,13 @@ from tests.unit.traces import chain, programs
 from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.intervals import occupancy
 from torch_tiers.migrator.planner.levers import DROP, MOVE, Choice, extremes
 from torch_tiers.migrator.planner.search import How, Search
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import Simulated, simulate
-from torch_tiers.migrator.trace import Recipe, Region, Trace
+from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 auto, flashneuron = POLICIES["auto"], POLICIES["flashneuron"]
 RESERVED = 1.05  # of the peak allocated: what PyTorch's allocator makes of it
@@ -63,17 +64,19 @@ def test_models_run_at_a_fraction_of_ideal(name: str, share: float, fraction: fl
 def test_a_resnet_is_faster_than_with_all_its_blocks_recomputed(share: float) -> None:
     _, result, budget = planned("resnet", share)
     trace = model("resnet")
-    assert result.seconds < trace.seconds + sum(region.seconds for region in trace.regions)
+    assert result.seconds < trace.seconds + sum(work.seconds for work in effect(trace, trace.recipes).work.values())
     assert result.peak["hbm"] <= budget
 
 
-def test_light_recomputation_comes_before_whole_regions() -> None:
+def test_what_is_cheap_to_make_is_recomputed_before_products() -> None:
     """A quarter of a GPT's memory is outputs of normalisations and activation functions."""
-    plan, _, _ = planned("gpt", 0.75)
-    assert plan.recompute
-    assert not plan.regions
-    plan, _, _ = planned("gpt", 0.45)
-    assert plan.regions
+
+    def operators(share: float) -> set[str]:
+        plan, trace = planned("gpt", share)[0], model("gpt")
+        return {trace.recipes[trace.by_key[key].storage].op for key in plan.recompute}
+
+    assert operators(0.75) == {"GeluBackward0", "NativeLayerNormBackward0"}
+    assert "addmm" in operators(0.45)
 
 
 def test_long_sequences_move_more() -> None:
@@ -83,7 +86,7 @@ def test_long_sequences_move_more() -> None:
 
 
 def small(seconds: float) -> Trace:
-    """Four storages of 100 MiB; the third can be made from the second, and both as a region from the first.
+    """Four storages of 100 MiB; the third can be made from the second, and that from the first.
 
     There is room for three. A copy of one takes 1.9 ms; the positions are `seconds` apart.
     """
@@ -95,8 +98,7 @@ def small(seconds: float) -> Trace:
     )
     return replace(
         trace,
-        recipes={2: Recipe("Op", (1,), 1e-3)},
-        regions=(Region("m", 1, 3, (0,), 100 * MiB, 2e-3),),
+        recipes={1: Recipe("Dear", (0,), 2e-3), 2: Recipe("Op", (1,), 1e-3)},
     )
 
 
@@ -104,14 +106,14 @@ def test_what_leaves_in_time_moves() -> None:
     """At 10 ms a position the oldest is long gone when the fourth is saved: nothing is as cheap as moving it."""
     plan = auto(small(10e-3), 300 * MiB, PCIE_GEN5)
     assert [group.sites for group in plan.groups] == [("layer0:0",)]
-    assert (plan.recompute, plan.regions) == ((), ())
+    assert plan.recompute == ()
 
 
 def test_what_cannot_leave_in_time_is_recomputed_by_the_cheapest_means() -> None:
-    """At 0.1 ms a position a move would stall the step by 1.6 ms, the region costs 2 ms and the recipe 1 ms."""
+    """At 0.1 ms a position a move would stall the step by 1.6 ms, one recipe costs 2 ms and the other 1 ms."""
     plan = auto(small(1e-4), 300 * MiB, PCIE_GEN5)
     assert plan.recompute == ("layer2:0",)
-    assert (plan.groups, plan.regions) == ((), ())
+    assert plan.groups == ()
 
 
 def test_the_lane_carries_what_is_dearest_to_make_again() -> None:
@@ -126,17 +128,9 @@ def test_the_lane_carries_what_is_dearest_to_make_again() -> None:
     assert not search.reassign(state, 0, how)
 
 
-def test_a_region_is_recomputed_where_nothing_else_is_to_be_had() -> None:
-    trace = replace(small(1e-4), recipes={})
-    slow = replace(PCIE_GEN5, d2h=1e9, h2d=1e9, both=2e9)
-    plan = auto(trace, 300 * MiB, slow)
-    assert plan.regions == ("m",)
-    assert "m/in:0" in plan.keep
-
-
 def test_nothing_happens_where_everything_fits() -> None:
     plan = auto(small(1e-3), 400 * MiB, PCIE_GEN5)
-    assert (plan.groups, plan.recompute, plan.regions) == ((), (), ())
+    assert (plan.groups, plan.recompute) == ((), ())
 
 
 def test_without_times_it_is_flashneuron() -> None:
@@ -169,9 +163,8 @@ def test_a_plan_has_a_place_for_every_site_and_fits_at_every_position_or_the_bud
         plan = auto(trace, budget := error.smallest, PCIE_GEN5)
     assert (simulate(trace, PCIE_GEN5, plan).hbm <= budget).all()
     placed = [*plan.keep, *(key for group in plan.groups for key in group.sites), *plan.recompute]
-    inside = {site.key for region in trace.regions if region.path in plan.regions for site in trace.sites_of(region)}
     assert len(placed) == len(set(placed))
-    assert {key for key in placed if "/in:" not in key} == {site.key for site in trace.sites} - inside
+    assert {*placed} == {site.key for site in trace.sites}
 
 
 @given(programs())
@@ -179,19 +172,12 @@ def test_extremes_are_choices_of_the_trace(trace: Trace) -> None:
     assert Choice(frozenset(life.ident for life in trace.lifetimes)) in extremes(trace)
 
 
-@given(programs())
-def test_no_extreme_recomputes_a_region_within_another(trace: Trace) -> None:
-    for choice in extremes(trace):
-        chosen = [region for region in trace.regions if region.path in choice.regions]
-        saved = [site.key for region in chosen for site in trace.sites_of(region)]
-        assert len(saved) == len(set(saved))
-
-
-def test_extremes_recompute_the_largest_regions_and_the_smallest() -> None:
-    spans = {"model": (0, 8), "model.block": (0, 4), "model.block.mlp": (2, 4), "model.head": (6, 8)}
-    regions = tuple(Region(path, begin, end, (), 0, 0.0) for path, (begin, end) in spans.items())
-    chosen = {frozenset(choice.regions) for choice in extremes(replace(chain([MiB] * 8), regions=regions))}
-    assert chosen == {frozenset(), frozenset({"model"}), frozenset({"model.block.mlp", "model.head"})}
+def test_extremes_recompute_modules_of_every_size_each_by_itself() -> None:
+    keys = ("model.a.x:0", "model.a.y:0", "model.b.x:0", "model.b.y:0")
+    sites = tuple(Site(key, k, MiB, k, (7 - k,)) for k, key in enumerate(keys))
+    trace = Trace(sites, 8, recipes={k: Recipe("Op", (k - 1,) if k else (), 1e-3) for k in range(4)})
+    dropped = [sorted(choice.dropped) for choice in extremes(trace)]
+    assert dropped == [[], [0, 1, 3], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("usual", [None, PCIE_GEN5], ids=["alone", "beside others"])

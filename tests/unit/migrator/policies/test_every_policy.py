@@ -44,10 +44,6 @@ def placed(plan: Plan) -> list[str]:
     return [*plan.keep, *(key for group in plan.groups for key in group.sites), *plan.recompute]
 
 
-def within_regions(trace: Trace, plan: Plan) -> list[str]:
-    return [site.key for region in trace.regions if region.path in plan.regions for site in trace.sites_of(region)]
-
-
 def decisions(plan: Plan) -> object:
     """All that a plan says but who says it."""
     return {name: value for name, value in json.loads(plan.to_json()).items() if name != "policy"}
@@ -76,19 +72,16 @@ def within(name: str, sample: str, part: float) -> Plan:
 
 
 def every_site_and_every_storage_has_one_place(trace: Trace, plan: Plan) -> None:
-    inside = within_regions(trace, plan)
-    own = [key for key in placed(plan) if "/in:" not in key]
-    assert sorted([*own, *inside]) == sorted(site.key for site in trace.sites)
-    assert not any(key.split("/in:")[0] not in plan.regions for key in placed(plan) if "/in:" in key)
+    assert sorted(placed(plan)) == sorted(site.key for site in trace.sites)
     places = [{*plan.keep}, {key for group in plan.groups for key in group.sites}, {*plan.recompute}]
     for life in trace.lifetimes:
-        keys = {site.key for site in trace.sites if site.storage == life.ident}.difference(inside)
+        keys = {site.key for site in trace.sites if site.storage == life.ident}
         assert sum(bool(keys & place) for place in places) == bool(keys)
 
 
 def what_is_recomputed_is_made_from_what_is_there(trace: Trace, plan: Plan) -> None:
     dropped = {trace.by_key[key].storage for key in plan.recompute}
-    outcome = effect(trace, dropped, plan.regions)  # raises where something is not obtainable
+    outcome = effect(trace, dropped)  # raises where something is not obtainable
     sources = {source for ident in dropped for source in trace.recipes[ident].inputs}
     assert sources <= {*outcome.held, *dropped}
 
@@ -159,7 +152,7 @@ def test_plans_fit_the_budget(name: str, sample: str) -> None:
 def test_nothing_moves_and_nothing_is_recomputed_where_all_fits(name: str) -> None:
     trace = SAMPLES["gpt"]()
     plan = POLICIES[name](trace, int(1.02 * peak(trace)), PCIE_GEN5)
-    assert (plan.groups, plan.recompute, plan.regions) == ((), (), ())
+    assert (plan.groups, plan.recompute) == ((), ())
 
 
 def test_no_two_policies_decide_the_same_everywhere() -> None:

@@ -1,4 +1,4 @@
-"""Policies on periods that were recorded on an H100 while the program ran under a budget (tests/data/traces)."""
+"""Policies on periods that were recorded on an H200 while the program ran under a budget (tests/data/traces)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torch_tiers.migrator.trace import Trace
 
 TRACES = Path(__file__).parents[3] / "data" / "traces"
 CELLS = {
-    ("reference_gpt", 28.5): 0.965,
-    ("reference_gpt", 22.8): 0.93,
-    ("reference_gpt", 17.15): 0.875,
-    ("resnet152", 16.4): 0.98,
-    ("resnet152", 11.0): 0.955,
-    ("resnet152", 6.6): 0.93,
-    ("long_context_gpt", 28.2): 0.975,
-    ("long_context_gpt", 17.0): 0.955,
+    ("llama", 14.6): 0.965,
+    ("llama", 11.0): 0.88,
+    ("swin", 20.6): 0.975,
+    ("swin", 15.4): 0.955,
+    ("swin", 11.6): 0.92,
+    ("swin", 7.7): 0.865,
+    ("t5", 21.6): 0.93,
+    ("t5", 16.2): 0.89,
 }
 """The fraction of ideal that `auto` is to be predicted, at a budget in GiB."""
 OTHERS = sorted({*POLICIES} - {"auto", "autotm", "swapadvisor"})  # these two take their time, whatever the trace
@@ -56,7 +56,7 @@ def test_auto_comes_close_to_the_ideal_within_the_budget(cell: tuple[str, float]
 
 
 @pytest.mark.parametrize("below", [0, GiB // 2, 4 * GiB])
-@pytest.mark.parametrize("cell", [("reference_gpt", 22.8), ("resnet152", 11.0), ("long_context_gpt", 28.2)], ids=str)
+@pytest.mark.parametrize("cell", [("llama", 14.6), ("swin", 11.6), ("t5", 16.2)], ids=str)
 def test_auto_moves_no_more_than_the_tiers_below_hold(cell: tuple[str, float], below: int) -> None:
     """It recomputes instead, where moving would be as fast; a plan that does not fit below ends the program."""
     trace, budget = recorded(cell[0]), int(cell[1] * GiB)
@@ -65,10 +65,10 @@ def test_auto_moves_no_more_than_the_tiers_below_hold(cell: tuple[str, float], b
     assert simulate(trace, PCIE_GEN5, plan).peak["hbm"] <= budget
 
 
-@pytest.mark.parametrize(("name", "budget"), [("reference_gpt", 28.5), ("resnet152", 16.4)])
+@pytest.mark.parametrize(("name", "budget"), [("llama", 14.6), ("swin", 20.6)])
 def test_where_moves_alone_help_and_exceed_the_tiers_below_the_fewest_are_planned(name: str, budget: float) -> None:
     """Those tiers may hold them to the last byte. If not, they say how much they would have to hold."""
-    trace = replace(recorded(name), recipes={}, regions=())
+    trace = replace(recorded(name), recipes={})
     needed = POLICIES["auto"](trace, int(budget * GiB), PCIE_GEN5).parcel_bytes
     for usual in (None, PCIE_GEN5):
         links = replace(PCIE_GEN5, below=needed * 9 // 10, usual=usual)
@@ -89,16 +89,18 @@ def test_where_others_need_the_memory_bus_auto_moves_less_and_is_hardly_slower(c
     assert beside.moved_bytes <= (0.93 if alone.moved_bytes > GiB else 1) * alone.moved_bytes
 
 
-@pytest.mark.parametrize(("gib", "quiet"), [(28.0, True), (24.0, False)])
-def test_who_moves_little_enough_beside_others_need_not_move_less(gib: float, quiet: bool) -> None:
-    """At 28 GiB plans moved nothing at all, and training was 1.8% slower for 2% of the others' bandwidth."""
-    trace, budget = recorded("reference_gpt"), int(gib * GiB)
+@pytest.mark.parametrize("recipes", [True, False], ids=["may recompute", "may only move"])
+def test_who_moves_little_enough_beside_others_need_not_move_less(recipes: bool) -> None:
+    """Plans moved nothing at all, and training was 1.8% slower for 2% of the others' bandwidth."""
+    trace, budget = recorded("swin"), 18 * GiB
+    if not recipes:
+        trace = replace(trace, recipes={})
     beside_others = replace(PCIE_GEN5, usual=PCIE_GEN5)
     alone, beside = (POLICIES["auto"](trace, budget, links) for links in (PCIE_GEN5, beside_others))
     fastest, slower = (simulate(trace, PCIE_GEN5, plan).seconds for plan in (alone, beside))
     assert beside.moved_bytes > 0
-    assert is_quiet(beside, beside_others, slower) == quiet
-    assert slower <= (1.009 if quiet else 1.02) * fastest
+    assert is_quiet(beside, beside_others, slower) == recipes
+    assert slower <= (1.009 if recipes else 1.02) * fastest
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -111,16 +113,16 @@ def test_auto_is_as_fast_as_every_other_policy_that_fits(cell: tuple[str, float]
         assert result.peak["hbm"] > budget or result.seconds >= best * 0.9999
 
 
-@pytest.mark.parametrize("gib", [4.1, 2.763])
+@pytest.mark.parametrize("gib", [6.0, 5.0])
 def test_where_hardly_anything_fits_auto_is_as_fast_as_what_holds_least(gib: float) -> None:
     """736 ms instead of 200: a plan that moves everything fitted, so nobody looked at those that recompute it."""
-    trace, budget = recorded("resnet152"), int(gib * GiB)
+    trace, budget = recorded("swin"), int(gib * GiB)
     found = simulate(trace, PCIE_GEN5, POLICIES["auto"](trace, budget, PCIE_GEN5))
     assert found.peak["hbm"] <= budget
     for choice in extremes(trace):
-        dropped = obtainable(trace, choice.dropped, choice.regions)
+        dropped = obtainable(trace, choice.dropped)
         moved = choice.moved | (choice.dropped - dropped)
-        made = fit("", trace, budget, moved, dropped=dropped, regions=choice.regions)
+        made = fit("", trace, budget, moved, dropped=dropped)
         result = simulate(trace, PCIE_GEN5, made)
         assert result.peak["hbm"] > budget or result.seconds >= found.seconds * 0.9999
 

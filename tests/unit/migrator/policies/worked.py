@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.links import Links
 from torch_tiers.migrator.plan import Plan
-from torch_tiers.migrator.trace import Recipe, Region, Site, Trace
+from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 LINKS = Links(d2h=MiB, h2d=MiB, both=2 * MiB, latency=0.0)
 
@@ -19,7 +19,6 @@ def worked(
     backward: Sequence[float] | float = 2.0,
     kinds: Sequence[str] | None = None,
     recipes: Mapping[int, Recipe] | None = None,
-    regions: Sequence[Region] = (),
 ) -> Trace:
     """Layer `k` runs for ``forward[k]`` and then saves storage `k`; ``backward[k]`` follows its only use."""
     count = len(sizes)
@@ -36,7 +35,7 @@ def worked(
         Site(f"{chr(97 + k)}:0", k, size * MiB, k, (2 * count - 1 - k,), kinds[k] if kinds else "Linear")
         for k, size in enumerate(sizes)
     )
-    return Trace(sites, 2 * count, tuple(times), now, (), recipes or {}, tuple(regions))
+    return Trace(sites, 2 * count, tuple(times), now, (), recipes or {})
 
 
 def moves(plan: Plan) -> dict[str, int | None]:

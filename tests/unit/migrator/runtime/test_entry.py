@@ -65,11 +65,11 @@ def test_hooks_that_a_fork_has_left_behind_are_not_called_besides() -> None:
         entry._left_behind = False
 
 
-def test_tells_of_a_call_with_what_it_was_given(listener: mock.Mock) -> None:
+def test_tells_of_a_call_and_its_end(listener: mock.Mock) -> None:
     module, x = nn.Linear(2, 2), torch.ones(2)
     module(input=x)
-    listener.enter.assert_called_once_with(module, ())
-    listener.leave.assert_called_once_with(module, (), {"input": x})
+    listener.enter.assert_called_once_with(module)
+    listener.leave.assert_called_once_with()
 
 
 def test_tells_of_no_end_where_nobody_asked_for_it(listener: mock.Mock) -> None:
@@ -84,7 +84,7 @@ def test_tells_of_the_end_of_a_forward_that_raises(listener: mock.Mock, error: B
     module = _Raises(error)
     with pytest.raises(type(error)):
         module(1)
-    listener.leave.assert_called_once_with(module, (1,), None)
+    listener.leave.assert_called_once_with()
 
 
 def test_takes_none_of_a_module_s_arguments_for_its_own(listener: mock.Mock) -> None:

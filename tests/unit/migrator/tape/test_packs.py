@@ -46,7 +46,7 @@ def test_what_it_takes_is_what_was_packed_and_where(recording: Recorder, x: Tens
     by_key = dict(zip(found.keys, found.inputs, strict=True))
     assert by_key["net:1"] is packed and by_key["net:0"][0] is stays[0] and by_key["net:0"][1:] == stays[1:]
     values = {"net:0": x.clone(), "net:1": y.clone()}  # wherever these were brought back to
-    assert torch.equal(found.make([values[key] for key in found.keys]), y.cos() + x)
+    assert torch.equal(*found.make([values[key] for key in found.keys]), y.cos() + x)
 
 
 def test_value_may_lie_anywhere_in_a_larger_storage(recording: Recorder, x: Tensor) -> None:
@@ -57,7 +57,7 @@ def test_value_may_lie_anywhere_in_a_larger_storage(recording: Recorder, x: Tens
     assert found is not None and found.inputs == (packed,)
     buffer = torch.zeros(4096)
     buffer[1024:2048] = y
-    assert torch.equal(found.make([buffer[1024:2048]]), y.cos())
+    assert torch.equal(*found.make([buffer[1024:2048]]), y.cos())
 
 
 def test_nothing_is_made_of_what_the_graph_has_let_go_of(recording: Recorder, x: Tensor) -> None:
@@ -78,7 +78,7 @@ def test_of_the_host_s_memory_only_that_is_taken_which_nobody_writes_unseen(reco
     y = x.sin()
     assert packs.find(y, recording.settings(), lambda storage: storage != x.untyped_storage()._cdata) is None
     found = packs.find(y, recording.settings(), lambda storage: True)
-    assert found is not None and found.inputs == () and torch.equal(found.make([]), y)
+    assert found is not None and found.inputs == () and torch.equal(*found.make([]), y)
 
 
 def test_its_own_leaf_is_copied_before_it_is_written(recording: Recorder, x: Tensor) -> None:
@@ -88,7 +88,7 @@ def test_its_own_leaf_is_copied_before_it_is_written(recording: Recorder, x: Ten
     assert found is not None
     x.zero_()
     x.add_(1)
-    assert torch.equal(found.make([]), y)
+    assert torch.equal(*found.make([]), y)
 
 
 def test_what_was_packed_and_then_written_is_not_taken_where_it_was(recording: Recorder, x: Tensor) -> None:
@@ -128,3 +128,62 @@ def test_nothing_is_found_once_the_record_is_over(recorder: Recorder) -> None:
     recorder.stop()
     packs.note(x, kept(x), "net:0")
     assert packs.find(y, recorder.settings(), lambda storage: True) is None
+
+
+def _fill(storage_of: Tensor, values: Tensor) -> None:
+    """As FSDP gathers a parameter, which was empty."""
+    storage_of.untyped_storage().resize_(values.nbytes)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(storage_of):
+        storage_of.copy_(values)
+
+
+def test_what_is_emptied_and_filled_again_need_not_be_packed(recording: Recorder, x: Tensor) -> None:
+    """As the parameters that FSDP gathers for each forward and backward: a bias that nobody saves, for one."""
+    packs, values = recording.packs(), torch.randn(1024)
+    weight = torch.empty(1024)
+    packs.refilled([weight.untyped_storage()._cdata])
+    weight.untyped_storage().resize_(0)
+    _fill(weight, values)
+    packs.note(x, packed := Packed(), "net:0")
+    found = packs.find(expected := x * weight, recording.settings(), lambda storage: False)
+    assert found is not None and found.inputs == (packed,)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(Differs, match="has another size"):
+        found.make([x])
+    _fill(weight, values)
+    assert torch.equal(*found.make([x]), expected)
+
+
+def test_what_is_empty_already_nothing_is_made_from(recording: Recorder, x: Tensor) -> None:
+    """Another layer's parameters are not there when this one's backward asks for what it saved."""
+    packs, weight = recording.packs(), torch.empty(1024)
+    packs.refilled([weight.untyped_storage()._cdata])
+    _fill(weight, torch.randn(1024))
+    made = x * weight
+    packs.note(x, Packed(), "net:0")
+    weight.untyped_storage().resize_(0)
+    assert packs.find(made, recording.settings(), lambda storage: False) is None
+
+
+def test_what_one_operator_returned_is_made_at_once(recording: Recorder, x: Tensor) -> None:
+    packs, settings = recording.packs(), recording.settings()
+    packs.note(x, packed := Packed(), "net:0")
+    values, indices = torch.sort(x)
+    one, other, third = (packs.find(of, settings, lambda storage: False) for of in (values, indices, x.sin()))
+    assert one is not None and other is not None and third is not None
+    assert one.last == other.last != third.last
+    assert not third.also(one) and other.also(one)
+    made = other.make([x])
+    assert other.inputs == (packed,) and torch.equal(made[0], values) and torch.equal(made[1], indices)
+    assert torch.equal(*one.make([x]), values), "the other one is as it was"
+
+
+def test_three_of_one_operator_may_join(recording: Recorder, x: Tensor) -> None:
+    packs, settings = recording.packs(), recording.settings()
+    packs.note(x, packed := Packed(), "net:0")
+    expected = torch.native_layer_norm(x.view(32, 32), (32,), None, None, 1e-5)
+    closures = [packs.find(each, settings, lambda storage: False) for each in expected]
+    first, second, third = closures
+    assert first is not None and second is not None and third is not None
+    assert second.also(first) and third.also(second) and third.inputs == (packed,)
+    assert all(map(torch.equal, third.make([x]), expected))
