@@ -18,12 +18,14 @@ from torch_tiers.migrator.engine.filling import Filling
 from torch_tiers.migrator.engine.group import State
 from torch_tiers.migrator.engine.moved import Moved, Saved
 from torch_tiers.migrator.hooks.actions import Action, Go, Recompute, Stay
+from torch_tiers.migrator.hooks.packed import Look
 from torch_tiers.migrator.lanes import Stream
 from torch_tiers.migrator.learning.learner import Learner
 from torch_tiers.migrator.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.planner.paces import paces as paces_of
 from torch_tiers.migrator.planner.sizes import has_room_to_learn, learning_room, unseen
+from torch_tiers.migrator.recompute.checks import Checks
 from torch_tiers.migrator.recompute.dropped import Dropped, Recomputed
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.recompute.verified import Verified, base_of
@@ -80,6 +82,7 @@ class Mover:
         self.storages = engine.tensors.Storages()
         self._outlived: set[str] = set()
         self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
+        self.checks = Checks(engine.compute, budget)
         self._keeps = keeps
         self._spills = spills
         self.recorder: Recorder | None = self._new_recorder()
@@ -134,7 +137,9 @@ class Mover:
     def _new_recorder(self, *, held: bool = False) -> Recorder:
         self.engine.used_up = 0
         meter = self.engine.meter = self.engine.compute.meter(held=held)
-        return Recorder(self._outlived, meter, self._resident, self.verified, tries=not self._keeps)
+        return Recorder(
+            self._outlived, meter, self._resident, self.verified, self.checks.differing, tries=not self._keeps
+        )
 
     def _resident(self) -> int:
         engine = self.engine
@@ -216,6 +221,9 @@ class Mover:
         self, tensor: Tensor, make: Recompute, find: Callable[[Verified, Tensor], tuple[Replay, int] | None], kind: str
     ) -> Dropped | Moved:
         """Let go of a saved tensor that is made again; where that does not hold any more, take it."""
+        if make.key in self.checks.differing:
+            return self.take(tensor, make.key, None, kind)
+        fresh = None
         with self.engine.lock:
             known = self.storages.find(tensor)
             base = base_of(tensor)
@@ -229,11 +237,14 @@ class Mover:
                 found = find(self.verified.get(make.key, make.verified), base)
                 if found is None:
                     return self.take(tensor, make.key, None, kind)
-                made = Recomputed(base, *found, self.engine)
+                made = fresh = Recomputed(base, *found, self.engine)
                 self._dropped[known.cdata] = _Whole(weakref.ref(base), base._version, weakref.ref(made))
             known.made = weakref.ref(made)
             record = None if self.recorder is None else self.recorder.save(make.key, known, kind)
-            return Dropped(tensor, made, make, record)
+            dropped = Dropped(tensor, made, make, record)
+        if fresh is not None and record is None and not self.engine.compute.capturing():
+            self.checks.look(make.key, base, fresh, Look)
+        return dropped
 
     def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
         """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it.
@@ -307,6 +318,9 @@ class Mover:
             )
             if refused and trace is None and not (changed or drifted):  # else it may not have been these plans'
                 changed = self._plans_for_less(granted)
+            if self.checks.period_over():
+                self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
+                self.learner.forget()
             self.recorder = self.engine.meter = None
             if overflow and self.filling.patient:
                 self._expect_too_much()

@@ -243,6 +243,9 @@ class Compute(Protocol):
     def hand_over(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that `buffer` is used on the present stream as well as on its own."""
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Within it this thread asks for memory that the program alone would not, and gives all of it back."""
+
     def capturing(self) -> bool:
         """Whether the program is being captured into a graph, which no lane may become a part of."""
 

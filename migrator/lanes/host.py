@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -82,6 +82,10 @@ class HostCompute:
 
     def hand_over(self, buffer: torch.Tensor) -> None:
         """One stream: nothing to tell."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Whoever asks gets the host's own memory."""
+        return nullcontext()
 
     def capturing(self) -> bool:
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +62,10 @@ class Replay:
         self._recorder = recorder
         self._settings = settings  # of PyTorch's, when it was found
         self._choices = those
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is done inside is no part of the forward that is recorded."""
+        return self._recorder.aside()
 
     def join(self, other: Replay) -> bool:
         """Make what another one makes, too, if both run the same operators; whether it does so now.

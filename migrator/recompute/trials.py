@@ -8,7 +8,7 @@ without. The device is not waited for: what it found is read when the period is 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -75,19 +75,22 @@ class Trials:
         Takes the time.
     verified : mapping of str to Verified
         What held in earlier periods, by site.
+    refused : collection of str
+        Sites that are not looked at.
     """
 
-    def __init__(self, meter: Meter, verified: Mapping[str, Verified]) -> None:
+    def __init__(self, meter: Meter, verified: Mapping[str, Verified], refused: Collection[str] = ()) -> None:
         self._meter = meter
         self._verified = verified
+        self._refused = refused
         self._seen: set[int] = set()
         self._held: dict[int, tuple[Recipe, Verified]] = {}
         self._calls: dict[int, int] = {}  # of each storage the operator that returned it
         self._tried: list[_Tried] = []
 
-    def is_new(self, ident: int) -> bool:
-        """Whether storage `ident` was not looked at before."""
-        if ident in self._seen:
+    def is_new(self, ident: int, key: str) -> bool:
+        """Whether storage `ident`, which was saved at site `key`, is to be looked at, and was not before."""
+        if ident in self._seen or key in self._refused:
             return False
         self._seen.add(ident)
         return True
@@ -126,7 +129,7 @@ class Trials:
         if not _is_storage(trial, made):
             return
         first = (int(tensor.storage_offset()) - trial.first) * tensor.itemsize
-        same = _same_bits(made.untyped_storage(), tensor.untyped_storage(), first)
+        same = same_bits(made.untyped_storage(), tensor.untyped_storage(), first)
         # What was made is given back before it is made once more for its time: that run finds memory that is mapped
         # and kernels that are loaded. To map pages takes the host milliseconds, in which the device has nothing to do.
         del made
@@ -167,7 +170,7 @@ def _is_storage(trial: Trial, made: Tensor) -> bool:
     return fits and layout(made) == trial.verified.layout and made.untyped_storage().nbytes() == trial.nbytes
 
 
-def _same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage, first: int) -> Tensor:
+def same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage, first: int) -> Tensor:
     """Whether all bytes of `one` are those of `other` from byte `first` on."""
     nbytes = one.nbytes()
     dtype = torch.uint8 if nbytes % 8 or first % 8 else torch.int64

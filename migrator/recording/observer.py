@@ -41,7 +41,7 @@ class Observer:
         if record is None or record.known is None:
             return
         trials, ident, base = record.recorder.trials, record.known.ident, base_of(tensor)
-        if trials is None or not trials.is_new(ident) or not self._movable(base):
+        if trials is None or not trials.is_new(ident, key) or not self._movable(base):
             return
         dropped = packed.made if isinstance(packed, Dropped) else None
         what, index = (self._find(base), 0) if dropped is None else (dropped.replay, dropped.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -89,6 +89,8 @@ class Recorder:
         Bytes of saved storages that the engine has had in HBM since it was last called.
     verified : mapping of str to Verified
         Replays that held in earlier periods, by site.
+    refused : collection of str
+        Sites of which it is not to be found out what could be recomputed.
     tries : bool
         Whether it is to be found out what could be recomputed. That takes memory which the program alone would not.
     """
@@ -99,6 +101,7 @@ class Recorder:
         meter: Meter | None = None,
         resident: Callable[[], int] = int,
         verified: Mapping[str, Verified] = MappingProxyType({}),
+        refused: Collection[str] = (),
         *,
         tries: bool = True,
     ) -> None:
@@ -114,7 +117,7 @@ class Recorder:
         self._was_held: list[_Held] = []
         self._forward: list[weakref.ref[Record]] = []  # what the forward under way saved first, and last
         self._before: list[weakref.ref[Record]] = []  # the same of the one before
-        self.trials = Trials(meter, verified) if meter is not None and tries else None
+        self.trials = Trials(meter, verified, refused) if meter is not None and tries else None
         self.verified: dict[str, Verified] = {}  # by site, the replays that held; known with the trace
 
     def advance(self) -> int:

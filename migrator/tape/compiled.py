@@ -33,9 +33,16 @@ class Compiled:
         self._pause = pause
         self._resume = resume
         self._undo: list[tuple[Any, str, Any, Any]] = []  # whose, which, what it was, what it is
+        self._lock = threading.Lock()
+        self._open = 0  # of Dynamo's wrappers, in all threads, within which recording is paused
+        self._leaves = False  # once none is open
 
     def install(self) -> None:
         """From now on, for what is imported by now. In one thread at a time."""
+        with self._lock:
+            self._leaves = False
+            if self._undo:  # a wrapper around us is open
+                return
         dynamo, inductor = sys.modules.get(_DYNAMO), sys.modules.get(_INDUCTOR)
         if dynamo is not None and hasattr(dynamo, "set_eval_frame") and hasattr(dynamo, "_maybe_set_eval_frame"):
             self._watch(dynamo)
@@ -45,7 +52,19 @@ class Compiled:
                 self._put(each, "__call__", self._aside(vars(each)["__call__"]))
 
     def remove(self) -> None:
-        """All as it was. Who has put something else in its place since keeps that."""
+        """All as it was, once no wrapper is open: its end resumes. Who has put something else there keeps that."""
+        with self._lock:
+            self._leaves = True
+            if not self._open:
+                self._put_back()
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._open += change
+            if self._leaves and not self._open:
+                self._put_back()
+
+    def _put_back(self) -> None:
         while self._undo:
             owner, name, before, ours = self._undo.pop()
             if vars(owner).get(name) is ours:
@@ -70,8 +89,9 @@ class Compiled:
         """Pause where Dynamo's wrapper begins, before it notes the keys, and resume where it ends.
 
         It begins with `prior = set_eval_frame(None)`, and ends with `_maybe_set_eval_frame(prior)`; in between it calls
-        either with something else. Where that is the same by chance, we resume too early, and pause again at the next
-        `set_eval_frame(None)`.
+        either with something else. Where that is the same by chance, as while Dynamo is told to run all eagerly, we
+        resume too early, and pause again at the next `set_eval_frame(None)`. By then the dispatcher's keys may be those
+        that the wrapper noted, in which we are paused: what was before that is what it was at the first.
         """
         set_frame, maybe_set_frame = dynamo.set_eval_frame, dynamo._maybe_set_eval_frame
         threads = threading.local()
@@ -86,13 +106,18 @@ class Compiled:
             was = self._pause() if begins else False
             prior = set_frame(callback)
             if begins:
-                within.append((caller, prior, was))
+                before = threads.__dict__.pop("resumed", (0, was))
+                within.append((caller, prior, before[1] if before[0] == id(caller) else was))
+                self._count(1)
             return prior
 
         def maybe_set_eval_frame(callback: Callback) -> Callback:
             within = inside()
             if within and within[-1][0] is sys._getframe(1) and callback is within[-1][1]:
-                self._resume(within.pop()[2])
+                frame, _, was = within.pop()
+                self._resume(was)
+                threads.resumed = id(frame), was  # not the frame, with all that it holds
+                self._count(-1)
             return maybe_set_frame(callback)
 
         self._put(dynamo, "set_eval_frame", set_eval_frame)
