@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.scenarios import assert_same, batch, gradients, main
+from tests.scenarios import REMADE, assert_same, batch, gradients, main
 from tests.scenarios.parts import AT, WIDTH, Part, assert_same_later
-
-LIGHT: dict[str, Any] = {"recompute": True, "share": 0}
 
 
 class Normalised(Part):
@@ -28,7 +24,7 @@ def an_epsilon_is_the_module_s_in_every_step(device: torch.device) -> None:
         def later(self) -> None:
             self.norm.eps = 1e-2
 
-    assert_same_later(Later, device, **LIGHT)
+    assert_same_later(Later, device, **REMADE)
 
 
 def a_normalisation_in_place_of_another_has_an_epsilon_of_its_own(device: torch.device) -> None:
@@ -38,7 +34,7 @@ def a_normalisation_in_place_of_another_has_an_epsilon_of_its_own(device: torch.
             other.load_state_dict(self.norm.state_dict())
             self.norm = other
 
-    assert_same_later(Later, device, **LIGHT)
+    assert_same_later(Later, device, **REMADE)
 
 
 def two_models_of_one_class_have_epsilons_of_their_own(device: torch.device) -> None:
@@ -55,7 +51,7 @@ def two_models_of_one_class_have_epsilons_of_their_own(device: torch.device) -> 
                 results += gradients(model)
         return results
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 def the_innermost_module_tells_an_epsilon(device: torch.device) -> None:
@@ -81,7 +77,7 @@ def the_innermost_module_tells_an_epsilon(device: torch.device) -> None:
         def later(self) -> None:
             self.norm.eps = 1e-2
 
-    assert_same_later(Later, device, **LIGHT)
+    assert_same_later(Later, device, **REMADE)
 
 
 def a_bias_that_was_zero_is_not_left_out(device: torch.device) -> None:
@@ -100,7 +96,7 @@ def a_bias_that_was_zero_is_not_left_out(device: torch.device) -> None:
             with torch.no_grad():
                 self.norm.bias.copy_(torch.linspace(-1, 1, WIDTH))
 
-    assert_same_later(Later, device, **LIGHT)
+    assert_same_later(Later, device, **REMADE)
 
 
 def replays_take_the_kernels_that_forward_took(device: torch.device) -> None:
@@ -121,7 +117,7 @@ def replays_take_the_kernels_that_forward_took(device: torch.device) -> None:
             torch._C._set_mkldnn_enabled(True)
         return made
 
-    assert_same_later(Convolved, device, forward=forward, **LIGHT)
+    assert_same_later(Convolved, device, forward=forward, **REMADE)
 
 
 def settings_of_forward_alone_are_those_that_it_is_recomputed_with(device: torch.device) -> None:
@@ -145,7 +141,7 @@ def settings_of_forward_alone_are_those_that_it_is_recomputed_with(device: torch
             results += gradients(model)
         return results
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 if __name__ == "__main__":

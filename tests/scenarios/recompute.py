@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from tests.scenarios import assert_same, batch, gradients, main, moving, train
+from tests.scenarios import REMADE, assert_same, batch, gradients, main, moving, train
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.recompute.dropped import Dropped
 from torch_tiers.migrator.recompute.replays import operators_of
 from torch_tiers.session import Session
-
-LIGHT = {"recompute": True, "share": 0}
 
 
 class _Block(nn.Module):
@@ -50,7 +48,7 @@ def _dropped(session: Session) -> int:
 
 
 def gives_the_same_gradients(device: torch.device) -> None:
-    for arguments in (LIGHT, {"recompute": True}):
+    for arguments in (REMADE, {"recompute": True}):
         assert_same(lambda device: train(_blocks(device), device), device, moves=False, **arguments)
 
 
@@ -68,7 +66,7 @@ def finds_what_modules_and_functions_make(device: torch.device) -> None:
 
     torch.manual_seed(0)
     model = Model().to(device)
-    with moving(**LIGHT) as session:
+    with moving(**REMADE) as session:
         train(model, device, steps=4, loss_of=lambda model, x: model(x[:64, :].reshape(-1)[: 4 * 256 * 8]).mean())
         saver = session.runtime.saver()
         assert saver is not None
@@ -99,7 +97,7 @@ def what_was_changed_before_backward_is_as_it_was(device: torch.device) -> None:
             results += gradients(model)
         return results
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 def a_batch_that_lies_in_an_array_of_numpy_s_may_be_overwritten(device: torch.device) -> None:
@@ -119,7 +117,7 @@ def a_batch_that_lies_in_an_array_of_numpy_s_may_be_overwritten(device: torch.de
             results += gradients(model)
         return results
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 def backward_may_have_other_threads_than_forward(device: torch.device) -> None:
@@ -135,12 +133,12 @@ def backward_may_have_other_threads_than_forward(device: torch.device) -> None:
             results += gradients(model)
         return results
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 def a_long_validation_after_a_forward_without_backward_fills_no_memory(device: torch.device) -> None:
     model = _blocks(device, 1)
-    with moving(**LIGHT):
+    with moving(**REMADE):
         train(model, device)
         x = batch(device, 0, rows=64)
         for _ in range(2):
@@ -159,7 +157,7 @@ def a_long_validation_after_a_forward_without_backward_fills_no_memory(device: t
 def holds_no_memory(device: torch.device) -> None:
     model, seen = _blocks(device, 1), []
     model[0].change = lambda h, y: seen.append(StorageWeakRef(y.untyped_storage()))
-    with moving(**LIGHT) as session:
+    with moving(**REMADE) as session:
         train(model, device)
         assert _dropped(session) >= 3  # of normalisation, linear layer and activation function
         loss = model(batch(device, 9)).sum()
@@ -183,7 +181,7 @@ def parts_of_a_fused_projection_are_made_at_once(device: torch.device) -> None:
         torch.manual_seed(0)
         return train(nn.Sequential(nn.Tanh(), Model()).to(device), device, steps=6)
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 def leaves_running_statistics_and_random_numbers_alone(device: torch.device) -> None:
@@ -193,7 +191,7 @@ def leaves_running_statistics_and_random_numbers_alone(device: torch.device) -> 
         model = nn.Sequential(*layers, nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 8)).to(device)
         return [*train(model, device), *model.buffers(), torch.rand(4, device=device)]
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 def holds_under_autocast(device: torch.device) -> None:
@@ -209,7 +207,7 @@ def holds_under_autocast(device: torch.device) -> None:
             results += train(model, device, loss_of=lambda model, x: model(x[:512]).square().mean())
         return results
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 def holds_for_a_second_backward(device: torch.device) -> None:
@@ -224,7 +222,7 @@ def holds_for_a_second_backward(device: torch.device) -> None:
             del loss
         return results
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 def holds_for_second_derivatives(device: torch.device) -> None:
@@ -238,7 +236,7 @@ def holds_for_second_derivatives(device: torch.device) -> None:
             results += gradients(model)
         return results
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 def needs_no_node_that_backward_has_released(device: torch.device) -> None:
@@ -256,7 +254,7 @@ def needs_no_node_that_backward_has_released(device: torch.device) -> None:
             optimizer.step()
         return results
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 def refuses_a_change_of_what_was_dropped_and_of_its_input(device: torch.device) -> None:
@@ -265,7 +263,7 @@ def refuses_a_change_of_what_was_dropped_and_of_its_input(device: torch.device) 
         lambda h, y: h.add_(1),
     ]
     for change in changes:
-        with moving(**LIGHT) as session:
+        with moving(**REMADE) as session:
             model = _blocks(device)
             train(model, device)
             assert _dropped(session)
@@ -286,7 +284,7 @@ def leaves_nothing_behind_after_exceptions(device: torch.device) -> None:
         raise ArithmeticError
 
     gc.collect()
-    with moving(**LIGHT) as session:
+    with moving(**REMADE) as session:
         model = _blocks(device)
         train(model, device)
         assert _dropped(session)
@@ -314,7 +312,7 @@ def takes_what_has_another_shape_than_the_one_that_was_tried(device: torch.devic
             results += gradients(model)
         return results
 
-    assert_same(program, device, moves=False, **LIGHT)
+    assert_same(program, device, moves=False, **REMADE)
 
 
 class _Masked(nn.Module):
@@ -346,7 +344,7 @@ def what_is_masked_later_on_was_not_made_in_place(device: torch.device) -> None:
         return run
 
     for operation in (torch.add, torch.mul, lambda h, norm: F.silu(norm), lambda h, norm: F.leaky_relu(norm)):
-        assert_same(program(operation), device, **LIGHT)
+        assert_same(program(operation), device, **REMADE)
 
 
 if __name__ == "__main__":

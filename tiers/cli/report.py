@@ -86,10 +86,10 @@ def render(stats: dict[str, Any]) -> Iterator[RenderableType]:
         stalls.add_row(cause, str(stall["count"]), _ms(stall["seconds"]), _ms(stalled_each[cause]))
     yield stalls if stalls.rows else "no stalls"
     if flushes := stats.get("flushes"):  # not there in those of earlier versions
-        yield (
-            f"hbm was full {flushes} times: PyTorch's allocator gave back what it had cached, for which it waits for "
-            "the device; set TIERS_ALLOCATOR=pages, or raise TIERS_HBM"
-        )
+        ours = stats["allocator"] == "pages"
+        gave = "idle memory was unmapped" if ours else "PyTorch's allocator gave back what it had cached"
+        advice = "raise TIERS_HBM" if ours else "set TIERS_ALLOCATOR=pages, or raise TIERS_HBM"
+        yield f"hbm was full {flushes} times: {gave}, for which the host waits for the device; {advice}"
     if pages := stats.get("pages"):  # nor was this
         requests = max(1, pages["planned"] + pages["departed"] + pages["misplaced"])
         yield (

@@ -244,11 +244,14 @@ def test_report_tells_what_our_allocator_did(tmp_path, capsys):
     assert f"pages: {said}; 2.0 GiB in dram at the end" in out
 
 
-def test_report_tells_how_often_pytorch_s_allocator_flushed_its_cache(tmp_path, capsys):
+@pytest.mark.parametrize("allocator", ["torch", "pages"])
+def test_report_tells_how_often_hbm_was_full_and_advises_what_is_not_done_already(tmp_path, capsys, allocator):
     for flushes, said in ((0, False), (12, True)):
-        (tmp_path / "stats.json").write_text(json.dumps(STATS | {"flushes": flushes}))
+        (tmp_path / "stats.json").write_text(json.dumps(STATS | {"flushes": flushes, "allocator": allocator}))
         assert main(["report", str(tmp_path)]) == 0
-        assert ("hbm was full 12 times" in capsys.readouterr().out) == said
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("hbm was full 12 times" in out) == said
+        assert ("set TIERS_ALLOCATOR=pages" in out) == (said and allocator == "torch")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""What replaying a block costs the host, beside running its module again, and beside its operators' own dispatch.
+
+    nice -n -5 .venv/bin/python -m benchmarks.replay_cost
+
+A decoder's block and a T5 layer of the zoo, so small that the host's time is all there is. *Module again* is what a
+checkpoint does: forward in Python, which builds a graph. *Dispatch* has TorchScript's interpreter, which is C++, call
+the same operators without one. Times are those of the thread's own processor, the least of several rounds in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo import llama, t5
+from torch_tiers.migrator.tape.closure import Refused
+from torch_tiers.migrator.tape.recorder import Recorder, load
+from torch_tiers.places import cache_directory
+
+
+def blocks() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
+    """By name a block, and what it is given."""
+    torch.manual_seed(0)
+    angles = torch.ones(4, 16)
+    return {
+        "llama block": (llama.Block(32, 2, 64), (torch.randn(1, 4, 32, requires_grad=True), angles, angles)),
+        "t5 layer": (t5.Layer(32, 2, 64, False), (torch.randn(1, 4, 32, requires_grad=True), torch.zeros(1, 2, 4, 4))),
+    }
+
+
+def seconds(run: Callable[[], object], count: int) -> float:
+    """Of the thread, for each."""
+    began = time.thread_time()
+    for _ in range(count):
+        run()
+    return (time.thread_time() - began) / count
+
+
+def measure(recorder: Recorder, module: nn.Module, given: tuple[Tensor, ...], count: int, rounds: int) -> list[float]:
+    """Microseconds of a replay, of the module again and of dispatch, and how many operators a replay runs."""
+    recorder.begin(states=True)
+    out = module(*given)
+    closure = recorder.closure([out])
+    recorder.end()
+    if isinstance(closure, Refused):
+        raise SystemExit(closure.reason)
+    traced = torch.jit.trace(module, given, check_trace=False)  # type: ignore[no-untyped-call]
+    best = [float("inf")] * 3
+    for _ in range(rounds):
+        with torch.no_grad():
+            replayed, dispatched = seconds(closure.run, count), seconds(lambda: traced(*given), count)
+        for way, value in enumerate((replayed, seconds(lambda: module(*given), count), dispatched)):
+            best[way] = min(best[way], value * 1e6)
+    return [*best, closure.operators]
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    recorder = load(cache_directory())
+    if isinstance(recorder, str):
+        raise SystemExit(recorder)
+    torch.set_num_threads(1)
+    torch._C._jit_set_profiling_executor(False)  # it would fuse
+    print(f"torch {torch.__version__}; us a block, the least of {options.rounds} rounds")
+    print(
+        f"{'':14}{'replay':>9}{'module again':>14}{'dispatch':>10}{'of module':>11}{'of dispatch':>13}{'operators':>11}"
+    )
+    for name, (module, given) in blocks().items():
+        replay, again, dispatch, operators = measure(recorder, module, given, options.count, options.rounds)
+        ways = f"{replay:9.1f}{again:14.1f}{dispatch:10.1f}{replay / again:11.2f}{replay / dispatch:13.2f}"
+        print(f"{name:14}{ways}{operators:11.0f}")
+
+
+if __name__ == "__main__":
+    main()
