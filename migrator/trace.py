@@ -60,12 +60,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a storage is recomputed from others: light recomputation.
+    """How a storage is recomputed from others.
 
     Attributes
     ----------
     op : str
-        The operators that made it, such as ``gelu(addmm)``, the last one first; in older traces its node's name.
+        The operators that made it, such as ``gelu(addmm)``, the last one first.
     inputs : tuple of int
         Storages it is made from. They are saved in the same period; each is kept, moved or has a recipe itself.
     seconds : float
@@ -343,6 +343,10 @@ def _check_storages(trace: Trace) -> None:
         if ident not in known:
             raise BadField(f"held['{ident}']", "is of a storage that no site has")
     _check_recipes_end(trace.recipes)
+    inputs: dict[int, tuple[int, ...]] = {}
+    for ident, recipe in trace.recipes.items():
+        if recipe.call is not None and inputs.setdefault(recipe.call, recipe.inputs) != recipe.inputs:
+            raise BadField(f"recipes['{ident}'].inputs", "are not those of the others of its call")
 
 
 def _check_recipes_end(recipes: Mapping[int, Recipe]) -> None:

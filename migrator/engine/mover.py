@@ -242,8 +242,10 @@ class Mover:
             known.made = weakref.ref(made)
             record = None if self.recorder is None else self.recorder.save(make.key, known, kind)
             dropped = Dropped(tensor, made, make, record)
-        if fresh is not None and record is None and not self.engine.compute.capturing():
+        if fresh is not None and self.checks.on and not self.engine.compute.capturing():
             self.checks.look(make.key, base, fresh, Look)
+            if make.key in self.checks.differing:
+                return self.take(tensor, make.key, None, kind)
         return dropped
 
     def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
@@ -332,7 +334,8 @@ class Mover:
                 self._allocated_before = self.engine.compute.allocated()
             self.filling.on_trial = self.learner.racing
             self.engine.limit = self._limit()
-            self.engine.compute.time_waits(self._to_stand_for())
+            self.engine.compute.time_waits(stands_for := self._to_stand_for())
+            self.checks.on = self.recorder is None and not stands_for and not self.filling.on_trial
         return changed
 
     def _see_beside(self, trace: Trace) -> None:

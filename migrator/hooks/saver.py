@@ -179,8 +179,8 @@ class Saver(OnStack):
             # Before a device has a mover nothing is recorded, but will be with the first tensor that is saved.
             finds = self.place.recording or self._agenda.makes or not self.movers
             if self._replays is not None:
-                refilled = self._gathered.of(module, afresh=self.place.recording) if finds else None
-                self._replays.forward_begins(finds=refilled is not None, refilled=refilled or ())
+                gathering = self._gathered.of(module, afresh=self.place.recording) if finds else None
+                self._replays.forward_begins(gathering)
             self._root_begins(self, module)
         self.modules.enter(module)
 
@@ -453,11 +453,11 @@ class Saver(OnStack):
         """Storages that belong to the module whose forward is the outermost."""
         if self._fixed is None or self._changing:  # FSDP gathers a layer's parameters right before its forward
             root = self._root() if self._root is not None else None
-            gathered = set[int]() if root is None else self._gathered.of(root)
-            self._changing = gathered is None
-            self._fixed = gathered.copy() if gathered else set()
+            self._fixed = set()
             if root is not None:
-                self._fixed.update(weights.storages(weights.of_module(root)))
+                gathering = self._gathered.of(root)
+                self._changing = not self._gathered.is_known(root)
+                self._fixed.update(weights.storages(weights.of_module(root)), gathering.storages if gathering else ())
         return self._fixed
 
 

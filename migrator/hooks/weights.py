@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,36 +46,87 @@ def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in found}.values())
 
 
+class Gathering:
+    """In which storages FSDP gathers parameters for a forward that begins now, and for its backward.
+
+    FSDP2 has the same storage for a parameter every time, and empties it in between.
+
+    Attributes
+    ----------
+    storages : set of int
+        By identity.
+    """
+
+    def __init__(self, storages: set[int], shards: Sequence[torch.Tensor]) -> None:
+        self.storages = storages
+        self._shards = shards
+        self._versions = [shard._version for shard in shards]
+        self._asked = (-1, False)  # in which backward, and the answer
+
+    def changed(self) -> bool:
+        """Whether a parameter was changed since: backward gathers other bytes than forward did. Once a backward."""
+        backward = torch._C._current_graph_task_id()
+        if backward == -1 or self._asked[0] != backward:
+            now = [shard._version for shard in self._shards]
+            self._asked = backward, now != self._versions
+        return self._asked[1]
+
+
 class Gathered:
-    """In which storages FSDP gathers parameters for a module's forward, and for its backward; root by root."""
+    """What FSDP gathers, root by root."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[nn.Module, set[int] | None] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
 
-    def of(self, root: nn.Module, *, afresh: bool = False) -> set[int] | None:
-        """The storages, by identity; none where nothing is sharded.
+    def of(self, root: nn.Module, *, afresh: bool = False) -> Gathering | None:
+        """What is gathered for a forward of a root, as far as it is known; None under FSDP's older form.
 
-        None where they are not known: before the first forward, and under FSDP's older form. What was found before is
-        good unless it is to be looked up `afresh`: to visit all modules takes milliseconds, in which the device has
-        nothing to do.
+        What was found before is good unless it is to be looked up `afresh`: to visit all modules takes milliseconds, in
+        which the device has nothing to do.
         """
+        sharded = self._sharded(root, afresh=afresh)
+        if sharded.is_older:
+            return None
+        return Gathering(storages(plain_tensors(sharded.whole)), sharded.shards)
+
+    def is_known(self, root: nn.Module) -> bool:
+        """Whether no parameter of a root comes to lie anywhere else: some are gathered for the first time later."""
+        sharded = self._sharded(root)
+        return sharded.is_complete and not sharded.is_older
+
+    def _sharded(self, root: nn.Module, *, afresh: bool = False) -> _Sharded:
         if afresh or root not in self._known:
-            self._known[root] = _gathered_within(root)
+            self._known[root] = _Sharded.within(root)
         return self._known[root]
 
 
-def _gathered_within(root: nn.Module) -> set[int] | None:
-    found: list[torch.Tensor] = []
-    for module in root.modules():
-        names = {base.__name__ for base in type(module).__mro__}  # to import those classes takes a second
-        if "FullyShardedDataParallel" in names:
-            return None
-        if "FSDPModule" not in names:
-            continue
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]  # PyTorch has no other way to ask
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for each in (each for group in groups if group is not None for each in group.fsdp_params):
-            if not hasattr(each, "_unsharded_param"):
-                return None
-            found.append(each._unsharded_param)  # `fully_shard` fills, empties and fills it again
-    return storages(plain_tensors(found))
+@dataclass(slots=True)
+class _Sharded:
+    """The parameters within a root that FSDP shards: the whole, which keeps its storage from being another's, and ours.
+
+    Not complete before each was gathered once. The older form keeps its own to itself.
+    """
+
+    whole: list[torch.Tensor] = field(default_factory=list)
+    shards: list[torch.Tensor] = field(default_factory=list)
+    is_complete: bool = True
+    is_older: bool = False
+
+    @classmethod
+    def within(cls, root: nn.Module) -> _Sharded:
+        found = cls()
+        for module in root.modules():
+            names = {base.__name__ for base in type(module).__mro__}  # to import those classes takes a second
+            found.is_older |= "FullyShardedDataParallel" in names
+            if "FSDPModule" not in names:
+                continue
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]  # PyTorch has no other way to ask
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for each in (each for group in groups if group is not None for each in group.fsdp_params):
+                # A DTensor's version tells of an optimizer, its local tensor's of who changes that.
+                found.shards += [each.sharded_param, *plain_tensors([each.sharded_param])]
+                if hasattr(each, "_unsharded_param"):
+                    found.whole.append(each._unsharded_param)
+                else:
+                    found.is_complete = False
+        return found

@@ -1,4 +1,4 @@
-"""Light recomputation: saved tensors that are dropped, and recomputed when backward asks for them.
+"""Saved tensors that are dropped, and recomputed when backward asks for them.
 
 The graph holds a `Dropped` in place of such a tensor. It refers to a `Recomputed`, shared by the tensors on one
 storage, and that to the packed inputs of a replay: those that moved are fetched first, those that were dropped are
@@ -60,14 +60,15 @@ class Recomputed:
     def obtain(self, peek: Peek) -> Tensor:
         """All of it, as one tensor; recomputed if need be, and kept until the last one on it has been used once."""
         if self.tensor is None and any(type(packed) is Dropped for packed in self.replay.inputs):
-            for made in reversed(self._below()):
+            for made in reversed(self.sources() or ()):
                 made._obtain(peek)
         return self._obtain(peek)
 
-    def _below(self) -> list[Recomputed]:
+    def sources(self, most: int | None = None) -> list[Recomputed] | None:
         """What it is made from that is not there and will be kept, and what that is made from.
 
-        One after the other: a chain of hundreds, as of a recurrent network, exceeds how deep Python's calls may go.
+        None if that is more than `most`. One after the other: a chain of hundreds, as of a recurrent network, exceeds
+        how deep Python's calls may go.
         """
         found = {self: None}
         for made in (order := [self]):
@@ -76,6 +77,8 @@ class Recomputed:
                 if source is not None and source.tensor is None and not source.over and source not in found:
                     found[source] = None
                     order.append(source)
+            if most is not None and len(order) > most + 1:
+                return None
         return order[1:]
 
     def _obtain(self, peek: Peek) -> Tensor:
@@ -88,10 +91,10 @@ class Recomputed:
             if MODIFIED not in str(error) or FOR_RECOMPUTING in str(error):
                 raise
             raise RuntimeError(f"{error} {FOR_RECOMPUTING}") from None
-        for index, ref in enumerate(self.replay.makes):
+        for ref, tensor in zip(self.replay.makes, made, strict=False):  # one more may have joined meanwhile
             other = None if ref is None else ref()
             if other is not None and other is not self and other.is_wanted:
-                other._take(made[index])
+                other._take(tensor)
         return self._take(made[self.index])
 
     @property

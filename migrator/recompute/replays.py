@@ -7,9 +7,9 @@ back from it to others that were saved, and to what no operator of this forward 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,9 +19,12 @@ from torch_tiers.migrator.recompute.dropped import MODIFIED
 from torch_tiers.migrator.tape.closure import Bound, Differs, Packs
 
 if TYPE_CHECKING:
+    from torch_tiers.migrator.hooks.weights import Gathering
     from torch_tiers.migrator.recompute.dropped import Recomputed
     from torch_tiers.migrator.tape.recorder import Recorder
 
+
+Call: TypeAlias = tuple[int, int]
 
 NAMED = 6  # operators of a closure that its name tells, besides the last
 FORWARDS = 64  # in one record, one after the other without a backward
@@ -43,21 +46,31 @@ class Replay:
         What was packed of the tensors that it begins with.
     keys : tuple of str
         At which sites these were saved.
-    call : int
-        Number of its last operator, in this forward.
+    call : tuple of (int, int)
+        Its last operator: of which record, and its number there.
     """
 
     __slots__ = (
-        *("__weakref__", "_choices", "_closure", "_recorder", "_settings"),
+        *("__weakref__", "_choices", "_closure", "_gathering", "_recorder", "_settings"),
         *("call", "inputs", "keys", "makes", "names"),
     )
 
-    def __init__(self, name: str, closure: Bound, recorder: Recorder, settings: int, those: Choices) -> None:
+    def __init__(
+        self,
+        name: str,
+        closure: Bound,
+        call: Call,
+        recorder: Recorder,
+        settings: int,
+        those: Choices,
+        gathering: Gathering | None = None,
+    ) -> None:
         self.names = [name]
         self.makes: list[weakref.ref[Recomputed] | None] = [None]
         self.inputs = closure.inputs
         self.keys = closure.keys
-        self.call = closure.last
+        self.call = call
+        self._gathering = gathering if closure.refilled else None
         self._closure = closure
         self._recorder = recorder
         self._settings = settings  # of PyTorch's, when it was found
@@ -70,13 +83,13 @@ class Replay:
     def join(self, other: Replay) -> bool:
         """Make what another one makes, too, if both run the same operators; whether it does so now.
 
-        Of one that was not run yet, which is of no use then.
+        The other must not have been run, and is of no use afterwards.
         """
         if not other._closure.also(self._closure):
             return False
-        self._closure, self.inputs = other._closure, other.inputs  # this one's may be running, in another thread
         self.names += other.names
-        self.makes += other.makes
+        self.makes += other.makes  # first: whoever runs it meanwhile, in another thread, finds a place for all it makes
+        self._closure, self.inputs = other._closure, other.inputs
         return True
 
     def run(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -87,6 +100,8 @@ class Replay:
         Differs
             If it would not be what it was.
         """
+        if self._gathering is not None and self._gathering.changed():
+            raise RuntimeError(f"a parameter that a saved tensor is made from again has been {MODIFIED}.")
         try:
             if self._recorder.settings() == self._settings:  # as in nearly every program
                 return self._closure.make(values)
@@ -129,25 +144,25 @@ class Replays:
         self._packs: Packs | None = None
         self._forwards = 0  # that are recorded
         self._names: dict[int, str] = {}  # of closures, by signature
-        self._calls: dict[int, weakref.ref[Replay]] = {}  # what is dropped, by the operator that made it
+        self._calls: dict[Call, weakref.ref[Replay]] = {}  # what is dropped, by the operator that made it
+        self._records = 0  # so far
+        self._gathering: Gathering | None = None
         self._settings = 0  # of PyTorch's, when the forward began
         self.choices = now = choices()
         self._chosen = {now: now}  # all that there were
 
-    def forward_begins(self, *, finds: bool, refilled: Collection[int] = ()) -> None:
-        """A model's forward begins: record it if anything is to be found in it, unless another thread is recorded.
+    def forward_begins(self, gathering: Gathering | None) -> None:
+        """A model's forward begins: record it, unless nothing is to be found in it, or another thread is recorded.
 
         Several may follow before backward, each of which may take what others made. Without end they are an evaluation
         that forgot `no_grad`, and one record of all would fill memory; and so would a validation.
 
         Parameters
         ----------
-        finds : bool
-            Whether anything is to be found in it.
-        refilled : collection of int
-            Storages, by identity, that have parameters only while a module computes, forwards and backwards.
+        gathering : Gathering or None
+            What is gathered of the model's parameters while a module computes; None if nothing is to be found.
         """
-        if not finds or not torch.is_grad_enabled():
+        if gathering is None or not torch.is_grad_enabled():
             self.end()
             return
         self._forwards += 1
@@ -155,8 +170,9 @@ class Replays:
             self.end()
         if self._packs is None and self._recorder.begin(states=True):
             self._packs = self._recorder.packs()
-        if self._packs is not None and refilled:
-            self._packs.refilled(refilled)
+        self._gathering = gathering
+        if self._packs is not None and gathering.storages:
+            self._packs.refilled(gathering.storages)
         now = choices()
         self._settings, self.choices = self._recorder.settings(), self._chosen.setdefault(now, now)
 
@@ -165,6 +181,7 @@ class Replays:
         self._forwards = 0
         if self._packs is not None:
             self._packs = None
+            self._records += 1
             self._calls.clear()
             self._recorder.stop()
 
@@ -184,11 +201,12 @@ class Replays:
     def find(self, base: Tensor) -> Replay | None:
         """What makes all of a tensor's storage again; None if there is no such thing."""
         packs = self._packs
-        found = None if packs is None else packs.find(base, self._settings, self._lasts)
+        found = None if packs is None else packs.find(base, self._settings, self._is_written_by_operators_only)
         if found is None:
             return None
         name = self._names.get(found.signature) or self._name(found)
-        return Replay(name, found, self._recorder, self._settings, self.choices)
+        call = self._records, found.last
+        return Replay(name, found, call, self._recorder, self._settings, self.choices, self._gathering)
 
     def joined(self, found: Replay) -> tuple[Replay, int]:
         """What makes a tensor that is dropped, with others of the same operator; and which of what it makes that is."""
@@ -199,7 +217,7 @@ class Replays:
         self._calls[found.call] = weakref.ref(found)
         return found, 0
 
-    def _lasts(self, storage: int) -> bool:
+    def _is_written_by_operators_only(self, storage: int) -> bool:
         """Whether nobody writes a storage on the host without an operator, which tells us before.
 
         Somebody may, such as who loads batches into an array of NumPy's: all but parameters and buffers.

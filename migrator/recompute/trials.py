@@ -85,7 +85,7 @@ class Trials:
         self._refused = refused
         self._seen: set[int] = set()
         self._held: dict[int, tuple[Recipe, Verified]] = {}
-        self._calls: dict[int, int] = {}  # of each storage the operator that returned it
+        self._calls: dict[int, object] = {}  # of each storage the operator that returned it, and what that is made from
         self._tried: list[_Tried] = []
 
     def is_new(self, ident: int, key: str) -> bool:
@@ -99,7 +99,7 @@ class Trials:
         self, ident: int, key: str, base: Tensor, what: Replay, index: int, inputs: tuple[int, ...], chosen: object
     ) -> bool:
         """Whether the replay held at this site before; then it counts as held, with what it begins with now."""
-        self._calls[ident] = what.call
+        self._calls[ident] = what.call, inputs
         verified, name = self._verified.get(key), what.names[index]
         if verified is None or name not in verified.held or verified.choices is not chosen:
             return False
@@ -119,7 +119,7 @@ class Trials:
     def _attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
         what = trial.what
         assert what is not None
-        self._calls[trial.ident] = what.call
+        self._calls[trial.ident] = what.call, trial.inputs
         seen = {id(packed): peek(packed) for packed in what.inputs}  # once: some are copied, which takes longer
 
         def look(packed: Any) -> Tensor:
@@ -150,8 +150,8 @@ class Trials:
             (name,) = trial.verified.held
             verified = trial.verified._replace(held={name: Took(self._meter.seconds(start, end), scratch, host)})
             self._held[trial.ident] = (_recipe(name, verified, trial.inputs), verified)
-        first: dict[int, int] = {}  # storage of each operator
-        for ident in self._held:
+        first: dict[object, int] = {}  # storage of each operator, whether it held or not: it is to have the same always
+        for ident in sorted(self._calls):
             first.setdefault(self._calls[ident], ident)
         return {
             ident: (replace(recipe, call=first[self._calls[ident]]), verified)

@@ -24,10 +24,7 @@ class HostTime:
 
     def __init__(self) -> None:
         self.ours = 0.0  # seconds
-        self._before: tuple[HookTime | None, float] = (
-            None,
-            0.0,
-        )  # what hooks had taken and waited as it began
+        self._before: tuple[HookTime | None, float] = None, 0.0  # what hooks had taken and waited as it began
         self._began: float | None = None
         self._idle = False
 

@@ -99,8 +99,8 @@ class Packs:
     def refilled(self, storages: Collection[int]) -> None:
         """Say of storages, by the number that `UntypedStorage` has, that they are emptied and filled again.
 
-        Behind everybody's back, each time with the same bytes. A closure begins with those that are full when it is
-        found, and raises where one is empty when it runs.
+        As FSDP2 does with those in which it gathers parameters; whoever says so answers for their bytes: nobody watches
+        them. A closure begins with those that are full when it is found, and raises where one is empty when it runs.
         """
         self._library.refilled(self._handle, [*storages])
 
@@ -146,9 +146,11 @@ class Bound:
         At which sites.
     last : int
         Number of its last operator on the tape.
+    refilled : bool
+        Whether it begins with a storage that is; see `Packs.refilled`.
     """
 
-    __slots__ = ("__weakref__", "_handle", "_library", "inputs", "keys", "last", "signature")
+    __slots__ = ("__weakref__", "_handle", "_library", "inputs", "keys", "last", "refilled", "signature")
 
     def __init__(
         self,
@@ -157,6 +159,7 @@ class Bound:
         inputs: tuple[Any, ...],
         keys: tuple[str, ...],
         last: int,
+        refilled: bool,
         handle: native.Handle,
     ) -> None:
         self._library = library
@@ -164,6 +167,7 @@ class Bound:
         self.inputs = inputs
         self.keys = keys
         self.last = last
+        self.refilled = refilled
         self._handle = handle
 
     @property

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from tests.programs import deterministic_kernels
-from tests.scenarios import assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
+from tests.scenarios import REMADE, assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
 from torch_tiers.allocator.sizes import MiB
 
 
@@ -247,6 +247,37 @@ def _train_shards(rank: int, directory: str, with_tiers: bool) -> None:
         results = steps()
     torch.save(results, Path(directory) / f"{with_tiers}-{rank}")
     dist.destroy_process_group()
+
+
+def _step_in_between(rank: int, directory: str) -> None:
+    """Between forward and backward: the second gather has other weights, and plain PyTorch says nothing."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/step", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = _Sharded()
+    for block in model.blocks:
+        fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with moving(**REMADE):
+        for i in range(6):
+            model(batch(torch.device("cpu"), i)).square().mean().backward()
+        loss = model(batch(torch.device("cpu"), 9)).square().mean()
+        optimizer.step()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error) and "TIERS_POLICY" in str(error), error
+        else:
+            raise AssertionError("gradients are of other activations than forward's")
+    dist.destroy_process_group()
+
+
+def parameters_that_fsdp_gathers_anew_may_not_have_changed(device: torch.device) -> None:
+    """What was dropped would be made from other weights. On the CPU, whatever the device."""
+    with tempfile.TemporaryDirectory() as directory:
+        _spawn(_step_in_between, directory)
 
 
 def fsdp2_over_gloo(device: torch.device) -> None:

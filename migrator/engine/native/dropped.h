@@ -4,6 +4,8 @@
 
 #include <ATen/autocast_mode.h>
 
+#include <algorithm>
+
 #include "moved.h"
 #include "slots.h"
 
@@ -147,7 +149,8 @@ void give_others(const DroppedSlots &slots, PyObject *replay, PyObject *made, Py
   if (PyList_GET_SIZE(results) == 1) return;  // as of most
   THPObjectPtr makes(PyObject_GetAttr(replay, names().makes));
   if (!makes) throw python_error();
-  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(results); ++index) {
+  TORCH_CHECK_TYPE(PyList_CheckExact(makes.get()), "a replay makes a list");
+  for (Py_ssize_t index = 0; index < std::min(PyList_GET_SIZE(results), PyList_GET_SIZE(makes.get())); ++index) {
     PyObject *ref = PyList_GET_ITEM(makes.get(), index);
     THPObjectPtr other(ref == Py_None ? own(Py_None).release() : PyObject_CallNoArgs(ref));
     if (!other) throw python_error();

@@ -16,7 +16,8 @@ namespace {
 struct Stops {
   uint64_t period = 0;
   Keys keys;
-  // Storages that are emptied and filled again behind everybody's back, each time with the same bytes.
+  // Storages that are emptied and filled again, as FSDP2 does with a parameter's: whoever says so answers for the
+  // bytes.
   std::unordered_set<const c10::StorageImpl *> refilled;
 };
 

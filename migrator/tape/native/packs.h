@@ -147,7 +147,8 @@ PyObject *forget(PyObject *, PyObject *of) {
 }
 
 // find(packs, tensor, settings, is_fixed): what makes all of a tensor's storage again. Its signature, what was packed
-// of what it takes, the sites of that, the number of its last call, and the closure; None if there is none that is as
+// of what it takes, the sites of that, the number of its last call, whether a
+// leaf is refilled, and the closure; None if there is none that is as
 // PyTorch's `settings` were. `is_fixed`: whether nobody but operators writes a storage of the host's, by its address.
 PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
@@ -192,7 +193,9 @@ PyObject *find_packed(PyObject *, PyObject *const *args, Py_ssize_t count) {
       rescue(closure, std::move(rescued));
     }
     const uint64_t last = closure.calls.back().number;
-    return tuple(number(closure.signature), tuple_of(inputs), tuple_of(keys), number(last), capsule);
+    const bool refilled =
+        std::any_of(closure.leaves.begin(), closure.leaves.end(), [](const Leaf &each) { return each.refilled; });
+    return tuple(number(closure.signature), tuple_of(inputs), tuple_of(keys), number(last), truth(refilled), capsule);
   });
 }
 

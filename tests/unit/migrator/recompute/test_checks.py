@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -46,10 +47,10 @@ def test_a_site_at_which_another_tensor_is_made_is_not_dropped_any_more_and_that
     monkeypatch.setattr(Replay, "run", another)
     model, plain = built(), built()
     with moving(**REMADE) as session:
-        assert all(all(map(torch.equal, step(model, i), step(plain, i))) for i in range(8))
+        assert all(all(map(torch.equal, step(model, i % 8), step(plain, i % 8))) for i in range(40))
         differs = True
-        for i in range(16):
-            step(model, i)
+        for i in range(120):
+            step(model, i % 8)
         saver = session.runtime.saver()
         assert saver is not None
         (mover,) = saver.armed_movers
@@ -72,7 +73,10 @@ class Made:
             return [torch.ones(16)]
 
         self.replay = mock.Mock(inputs=(), names=["op"], run=run)
-        self.replay.aside.return_value = mock.MagicMock()
+        self.replay.aside = nullcontext
+
+    def sources(self, most: int) -> list[Any]:
+        return []
 
 
 def test_checks_take_no_more_than_their_part_of_the_time_and_come_to_every_site(
@@ -81,6 +85,7 @@ def test_checks_take_no_more_than_their_part_of_the_time_and_come_to_every_site(
     clock = mock.Mock(now=0.0)
     monkeypatch.setattr(checks.time, "perf_counter", lambda: clock.now)
     looked, counted = Checks(HostCompute(Counters()), 0), list[int]()
+    looked.on = True
     sites = [Made(counted, 1e-3, clock) for _ in range(3)]
     checked = [0, 0, 0]
     for _ in range(3000):
@@ -97,9 +102,36 @@ def test_checks_take_no_more_than_their_part_of_the_time_and_come_to_every_site(
 def test_nothing_is_made_where_there_is_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     compute, counted = HostCompute(Counters()), list[int]()
     looked, clock = Checks(compute, 1000), mock.Mock(now=0.0)
+    looked.on = True
     for allocated, runs in ((900, 0), (100, 1)):
         monkeypatch.setattr(compute, "allocated", lambda: allocated)  # noqa: B023
-        looked.look("net:0", torch.ones(16), Made(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
+        for _ in range(3):
+            looked.look("net:0", torch.ones(16), Made(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
+            looked.period_over()
+        assert bool(counted) == runs
+
+
+def test_where_periods_differ_no_site_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each second backward saves something else, as of a GAN: only the first site was ever looked at."""
+    monkeypatch.setattr(checks, "PART", 1e9)
+    clock, counted = mock.Mock(now=0.0), list[int]()
+    looked, checked = Checks(HostCompute(Counters()), 0), set[str]()
+    looked.on = True
+    for period in range(40):
+        for key in ("a:0", "a:1", "a:2", "a:3") if period % 2 else ("b:0",):
+            before = len(counted)
+            looked.look(key, torch.ones(16), Made(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
+            checked |= {key} if len(counted) > before else set()
         looked.period_over()
-        looked.period_over()
-        assert len(counted) == runs
+    assert checked == {"a:0", "a:1", "a:2", "a:3", "b:0"}
+
+
+def test_a_check_does_not_depend_on_the_program_s_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = Checks(HostCompute(Counters()), 0)
+    looked.on = True
+    with torch.device("meta"):
+        made = Made([], 0.0, mock.Mock(now=0.0))
+        monkeypatch.setattr(made.replay, "run", lambda values: [torch.ones(16, device="cpu")])
+        looked.look("net:0", torch.ones(16, device="cpu"), made, mock.Mock())  # type: ignore[arg-type]
+        assert not looked.period_over()
+    assert not looked.differing

@@ -198,7 +198,7 @@ def test_an_input_that_is_away_is_copied_once_a_trial_and_not_while_that_is_time
 
 def replay(run: Callable[[Sequence[Tensor]], Tensor], *inputs: Any, keys: tuple[str, ...] = ()) -> Any:
     """What makes a tensor again by a function."""
-    all_of_it = {"names": ["op"], "makes": [None], "call": 0}
+    all_of_it = {"names": ["op"], "makes": [None], "call": (0, 0)}
     return SimpleNamespace(inputs=inputs, keys=keys, run=lambda values: [run(values)], **all_of_it)
 
 
@@ -281,3 +281,28 @@ def test_what_a_trial_takes_in_two_ways_is_recomputed_once() -> None:
         packed = Dropped(ones, made, mock.Mock(), None)
     assert Look()(packed).tolist() == [2.0**24] * 4
     assert runs == 24
+
+
+def test_operators_of_two_records_are_not_taken_for_one() -> None:
+    """A teacher's forward without gradients ends a record, and numbers begin anew: plans had the second for free."""
+
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x).tanh())
+
+    student, teacher = Student(), nn.Linear(64, 64)
+    with tiers.session(policy="auto", dram="256MiB") as session:
+        for _ in range(4):
+            one = student(torch.ones(64, 64))
+            with torch.no_grad():
+                told = teacher(torch.ones(64, 64))
+            (one + student(torch.full((64, 64), 0.5)) - told).square().mean().backward()
+        saver = session.runtime.saver()
+        assert saver is not None
+        trace = saver.armed_movers[0].learner.traces[-1]
+    calls = [recipe.call for recipe in trace.recipes.values()]
+    assert len(calls) > 1 and len(set(calls)) == len(calls)
