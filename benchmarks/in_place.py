@@ -53,11 +53,12 @@ class Timed:
         self._run = dropped.run
         self._spans: list[tuple[Kind, Any, Any]] = []
 
-    def run(self, what: Replay, peek: dropped.Peek) -> Tensor:
+    def run(self, what: Replay, peek: dropped.Peek) -> list[Tensor]:
         """Recompute, and take the time."""
         start = _now()
         made = self._run(what, peek)
-        self._spans.append(((operators_of(what.name), made.untyped_storage().nbytes()), start, _now()))
+        nbytes = sum(each.untyped_storage().nbytes() for each in made)
+        self._spans.append(((operators_of(what.names[0]), nbytes), start, _now()))
         return made
 
     def take(self) -> Iterator[tuple[Kind, float]]:

@@ -68,7 +68,7 @@ def main() -> None:
     if isinstance(recorder, str):
         raise SystemExit(recorder)
     torch.set_num_threads(1)
-    torch._C._jit_set_profiling_executor(False)  # it would fuse
+    profiles = torch._C._jit_set_profiling_executor(False)  # it would fuse
     print(f"torch {torch.__version__}; us a block, the least of {options.rounds} rounds")
     print(
         f"{'':14}{'replay':>9}{'module again':>14}{'dispatch':>10}{'of module':>11}{'of dispatch':>13}{'operators':>11}"
@@ -77,6 +77,7 @@ def main() -> None:
         replay, again, dispatch, operators = measure(recorder, module, given, options.count, options.rounds)
         ways = f"{replay:9.1f}{again:14.1f}{dispatch:10.1f}{replay / again:11.2f}{replay / dispatch:13.2f}"
         print(f"{name:14}{ways}{operators:11.0f}")
+    torch._C._jit_set_profiling_executor(profiles)
 
 
 if __name__ == "__main__":

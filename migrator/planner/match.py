@@ -25,5 +25,5 @@ def check_match(plan: Plan, trace: Trace) -> None:
         raise BadField("plan", f"is not of the trace beside it: {error}") from None
     known = {held.holders[0].key for held in outcome.held.values()}
     for number, group in enumerate(plan.groups):
-        if known.isdisjoint(group.sites):
+        if known.isdisjoint(group.sites) or not trace.by_key.keys() >= set(group.sites):
             raise BadField(f"groups[{number}].sites", "are not of the trace beside it")

@@ -26,6 +26,7 @@ SMALL = "--tiny --rounds 1 --steps 1 --dram 1GiB"
         ),
         ("disk_store --directory . --size 8MiB --rounds 2", ["plain"]),
         ("hook_times", ["policy auto", "policy move"]),
+        ("replay_cost --count 2 --rounds 1", ["llama block", "t5 layer"]),
         (
             "losses --tiny --steps 2 --deterministic --allocator torch --policy move --budgets 1MiB",
             ["plain, once more", "move at 1MiB", "the same in all of 2 steps"],
