@@ -72,6 +72,8 @@ class Recipe:
         What recomputing it takes on the device.
     host : float
         What issuing it takes the host, in seconds.
+    kind : str
+        Equal for those that run the same operators on the same shapes; empty if that is not known.
     call : int or None
         The same for all that one operator returned, which is made at once: the first of these storages. None if that is
         not known.
@@ -84,6 +86,7 @@ class Recipe:
     seconds: float
     scratch: int = 0
     host: float = 0.0
+    kind: str = ""
     call: int | None = None
 
 
@@ -279,6 +282,7 @@ def _recipe(value: object, where: str) -> Recipe:
         seconds=finite(value_of(said, "seconds", where), f"{where}.seconds"),
         scratch=whole(said.get("scratch", 0), f"{where}.scratch"),
         host=finite(said.get("host", 0.0), f"{where}.host"),
+        kind=string(said.get("kind", ""), f"{where}.kind"),
         call=None if said.get("call") is None else _ident(said["call"], f"{where}.call"),
     )
 

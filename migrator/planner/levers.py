@@ -106,11 +106,12 @@ class Levers:
         recipes = [trace.recipes.get(ident) for ident in self.idents]
         recipes = [recipe if recipe and seen >= set(recipe.inputs) else None for recipe in recipes]
         remade_seconds = np.array([np.inf if recipe is None else recipe.seconds for recipe in recipes])
-        remade_calls = np.array([0.0 if recipe is None else recipe.host for recipe in recipes]) + calls.remade * count
+        remade_calls = np.array([0.0 if recipe is None else recipe.host for recipe in recipes])
         remade_at = self.again - 1
-        self.drop_cost = of_device[remade_at] * remade_seconds + of_host[remade_at] * remade_calls
-        # What it costs where another that the same operator returned is dropped already.
-        self.besides_cost = np.where(np.isfinite(self.drop_cost), of_host[remade_at] * calls.remade * count, np.inf)
+        # What one operator returned is made by one run of it; each tensor takes the host some time besides.
+        self.run_cost = of_device[remade_at] * remade_seconds + of_host[remade_at] * remade_calls
+        self.besides_cost = of_host[remade_at] * calls.remade * count
+        self.drop_cost = self.run_cost + self.besides_cost
         names = [
             recipe.call if recipe and recipe.call is not None else ident
             for recipe, ident in zip(recipes, self.idents, strict=True)
@@ -195,8 +196,14 @@ class Levers:
         """What it costs to drop each storage, where a state drops others."""
         runs = np.zeros(len(self.call) + 1, dtype=bool)
         runs[self.call[state.action == DROP]] = True
-        costs: Floats = np.where(runs[self.call], self.besides_cost, self.drop_cost)
+        costs: Floats = np.where(runs[self.call] & np.isfinite(self.run_cost), self.besides_cost, self.drop_cost)
         return costs
+
+    def drop_shares(self, state: State) -> Floats:
+        """What each storage that a state drops costs, where those of one operator share what that takes."""
+        together = np.bincount(self.call[state.action == DROP], minlength=len(self.call) + 1)[self.call]
+        shares: Floats = self.besides_cost + self.run_cost / np.maximum(together, 1)
+        return shares
 
     def left_below(self, state: State) -> int:
         """Bytes that the tiers below HBM still have room for."""

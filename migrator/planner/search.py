@@ -136,7 +136,7 @@ class Search(Levers):
         Storages are exchanged many at a time, and may fit together where none of them does alone.
         """
         deadline, changed = how.lane * float(self.times[self.turn]), False
-        gain = np.where((state.action == DROP) & self.before_turn, self.drop_cost - self.move_cost, 0.0)
+        gain = np.where((state.action == DROP) & self.before_turn, self.drop_shares(state) - self.move_cost, 0.0)
         order = np.argsort(-gain / np.maximum(self.lane_seconds, 1e-9), kind="stable")
         rest = order[gain[order] > 0]
         # Half as many where all of them cannot, twice as many where they can: one by one ten thousand take seconds.
@@ -155,7 +155,9 @@ class Search(Levers):
 
     def trim(self, state: State, extra: Bytes | int, most: int) -> None:
         """Let go of levers that turned out not to be needed, the dearest first; look at `most` of them."""
-        cost = np.where(state.action == MOVE, self.move_cost, np.where(state.action == DROP, self.drop_cost, -1.0))
+        cost = np.where(
+            state.action == MOVE, self.move_cost, np.where(state.action == DROP, self.drop_shares(state), -1.0)
+        )
         for number in np.argsort(-cost, kind="stable")[:most].tolist():
             if cost[number] < 0:
                 break

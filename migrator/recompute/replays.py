@@ -121,6 +121,11 @@ def operators_of(name: str) -> str:
     return name.partition("#")[0]
 
 
+def kind_of(name: str) -> str:
+    """What tells a replay from others of the same operators: their shapes."""
+    return name.partition("#")[2]
+
+
 class Replays:
     """The replays of one thread's forward.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.lanes import Meter, flat
 from torch_tiers.migrator.recompute.dropped import Peek, run
-from torch_tiers.migrator.recompute.replays import Replay, operators_of
+from torch_tiers.migrator.recompute.replays import Replay, kind_of, operators_of
 from torch_tiers.migrator.recompute.verified import Took, Verified, layout
 from torch_tiers.migrator.trace import Recipe
 
@@ -161,7 +161,7 @@ class Trials:
 
 def _recipe(name: str, verified: Verified, inputs: tuple[int, ...]) -> Recipe:
     took = verified.held[name]
-    return Recipe(operators_of(name), inputs, took.seconds, took.scratch, host=took.host)
+    return Recipe(operators_of(name), inputs, took.seconds, took.scratch, took.host, kind_of(name))
 
 
 def _is_storage(trial: Trial, made: Tensor) -> bool:

@@ -91,3 +91,15 @@ def test_a_matrix_product_takes_the_time_that_its_own_inputs_cost() -> None:
     products = {0: Recipe("AddmmBackward0", (2,), 900e-6), 1: Recipe("AddmmBackward0", (9,), 300e-6)}
     seen = alike(replace(TRACE, sites=sites, recipes=products))
     assert [recipe.seconds for recipe in seen.recipes.values()] == [900e-6, 300e-6]
+
+
+def test_kernels_of_other_sizes_take_other_times_though_they_make_as_much() -> None:
+    """A ResNet's 3 x 3 convolution had the time of its 1 x 1."""
+    sites = tuple(Site(f"{name}:0", k, LARGE, k, (5 - k,)) for k, name in enumerate("abc"))
+    recipes = {
+        0: Recipe("convolution", (7,), 300e-6, kind="1x1"),
+        1: Recipe("convolution", (7,), 900e-6, kind="3x3"),
+        2: Recipe("convolution", (8,), 800e-6, kind="3x3"),
+    }
+    seen = alike(replace(TRACE, sites=sites, recipes=recipes))
+    assert [recipe.seconds for recipe in seen.recipes.values()] == [300e-6, 800e-6, 800e-6]

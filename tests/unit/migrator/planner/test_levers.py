@@ -9,7 +9,7 @@ import pytest
 from torch_tiers.allocator.sizes import GiB
 from torch_tiers.migrator.links import PCIE_GEN5
 from torch_tiers.migrator.planner.effects import effect
-from torch_tiers.migrator.planner.levers import Levers
+from torch_tiers.migrator.planner.levers import DROP, Levers
 from torch_tiers.migrator.planner.schedule import occupied
 from torch_tiers.migrator.trace import Recipe, Site, Trace
 
@@ -36,3 +36,5 @@ def test_what_one_operator_returned_costs_next_to_nothing_beside_the_rest_of_it(
     assert levers.drop_costs(state)[1:].tolist() == [0.5, 0.5]
     assert levers.drop(state, 1)
     assert levers.drop_costs(state)[2] < 1e-3
+    state.action[2] = DROP
+    assert levers.drop_shares(state)[1:].tolist() == pytest.approx([0.25, 0.25], abs=1e-3)
