@@ -48,7 +48,7 @@ class Simulated:
     calls : float
         Seconds of the host's for what this plan moves and recomputes.
     operators : float
-        Of these, those for the operators of single tensors that are recomputed.
+        Of these, those for the operators that are run again.
     stalls : mapping of str to float
         Seconds for which compute waited, by the lane it waited for.
     busy : mapping of str to float

@@ -23,8 +23,7 @@ LARGE = 64 * MiB  # of an operation's result: past what caches hold, and longer 
 ACCIDENT = 0.02  # of all that lies in HBM besides: with so much more of it a period begins by chance
 SEVERAL = 3  # of a kind, of which the one in the middle tells what they take
 CALL = 5e-6  # seconds between two kernels
-PRODUCT = re.compile(r"\w*(?:mmBackward0|ConvolutionBackward0)(?:\[.*?\])?|\b(?:\w*mm|convolution|\w*attention\w*)\b")
-"""Products among operators, and among the nodes that older traces name, a convolution with its shapes."""
+PRODUCT = re.compile(r"\b(?:\w*mm|convolution|\w*attention\w*)\b")  # among operators
 
 
 class Lap(NamedTuple):
@@ -129,7 +128,7 @@ def alike(trace: Trace) -> Trace:
     def kind(ident: int, recipe: Recipe) -> Hashable:
         if recipe.kind:  # convolutions of other kernels may have inputs and results of the same size
             return recipe.op, recipe.kind
-        # A matrix product takes as long as its inner dimension says, which its input shows; a convolution's name tells.
+        # A matrix product takes as long as its inner dimension says, which its input shows.
         return recipe.op, nbytes.get(ident, 0), sum(nbytes.get(source, 0) for source in recipe.inputs)
 
     recipes = _by_the_byte(_shortest(trace.recipes, kind), nbytes)

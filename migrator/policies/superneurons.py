@@ -53,7 +53,7 @@ def _recompute_segments(draft: Draft) -> None:
         if not draft.recomputable(storage):
             continue
         op, inputs = draft.trace.recipes[storage].op, draft.trace.recipes[storage].inputs
-        last = op.partition("(")[0].partition("Backward")[0].rstrip("_").lower()  # of older traces, too
+        last = op.partition("(")[0].rstrip("_")
         if last in CHECKPOINTS or product_in(op):  # matrix products are not cheap
             continue
         segment[storage] = nbytes[storage] + sum(segment.get(source, 0) for source in inputs)

@@ -122,7 +122,7 @@ def gpt(
         statistics = [model.storage(4 * tokens), model.storage(4 * tokens)]
         model.op(path, seconds, [x], statistics, transient=2 * unit, backward=1.5 * seconds)
         made = model.storage(unit)
-        model.recipe(made, "NativeLayerNormBackward0", (x,), seconds)
+        model.recipe(made, "native_layer_norm", (x,), seconds)
         return made
 
     x = model.storage(unit)
@@ -145,7 +145,7 @@ def gpt(
         )
         gelu = 8 * unit / TRAFFIC
         model.op(f"{path}.gelu", gelu, [expanded], transient=4 * unit, backward=1.5 * gelu)
-        model.recipe(activated, "GeluBackward0", (expanded,), gelu)
+        model.recipe(activated, "gelu", (expanded,), gelu)
         x = linear(f"{path}.contract", 4 * width, width, activated, middle)
         model.op(path, 3 * unit / TRAFFIC, transient=unit, backward=unit / TRAFFIC)
     linear("head", width, vocabulary, norm("norm", x))
@@ -181,7 +181,7 @@ def resnet(layers: Sequence[int] = (3, 8, 36, 3), batch: int = 256, side: int = 
         model.op(path, seconds, [x], [model.storage(8 * KiB)], transient=nbytes)
         if relu:
             model.op(f"{path}.relu", 2 * nbytes / TRAFFIC, [], [made], backward=3 * nbytes / TRAFFIC)
-        model.recipe(made, "CudnnBatchNormBackward0", (x,), seconds + relu * 2 * nbytes / TRAFFIC)
+        model.recipe(made, "native_batch_norm", (x,), seconds + relu * 2 * nbytes / TRAFFIC)
         return made
 
     pixels = (side // 4) ** 2

@@ -57,7 +57,7 @@ class Tape:
         out = self.new(self.nbytes[inputs[0]])
         seconds = (sum(self.nbytes[k] for k in inputs) + self.nbytes[out]) / STREAMED
         self.op(path, kind, [out if k < 0 else k for k in saves], seconds)
-        self._recipes[out] = Recipe(name or f"{kind}Backward0", tuple(inputs), seconds)
+        self._recipes[out] = Recipe(name or kind.lower(), tuple(inputs), seconds)
         return out
 
     def trace(self, fixed: int, working: int, loss: int = 0) -> Trace:
@@ -102,7 +102,7 @@ def attention_block(tape: Tape, path: str, x: int, batch: int, length: int, widt
 
     def norm(name: str, x: int) -> int:
         small = [tape.new(statistics), tape.new(statistics)]
-        return tape.cheap(f"{path}.{name}", "LayerNorm", [x], saves=[x, *small], name="NativeLayerNormBackward0")
+        return tape.cheap(f"{path}.{name}", "LayerNorm", [x], saves=[x, *small], name="native_layer_norm")
 
     def linear(name: str, x: int, out: int) -> int:
         return tape.product(f"{path}.{name}", x, out * unit, (tape.nbytes[x] // unit) * out * per_product,
@@ -125,7 +125,7 @@ def transformer(blocks: int, batch: int, length: int, width: int, vocabulary: in
     for k in range(blocks):
         x = attention_block(tape, f"{name}.blocks.{k}", x, batch, length, width, act)
     small = tape.new(4 * batch * length)
-    x = tape.cheap(f"{name}.norm", "LayerNorm", [x], saves=[x, small], name="NativeLayerNormBackward0")
+    x = tape.cheap(f"{name}.norm", "LayerNorm", [x], saves=[x, small], name="native_layer_norm")
     logits = tape.product(f"{name}.head", x, 4 * batch * length * vocabulary, 2.0 * batch * length * width * vocabulary)
     tape.op("", "", [logits], tape.nbytes[logits] / STREAMED)
     weights = 2 * (12 * blocks * width * width + 2 * vocabulary * width)
@@ -213,7 +213,7 @@ def moe(blocks: int = 12, experts: int = 8, batch: int = 8, length: int = 1024, 
     for b in range(blocks):
         path = f"MoE.blocks.{b}"
         x = attention_block(tape, path, x, batch, length, width, "GELU")
-        y = tape.cheap(f"{path}.norm", "LayerNorm", [x], saves=[x], name="NativeLayerNormBackward0")
+        y = tape.cheap(f"{path}.norm", "LayerNorm", [x], saves=[x], name="native_layer_norm")
         tape.product(f"{path}.router", y, 4 * tokens * experts, 2.0 * tokens * width * experts)
         for e in range(experts):
             share = tokens // experts * (2 + e % 3) // 3
@@ -236,7 +236,7 @@ def lstm(layers: int = 4, steps: int = 64, batch: int = 512, width: int = 2048) 
         for x in inputs:
             gates = tape.new(4 * state)
             tape.op(path, "LSTMCell", [x, h], 16.0 * batch * width * width / FLOPS, 0)
-            cell = tape.cheap(path, "LSTMCell", [gates], saves=[gates, -1], name="TanhBackward0")
+            cell = tape.cheap(path, "LSTMCell", [gates], saves=[gates, -1], name="tanh")
             h = tape.new(state)
             tape.op(path, "LSTMCell", [cell], 3 * state / STREAMED)
             outputs.append(h)

@@ -157,7 +157,7 @@ def test_dram_and_nvme_are_those_that_are_configured(
     ("site", "lines"),
     [
         ("blocks.2.gelu:0", ["256.0 MiB", "to move", "to recompute", "by addmm from"]),
-        ("blocks.2.contract:0", ["by GeluBackward0 from blocks.2.gelu:0", "auto: recomputed by its recipe"]),
+        ("blocks.2.contract:0", ["by gelu from blocks.2.gelu:0", "auto: recomputed by its recipe"]),
     ],
 )
 def test_a_site_is_explained(trace: Path, capsys: pytest.CaptureFixture[str], site: str, lines: list[str]) -> None:

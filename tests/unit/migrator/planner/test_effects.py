@@ -123,7 +123,7 @@ def test_a_chain_of_recipes_may_be_as_long_as_a_program_makes_it() -> None:
     count = 3000
     last = 2 * count - 1
     sites = tuple(Site(f":{k}", k, MiB, k, (last - k,)) for k in range(count))
-    recipes = {k: Recipe("SinBackward0", (k - 1,), 1e-5) for k in range(1, count)}
+    recipes = {k: Recipe("sin", (k - 1,), 1e-5) for k in range(1, count)}
     times = tuple(1e-4 * (k + 1) for k in range(2 * count))
     trace = Trace(sites, 2 * count, times, 1.0, (0,) * (2 * count + 1), recipes)
     made = effect(trace, range(1, count))

@@ -9,7 +9,7 @@ TRACE = worked(
     [4] * 6,
     forward=4.0,
     backward=8.0,
-    recipes={3: Recipe("GeluBackward0", (2,), 3.0), 4: Recipe("GeluBackward0", (3,), 8.0)},
+    recipes={3: Recipe("gelu", (2,), 3.0), 4: Recipe("gelu", (3,), 8.0)},
 )
 """Saved at 4, 8, 12, 16, 20 and 24 s, used at 64 (a), 56, 48, 40, 32 and 24 s (f); a swap takes 4 s each way.
 

@@ -8,10 +8,10 @@ from torch_tiers.migrator.trace import Recipe
 TRACE = worked(
     [4] * 8,
     recipes={
-        2: Recipe("ReluBackward0", (1,), 1.0),
-        4: Recipe("NativeBatchNormBackward0", (3,), 1.0),
-        5: Recipe("ReluBackward0", (4,), 1.0),
-        6: Recipe("AddBackward0", (1, 3), 1.0),
+        2: Recipe("relu", (1,), 1.0),
+        4: Recipe("native_batch_norm", (3,), 1.0),
+        5: Recipe("relu", (4,), 1.0),
+        6: Recipe("add", (1, 3), 1.0),
     },
 )
 """Storages a to h; c is made from b, e from d, f from e, g is the sum of b and d."""
