@@ -184,6 +184,8 @@ class Replays:
     def end(self) -> None:
         """Record no more: backward begins, in whichever thread. Closures that were found stay good. Idempotent."""
         self._forwards = 0
+        if self._gathering is not None:
+            self._gathering.changed()  # asked now: an optimizer in backward may change some before the first replay
         if self._packs is not None:
             self._packs = None
             self._records += 1
