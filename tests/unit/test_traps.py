@@ -19,7 +19,7 @@ pytestmark = [
 
 CASES = [(family, name) for family in FAMILIES for name in scenarios(family)]
 
-CLOSE_TO_THE_HOOKS = ("hooks", "odd_modules", "quiet", "recompute", "replayed", "surprises", "threads", "version_check")
+CLOSE_TO_THE_HOOKS = ("hooks", "quiet", "recompute", "replayed", "surprises", "threads", "version_check")
 NATIVELY = [(family, name) for family, name in CASES if family in CLOSE_TO_THE_HOOKS]
 NATIVELY.append(("compiled", "our_own_functions_are_not_compiled"))
 
