@@ -9,17 +9,13 @@ the same operators without one. Times are those of the thread's own processor, t
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
+from benchmarks.tape_cost import begin, seconds
 from benchmarks.zoo import llama, t5
 from torch_tiers.migrator.tape.closure import Refused
-from torch_tiers.migrator.tape.recorder import Recorder, load
-from torch_tiers.places import cache_directory
+from torch_tiers.migrator.tape.recorder import Recorder
 
 
 def blocks() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
@@ -30,14 +26,6 @@ def blocks() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
         "llama block": (llama.Block(32, 2, 64), (torch.randn(1, 4, 32, requires_grad=True), angles, angles)),
         "t5 layer": (t5.Layer(32, 2, 64, False), (torch.randn(1, 4, 32, requires_grad=True), torch.zeros(1, 2, 4, 4))),
     }
-
-
-def seconds(run: Callable[[], object], count: int) -> float:
-    """Of the thread, for each."""
-    began = time.thread_time()
-    for _ in range(count):
-        run()
-    return (time.thread_time() - began) / count
 
 
 def measure(recorder: Recorder, module: nn.Module, given: tuple[Tensor, ...], count: int, rounds: int) -> list[float]:
@@ -60,14 +48,7 @@ def measure(recorder: Recorder, module: nn.Module, given: tuple[Tensor, ...], co
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
-    recorder = load(cache_directory())
-    if isinstance(recorder, str):
-        raise SystemExit(recorder)
-    torch.set_num_threads(1)
+    recorder, options = begin(__doc__, count=200)
     profiles = torch._C._jit_set_profiling_executor(False)  # it would fuse
     print(f"torch {torch.__version__}; us a block, the least of {options.rounds} rounds")
     print(

@@ -89,16 +89,22 @@ def measure(recorder: Recorder, operate: Operate, count: int, rounds: int) -> di
     return result | {"operators": each, "bytes": nbytes / operators}
 
 
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=1000)
+def begin(about: str | None, count: int) -> tuple[Recorder, argparse.Namespace]:
+    """The recorder, and what the command line asks for; PyTorch has one thread from now on."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     recorder = load(cache_directory())
     if isinstance(recorder, str):
         raise SystemExit(recorder)
     torch.set_num_threads(1)
+    return recorder, options
+
+
+def main() -> None:
+    """Print a table."""
+    recorder, options = begin(__doc__, count=1000)
     print(f"torch {torch.__version__}; us an operator, the least of {options.rounds} rounds")
     header = f"{'':16}{'plain':>8}{'paused':>8}{'new':>8}{'known':>8}{'more':>8}{'bytes':>8}{'operators':>11}"
     print(header)

@@ -112,11 +112,11 @@ class Levers:
         self.run_cost = of_device[remade_at] * remade_seconds + of_host[remade_at] * remade_calls
         self.besides_cost = of_host[remade_at] * calls.remade * count
         self.drop_cost = self.run_cost + self.besides_cost
-        names = [
+        calls_of = [  # what made each storage: an operator's call, or for all that is known one of its own
             recipe.call if recipe and recipe.call is not None else ident
             for recipe, ident in zip(recipes, self.idents, strict=True)
         ]
-        self.call = np.unique(np.array(names, dtype=np.int64), return_inverse=True)[1]  # of each storage
+        self.call = np.unique(np.array(calls_of, dtype=np.int64), return_inverse=True)[1]  # of each storage
         self.sources = [() if recipe is None else recipe.inputs for recipe in recipes]
         self.made_from: dict[int, list[int]] = {}  # source -> numbers of what is made from it
         for number, sources in enumerate(self.sources):
