@@ -2,8 +2,8 @@
 
 A replay is believed once it was tried. What it was tried with may change later: a library may choose another kernel.
 So one dropped tensor after the other is made again right when it is dropped, while the original is there, and compared
-with that. A site where the two differ is not dropped any more. One that takes more than `CHAIN` other dropped tensors to
-make is never looked at.
+with that. A site where the two differ is not dropped any more. One that is made from more than `CHAIN` others that are
+dropped is never looked at.
 """
 
 from __future__ import annotations
