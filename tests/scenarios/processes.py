@@ -1,4 +1,4 @@
-"""Other processes: DataLoader workers by fork and by spawn, forks of the program's own, DDP over gloo."""
+"""Other processes: DataLoader workers by fork and by spawn, forks of the program's own, DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+import torch_tiers as tiers
 from tests.programs import deterministic_kernels
 from tests.scenarios import REMADE, assert_same, batch, bits, gradients, main, moved, moving, perceptron, train
 from torch_tiers.allocator.sizes import MiB
@@ -210,60 +211,73 @@ class _Sharded(nn.Module):
         return x
 
 
-def _train_shards(rank: int, directory: str, with_tiers: bool) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where there is a GPU, tensors of the CPU do not move
+def _sharded(rank: int, kind: str, start: str) -> tuple[_Sharded, torch.device]:
+    """Join the other rank, and shard a model over both; the device of this rank."""
+    if kind == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where there is a GPU, tensors of the CPU do not move
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/{with_tiers}", rank=rank, world_size=2)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[kind]
+    dist.init_process_group(backend, init_method=f"file://{start}", rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = _Sharded()
-    mesh = init_device_mesh("cpu", (2,))
+    model = _Sharded().to(device)
+    mesh = init_device_mesh(kind, (2,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    return model, device
+
+
+def _train_shards(rank: int, directory: str, kind: str, how: str) -> None:
+    """Train plainly, or with tiers by an allocator."""
+    if how == "pages":  # before CUDA is initialised, and then for good
+        with tiers.session(allocator="pages", hbm="2GiB", dram="1GiB"):
+            torch.cuda.init()
+    model, device = _sharded(rank, kind, f"{directory}/start-{kind}-{how}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
     def steps() -> list[Tensor]:
         results = []
         for i in range(5):
             optimizer.zero_grad()
-            loss = model(batch(torch.device("cpu"), 10 * i + rank)).square().mean()
+            loss = model(batch(device, 10 * i + rank)).square().mean()
             loss.backward()
             optimizer.step()
             shards = [p.grad.to_local().clone() for p in model.parameters() if isinstance(p.grad, DTensor)]
             results += [loss.detach(), *shards]
         return results
 
-    if with_tiers:
-        with moving(room=MiB, recompute=True, dram="1GiB") as session:
-            results = steps()
-            assert moved(session)["h2d"] > 0
-            saver = session.runtime.saver()
-            assert saver is not None
-            plans = [plan for mover in saver.armed_movers for plan in mover.learner.plans]
-            again = {key.rpartition(":")[0] for plan in plans for key in plan.recompute}
-            print(f"  rank {rank} recomputes what {sorted(again)} saved")
-            assert any(".blocks.1." in path for path in again), "nothing of a sharded block is recomputed"
-    else:
-        results = steps()
-    torch.save(results, Path(directory) / f"{with_tiers}-{rank}")
+    with deterministic_kernels():
+        results = steps() if how == "plain" else _steps_with_tiers(rank, steps)
+    torch.save(results, Path(directory) / f"{kind}-{how}-{rank}")
     dist.destroy_process_group()
+
+
+def _steps_with_tiers(rank: int, steps: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """What can be recomputed is, and all else moves."""
+    with moving(room=MiB, recompute=True, dram="1GiB") as session:
+        results = steps()
+        assert moved(session)["h2d"] > 0
+        saver = session.runtime.saver()
+        assert saver is not None
+        plans = [plan for mover in saver.armed_movers for plan in mover.learner.plans]
+        again = {key.rpartition(":")[0] for plan in plans for key in plan.recompute}
+        print(f"  rank {rank} recomputes what {sorted(again)} saved")
+        assert any(".blocks.1." in path for path in again), "nothing of a sharded block is recomputed"
+    return results
 
 
 def _step_in_between(rank: int, directory: str) -> None:
     """Between forward and backward: the second gather has other weights, and plain PyTorch says nothing."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/step", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = _Sharded()
-    for block in model.blocks:
-        fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model, device = _sharded(rank, "cpu", f"{directory}/start")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with moving(**REMADE):
         for i in range(6):
-            model(batch(torch.device("cpu"), i)).square().mean().backward()
-        loss = model(batch(torch.device("cpu"), 9)).square().mean()
+            model(batch(device, i)).square().mean().backward()
+        loss = model(batch(device, 9)).square().mean()
         optimizer.step()
         try:
             loss.backward()
@@ -280,15 +294,22 @@ def parameters_that_fsdp_gathers_anew_may_not_have_changed(device: torch.device)
         _spawn(_step_in_between, directory)
 
 
-def fsdp2_over_gloo(device: torch.device) -> None:
-    """On the CPU, whatever the device. Parameters' memory comes and goes; what is recomputed is while it is there."""
+def fsdp2(device: torch.device) -> None:
+    """Parameters' memory comes and goes, and what is recomputed is while it is there. By NCCL where two GPUs are."""
+    _train_sharded("cpu", ("plain", "torch"))
+    if device.type == "cuda" and torch.cuda.device_count() >= 2:
+        _train_sharded("cuda", ("plain", "torch", "pages"))
+
+
+def _train_sharded(kind: str, ways: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        for with_tiers in (False, True):
-            _spawn(_train_shards, directory, with_tiers)
+        for how in ways:
+            print(f"  on the {kind}, {how}")  # which of them hung, if one does
+            _spawn(_train_shards, directory, kind, how)
         for rank in range(2):
-            plain, ours = (bits(torch.load(Path(directory) / f"{how}-{rank}")) for how in (False, True))
+            plain, *others = (bits(torch.load(f"{directory}/{kind}-{how}-{rank}")) for how in ways)
             print(f"  rank {rank}: {len(plain)} results")
-            assert plain == ours
+            assert all(plain == ours for ours in others)
 
 
 if __name__ == "__main__":
