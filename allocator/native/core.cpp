@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <set>
 
 #include "state.h"
 
@@ -201,13 +202,13 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
 Status tn_core::surrender(Heap &heap, Tier tier, uint64_t count) {
   bool is_private = heap.pool() != 0;
   if (!count || (is_private && !is_retired(heap.pool())) || !heap.idle_pages(tier)) return Status::Ok;
-  // A graph may still be replaying, on any stream: that for which it was captured has nothing to do with it.
-  Status status = is_private ? wait_for_all() : wait(heap.stream());
+  // A graph may still be replaying, on any stream, and what reads its memory asked nobody for any.
+  Status status = is_private ? wait_for_all() : wait_for_readers(heap.stream());
   if (status == Status::Busy) return Status::Ok;
   return status == Status::Ok ? heap.surrender(tier, count) : status;
 }
 
-// Wait for the work on a stream, so that pages may be unmapped. `Busy` while it is captured.
+// Wait for the work on a stream. `Busy` while it is captured.
 Status tn_core::wait(Stream stream) {
   if (primitives->capturing(stream)) return fail(Status::Busy, kCapturing);
   ++stats.waits;
@@ -221,6 +222,21 @@ Status tn_core::wait_for_all() {
   if (capturing) return fail(Status::Busy, kCapturing);
   ++stats.waits;
   return primitives->synchronize_all();
+}
+
+// Wait for whoever may read what lies idle on a stream's pages, so that these may be unmapped. That may be any stream:
+// one that is done with a block may give it back while another reads it, as long as it waits for that one before it
+// asks for more, as FSDP2 does with gradients. While a graph may be captured, these are the streams that are known.
+Status tn_core::wait_for_readers(Stream stream) {
+  if (primitives->capturing(stream)) return fail(Status::Busy, kCapturing);
+  Status status = wait_for_all();
+  if (status != Status::Busy) return status;
+  std::set<Stream> known;
+  for (auto &[base, heap] : heaps) known.insert(heap->stream());
+  for (auto &[user, queue] : ends) known.insert(user);
+  for (Stream reader : known)
+    if (status = wait(reader); status != Status::Ok && status != Status::Busy) return status;
+  return Status::Ok;
 }
 
 Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address) {

@@ -66,11 +66,12 @@ TN_API int tn_is_aside(void);
 /* The most of a tier to make from now on. What is there already stays until it goes back to the system. */
 TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
 /* Return idle memory of all pools that are not private to the system, and the addresses of retired ones with nothing in
- * use; waits for their streams. Of HBM `keep` bytes stay: most of what lies idle of these is left mapped where it is.
+ * use; waits for what may read it. Of HBM `keep` bytes stay: most of what lies idle of these is left mapped where it
+ * is.
  */
 TN_API int tn_trim(tn_core *core, uint64_t keep);
-/* The same of what lies in the layout's heap outside of its region, and of pages that nobody has mapped; waits for its
- * stream, and does nothing while a graph may be captured, or where there is no layout. */
+/* The same of what lies in the layout's heap outside of its region, and of pages that nobody has mapped; waits for
+ * what may read it, and does nothing while a graph may be captured, or where there is no layout. */
 TN_API int tn_trim_outside(tn_core *core);
 
 /* ---- The sequence of requests, and the layout planned for it ---- */
@@ -100,13 +101,15 @@ TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacit
 /* From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at `offsets[k]` in
  * a region of `pages` pages; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts` requests each,
  * one after the other in `bytes` and `offsets`; its first requests tell which. Where HBM does not hold the region, the
- * pages that come last in `order`, a permutation of them, lie in DRAM. Waits for the stream. TN_FULL: the tiers have no
- * room for the region, and there is no layout any more. TN_BUSY: the layout is what it was. */
+ * pages that come last in `order`, a permutation of them, lie in DRAM. Waits for what may read what is unmapped.
+ * TN_FULL: the tiers have no room for the region, and there is no layout any more. TN_BUSY: the layout is what it was.
+ */
 TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
                    const uint64_t *offsets, uint64_t pages, const uint32_t *order);
 /* From now on there is no layout; what was mapped for it stays, and is anybody's. Until the next mark or layout, and
  * for twice as many requests as the last period had at most, hardly a page is made beyond what is alive, or beyond
- * `expected` bytes if that is more, while others lie idle: those are mapped anew, which waits for their stream. */
+ * `expected` bytes if that is more, while others lie idle: those are mapped anew, which waits for what may read them.
+ */
 TN_API void tn_forget_plan(tn_core *core, uint64_t expected);
 
 /* Where requests of known lives lie, so that no two overlap in both time and space: an offset for each. Births and

@@ -115,7 +115,7 @@ class Core:
         checked(self._library.tn_used_on(self._core, address, stream))
 
     def trim(self, keep: int = 0) -> None:
-        """Return idle memory to the system; waits for the streams that used it.
+        """Return idle memory to the system; waits for what may read it.
 
         Parameters
         ----------
@@ -126,7 +126,7 @@ class Core:
         checked(self._library.tn_trim(self._core, keep))
 
     def trim_outside(self) -> None:
-        """Return what is idle outside of the layout's region; waits for its stream, unless that is being captured."""
+        """Return what is idle outside of the layout's region; does nothing while a graph may be captured."""
         checked(self._library.tn_trim_outside(self._core))
 
     def share(self, device: int) -> None:

@@ -194,7 +194,7 @@ int tn_trim_outside(tn_core *core) {
   return enter(core, [&] {
     Heap *heap = core->plan.heap;
     if (!heap || core->captures) return Status::Ok;
-    Status status = core->wait(heap->stream());
+    Status status = core->wait_for_readers(heap->stream());
     if (status != Status::Ok) return status == Status::Busy ? Status::Ok : status;
     core->settle();
     status = heap->surrender_outside(core->plan.base, core->plan.total);

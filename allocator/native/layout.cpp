@@ -68,7 +68,7 @@ Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_
         return fail(Status::Invalid, "a request reaches past its region");
   Heap *heap = nullptr;
   Status status = this->heap({0, stream, kHbm, General}, &heap);
-  if (status == Status::Ok) status = wait(stream);
+  if (status == Status::Ok) status = wait_for_readers(stream);
   if (status != Status::Ok) return status;
   plan = {};
   thrifty = 0;

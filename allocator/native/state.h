@@ -145,6 +145,7 @@ struct tn_core {
   bool wait_for_users(Tier tier);
   Status wait(Stream stream);
   Status wait_for_all();
+  Status wait_for_readers(Stream stream);
   Status surrender_all(const Heap *but);
   Status surrender_beyond(uint64_t keep);
   Status set_plan(Stream stream, std::vector<tiers::Sequence> sequences, uint64_t size, const uint32_t *order);

@@ -70,6 +70,11 @@ bool pending_anywhere() {
 // What a call answers that needs a context, and that a capture may forbid.
 int asked_wrongly() { return contexts.back() ? fake_unsafe() : kNoContext; }
 
+void stall() {
+  for (++waiting; stalled;) std::this_thread::yield();
+  --waiting;
+}
+
 // Let one stream do some of what it can.
 void go_on() {
   if (streams.empty()) return;
@@ -116,7 +121,7 @@ void fake_capture(long stream, bool on) {
   else
     captured.erase(stream);
 }
-void fake_stall(bool on) { stalled = on; }  // while it is, whoever waits for a stream does so without end
+void fake_stall(bool on) { stalled = on; }  // while it is, whoever waits for streams does so without end
 long fake_waiting() { return waiting; }     // how many do
 long fake_spoilt() { return spoilt; }       // how often a capture was
 int fake_unsafe() {
@@ -196,14 +201,14 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned) {
 int cuStreamSynchronize(void *stream) {
   if (int error = asked_wrongly()) return error;
   if (int error = spoil(captured.count(number(stream)))) return error;
-  for (++waiting; stalled;) std::this_thread::yield();
-  --waiting;
+  stall();
   go_on_until([stream] { return streams[number(stream)].empty(); });
   return 0;
 }
 int cuCtxSynchronize() {
   if (int error = asked_wrongly()) return error;
   if (int error = spoil(!captured.empty())) return error;  // in whatever mode
+  stall();
   go_on_until([] { return !pending_anywhere(); });
   return 0;
 }

@@ -40,6 +40,44 @@ def test_idle_pages_are_unmapped_when_their_stream_is_done(built: Path) -> None:
     holds(built, "core.free(core.allocate(8 * MiB, stream=7)); work(7); core.trim(); assert core.counts().hbm == 0")
 
 
+FREED = """
+block = core.allocate(8 * MiB, stream=7)
+work(9)  # reads the block; stream 7 waits for it before it asks for more
+core.free(block)
+"""
+ASKS = {
+    "to give idle memory back": "core.trim()",
+    "for another stream": "core.allocate(60 * MiB, stream=8)",
+    "for a layout": "core.plan(*layout)",
+    "for what is beside a layout": "core.trim_outside()",
+}
+
+
+@pytest.mark.parametrize("asked_for", ASKS)
+def test_idle_pages_are_unmapped_when_no_stream_reads_them_any_more(built: Path, asked_for: str) -> None:
+    """Whoever gave the block back need not have told us of the other stream, so long as its own waits for that.
+
+    FSDP2 frees gradients while the optimizer reads them on another stream: unmapped, that was an illegal access.
+    """
+    layout = """
+from torch_tiers.allocator.sequence import Foreseen
+import numpy as np
+layout = [Foreseen(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64))]
+"""
+    before = "core.plan(*layout)\n" if "beside" in asked_for else ""
+    holds(built, layout + before + FREED + ASKS[asked_for] + "\nassert not fake.fake_pending(9)")
+
+
+def test_while_a_graph_is_captured_the_streams_that_are_known_are_waited_for(built: Path) -> None:
+    program = """
+core.free(core.allocate(MiB, stream=9))
+fake.fake_capture(8, True); core.capture(True)
+core.allocate(60 * MiB, stream=6)
+assert not fake.fake_pending(9)
+"""
+    holds(built, FREED + program)
+
+
 def test_a_block_moves_when_all_streams_are_done_with_it_and_its_bytes_are_there(built: Path) -> None:
     """Those, too, that never asked for memory: a copy of a checkpoint, say, which the host alone waits for."""
     program = """
