@@ -92,6 +92,7 @@ def main() -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's first use
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not, where a warning is enough
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not get between
     try:
