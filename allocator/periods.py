@@ -11,7 +11,7 @@ from torch_tiers.allocator.claims import DramClaims
 from torch_tiers.allocator.evaluations import Evaluations
 from torch_tiers.allocator.kinds import Kinds
 from torch_tiers.allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, Glance
-from torch_tiers.allocator.sequence import Foreseen, Log, Watch, foresee, most_beside, repeats
+from torch_tiers.allocator.sequence import Foreseen, Watch, foresee, repeats
 from torch_tiers.allocator.sinking import State, sink_or_rise
 from torch_tiers.allocator.sizes import PAGE, GiB
 
@@ -43,9 +43,7 @@ class Periods:
     Attributes
     ----------
     overflow : int
-        Bytes for which the last period had no room in HBM: what lay in DRAM, without the state that sank there; or,
-        where it asked on several streams, by how much the layout and what they take beside it exceed HBM. Pages then go
-        from one to the other and back in each period, thousands of them.
+        Bytes for which the last period had no room in HBM: what lay in DRAM, without the state that sank there.
     """
 
     def __init__(self, device: int, core: Core, claims: DramClaims) -> None:
@@ -59,7 +57,6 @@ class Periods:
         self._departed = 0  # requests, until the last period ended
         self._calm: _Calm | None = None
         self._spilled = 0  # periods in a row that had something in DRAM
-        self._crowded = 0  # bytes that the layout and other streams lack
         self._refused = False  # whether it was said that there is no layout
         self._news: int | None = None  # the next period's peak, if the layout is of no use to it
         self._lent = 0  # bytes of HBM beyond the budget
@@ -149,7 +146,6 @@ class Periods:
             self._news = None
             core.forget_plan(news)
             self._let_go(partial(core.trim, news))  # gradients, too, are gone by now
-            self._crowded = 0
             watch.expect_news()
             kinds.forget()
             return False
@@ -167,19 +163,11 @@ class Periods:
             if foreseen is not None:
                 kinds.learn(last, foreseen)
                 self._plan(kinds.layouts())
-                self._see_other_streams(last, foreseen)
         elif forgot:
             self._plan(kinds.layouts())
         return False
 
     # ----------------------------------------------------------------------------------- layouts
-
-    def _see_other_streams(self, last: Log, foreseen: Foreseen) -> None:
-        """Take note of what the next period lacks, as its layout is one stream's."""
-        beside = most_beside(last, foreseen.stream)
-        counts = self.core.counts()
-        static = max(0, counts.allocated - counts.dram)
-        self._crowded = max(0, static + foreseen.total + beside - counts.hbm_limit) if beside else 0
 
     def _lay_out_again(self) -> None:
         """Give back what an evaluation left, and follow the layout from its begin.
@@ -243,7 +231,7 @@ class Periods:
         What rises goes where nothing lies, so that the layout stays as it is: another one costs a step of a second.
         """
         self._spilled = self._spilled + 1 if dram else 0
-        self.overflow = self._crowded
+        self.overflow = 0
         if not dram:
             return False
         core = self.core
@@ -251,7 +239,7 @@ class Periods:
         # A block without a whole page of its own cannot move.
         blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
         state = [State(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
-        self.overflow = max(self._crowded, dram - sum(block.sunk for block in state))
+        self.overflow = max(0, dram - sum(block.sunk for block in state))
         if self._spilled < PATIENCE or not alone:
             return False
         counts = core.counts()

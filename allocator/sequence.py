@@ -95,16 +95,6 @@ class Log:
         return Log(requests, self.events - int(gone[-1]))
 
 
-def most_beside(log: Log, stream: int) -> int:
-    """The most bytes in use of what was asked for on other streams than one, each by itself.
-
-    Memory of one stream is no other's as long as it is mapped there: their peaks add up, whenever they come.
-    """
-    streams = log.requests["stream"]
-    others = (Log(log.requests[streams == other], log.events) for other in np.unique(streams) if other != stream)
-    return sum(other.most_alive() for other in others)
-
-
 def foresee(last: Log, before: Log | None = None) -> Foreseen | None:
     """Expect the last period to come again, on the stream that asks for the most.
 

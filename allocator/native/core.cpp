@@ -55,6 +55,7 @@ Status tn_core::heap(const Key &key, Heap **out) {
   if (status != Status::Ok) return status;
   auto made = std::make_unique<Heap>(*primitives, pages, Tier(tier), stream, pool, kind == State, base, bytes);
   *out = by_key[key] = made.get();
+  if (plan.heap && pool == 0 && stream != plan.heap->stream()) plan.others.push_back(made.get());
   heaps.emplace(base, std::move(made));
   std::lock_guard<std::mutex> guard(places_mutex);
   places[base] = base + bytes;
@@ -254,6 +255,13 @@ Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint6
   return Status::Ok;
 }
 
+// Bytes that are in use, or lie idle on other streams than the layout's: what is mapped there is of no use to it.
+int64_t tn_core::needed() const {
+  int64_t bytes = stats.allocated[TN_ALL].current;
+  for (const Heap *other : plan.others) bytes += other->idle();
+  return bytes;
+}
+
 void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
   block->requested = requested;
   block->small = block->bytes <= kSmall;
@@ -272,7 +280,7 @@ void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
     add(stats.active[size], block->bytes);
     add(stats.active_blocks[size], 1);
   }
-  for (int64_t &lap : laps) lap = std::max(lap, stats.allocated[TN_ALL].current);
+  for (int64_t now = needed(); int64_t &lap : laps) lap = std::max(lap, now);
 }
 
 Status tn_core::free(uint64_t address) {

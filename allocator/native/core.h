@@ -149,8 +149,9 @@ TN_API void tn_get_glance(tn_core *core, tn_glance *out);
 /* `retries` of the statistics alone. */
 TN_API int64_t tn_retries(tn_core *core);
 TN_API void tn_reset_peaks(tn_core *core);
-/* The most bytes in use now, or after a request since the last lap `of` the same; no other peak begins anew. To the
-   next lap what is in use now counts only if asked for: `with_present`. */
+/* The most bytes in use now, or after a request since the last lap `of` the same; no other peak begins anew. With them
+ * counts what lies idle on other streams than the layout's, which it cannot use. To the next lap what is in use now
+ * counts only if asked for: `with_present`. */
 enum { TN_PARTS = 0, TN_PERIODS = 1, TN_LAPS = 2 };
 TN_API uint64_t tn_lap(tn_core *core, int of, int with_present);
 TN_API void tn_reset_totals(tn_core *core);

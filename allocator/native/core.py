@@ -250,7 +250,8 @@ class Core:
     def lap(self, of: int = PARTS, *, with_present: bool = False) -> int:
         """The most bytes in use now, or after a request since the last lap `of` the same; no other peak begins anew.
 
-        What is in use now counts the next time only `with_present`.
+        With them counts what lies idle on other streams than the layout's, which it cannot use. What is in use now
+        counts the next time only `with_present`.
         """
         return int(self._library.tn_lap(self._core, of, with_present))
 

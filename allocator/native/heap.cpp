@@ -99,6 +99,7 @@ Block *Heap::cut(Iterator block, uint64_t address, uint64_t bytes) {
   if (address + bytes < end) list(free_from(address + bytes)->second);
   block->second.bytes = bytes;
   block->second.kind = Kind::Used;
+  used_ += bytes;
   return &block->second;
 }
 
@@ -175,6 +176,7 @@ void Heap::free(Block *block) {
   auto place = blocks_.find(block->address);
   place->second.kind = Kind::Free;
   place->second.streams.clear();
+  used_ -= place->second.bytes;
   merge(place);
 }
 

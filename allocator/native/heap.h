@@ -101,6 +101,7 @@ class Heap {
   Tier tier() const { return tier_; }
   bool state() const { return state_; }  // whether what lives as long as the program lies here, apart from the rest
   uint64_t mapped() const { return mapped_; }
+  uint64_t idle() const { return mapped_ - used_; }  // bytes, parts of pages included
   uint64_t largest_free() const { return free_.empty() ? 0 : free_.rbegin()->first; }
   uint64_t maps() const { return maps_; }
   uint64_t unmaps() const { return unmaps_; }
@@ -132,7 +133,7 @@ class Heap {
   uint64_t pool_;
   bool state_;
   uint64_t base_, bytes_;
-  uint64_t mapped_ = 0, maps_ = 0, unmaps_ = 0;
+  uint64_t mapped_ = 0, used_ = 0, maps_ = 0, unmaps_ = 0;
   std::map<uint64_t, Block> blocks_;              // by address; they cover the range
   std::set<std::pair<uint64_t, uint64_t>> free_;  // (bytes, address) of Free blocks
   std::set<uint64_t> void_;                       // addresses of Void blocks

@@ -180,7 +180,7 @@ Status Heap::close() {
   free_.clear();
   void_.clear();
   table_.clear();
-  mapped_ = 0;
+  mapped_ = used_ = 0;
   return worst;
 }
 

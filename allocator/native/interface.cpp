@@ -338,7 +338,7 @@ void tn_reset_peaks(tn_core *core) {
 
 uint64_t tn_lap(tn_core *core, int of, int with_present) {
   std::lock_guard<std::mutex> guard(core->mutex);
-  int64_t present = core->stats.allocated[TN_ALL].current;
+  int64_t present = core->needed();
   int64_t &lap = core->laps[of == TN_PERIODS];
   return uint64_t(std::max(std::exchange(lap, with_present ? present : 0), present));
 }

@@ -47,8 +47,9 @@ struct Sequence {  // a kind of period: its requests, and where in the region th
 struct Plan {
   Heap *heap = nullptr;
   uint64_t base = 0, total = 0;
-  std::vector<Sequence> sequences;  // of which each period is one
-  size_t present = 0;               // as far as its requests tell
+  std::vector<const Heap *> others;  // of other streams, which it does not lay out
+  std::vector<Sequence> sequences;   // of which each period is one
+  size_t present = 0;                // as far as its requests tell
   size_t next = 0;
   size_t came = 0;      // `next`, at the end of the last period
   size_t back = kNone;  // where it went on before it last jumped ahead
@@ -137,6 +138,7 @@ struct tn_core {
   Status reclaim(uint64_t goal, Tier tier, const Heap *but);
   Status surrender(Heap &heap, Tier tier, uint64_t count);
   Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
+  int64_t needed() const;
   void took(Heap *heap, Block *block, uint64_t requested);
   Status free(uint64_t address);
   void release(Heap *heap, Block *block);

@@ -13,7 +13,6 @@ from torch_tiers.allocator.sequence import (
     Log,
     Watch,
     foresee,
-    most_beside,
     repeats,
 )
 
@@ -145,9 +144,3 @@ def test_pages_that_many_requests_visit_are_told_from_those_that_one_keeps() -> 
     foreseen = foresee(log(20, (PAGE, 0, 0, 19), *brief))
     assert foreseen is not None
     assert sorted(foreseen.visits.tolist()) == [1, 5]
-
-
-def test_other_streams_take_their_peaks_beside_each_other() -> None:
-    asked = log(8, (1024, 0, 0, 1), (512, 1, 2, 4), (256, 1, 3, 5), (2048, 2, 6, 7))
-    assert most_beside(asked, 0) == 512 + 256 + 2048
-    assert most_beside(asked, 2) == 1024 + 512 + 256
