@@ -162,6 +162,23 @@ class Memory(NamedTuple):
     renew: Callable[[], None] = lambda: None
 
 
+class OperatorTimes(Protocol):
+    """Times the operators of a stream."""
+
+    def tick(self, stream: int, /) -> None:
+        """The next stretch begins, on that stream."""
+
+    def end(self) -> list[float]:
+        """Seconds of operators in each stretch, once the device is through with them. To be called once."""
+
+
+class OperatorClock(Protocol):
+    """What times operators, of one GPU at a time."""
+
+    def begin(self, device: int, stream: int) -> OperatorTimes | None:
+        """Time what runs on that stream of a GPU from now on; None while it times another GPU's."""
+
+
 class Meter(Protocol):
     """Measures one period; see `migrator.lanes.meter`."""
 
@@ -214,10 +231,13 @@ class Compute(Protocol):
         That device.
     counts : bool
         Whether its allocator tells what is in use: else it is what was counted of what is saved, tensor by tensor.
+    operators : OperatorClock or None
+        What its meters may time operators with.
     """
 
     device: torch.device
     counts: bool
+    operators: OperatorClock | None
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """HBM that may be written once `mark` (taken afterwards) has been passed."""

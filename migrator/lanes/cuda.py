@@ -19,6 +19,7 @@ from torch_tiers.migrator.lanes import (
     TIMED_EVERY,
     Event,
     Memory,
+    OperatorClock,
     Piece,
     Stream,
     at_full_speed,
@@ -57,6 +58,7 @@ class CudaCompute:
         self._laps = Laps(str(device), counters)
         self._before = 0  # the most in use since the last period ended, as far as it counts
         self.waited: list[Gap] | None = None  # what a meter leaves out
+        self.operators: OperatorClock | None = None
         _, self._retries = self._peaks.restart()
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -144,7 +146,9 @@ class CudaCompute:
             torch.cuda._sleep(int(seconds * rate))
 
     def meter(self, *, held: bool = False) -> CudaMeter:
-        return CudaMeter(self, held=held and not _others_wait_for_this())
+        if _others_wait_for_this():
+            return CudaMeter(self, operators=self.operators)
+        return CudaMeter(self, held=held)
 
     def peak(self, resident: int) -> int:
         peak, self._before = max(self._before, self._peaks.restart()[0]), 0

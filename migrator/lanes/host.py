@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
-from torch_tiers.migrator.lanes import TIMED, Event, Piece, Stream, at_full_speed, flat
+from torch_tiers.migrator.lanes import TIMED, Event, OperatorClock, Piece, Stream, at_full_speed, flat
 from torch_tiers.migrator.lanes.meter import HostMeter
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
@@ -50,6 +50,7 @@ class HostCompute:
 
     device = torch.device("cpu")
     counts = False
+    operators: OperatorClock | None = None  # the host's clock tells what they take
 
     def __init__(self, counters: Counters) -> None:
         self.static = 0

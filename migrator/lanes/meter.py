@@ -3,7 +3,8 @@
 A meter runs while a period is recorded. What the lanes and our own trials add to the period is taken out again: waits
 of the compute stream for a lane, and everything *aside*. On a GPU there are two clocks: the device's events, and the
 host's own time between our hooks. Where the device waits for the host, events tell the host's pace. So the device can
-be *held* back, again and again, so that the host is always ahead of it.
+be *held* back, again and again, so that the host is always ahead of it. Where other ranks would wait for that, and have
+this one wait for them, operators are timed one by one: what the device does between two of them is not the program's.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch_tiers.migrator.clocks import Clocks
 from torch_tiers.migrator.lanes.host_clock import HostClock
 
 if TYPE_CHECKING:
+    from torch_tiers.migrator.lanes import OperatorClock, OperatorTimes
     from torch_tiers.migrator.lanes.cuda import CudaCompute
     from torch_tiers.migrator.lanes.host import HostCompute
     from torch_tiers.migrator.lanes.laps import TimedEvent
@@ -102,10 +104,14 @@ class CudaMeter:
     ----------
     held : bool
         Whether the device is held back whenever it has nearly caught up with the host.
+    operators : OperatorClock, optional
+        Times operators one by one.
     """
 
-    def __init__(self, compute: CudaCompute, *, held: bool = False) -> None:
+    def __init__(self, compute: CudaCompute, *, held: bool = False, operators: OperatorClock | None = None) -> None:
         self._compute = compute
+        number, device, _ = compute.stream()
+        self._operators: OperatorTimes | None = None if operators is None else operators.begin(device, number)
         self._held = held
         if held:
             compute.hold_up(HOLD)  # before the period begins, so that it is no part of it
@@ -135,6 +141,8 @@ class CudaMeter:
         tick = self._ticks[-1] if capturing and self._ticks else self.mark()
         self._ticks.append(tick)
         self._others.append(self._stretch(resident))
+        if self._operators is not None:
+            self._operators.tick(self._compute.stream()[0])
         if self._held and not capturing and self._ticks[-NEAR:][0].query():
             tick = self._hold_back()
         self._host.stretch_over(tick)
@@ -186,6 +194,11 @@ class CudaMeter:
     def abandon(self) -> None:
         """Nobody wants to know what the period takes: waits are left out of nothing any more."""
         self._compute.waited = None
+        self._operator_times()
+
+    def _operator_times(self) -> list[float]:
+        operators, self._operators = self._operators, None
+        return [] if operators is None else operators.end()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -214,6 +227,7 @@ class CudaMeter:
         self._compute.waited = None
         self.arrive()
         if self._compute.capturing():
+            self._operator_times()
             return Measures((), 0.0, ())  # nobody may wait for the device now
         stretches = (*self._others, self._stretch(resident))
         others = tuple(
@@ -231,6 +245,10 @@ class CudaMeter:
             gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
         *times, seconds = without(gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
         device = tuple(max(0.0, after - before) for before, after in pairwise((0.0, *times, seconds)))
+        timed = self._operator_times()
+        if any(timed):  # else none came by
+            device = tuple(map(min, device, timed))
+            *times, seconds = accumulate(device)
         host, joins = self._host.told(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
         return Measures(tuple(times), seconds, others, Clocks(device, host, joins))
 

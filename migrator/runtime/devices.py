@@ -19,7 +19,7 @@ from torch_tiers.migrator.engine.direct import Direct
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.mover import Mover
 from torch_tiers.migrator.engine.tensors import Tensors
-from torch_tiers.migrator.lanes import Compute, Lane, Memory
+from torch_tiers.migrator.lanes import Compute, Lane, Memory, OperatorClock
 from torch_tiers.migrator.lanes.cuda import CudaCompute, CudaLane
 from torch_tiers.migrator.lanes.host import HostCompute, HostLane
 from torch_tiers.migrator.lanes.native import NativeCompute, NativeLane
@@ -138,8 +138,12 @@ class Devices:
         self._withheld: dict[torch.device, PageAllocator] = {}  # those that have less than their budget
         self._lock = threading.Lock()  # so that each is made once
 
-    def make_mover(self, device: torch.device, options: Options, tensors: Tensors) -> Mover:
+    def make_mover(
+        self, device: torch.device, options: Options, tensors: Tensors, operators: OperatorClock | None = None
+    ) -> Mover:
         """Make one thread's mover for a device, which is opened if it is the first.
+
+        With `operators`, those are timed one by one where several ranks take part.
 
         Raises
         ------
@@ -150,14 +154,10 @@ class Devices:
             if self._backing is None:
                 self._backing = options.backing(self._counters, device.type == "cuda")
                 self._backing.at_shortage = self._lift_limits
-                if options.policy == "checkpoint":
-                    log.warning(
-                        "policy checkpoint recomputes only modules that are exactly PyTorch's own, without hooks, "
-                        "buffers and randomness: all else stays in hbm"
-                    )
                 if options.policy not in MAY_KEEP:
                     self._backing.say_if_nothing_fits()
             shared = self.opened.get(device) or self._open(device, options)
+            shared.compute.operators = operators
         engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors, shared.direct)
         learner = Learner(
             POLICIES[options.policy],

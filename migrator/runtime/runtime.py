@@ -195,7 +195,8 @@ class Runtime:
         if not has_tiers(device):
             return None
         try:
-            mover = self._devices.make_mover(device, self.options, self._tensors or in_python)
+            clock = None if self._recorder is None else self._recorder.clock
+            mover = self._devices.make_mover(device, self.options, self._tensors or in_python, clock)
         except TiersError as error:
             self._refuse(error)
         self._recount_static()

@@ -13,6 +13,8 @@ from functools import wraps
 from types import FrameType, ModuleType
 from typing import Any
 
+from torch_tiers.migrator.tape import native
+
 _DYNAMO = "torch._dynamo.eval_frame"  # to import it takes seconds, and the program may not need it
 _INDUCTOR = "torch._inductor.output_code"
 _RUNS_COMPILED = "compile_wrapper"  # in which Dynamo calls what is compiled; what is not to be has another
@@ -25,21 +27,22 @@ class Compiled:
 
     Parameters
     ----------
-    pause, resume : callable
-        The recorder's.
+    library : native.Recorder
+        Which is paused there, and whose clock is told of all that runs meanwhile.
     """
 
-    def __init__(self, pause: Callable[[], bool], resume: Callable[[bool], None]) -> None:
-        self._pause = pause
-        self._resume = resume
+    def __init__(self, library: native.Recorder) -> None:
+        self._library = library
+        self._for: set[object] = set()  # who has it installed
         self._undo: list[tuple[Any, str, Any, Any]] = []  # whose, which, what it was, what it is
         self._lock = threading.Lock()
         self._open = 0  # of Dynamo's wrappers, in all threads, within which recording is paused
         self._leaves = False  # once none is open
 
-    def install(self) -> None:
-        """From now on, for what is imported by now. In one thread at a time."""
+    def install(self, whose: object) -> None:
+        """From now on, for what is imported by now."""
         with self._lock:
+            self._for.add(whose)
             self._leaves = False
             if self._undo:  # a wrapper around us is open
                 return
@@ -51,9 +54,15 @@ class Compiled:
             if isinstance(each, type) and issubclass(each, base) and "__call__" in vars(each):
                 self._put(each, "__call__", self._aside(vars(each)["__call__"]))
 
-    def remove(self) -> None:
-        """All as it was, once no wrapper is open: its end resumes. Who has put something else there keeps that."""
+    def remove(self, whose: object) -> None:
+        """All as it was, once nobody has it installed and no wrapper is open: its end resumes.
+
+        Who has put something else there keeps that.
+        """
         with self._lock:
+            self._for.discard(whose)
+            if self._for:
+                return
             self._leaves = True
             if not self._open:
                 self._put_back()
@@ -77,11 +86,12 @@ class Compiled:
     def _aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def aside(*args: Any, **kwargs: Any) -> Any:
-            was = self._pause()
+            was, span = self._library.pause(), self._library.clock_enter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._resume(was)
+                self._library.clock_leave(span)
+                self._library.resume(was)
 
         return aside
 
@@ -103,7 +113,7 @@ class Compiled:
         def set_eval_frame(callback: Callback) -> Callback:
             caller, within = sys._getframe(1), inside()
             begins = caller.f_code.co_name == _RUNS_COMPILED and not (within and within[-1][0] is caller)
-            was = self._pause() if begins else False
+            was = self._library.pause() if begins else False
             prior = set_frame(callback)
             if begins:
                 before = threads.__dict__.pop("resumed", (0, was))
@@ -115,7 +125,7 @@ class Compiled:
             within = inside()
             if within and within[-1][0] is sys._getframe(1) and callback is within[-1][1]:
                 frame, _, was = within.pop()
-                self._resume(was)
+                self._library.resume(was)
                 threads.resumed = id(frame), was  # not the frame, with all that it holds
                 self._count(-1)
             return maybe_set_frame(callback)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_tiers.allocator.extension import CannotBuild
 from torch_tiers.migrator.tape import check, native
+from torch_tiers.migrator.tape.clock import OperatorClock
 from torch_tiers.migrator.tape.closure import POISON, Closure, Differs, Packs, Refused, Stops, closure
 from torch_tiers.migrator.tape.compiled import Compiled
 from torch_tiers.migrator.tape.tape import Tape
@@ -25,6 +26,8 @@ class Recorder:
 
     Attributes
     ----------
+    clock : OperatorClock
+        What operators take a device.
     enter : callable
         Given a number: operators from now on belong to that module.
     position : callable
@@ -54,7 +57,8 @@ class Recorder:
         self.settings: Callable[[], int] = library.settings
         self.unseen: Callable[[Tensor | None], None] = library.unseen
         self.effects: Callable[[str, str], tuple[list[int], bool, bool, int]] = library.effects
-        self._compiled = Compiled(self.pause, self.resume)
+        self._compiled = Compiled(library)
+        self.clock = OperatorClock(library, self._compiled)
 
     @property
     def is_recording(self) -> bool:
@@ -68,20 +72,20 @@ class Recorder:
         """
         if not self._native.begin(states):
             return False
-        self._compiled.remove()  # a fork has what its parent installed
-        self._compiled.install()
+        self._compiled.remove(self)  # a fork has what its parent installed
+        self._compiled.install(self)
         return True
 
     def end(self) -> Tape | None:
         """What was recorded; None where nothing was. In the thread that began, outside of any mode."""
         period = self._native.end()
-        self._compiled.remove()
+        self._compiled.remove(self)
         return None if period is None else Tape.read(self._native, period)
 
     def stop(self) -> None:
         """Record no more, and forget what was recorded; in any thread. Closures stay good."""
         self._native.end()
-        self._compiled.remove()
+        self._compiled.remove(self)
 
     def stops(self) -> Stops:
         """Room for values that somebody promises to have, of the period that is being recorded."""

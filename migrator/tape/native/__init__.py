@@ -15,6 +15,7 @@ from torch_tiers.allocator.extension_module import ExtensionModule
 
 _HERE = Path(__file__).parent
 _HEADERS = (
+    "clock.h",
     "closure.h",
     "closures.h",
     "devices.h",
@@ -66,6 +67,21 @@ class Recorder(Protocol):
         ...
 
     def is_recording(self) -> bool:  # noqa: D102
+        ...
+
+    def clock_begin(self, device: int, stream: int, /) -> bool:  # noqa: D102
+        ...
+
+    def clock_tick(self, stream: int, /) -> None:  # noqa: D102
+        ...
+
+    def clock_end(self) -> list[float]:  # noqa: D102
+        ...
+
+    def clock_enter(self) -> int:  # noqa: D102
+        ...
+
+    def clock_leave(self, span: int, /) -> None:  # noqa: D102
         ...
 
     def enter(self, number: int, /) -> None:  # noqa: D102

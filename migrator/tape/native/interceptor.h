@@ -7,6 +7,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "clock.h"
 #include "key.h"
 #include "recorder.h"
 
@@ -48,17 +49,24 @@ void pass(Recorder &to, const c10::OperatorHandle &op, c10::DispatchKeySet below
 void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   Recorder &to = recorder();
+  const bool records = to.recording.load(std::memory_order_relaxed);
   // It was ended in another thread, or is left from a scope that has put back what it found.
-  if (!to.recording.load(std::memory_order_relaxed)) {
+  if (!records && !clock_of_operators().on.load(std::memory_order_relaxed)) {
     c10::impl::tls_set_dispatch_key_included(kKey, false);
     op.redispatchBoxed(below, stack);
     return;
   }
-  if (keys.has(c10::DispatchKey::Python)) {
+  if (records && keys.has(c10::DispatchKey::Python)) {
+    const Timed timed(op, keys);
     pass(to, op, below, stack);
     return;
   }
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+  if (!records) {
+    const Timed timed(op, keys);
+    op.redispatchBoxed(below, stack);
+    return;
+  }
   if (!watches().empty()) watches().before(to.effects(op), *stack);
   Open open;
   // Meta tensors, and fake ones, which run as such, have no bytes.
@@ -67,6 +75,7 @@ void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::j
     return;
   }
   try {
+    const Timed timed(op, keys);
     op.redispatchBoxed(below, stack);
   } catch (...) {
     to.leave(*stack, open, true);

@@ -172,6 +172,7 @@ PyObject *install_(PyObject *, PyObject *) {
       pthread_atfork(nullptr, nullptr, [] {
         c10::impl::tls_set_dispatch_key_included(kKey, false);
         recorder().forked();
+        clock_of_operators().forked();
       });
     return none();
   });
@@ -189,7 +190,7 @@ PyObject *begin(PyObject *, PyObject *with_states) {
 // end(): the period that is over, as a capsule; None where none was recorded.
 PyObject *end(PyObject *, PyObject *) {
   return answer([&] {
-    c10::impl::tls_set_dispatch_key_included(kKey, false);
+    c10::impl::tls_set_dispatch_key_included(kKey, clock_of_operators().on);
     auto period = recorder().end();
     if (!period) return none();
     Object capsule = checked(PyCapsule_New(period.get(), kPeriod, drop));
@@ -211,6 +212,45 @@ PyObject *resume(PyObject *, PyObject *was) {
 }
 
 PyObject *is_recording(PyObject *, PyObject *) { return PyBool_FromLong(recorder().recording); }
+
+// clock_begin(device, stream): time operators on that stream of a GPU; False if others are being timed.
+PyObject *clock_begin(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return answer([&] {
+    TORCH_CHECK(count == 2, "clock_begin(device, stream)");
+    const bool begun = clock_of_operators().begin(c10::DeviceIndex(integer_of(args[0])), integer_of(args[1]));
+    if (begun) c10::impl::tls_set_dispatch_key_included(kKey, true);
+    return truth(begun);
+  });
+}
+
+// clock_tick(stream): the next stretch begins, in this thread, on that stream.
+PyObject *clock_tick(PyObject *, PyObject *stream) {
+  return answer([&] {
+    clock_of_operators().tick(integer_of(stream));
+    c10::impl::tls_set_dispatch_key_included(kKey, true);
+    return none();
+  });
+}
+
+// clock_end(): the seconds of operators in each stretch, once the device is through with them.
+PyObject *clock_end(PyObject *, PyObject *) {
+  return answer([&] {
+    c10::impl::tls_set_dispatch_key_included(kKey, recorder().recording);
+    return list_of(clock_of_operators().end(), [](double each) { return checked(PyFloat_FromDouble(each)); });
+  });
+}
+
+// clock_enter(): something that is no operator launches kernels; what `clock_leave` is to be given once it is through.
+PyObject *clock_enter(PyObject *, PyObject *) {
+  return answer([&] { return number(int64_t(clock_of_operators().before(nullptr))); });
+}
+
+PyObject *clock_leave(PyObject *, PyObject *span) {
+  return answer([&] {
+    if (const int64_t which = integer_of(span); which >= 0) clock_of_operators().after(which);
+    return none();
+  });
+}
 
 // enter(number): the module that is entered.
 PyObject *enter(PyObject *, PyObject *which) {
@@ -298,6 +338,11 @@ PyMethodDef functions[] = {
     {"pause", pause, METH_NOARGS, nullptr},
     {"resume", resume, METH_O, nullptr},
     {"is_recording", is_recording, METH_NOARGS, nullptr},
+    {"clock_begin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(clock_begin)), METH_FASTCALL, nullptr},
+    {"clock_tick", clock_tick, METH_O, nullptr},
+    {"clock_end", clock_end, METH_NOARGS, nullptr},
+    {"clock_enter", clock_enter, METH_NOARGS, nullptr},
+    {"clock_leave", clock_leave, METH_O, nullptr},
     {"enter", enter, METH_O, nullptr},
     {"position", position, METH_O, nullptr},
     {"saved", saved, METH_O, nullptr},

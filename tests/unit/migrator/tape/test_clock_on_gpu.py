@@ -1,0 +1,130 @@
+"""What operators take a GPU, one by one: not what it waits for between them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_tiers.migrator.tape.clock import OperatorTimes
+from torch_tiers.migrator.tape.recorder import Recorder
+
+pytestmark = pytest.mark.gpu
+
+PAUSE = 0.02  # seconds
+
+
+def begun(recorder: Recorder) -> OperatorTimes:
+    times = recorder.clock.begin(0, 0)
+    assert times is not None
+    return times
+
+
+def end(times: OperatorTimes) -> list[float]:
+    torch.cuda.synchronize()
+    return times.end()
+
+
+@pytest.fixture
+def large() -> Tensor:
+    """An operand of products that take the device more than a millisecond each."""
+    made = torch.ones(8192, 8192, device="cuda")
+    made @ made
+    torch.cuda.synchronize()
+    return made
+
+
+def alone(large: Tensor) -> float:
+    """Seconds of one product."""
+    start, over = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    large @ large
+    over.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(over) / 1e3
+
+
+def test_each_stretch_has_the_operators_that_ran_in_it(recorder: Recorder, large: Tensor) -> None:
+    once = alone(large)
+    times = begun(recorder)
+    large @ large
+    times.tick(0)
+    large @ large
+    large @ large
+    times.tick(0)
+    assert end(times) == [pytest.approx(once, rel=0.2), pytest.approx(2 * once, rel=0.2), 0]
+
+
+def test_a_late_host_counts_for_nothing(recorder: Recorder) -> None:
+    x = torch.ones(3, device="cuda")
+    times = begun(recorder)
+    for _ in range(3):
+        x.sin()
+        time.sleep(PAUSE)
+    (seconds,) = end(times)
+    assert 0 < seconds < PAUSE
+
+
+def test_a_wait_for_another_stream_counts_for_nothing_nor_what_runs_there(recorder: Recorder, large: Tensor) -> None:
+    """Where the other is a collective's, it waits for other ranks."""
+    other, x = torch.cuda.Stream(), torch.ones(3, device="cuda")
+    once = alone(large)
+    times = begun(recorder)
+    with torch.cuda.stream(other):
+        for _ in range(3):
+            large @ large
+    torch.cuda.current_stream().wait_stream(other)
+    x.sin()
+    (seconds,) = end(times)
+    assert 0 < seconds < once
+
+
+def test_backward_s_thread_is_timed_whether_operators_are_recorded_or_not(recorder: Recorder, large: Tensor) -> None:
+    w = large.clone().requires_grad_()
+    once = alone(large)
+    times = begun(recorder)
+    recorder.begin()
+    y = (w @ large).sum()
+    recorder.end()
+    y.backward()
+    (seconds,) = end(times)
+    assert seconds > 1.8 * once
+
+
+def test_what_is_compiled_counts_as_a_whole(recorder: Recorder) -> None:
+    """In backward, too. Its kernels are launched by no operator."""
+    model = torch.compile(nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4096)).cuda())
+    x = torch.ones(8192, 4096, device="cuda")
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    both = time.perf_counter() - begin
+    times = begun(recorder)
+    model(x).sum().backward()
+    (seconds,) = end(times)
+    assert seconds > 0.6 * both
+
+
+def test_one_gpu_is_timed_at_a_time_and_the_next_when_nobody_wants_to_know_of_it(recorder: Recorder) -> None:
+    times = begun(recorder)
+    assert recorder.clock.begin(0, 0) is None
+    del times
+    end(begun(recorder))
+    torch.ones(3, device="cuda").sin()  # what comes now is nobody's
+    assert end(begun(recorder)) == [0]
+
+
+def test_what_is_captured_into_a_graph_is_not_timed(recorder: Recorder) -> None:
+    x = torch.ones(3, device="cuda")
+    x.sin()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), begun(recorder)
+    with torch.cuda.graph(graph):
+        y = x.sin()
+    graph.replay()
+    end(times)
+    assert torch.equal(y, x.sin())
