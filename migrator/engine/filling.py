@@ -49,8 +49,6 @@ class Filling:
     ----------
     unforeseen : bool
         Whether something was saved in this period that no plan knows.
-    on_trial : bool
-        Whether the program can do without the plan: what no tier below has room for counts as unforeseen.
     granted : int
         Bytes, in whole pages, that went to the tiers below in this period.
     refused : bool
@@ -66,7 +64,6 @@ class Filling:
     def __init__(self, engine: Engine, room: int) -> None:
         self.room = room
         self.unforeseen = False
-        self.on_trial = False
         self.granted = 0
         self.refused = False
         self.patient = self.sent = False
@@ -161,12 +158,9 @@ class Filling:
 
     def _send_planned(self, group: Group) -> None:
         try:
-            self._leave(group, insist=not self.on_trial)
+            self._leave(group, insist=True)
         except TierFull as full:
-            if self.on_trial:
-                self.unforeseen = True
-            else:
-                self._stays(full)
+            self._stays(full)
 
     def _send_loose(self, group: Group) -> None:
         try:
@@ -175,7 +169,7 @@ class Filling:
             self._stays(full)
 
     def _stays(self, full: TierFull) -> None:
-        self.refused = not self.on_trial  # which does without what it has no room for
+        self.refused = True
         self._engine.backing.say_what_stays(full)
 
     def _send(self, group: Group, send: Callable[[Group], None]) -> None:

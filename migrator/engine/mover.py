@@ -332,10 +332,9 @@ class Mover:
                 self._adopt()
             if self.recorder is not None:
                 self._allocated_before = self.engine.compute.allocated()
-            self.filling.on_trial = self.learner.racing
             self.engine.limit = self._limit()
             self.engine.compute.time_waits(stands_for := self._to_stand_for())
-            self.checks.on = self.recorder is None and not stands_for and not self.filling.on_trial
+            self.checks.on = self.recorder is None and not stands_for
         return changed
 
     def _see_beside(self, trace: Trace) -> None:
@@ -371,7 +370,7 @@ class Mover:
         """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
         before, self.engine.ahead = self.engine.ahead, EVERY if ahead is None else ahead
         if self.engine.ahead != before:
-            self.learner.rearranged(held_back=ahead is not None)
+            self.learner.rearranged()
         less = replace(links, below=min(links.below, self._below), dram=min(links.dram, self._below))
         changed = self.learner.relink(less)
         if changed:
@@ -429,8 +428,8 @@ class Mover:
 
     def _adopt(self) -> None:
         while (refusal := self._refusal(self.learner.plans)) is not None:
-            # The plan before a rival has fitted so far. And others take their share of a node's memory, disks fill up.
-            if not (self.learner.break_off() or self._plans_for_less(usable(self.engine.backing.capacity))):
+            # Others take their share of a node's memory, disks fill up.
+            if not self._plans_for_less(usable(self.engine.backing.capacity)):
                 self.engine.backing.say_what_stays(refusal)
                 break
         plans = self.learner.plans

@@ -5,23 +5,20 @@ periods are to be recorded `migrator.recording.recordings` says.
 
 A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget is the
 room that the rest of the program leaves: the first estimate takes the learning period's peak as if nothing saved had
-been part of it. From then on both are corrected by `feedback`. What moving costs besides is not known of any program:
-the plan that has settled is tried against another, `contest`.
+been part of it. From then on both are corrected by `feedback`.
 """
 
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future
 from dataclasses import replace
 
 from torch_tiers.migrator.learning.background import DEADLINE, at_once
-from torch_tiers.migrator.learning.contest import Contest, may_be
-from torch_tiers.migrator.learning.feedback import SETTLED, Feedback
+from torch_tiers.migrator.learning.feedback import Feedback
 from torch_tiers.migrator.learning.made import Made, after, are_the_same, foresee, with_plans_of
 from torch_tiers.migrator.learning.orders import Orders, PlanningFailed, Submit
 from torch_tiers.migrator.learning.standby import SetAside, Standby, staying
-from torch_tiers.migrator.links import PCIE_GEN5, Costs, Links
+from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.plan import NoPlanFits, Plan
 from torch_tiers.migrator.policies import Policy
 from torch_tiers.migrator.recording.recordings import Recordings
@@ -57,8 +54,6 @@ class Learner:
         comes closest is carried out, and that is said once.
     budget : int, optional
         What the target is a part of, which the user has set and is told of; the target without it.
-    weighs_costs : bool
-        Whether the policy's plans depend on `Links.costs`, so that the better of two may be found by trying.
     told : set of str, optional
         What its user was warned of already: of a device's threads, which come and go, one warning is enough.
     """
@@ -73,7 +68,6 @@ class Learner:
         *,
         must_fit: bool = True,
         budget: int | None = None,
-        weighs_costs: bool = False,
         told: set[str] | None = None,
     ) -> None:
         self._target = target
@@ -81,20 +75,16 @@ class Learner:
         self._told = set[str]() if told is None else told
         self._orders = Orders(policy, submit, must_fit=must_fit)
         self._feedback = Feedback(target, links)
-        self._weighs_costs = weighs_costs
-        self._contest = Contest(links.costs, self._ask_for_rival)
         self._recordings = Recordings(recordings)
         self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
         self._periods = 0
         self._under = 0  # of these, under the plans that there are
-        self._owed = False  # plans changed, and whoever is to be told was told of an error instead
         self._whole = False  # whether any period was
         self._afresh = False  # whether something was recorded since: replays may hold for more than they did
         self._has_planned = False  # ever
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._standby = Standby()
-        self._held_back = False  # groups, for others who need the memory bus
         self._is_told = False  # by somebody who watches the links, and may yet say that others need them
 
     @property
@@ -113,7 +103,7 @@ class Learner:
     @property
     def planning(self) -> bool:
         """Whether plans are being made in the background."""
-        return self._contest.planning or self._orders.under_way
+        return self._orders.under_way
 
     @property
     def complete(self) -> bool:
@@ -122,30 +112,15 @@ class Learner:
 
     @property
     def settled(self) -> bool:
-        """Whether these plans stay, as far as anybody can say: laps bore them out, and no contest is to come.
+        """Whether these plans stay, as far as anybody can say: laps bore them out.
 
         Also of programs that make no optimizer step, as far as is known.
         """
-        return self._has_all and self._feedback.settled and (self._contest.is_over or not self._may_compete)
-
-    @property
-    def racing(self) -> bool:
-        """Whether the plan that is carried out is on trial, and another comes back if it does not do better."""
-        return self._contest.racing
-
-    @property
-    def lasting(self) -> tuple[Plan, ...]:
-        """The plans, or while one is on trial that which it competes with."""
-        holder = self._contest.holder
-        return self.plans if holder is None else (holder.plan,)
+        return self._has_all and self._feedback.settled
 
     @property
     def _has_all(self) -> bool:
         return bool(self._made) and not self._orders.asked and not self._recordings.due
-
-    @property
-    def _may_compete(self) -> bool:
-        return self._contest.racing or (self._weighs_costs and may_be(self._made, self._feedback.given))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -214,8 +189,7 @@ class Learner:
             if self._recordings.traces:  # the patience was too short: what was recorded lacks the optimizer's state
                 self._record_anew()
         planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
-        changed = self._paid()
-        changed |= self._adopt()
+        changed = self._adopt()
         if self._orders.under_way and (taken := self._take_ahead()) is not None:  # others need the bus since before
             self._orders.drop()
             changed |= taken
@@ -227,19 +201,12 @@ class Learner:
         if changed or refused or self._orders.asked or self._recordings.learning or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
         lap = None if drifted else lap
-        if not self._contest.racing:  # a rival is not corrected: it is faster as it is, or goes
-            base = max(self._before_correction(trace) for trace in self._planned)
-            host = None if lap is None else host
-            if self._feedback.period_over(
-                self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap, host=host
-            ):
-                log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
-                self._standby.outdated()
-                return self._plan(present=self._made)
-        if self._may_compete and not self._held_back:
-            short = pressed or overflow > 0 or peak > self._target * (1 + SETTLED)
-            if self._compete(None if short else lap, drifted=drifted, pressed=short):
-                return True
+        base = max(self._before_correction(trace) for trace in self._planned)
+        host = None if lap is None else host
+        if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap, host=host):
+            log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
+            self._standby.outdated()
+            return self._plan(present=self._made)
         if self._is_told and self.settled:
             self._plan_ahead()
         return False
@@ -250,27 +217,9 @@ class Learner:
         self._standby.forget()
         self._afresh = True
         self._feedback.news()
-        self._contest.renew()
         if self._room is None:
             self._room = max(0, self._target - peak)
         return not self._recordings.learning and self._plan()
-
-    def _compete(self, lap: Lap | None, *, drifted: bool, pressed: bool) -> bool:
-        """Go on with the contest; whether the plan changed."""
-        (before,) = self._made
-        made = self._contest.period_over(before, lap, drifted=drifted, pressed=pressed)
-        if made is None:
-            return False
-        self._carry_out((made,))
-        return made is not before
-
-    def _ask_for_rival(self, costs: Costs) -> Future[tuple[Made, ...]]:
-        """Have a plan made of what the present one was made of, but with other costs."""
-        (trace,), (holder,) = self._planned, self._made
-        links = replace(self._feedback.links, costs=costs)
-        return self._orders.ask_for_rival(
-            trace, self._before_correction(trace), self._feedback.correction, links, holder
-        )
 
     def _before_correction(self, trace: Trace) -> int:
         return self._target if trace.others else self._room or 0
@@ -291,36 +240,22 @@ class Learner:
         before = self._standby.take_back(links, self._feedback.correction)
         if before is not None:
             return self._take_up(before)
-        self._owed |= self.break_off()
         if self._has_all and not self._standby.has_aside and not self._feedback.given.contended:
             self._standby.set_aside(self._made, self._planned, self._feedback)
         under = self._feedback.under(links)
         if self._has_all and (foreseen := staying(self._made, self._planned, self._feedback, under)) is not None:
             self._made, self._feedback, self._under = foreseen, under, 0
-            return self._paid()
+            return False
         self._feedback = under
         taken = self._take_ahead(with_aside=True) if self._has_all else None
         if taken is not None:
-            return self._paid() or taken
+            return taken
         # Where traces are missing, what is recorded now is planned with them.
         return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
 
-    def _paid(self) -> bool:
-        """Whether a change of plans was owed, which the caller tells of now."""
-        owed, self._owed = self._owed, False
-        return owed
-
-    def rearranged(self, *, held_back: bool) -> None:
-        """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order.
-
-        Parameters
-        ----------
-        held_back
-            Whether they come back later than there is room for, so that no laps come, and a contest has to wait.
-        """
-        self._held_back = held_back
+    def rearranged(self) -> None:
+        """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order."""
         self._feedback.rearranged()
-        self._contest.rearranged()
 
     def _take_ahead(self, *, with_aside: bool = False) -> bool | None:
         """Carry out what was made ahead, if it is there and good for the links that there are.
@@ -347,7 +282,6 @@ class Learner:
         NoPlanFits
             If the target is too small for any plan then, and there was none yet.
         """
-        self.break_off()
         given = self._feedback.given
         self._standby.forget()  # they move more than that, for all that is known
         self._feedback = self._feedback.under(replace(given, below=below, dram=min(below, given.dram)))
@@ -365,12 +299,11 @@ class Learner:
         made = with_plans_of(before.made, self._made)
         others = not are_the_same(made, self._made)
         self._planned, self._feedback = before.planned, before.feedback
-        self._contest.adopted()
         if others:
             self._carry_out(made)
         self._made = made
         self._standby.restore(before)
-        return self._paid() or others
+        return others
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
@@ -379,7 +312,7 @@ class Learner:
 
     def forget(self) -> None:
         """Begin anew: what was learned cannot be carried out."""
-        self._made, self._planned, self._owed = (), (), False
+        self._made, self._planned = (), ()
         self._record_anew()
 
     def _record_anew(self) -> None:
@@ -389,26 +322,15 @@ class Learner:
         self._standby.forget()
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
-        self._contest.adopted()  # no rival is made for what is forgotten
-        self._contest = Contest(self._feedback.given.costs, self._ask_for_rival)
 
     def _plan(self, present: tuple[Made, ...] = ()) -> bool:
         """Ask for plans; whether there are others already. What was asked for before is of no use any more.
 
         Those that are `present`, and for the same traces, stay where what was corrected since makes none better.
         """
-        self._owed |= self.break_off()  # until somebody is told
         traces, budgets = self._to_plan()
-        self._orders.ask(traces, budgets, self._feedback.correction, self._links(self._feedback), present)
-        changed = self._adopt()
-        return self._paid() or changed
-
-    def _links(self, feedback: Feedback) -> Links:
-        """What to plan with; that moves hardly cost anything was found, and holds, where nobody else needs the bus."""
-        links = feedback.links
-        if links.usual is None:
-            return replace(links, costs=self._contest.costs)
-        return replace(links, usual=replace(links.usual, costs=self._contest.costs))
+        self._orders.ask(traces, budgets, self._feedback.correction, self._feedback.links, present)
+        return self._adopt()
 
     def _to_plan(self) -> tuple[tuple[Trace, ...], tuple[int, ...]]:
         """What plans are made for, and the budget of each before correction."""
@@ -423,14 +345,7 @@ class Learner:
             return
         under = self._feedback.under(links)
         traces, budgets = self._to_plan()
-        self._standby.add(self._orders.ask_ahead(traces, budgets, under.correction, self._links(under)), given, links)
-
-    def break_off(self) -> bool:
-        """Have the holder back if a rival is carried out; whether one was."""
-        holder = self._contest.withdraw()
-        if holder is not None:
-            self._carry_out((holder,))
-        return holder is not None
+        self._standby.add(self._orders.ask_ahead(traces, budgets, under.correction, under.links), given, links)
 
     def _adopt(self) -> bool:
         """Take plans over that are there now; whether they are others than there were."""
@@ -449,7 +364,6 @@ class Learner:
         made, self._planned = taken
         afresh, self._afresh = self._afresh, False
         made = after(made, self._made, afresh=afresh)
-        self._contest.adopted()
         if not afresh and are_the_same(made, self._made):
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
             self._stay(made)

@@ -8,7 +8,6 @@ from functools import partial
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.learning.background import at_once, give_up
-from torch_tiers.migrator.learning.contest import make_rival
 from torch_tiers.migrator.learning.made import Made, make_all
 from torch_tiers.migrator.links import Links
 from torch_tiers.migrator.plan import NoPlanFits
@@ -71,12 +70,6 @@ class Orders:
         self.drop()
         self._traces = traces
         self._made = self._have_done(job, traces)
-
-    def ask_for_rival(
-        self, trace: Trace, budget: int, correction: int, links: Links, holder: Made
-    ) -> Future[tuple[Made, ...]]:
-        """Have a rival to `holder` made, besides."""
-        return self._have_done(partial(make_rival, self._policy, trace, budget, correction, links, holder), (trace,))
 
     def ask_ahead(
         self, traces: tuple[Trace, ...], budgets: tuple[int, ...], correction: int, links: Links

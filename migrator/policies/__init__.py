@@ -9,10 +9,8 @@ and `swapadvisor`, if its generations are not over by then.
 To add one: write ``migrator/policies/NAME.py`` with a function ``plan(trace, budget, links) -> Plan`` whose
 docstring cites its source, enter it in `MODULES`, and give it a golden test in
 ``tests/unit/migrator/policies``. What policies share is in `migrator.planner`; its `schedule.fit` makes the plan of
-a choice, and `migrator.simulator` tells what that takes. A file whose plans depend on `Links.costs` says so with
-``WEIGHS_COSTS = True``: nobody knows these of a program, so a plan made with others is tried, too
-(`migrator.learning.contest`). One whose plans recompute says ``RECOMPUTES = True``: for others no operators are
-recorded.
+a choice, and `migrator.simulator` tells what that takes. A file whose plans recompute says so with
+``RECOMPUTES = True``: for others no operators are recorded.
 """
 
 from __future__ import annotations
@@ -68,15 +66,6 @@ class _Policies(Mapping[str, Policy]):
 POLICIES = _Policies()
 
 
-def weighs_costs(name: str) -> bool:
-    """Whether the plans of a policy depend on what moving costs besides the links."""
-    return _says(name, "WEIGHS_COSTS")
-
-
 def recomputes(name: str) -> bool:
     """Whether the plans of a policy may drop saved tensors, to have them made again."""
-    return _says(name, "RECOMPUTES")
-
-
-def _says(name: str, what: str) -> bool:
-    return getattr(import_module(f"{__name__}.{MODULES[name].partition(':')[0]}"), what, False)
+    return getattr(import_module(f"{__name__}.{MODULES[name].partition(':')[0]}"), "RECOMPUTES", False)

@@ -28,7 +28,6 @@ from torch_tiers.migrator.policies import capuchin, flashneuron, superneurons
 from torch_tiers.migrator.simulator import Simulated, simulate
 from torch_tiers.migrator.trace import Trace
 
-WEIGHS_COSTS = True
 RECOMPUTES = True
 
 LANES = (1.0, 0.9, 0.75, 0.5, 0.0, 1.05, 1.15, 1.4, 2.0, 1e9)

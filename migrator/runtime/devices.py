@@ -28,7 +28,7 @@ from torch_tiers.migrator.learning.feedback import SETTLED
 from torch_tiers.migrator.learning.learner import Learner
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.planner.sizes import has_room_to_learn
-from torch_tiers.migrator.policies import POLICIES, weighs_costs
+from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -168,7 +168,6 @@ class Devices:
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
             must_fit=device.type == "cuda" and options.pages() is None,
             budget=shared.room,
-            weighs_costs=weighs_costs(options.policy),
             told=shared.told,
         )
         lent, pages = 0, options.pages() if device.type == "cuda" else None

@@ -287,7 +287,7 @@ class Runtime:
             threads = max(1, sum(device in other.movers for other in self._all_savers()))
             overflow = 0 if pages is None else pages.overflow(device) // threads
             self._unmanaged = max(self._unmanaged, mover.unmanaged)
-            recorded, racing = mover.recorder is not None, mover.learner.racing
+            recorded = mover.recorder is not None
             if overflow:
                 self._happened("hbm was full", device=str(device), bytes=overflow)
             try:
@@ -298,8 +298,6 @@ class Runtime:
                     self._refuse(error.out_of(mover.budget))
             if mover.recorder is not None and not recorded:
                 self._happened("learns anew", device=str(device))
-            if mover.learner.racing != racing:
-                self._happened("its trial is over" if racing else "a rival is tried", device=str(device))
         movers = saver.armed_movers
         for mover in movers:
             if mover.pays_back():
@@ -394,7 +392,7 @@ class Runtime:
     def learned(self) -> tuple[Trace, Plan] | None:
         """The last trace and plan there are."""
         learners = [mover.learner for saver in self._all_savers() for mover in saver.armed_movers]
-        pairs = [(learner.traces[-1], learner.lasting[-1]) for learner in learners if learner.plans]
+        pairs = [(learner.traces[-1], learner.plans[-1]) for learner in learners if learner.plans]
         return pairs[-1] if pairs else self._learned
 
     def numbers(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -207,34 +206,6 @@ def test_a_period_that_was_granted_less_does_not_correct_the_plans(monkeypatch: 
     for _ in range(4):
         run(rig, layers(6, 2 * MiB))
     assert not learned and rig.mover.recorder is None
-    rig.close()
-
-
-def test_a_full_tier_is_no_error_where_the_plan_is_on_trial() -> None:
-    """Others have taken what it counted on; the program did without it before, and it goes when the period is over."""
-    rig = Rig(dram=PAGE)
-    (one,), (other,) = rig.planned(group("a:0", last_birth=0), group("b:0", last_birth=1))
-    rig.mover.filling.on_trial = True
-    kept = rig.save("a:0", one)
-    stays = rig.save("b:0", other)
-    assert rig.mover.filling.unforeseen
-    assert rig.give_back(stays).numel() == rig.give_back(kept).numel() == NBYTES
-    rig.close()
-
-
-def test_a_rival_for_which_there_is_no_room_below_gives_way_to_the_plan_before_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig(dram=8 * MiB, budget=512 * MiB)
-    holder, rival = (
-        SimpleNamespace(parcel_bytes=nbytes, room=nbytes, groups=(), keeps_everything=False)
-        for nbytes in (MiB, 100 * MiB)
-    )
-    carried_out = [rival]
-    monkeypatch.setattr(Learner, "plans", property(lambda learner: tuple(carried_out)))
-    monkeypatch.setattr(Learner, "break_off", lambda learner: carried_out.pop() and not carried_out.append(holder))
-    rig.mover._adopt()
-    assert rig.mover.filling.room == MiB
     rig.close()
 
 
@@ -601,9 +572,6 @@ def test_what_the_tiers_below_hold_less_than_planned_is_planned_for_anew(rig: Ri
     class Planner:
         plans, traces = (large,), ()
 
-        def break_off(self) -> bool:
-            return False
-
         def plan_for_less(self, below: int) -> None:
             asked.append(below)
             self.plans = (small,)
@@ -627,7 +595,7 @@ def test_it_is_told_to_who_corrects_plans_that_groups_come_back_in_another_order
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = []
-    monkeypatch.setattr(rig.mover.learner, "rearranged", lambda held_back: told.append((rig.engine.ahead, held_back)))
+    monkeypatch.setattr(rig.mover.learner, "rearranged", lambda: told.append(rig.engine.ahead))
     for ahead in (None, 8, 8, 16, None, None):
         rig.mover.heed(ahead, PCIE_GEN5)
-    assert told == [(8, True), (16, True), (EVERY, False)]
+    assert told == [8, 16, EVERY]

@@ -23,7 +23,7 @@ from tests.unit.learners import (
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.learning.feedback import PRESSED, SETTLED
+from torch_tiers.migrator.learning.feedback import PRESSED, SETTLED, UNTOLD
 from torch_tiers.migrator.learning.learner import PATIENCE, Learner
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.plan import NoPlanFits, Plan
@@ -50,6 +50,24 @@ def test_a_program_without_an_optimizer_is_learned_after_some_patience() -> None
     learner = Learner(FLASHNEURON, TARGET)
     changed = [learner.period_over(TRACE, MiB, whole=False, pressed=False, drifted=False) for _ in range(PATIENCE)]
     assert changed == [False] * (PATIENCE - 1) + [True]
+
+
+def test_a_program_without_an_optimizer_settles_too() -> None:
+    """Waits are timed until then, for six microseconds each."""
+    learner = Learner(FLASHNEURON, 4 * TARGET)
+    for period in range(PATIENCE + UNTOLD):
+        trace = TRACE if period < PATIENCE else None
+        learner.period_over(trace, 0, whole=False, pressed=False, drifted=False)
+    assert learner.settled and not learner.complete
+
+
+def test_without_laps_plans_settle_too() -> None:
+    """As on the CPU, or where several threads train."""
+    learner = learned(0)
+    assert not learner.settled
+    for _ in range(UNTOLD):
+        assert not learner.period_over(None, TARGET, whole=True, pressed=False, drifted=False)
+    assert learner.settled
 
 
 def test_what_was_learned_for_want_of_an_optimizer_is_learned_anew_after_its_first_step() -> None:

@@ -95,8 +95,9 @@ def test_backward_s_thread_is_timed_whether_operators_are_recorded_or_not(record
 
 def test_what_is_compiled_counts_as_a_whole(recorder: Recorder) -> None:
     """In backward, too. Its kernels are launched by no operator."""
-    model = torch.compile(nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4096)).cuda())
-    x = torch.ones(8192, 4096, device="cuda")
+    layers = nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4096))
+    model = torch.compile(layers.to("cuda", torch.bfloat16))
+    x = torch.ones(65536, 4096, device="cuda", dtype=torch.bfloat16)
     model(x).sum().backward()
     torch.cuda.synchronize()
     begin = time.perf_counter()
