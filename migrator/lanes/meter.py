@@ -110,8 +110,10 @@ class CudaMeter:
 
     def __init__(self, compute: CudaCompute, *, held: bool = False, operators: OperatorClock | None = None) -> None:
         self._compute = compute
-        number, device, _ = compute.stream()
-        self._operators: OperatorTimes | None = None if operators is None else operators.begin(device, number)
+        self._operators: OperatorTimes | None = None
+        if operators is not None:
+            stream, device, _ = compute.stream()
+            self._operators = operators.begin(device, stream)
         self._held = held
         if held:
             compute.hold_up(HOLD)  # before the period begins, so that it is no part of it

@@ -97,8 +97,8 @@ class FakeCompute:
     def hold_up(self, seconds: float) -> None:
         self.stream_has.append(f"hold up {seconds} s")
 
-    def stream(self) -> None:
-        return None
+    def stream(self) -> tuple[int, int, int]:
+        return 7, 0, 1
 
     def capturing(self) -> bool:
         return False
@@ -205,6 +205,55 @@ def test_a_device_that_is_not_to_be_held_back_is_not_however_near_it_comes() -> 
     compute.has_passed_all = True
     meter.tick(0)
     assert compute.stream_has == ["mark", "mark"]
+
+
+class FakeOperators:
+    """A clock of operators, which has timed as much as a test says; it is its own times."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds = seconds
+        self.on: list[tuple[int, ...]] = []
+        self.ends = 0
+
+    def begin(self, device: int, stream: int) -> FakeOperators:
+        self.on.append((device, stream))
+        return self
+
+    def tick(self, stream: int) -> None:
+        self.on.append((stream,))
+
+    def end(self) -> list[float]:
+        self.ends += 1
+        return self.seconds
+
+
+def test_what_the_device_does_between_operators_is_not_the_program_s() -> None:
+    """It waits there: for a late host, or for other ranks."""
+    operators = FakeOperators([0.001, 0.0, 0.5])  # an event is a second after another here, whichever these are
+    meter = CudaMeter(FakeCompute(), operators=operators)  # type: ignore[arg-type]
+    meter.tick(0)
+    meter.tick(0)
+    measures = meter.finish(0, [0, 0, 0])
+    assert measures.clocks is not None
+    wall = [1e-3, 0.0, 0.0]
+    assert list(measures.clocks.device) == [min(each) for each in zip(wall, operators.seconds, strict=True)]
+    assert (*measures.times, measures.seconds) == (1e-3, 1e-3, 1e-3)
+    assert (operators.on, operators.ends) == ([(0, 7), (7,), (7,)], 1)
+
+
+def test_where_no_operator_came_by_the_device_s_own_time_is_told() -> None:
+    meter = CudaMeter(FakeCompute(), operators=FakeOperators([0.0, 0.0]))  # type: ignore[arg-type]
+    meter.tick(0)
+    assert meter.finish(0, [0, 0]).seconds == 1e-3
+
+
+def test_operators_are_timed_no_longer_than_somebody_wants_to_know() -> None:
+    operators = FakeOperators([])
+    meter = CudaMeter(FakeCompute(), operators=operators)  # type: ignore[arg-type]
+    meter.tick(0)
+    meter.abandon()
+    meter.tick(0)
+    assert (len(operators.on), operators.ends) == (2, 1)
 
 
 def test_without_a_gpu_there_is_nobody_to_hold_back() -> None:
