@@ -395,6 +395,7 @@ class Mover:
         with self.engine.lock:
             self._begin()
             if self.recorder is not None:  # without a head start: to begin again may be the program's habit
+                self.recorder.abandon()  # whose meter has the clock of operators
                 self.recorder = self._new_recorder()
 
     def record_no_more(self) -> None:
