@@ -1,4 +1,6 @@
-"""The most bytes that a GPU's program had in use, as its core tells it: without PyTorch's statistics.
+"""The most bytes that a GPU's program needed, as its core tells it: without PyTorch's statistics.
+
+Needed is what is in use, and what lies idle on other streams than the layout's.
 
 To read those takes a tenth of a millisecond, and periods begin with it, while the device has nothing to do. Nor are the
 program's own peaks touched.

@@ -55,7 +55,7 @@ Status tn_core::heap(const Key &key, Heap **out) {
   if (status != Status::Ok) return status;
   auto made = std::make_unique<Heap>(*primitives, pages, Tier(tier), stream, pool, kind == State, base, bytes);
   *out = by_key[key] = made.get();
-  if (plan.heap && pool == 0 && stream != plan.heap->stream()) plan.others.push_back(made.get());
+  if (plan.heap && pool == 0 && tier == kHbm && stream != plan.heap->stream()) plan.others.push_back(made.get());
   heaps.emplace(base, std::move(made));
   std::lock_guard<std::mutex> guard(places_mutex);
   places[base] = base + bytes;
@@ -191,7 +191,7 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
     if (itself && is_kept) break;
     for (auto &[base, heap] : heaps) {
       if ((heap.get() == but) != itself || !missing()) continue;
-      // While much lies idle in one heap, who asks for small blocks elsewhere would wait for its stream page by page.
+      // While much lies idle in one heap, who asks for small blocks elsewhere would wait page by page.
       Status status = surrender(*heap, tier, thrifty && !itself ? std::max(missing(), kLoose) : missing());
       if (status != Status::Ok) return status;
     }
@@ -225,18 +225,21 @@ Status tn_core::wait_for_all() {
   return primitives->synchronize_all();
 }
 
-// Wait for whoever may read what lies idle on a stream's pages, so that these may be unmapped. That may be any stream:
-// one that is done with a block may give it back while another reads it, as long as it waits for that one before it
-// asks for more, as FSDP2 does with gradients. While a graph may be captured, these are the streams that are known.
+// Wait for whoever may read what lies idle on a stream's pages, so that these may be unmapped: one that is done with a
+// block may give it back while another reads it, as long as it waits for that one before it asks for more, as FSDP2
+// does with gradients. Those are streams that were asked for memory, or told of. Others are not waited for, as NCCL's:
+// a message under way there may take what the peer does after one of ours that this thread is yet to send.
 Status tn_core::wait_for_readers(Stream stream) {
   if (primitives->capturing(stream)) return fail(Status::Busy, kCapturing);
-  Status status = wait_for_all();
-  if (status != Status::Busy) return status;
-  std::set<Stream> known;
-  for (auto &[base, heap] : heaps) known.insert(heap->stream());
-  for (auto &[user, queue] : ends) known.insert(user);
-  for (Stream reader : known)
-    if (status = wait(reader); status != Status::Ok && status != Status::Busy) return status;
+  std::set<Stream> readers;
+  for (auto &[base, heap] : heaps) readers.insert(heap->stream());
+  for (auto &[user, queue] : ends) readers.insert(user);
+  ++stats.waits;
+  for (Stream reader : readers) {
+    if (primitives->capturing(reader)) continue;
+    Status status = primitives->synchronize(reader);
+    if (status != Status::Ok) return status;
+  }
   return Status::Ok;
 }
 
@@ -255,7 +258,8 @@ Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint6
   return Status::Ok;
 }
 
-// Bytes that are in use, or lie idle on other streams than the layout's: what is mapped there is of no use to it.
+// Bytes that are in use, or lie idle in HBM on other streams than the layout's: what is mapped there is of no use to
+// it. Nor is what those have given back and others are still reading.
 int64_t tn_core::needed() const {
   int64_t bytes = stats.allocated[TN_ALL].current;
   for (const Heap *other : plan.others) bytes += other->idle();
@@ -302,7 +306,7 @@ Status tn_core::free(uint64_t address) {
     release(heap, block);
     return Status::Ok;
   }
-  block->kind = Kind::Held;
+  heap->hold(block);
   waiting.push_back({heap, block});
   record_ends(std::prev(waiting.end()));
   return Status::Ok;
@@ -394,7 +398,7 @@ Status tn_core::surrender_all(const Heap *but) {
 
 // The same of all heaps, but not of as many pages of HBM as `keep` leaves room for in the heap that has most of them:
 // to unmap a page and to map it anew takes the driver 80 us, and thousands would be when plans change. A few are
-// unmapped all the same: small blocks take theirs one by one, and each would wait for that heap's stream.
+// unmapped all the same: small blocks take theirs one by one, and each would wait.
 Status tn_core::surrender_beyond(uint64_t keep) {
   Heap *most = nullptr;
   for (auto &[base, heap] : heaps)

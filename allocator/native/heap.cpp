@@ -174,10 +174,15 @@ Block *Heap::find(uint64_t address) {
 
 void Heap::free(Block *block) {
   auto place = blocks_.find(block->address);
+  if (place->second.kind == Kind::Used) used_ -= place->second.bytes;
   place->second.kind = Kind::Free;
   place->second.streams.clear();
-  used_ -= place->second.bytes;
   merge(place);
+}
+
+void Heap::hold(Block *block) {
+  block->kind = Kind::Held;
+  used_ -= block->bytes;
 }
 
 uint64_t Heap::idle_pages(Tier tier) const {

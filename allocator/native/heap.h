@@ -69,12 +69,13 @@ class Heap {
 
   Block *find(uint64_t address);  // the block in use that begins at `address`, or null
   void free(Block *block);
+  void hold(Block *block);  // it is given back, and freed later
 
   // Whole free pages that lie in `tier`, which `surrender` could unmap.
   uint64_t idle_pages(Tier tier) const;
-  // Unmap up to `count` of them, from the largest blocks first. The stream must have been synchronised.
+  // Unmap up to `count` of them, from the largest blocks first. Nothing may be at work on them.
   Status surrender(Tier tier, uint64_t count);
-  // Unmap the whole free pages outside of `[address, address + bytes)`. The stream must have been synchronised.
+  // Unmap the whole free pages outside of `[address, address + bytes)`. Nothing may be at work on them.
   Status surrender_outside(uint64_t address, uint64_t bytes);
 
   // A run of `bytes` without blocks in use, as much of it mapped as there is. False if the range is too small.
@@ -101,7 +102,7 @@ class Heap {
   Tier tier() const { return tier_; }
   bool state() const { return state_; }  // whether what lives as long as the program lies here, apart from the rest
   uint64_t mapped() const { return mapped_; }
-  uint64_t idle() const { return mapped_ - used_; }  // bytes, parts of pages included
+  uint64_t idle() const { return mapped_ - used_; }  // bytes, those of parts of pages included, and what is held
   uint64_t largest_free() const { return free_.empty() ? 0 : free_.rbegin()->first; }
   uint64_t maps() const { return maps_; }
   uint64_t unmaps() const { return unmaps_; }

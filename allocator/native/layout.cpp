@@ -78,7 +78,7 @@ Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_
   next.total = size * kPage;
   next.sequences = std::move(sequences);
   for (auto &[base, other] : heaps)
-    if (other->pool() == 0 && other->stream() != stream) next.others.push_back(other.get());
+    if (other->pool() == 0 && other->tier() == kHbm && other->stream() != stream) next.others.push_back(other.get());
   // Those that the period had before go on as they are.
   next.next = std::count_if(log[0].requests.begin(), log[0].requests.end(),
                             [&](const tn_request &request) { return request.stream == stream; });

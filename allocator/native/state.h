@@ -112,7 +112,7 @@ struct tn_core {
   tiers::Plan plan;
   tn_stats stats{};
   uint64_t maps = 0, unmaps = 0;  // of heaps that are gone
-  int64_t laps[TN_LAPS] = {};     // the most bytes in use after a request since each was last asked for
+  int64_t laps[TN_LAPS] = {};     // the most bytes needed after a request since each was last asked for
   // Requests for which no page is made beyond what is `expected` to be alive at most while others lie idle: those of
   // the one period without a layout, after others that had one. Best fit alone would leave up to 4% idle. To unmap that
   // costs a wait each, with the lock held, as where HBM is full; so there is an end to it even if no period ends.

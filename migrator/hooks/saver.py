@@ -126,6 +126,9 @@ class Saver(OnStack):
         if self._replays is not None:
             self._replays.end()
         self._agenda = self.place.agenda = Agenda()
+        for mover in self.armed_movers:
+            if mover.recorder is not None:
+                mover.recorder.abandon()
         self.movers = {}
         self.place.recording = False
         self._listen()

@@ -169,14 +169,17 @@ class OperatorTimes(Protocol):
         """The next stretch begins, on that stream."""
 
     def end(self) -> list[float]:
-        """Seconds of operators in each stretch, once the device is through with them. To be called once."""
+        """Seconds of operators in each stretch, once the device is through with them; none where that is not known."""
+
+    def drop(self) -> None:
+        """Nobody wants to know."""
 
 
 class OperatorClock(Protocol):
     """What times operators, of one GPU at a time."""
 
     def begin(self, device: int, stream: int) -> OperatorTimes | None:
-        """Time what runs on that stream of a GPU from now on; None while it times another GPU's."""
+        """Time what runs on that stream of a GPU from now on; None while somebody else's is timed."""
 
 
 class Meter(Protocol):

@@ -196,11 +196,12 @@ class CudaMeter:
     def abandon(self) -> None:
         """Nobody wants to know what the period takes: waits are left out of nothing any more."""
         self._compute.waited = None
-        self._operator_times()
+        self._drop_operators()
 
-    def _operator_times(self) -> list[float]:
+    def _drop_operators(self) -> None:
         operators, self._operators = self._operators, None
-        return [] if operators is None else operators.end()
+        if operators is not None:
+            operators.drop()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -229,7 +230,7 @@ class CudaMeter:
         self._compute.waited = None
         self.arrive()
         if self._compute.capturing():
-            self._operator_times()
+            self._drop_operators()
             return Measures((), 0.0, ())  # nobody may wait for the device now
         stretches = (*self._others, self._stretch(resident))
         others = tuple(
@@ -247,8 +248,8 @@ class CudaMeter:
             gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
         *times, seconds = without(gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
         device = tuple(max(0.0, after - before) for before, after in pairwise((0.0, *times, seconds)))
-        timed = self._operator_times()
-        if any(timed):  # else none came by
+        timed = [] if self._operators is None else self._operators.end()
+        if any(timed) and len(timed) == len(device):  # else none came by
             device = tuple(map(min, device, timed))
             *times, seconds = accumulate(device)
         host, joins = self._host.told(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch_tiers.migrator.learning.background import give_up
 from torch_tiers.migrator.learning.feedback import Feedback
@@ -89,7 +89,7 @@ def staying(
     if not given.contended and not all(_is_quiet(each, links) for each in made):  # first, as to simulate takes longer
         return None
     foreseen = foresee(made, traces, now.links)
-    alone = foresee(made, traces, replace(now.links.alone, costs=now.links.costs))
+    alone = foresee(made, traces, now.links.alone)
     for each, without in zip(foreseen, alone, strict=True):
         if each.predicted is None or without.predicted is None:
             return None

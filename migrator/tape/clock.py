@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch_tiers.migrator.tape import native
 from torch_tiers.migrator.tape.compiled import Compiled
 
+CLOCK = "clock"  # what `Compiled` is installed for
+
 
 class OperatorClock:
     """The clock of this process; `migrator.lanes.OperatorClock`.
@@ -22,28 +24,41 @@ class OperatorClock:
         self._compiled = compiled
 
     def begin(self, device: int, stream: int) -> OperatorTimes | None:
-        """Time what runs on that stream of a GPU from now on; None while it times another GPU's."""
-        if not self._native.clock_begin(device, stream):
-            return None
-        return OperatorTimes(self._native, self._compiled)
+        """Time what runs on that stream of a GPU from now on; None while somebody else's is timed."""
+        number = self._native.clock_begin(device, stream)
+        return OperatorTimes(number, self._native, self._compiled) if number else None
 
 
 class OperatorTimes:
-    """Times operators until its end."""
+    """Times operators, until its end or for as long as somebody has it.
 
-    def __init__(self, library: native.Recorder, compiled: Compiled) -> None:
+    Parameters
+    ----------
+    number : int
+        What the clock calls it.
+    """
+
+    def __init__(self, number: int, library: native.Recorder, compiled: Compiled) -> None:
+        self._number = number
         self._native = library
         self._compiled = compiled
-        self._ended = False
         self.tick = library.clock_tick
-        compiled.install(self)
+        compiled.install(CLOCK)
 
     def end(self) -> list[float]:
-        """Seconds of operators in each stretch, once the device is through with them. To be called once."""
-        self._ended = True
-        self._compiled.remove(self)
-        return self._native.clock_end()
+        """Seconds of operators in each stretch, once the device is through with them; none after an end."""
+        return self._end(is_wanted=True)
+
+    def drop(self) -> None:
+        """Nobody wants to know. Idempotent."""
+        self._end(is_wanted=False)
+
+    def _end(self, *, is_wanted: bool) -> list[float]:
+        number, self._number = self._number, 0
+        if not number:
+            return []
+        self._compiled.remove(CLOCK)
+        return self._native.clock_end(number, is_wanted)
 
     def __del__(self) -> None:
-        if not self._ended:  # nobody wants to know: the clock is free again
-            self.end()
+        self.drop()

@@ -33,19 +33,20 @@ class Compiled:
 
     def __init__(self, library: native.Recorder) -> None:
         self._library = library
-        self._for: set[object] = set()  # who has it installed
+        self._for: set[str] = set()  # who has it installed
         self._undo: list[tuple[Any, str, Any, Any]] = []  # whose, which, what it was, what it is
         self._lock = threading.Lock()
         self._open = 0  # of Dynamo's wrappers, in all threads, within which recording is paused
         self._leaves = False  # once none is open
 
-    def install(self, whose: object) -> None:
-        """From now on, for what is imported by now."""
+    def install(self, whose: str) -> None:
+        """From now on, for what is imported by now. In one thread at a time."""
         with self._lock:
             self._for.add(whose)
             self._leaves = False
-            if self._undo:  # a wrapper around us is open
+            if self._open:  # a wrapper around us
                 return
+            self._put_back()  # another may have it installed, and more may be imported since
         dynamo, inductor = sys.modules.get(_DYNAMO), sys.modules.get(_INDUCTOR)
         if dynamo is not None and hasattr(dynamo, "set_eval_frame") and hasattr(dynamo, "_maybe_set_eval_frame"):
             self._watch(dynamo)
@@ -54,7 +55,7 @@ class Compiled:
             if isinstance(each, type) and issubclass(each, base) and "__call__" in vars(each):
                 self._put(each, "__call__", self._aside(vars(each)["__call__"]))
 
-    def remove(self, whose: object) -> None:
+    def remove(self, whose: str) -> None:
         """All as it was, once nobody has it installed and no wrapper is open: its end resumes.
 
         Who has put something else there keeps that.
@@ -106,8 +107,8 @@ class Compiled:
         set_frame, maybe_set_frame = dynamo.set_eval_frame, dynamo._maybe_set_eval_frame
         threads = threading.local()
 
-        def inside() -> list[tuple[FrameType, Callback, bool]]:
-            found: list[tuple[FrameType, Callback, bool]] = threads.__dict__.setdefault("inside", [])
+        def inside() -> list[tuple[FrameType, Callback, bool, int]]:
+            found: list[tuple[FrameType, Callback, bool, int]] = threads.__dict__.setdefault("inside", [])
             return found
 
         def set_eval_frame(callback: Callback) -> Callback:
@@ -117,14 +118,16 @@ class Compiled:
             prior = set_frame(callback)
             if begins:
                 before = threads.__dict__.pop("resumed", (0, was))
-                within.append((caller, prior, before[1] if before[0] == id(caller) else was))
+                was = before[1] if before[0] == id(caller) else was
+                within.append((caller, prior, was, self._library.clock_enter()))
                 self._count(1)
             return prior
 
         def maybe_set_eval_frame(callback: Callback) -> Callback:
             within = inside()
             if within and within[-1][0] is sys._getframe(1) and callback is within[-1][1]:
-                frame, _, was = within.pop()
+                frame, _, was, span = within.pop()
+                self._library.clock_leave(span)
                 self._library.resume(was)
                 threads.resumed = id(frame), was  # not the frame, with all that it holds
                 self._count(-1)

@@ -20,6 +20,8 @@ from torch_tiers.migrator.tape.closure import POISON, Closure, Differs, Packs, R
 from torch_tiers.migrator.tape.compiled import Compiled
 from torch_tiers.migrator.tape.tape import Tape
 
+TAPE = "tape"  # what `Compiled` is installed for, besides its clock
+
 
 class Recorder:
     """The recorder of this process.
@@ -72,20 +74,20 @@ class Recorder:
         """
         if not self._native.begin(states):
             return False
-        self._compiled.remove(self)  # a fork has what its parent installed
-        self._compiled.install(self)
+        self._compiled.remove(TAPE)  # a fork has what its parent installed
+        self._compiled.install(TAPE)
         return True
 
     def end(self) -> Tape | None:
         """What was recorded; None where nothing was. In the thread that began, outside of any mode."""
         period = self._native.end()
-        self._compiled.remove(self)
+        self._compiled.remove(TAPE)
         return None if period is None else Tape.read(self._native, period)
 
     def stop(self) -> None:
         """Record no more, and forget what was recorded; in any thread. Closures stay good."""
         self._native.end()
-        self._compiled.remove(self)
+        self._compiled.remove(TAPE)
 
     def stops(self) -> Stops:
         """Room for values that somebody promises to have, of the period that is being recorded."""

@@ -69,13 +69,13 @@ class Recorder(Protocol):
     def is_recording(self) -> bool:  # noqa: D102
         ...
 
-    def clock_begin(self, device: int, stream: int, /) -> bool:  # noqa: D102
+    def clock_begin(self, device: int, stream: int, /) -> int:  # noqa: D102
         ...
 
     def clock_tick(self, stream: int, /) -> None:  # noqa: D102
         ...
 
-    def clock_end(self) -> list[float]:  # noqa: D102
+    def clock_end(self, number: int, is_wanted: bool, /) -> list[float]:  # noqa: D102
         ...
 
     def clock_enter(self) -> int:  # noqa: D102

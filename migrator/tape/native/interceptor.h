@@ -9,7 +9,6 @@
 
 #include "clock.h"
 #include "key.h"
-#include "recorder.h"
 
 namespace {
 
@@ -71,6 +70,7 @@ void intercept(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::j
   Open open;
   // Meta tensors, and fake ones, which run as such, have no bytes.
   if (keys.has_backend(c10::BackendComponent::MetaBit) || !to.enter(op, *stack, open)) {
+    const Timed timed(op, keys);
     op.redispatchBoxed(below, stack);
     return;
   }

@@ -84,6 +84,8 @@ class Recorder {
     return period;
   }
 
+  bool is_of_this_thread() const { return recording && thread_ == this_thread(); }
+
   // In a fork nobody else is there, and whoever had the lock is not.
   void forked() {
     recording = false;

@@ -190,7 +190,7 @@ PyObject *begin(PyObject *, PyObject *with_states) {
 // end(): the period that is over, as a capsule; None where none was recorded.
 PyObject *end(PyObject *, PyObject *) {
   return answer([&] {
-    c10::impl::tls_set_dispatch_key_included(kKey, clock_of_operators().on);
+    c10::impl::tls_set_dispatch_key_included(kKey, clock_of_operators().is_of_this_thread());
     auto period = recorder().end();
     if (!period) return none();
     Object capsule = checked(PyCapsule_New(period.get(), kPeriod, drop));
@@ -213,13 +213,13 @@ PyObject *resume(PyObject *, PyObject *was) {
 
 PyObject *is_recording(PyObject *, PyObject *) { return PyBool_FromLong(recorder().recording); }
 
-// clock_begin(device, stream): time operators on that stream of a GPU; False if others are being timed.
+// clock_begin(device, stream): time operators on that stream of a GPU; a number, 0 if others are being timed.
 PyObject *clock_begin(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
     TORCH_CHECK(count == 2, "clock_begin(device, stream)");
-    const bool begun = clock_of_operators().begin(c10::DeviceIndex(integer_of(args[0])), integer_of(args[1]));
+    const uint64_t begun = clock_of_operators().begin(c10::DeviceIndex(integer_of(args[0])), integer_of(args[1]));
     if (begun) c10::impl::tls_set_dispatch_key_included(kKey, true);
-    return truth(begun);
+    return number(begun);
   });
 }
 
@@ -232,17 +232,20 @@ PyObject *clock_tick(PyObject *, PyObject *stream) {
   });
 }
 
-// clock_end(): the seconds of operators in each stretch, once the device is through with them.
-PyObject *clock_end(PyObject *, PyObject *) {
+// clock_end(number, is_wanted): the seconds of operators in each stretch, if somebody wants to know; the device must be
+// through with them then.
+PyObject *clock_end(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return answer([&] {
-    c10::impl::tls_set_dispatch_key_included(kKey, recorder().recording);
-    return list_of(clock_of_operators().end(), [](double each) { return checked(PyFloat_FromDouble(each)); });
+    TORCH_CHECK(count == 2, "clock_end(number, is_wanted)");
+    const std::vector<double> seconds = clock_of_operators().end(uint64_t(integer_of(args[0])), args[1] == Py_True);
+    if (!clock_of_operators().on) c10::impl::tls_set_dispatch_key_included(kKey, recorder().is_of_this_thread());
+    return list_of(seconds, [](double each) { return checked(PyFloat_FromDouble(each)); });
   });
 }
 
 // clock_enter(): something that is no operator launches kernels; what `clock_leave` is to be given once it is through.
 PyObject *clock_enter(PyObject *, PyObject *) {
-  return answer([&] { return number(int64_t(clock_of_operators().before(nullptr))); });
+  return answer([&] { return number(int64_t(clock_of_operators().before(nullptr, {}))); });
 }
 
 PyObject *clock_leave(PyObject *, PyObject *span) {
@@ -340,7 +343,7 @@ PyMethodDef functions[] = {
     {"is_recording", is_recording, METH_NOARGS, nullptr},
     {"clock_begin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(clock_begin)), METH_FASTCALL, nullptr},
     {"clock_tick", clock_tick, METH_O, nullptr},
-    {"clock_end", clock_end, METH_NOARGS, nullptr},
+    {"clock_end", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(clock_end)), METH_FASTCALL, nullptr},
     {"clock_enter", clock_enter, METH_NOARGS, nullptr},
     {"clock_leave", clock_leave, METH_O, nullptr},
     {"enter", enter, METH_O, nullptr},

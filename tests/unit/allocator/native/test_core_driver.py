@@ -41,6 +41,7 @@ def test_idle_pages_are_unmapped_when_their_stream_is_done(built: Path) -> None:
 
 
 FREED = """
+core.free(core.allocate(MiB, stream=9))
 block = core.allocate(8 * MiB, stream=7)
 work(9)  # reads the block; stream 7 waits for it before it asks for more
 core.free(block)
@@ -54,7 +55,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("asked_for", ASKS)
-def test_idle_pages_are_unmapped_when_no_stream_reads_them_any_more(built: Path, asked_for: str) -> None:
+def test_idle_pages_are_unmapped_when_no_stream_that_is_known_reads_them_any_more(built: Path, asked_for: str) -> None:
     """Whoever gave the block back need not have told us of the other stream, so long as its own waits for that.
 
     FSDP2 frees gradients while the optimizer reads them on another stream: unmapped, that was an illegal access.
@@ -68,14 +69,50 @@ layout = [Foreseen(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, 
     holds(built, layout + before + FREED + ASKS[asked_for] + "\nassert not fake.fake_pending(9)")
 
 
-def test_while_a_graph_is_captured_the_streams_that_are_known_are_waited_for(built: Path) -> None:
+def test_while_a_graph_is_captured_all_other_streams_are_waited_for(built: Path) -> None:
     program = """
-core.free(core.allocate(MiB, stream=9))
-fake.fake_capture(8, True); core.capture(True)
-core.allocate(60 * MiB, stream=6)
+core.allocate(MiB, stream=5)
+fake.fake_capture(5, True); core.capture(True)
+core.allocate(58 * MiB, stream=6)
 assert not fake.fake_pending(9)
 """
     holds(built, FREED + program)
+
+
+@pytest.mark.parametrize(
+    ("given_back", "needed"),
+    [
+        ("core.allocate(8 * MiB, stream=8)", 24),
+        ("core.allocate(60 * MiB, stream=8)", 16),  # which went to DRAM
+        ("core.allocate(8 * MiB, stream=8); core.used_on(block, 9); work(9)", 24),  # and is held
+    ],
+)
+def test_what_other_streams_gave_back_is_needed_as_long_as_it_lies_in_hbm(
+    built: Path, given_back: str, needed: int
+) -> None:
+    program = f"""
+from torch_tiers.allocator.sequence import Foreseen
+import numpy as np
+core.allocate(16 * MiB, stream=7)
+core.plan(Foreseen(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64)))
+block = {given_back}
+core.free(block); core.lap()
+assert core.lap() == {needed} * MiB, core.lap()
+library.copy(0, 9, array("Q"), []).synchronize()
+"""
+    holds(built, program)
+
+
+def test_streams_that_never_asked_for_memory_are_not_waited_for(built: Path) -> None:
+    """What NCCL is to receive there may be sent after something that this very thread is yet to send."""
+    program = """
+core.free(core.allocate(8 * MiB, stream=7))
+fake.fake_kernels(False)  # what is at work there reads nothing of this
+work(3); core.trim()
+assert fake.fake_pending(3) and core.counts().hbm == 0
+library.copy(0, 3, array("Q"), []).synchronize()
+"""
+    holds(built, program)
 
 
 def test_a_block_moves_when_all_streams_are_done_with_it_and_its_bytes_are_there(built: Path) -> None:

@@ -213,7 +213,7 @@ class FakeOperators:
     def __init__(self, seconds: list[float]) -> None:
         self.seconds = seconds
         self.on: list[tuple[int, ...]] = []
-        self.ends = 0
+        self.ends = self.drops = 0
 
     def begin(self, device: int, stream: int) -> FakeOperators:
         self.on.append((device, stream))
@@ -225,6 +225,9 @@ class FakeOperators:
     def end(self) -> list[float]:
         self.ends += 1
         return self.seconds
+
+    def drop(self) -> None:
+        self.drops += 1
 
 
 def test_what_the_device_does_between_operators_is_not_the_program_s() -> None:
@@ -253,7 +256,7 @@ def test_operators_are_timed_no_longer_than_somebody_wants_to_know() -> None:
     meter.tick(0)
     meter.abandon()
     meter.tick(0)
-    assert (len(operators.on), operators.ends) == (2, 1)
+    assert (len(operators.on), operators.ends, operators.drops) == (2, 0, 1)
 
 
 def test_without_a_gpu_there_is_nobody_to_hold_back() -> None:

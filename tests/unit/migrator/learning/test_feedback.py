@@ -443,7 +443,7 @@ def test_a_later_plan_s_periods_may_show_that_the_program_needs_less_of_the_host
 
 
 def test_a_look_at_a_plan_that_was_made_before_a_correction_corrects_no_more_than_was_measured() -> None:
-    """As of the holder that comes back after a contest: its prediction is of what was recorded."""
+    """As of plans that come back once nobody else needs the memory bus: their prediction is of what was recorded."""
     clocks = Clocks((1.0,) * 3, (0.0, 30.0, 30.0))
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
     plan = make_plan("test", trace, (), 1000)
