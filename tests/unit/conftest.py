@@ -1,9 +1,14 @@
-"""One thread of OpenMP's for all that these tests start."""
+"""One thread of OpenMP's for all that these tests start, and one cache for what Inductor compiles."""
 
 from __future__ import annotations
 
 import os
 import sys
+
+from torch_tiers.places import cache_directory
+
+# Beside what is built for this user, so that whoever keeps that from run to run keeps this: half a minute of compiling.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory() / "inductor"))
 
 # Before torch is imported, and for programs that tests start. Tests run a process per core, and the runtime has threads
 # of its own: OpenMP's would spin on the cores that these wait for, and tests take several times their time.

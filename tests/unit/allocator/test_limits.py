@@ -10,8 +10,8 @@ import pytest
 from tests.unit.limited import Cgroup, cgroup_refusal, run_under
 from torch_tiers.allocator.sizes import MiB
 
-LIMIT = 1024 * MiB
-SAVED = 1280 * MiB  # a step
+LIMIT = 640 * MiB
+SAVED = 800 * MiB  # a step
 
 
 @pytest.fixture
