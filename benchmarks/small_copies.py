@@ -7,86 +7,92 @@ a few bytes meanwhile, on a stream of its own, waits for some of them: a batch f
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from torch_tiers.allocator.native import lane
 from torch_tiers.allocator.sizes import GiB, MiB
 
 LANE = 4 * GiB  # copied in each measurement
+PIECE = 8 * MiB
 SMALL = 4096  # bytes of a program's copy
 PAUSE = 0.5e-3  # seconds between two of them
 
-Give = Callable[[list[Callable[[], None]]], "torch.cuda.Event"]
+
+class Queue:
+    """All on one stream of PyTorch's."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        """The event says when it is done."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
 
 
-def queued(copies: list[Callable[[], None]]) -> torch.cuda.Event:
-    """All on one stream, one after the other."""
-    done = torch.cuda.Event()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for copy in copies:
-            copy()
-        done.record()
-    return done
+class Ours:
+    """A lane, with turns of so many bytes."""
+
+    def __init__(self, library: lane.Library, turn: int) -> None:
+        self._library = library
+        self._lane = library.open(torch.cuda.current_device(), turn)
+
+    def copy(self, target: Tensor, source: Tensor) -> lane.Event:
+        """The event says when it is done."""
+        spans = array("Q", [target.data_ptr(), source.data_ptr(), target.nbytes])
+        return self._library.copy(self._lane, spans, ())
 
 
-def on_streams_in_turn(copies: list[Callable[[], None]]) -> torch.cuda.Event:
-    """On two streams in turn, each of which waits for the other's last: one alone has something to do."""
-    streams = torch.cuda.Stream(), torch.cuda.Stream()
-    done = torch.cuda.Event()
-    for number, copy in enumerate(copies):
-        with torch.cuda.stream(streams[number % 2]):
-            done.wait()
-            copy()
-            done = torch.cuda.Event()
-            done.record()
-    return done
-
-
-WAYS: dict[str, Give] = {"queued": queued, "on streams in turn": on_streams_in_turn}
-
-
-def measure(give: Give, piece: int, large: Sequence[Tensor], small: Sequence[Tensor]) -> tuple[float, list[float]]:
-    """Bytes per second of the lane, and for how many seconds each small copy kept its stream; from one to the other."""
+def measure(way: Queue | Ours, large: Sequence[Tensor], small: Sequence[Tensor]) -> tuple[float, list[float]]:
+    """Bytes per second of the lane, and how many seconds each small copy took meanwhile; from one to the other."""
     source, target = large
-
-    def copy(at: int) -> None:
-        target[at : at + piece].copy_(source[at : at + piece], non_blocking=True)
-
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    done = give([lambda at=at: copy(at) for at in range(0, LANE, piece)])  # type: ignore[misc]
-    waits = []
+    for at in range(0, LANE, PIECE):
+        done = way.copy(target[at : at + PIECE], source[at : at + PIECE])
+    took = []
     while not done.query():
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        asked = time.perf_counter()
         small[1].copy_(small[0], non_blocking=True)
-        end.record()
-        end.synchronize()
-        waits.append(start.elapsed_time(end) / 1e3)
+        torch.cuda.current_stream().synchronize()
+        took.append(time.perf_counter() - asked)
         time.sleep(PAUSE)
-    return LANE / (time.perf_counter() - begin), waits
+    return LANE / (time.perf_counter() - begin), took
 
 
 def main() -> None:
     """Measure each way in both directions, and print a line for each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.small_copies")
-    parser.add_argument("--pieces", nargs="+", type=int, default=[256, 32, 8], metavar="MIB")
-    pieces = parser.parse_args().pieces
+    parser.add_argument("--turns", nargs="+", type=int, default=[1 << 20, 64, 32, 16], metavar="MIB")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    library = lane.load()
+    if library is None:
+        raise SystemExit("the native library was not built, or there is no driver")
+    ways: dict[str, Queue | Ours] = {"PyTorch's stream": Queue()}
+    ways |= {f"turns of {turn} MiB": Ours(library, turn * MiB) for turn in options.turns}
     large = torch.empty(LANE, dtype=torch.uint8).pin_memory(), torch.empty(LANE, dtype=torch.uint8, device="cuda")
     small = torch.empty(SMALL, dtype=torch.uint8).pin_memory(), torch.empty(SMALL, dtype=torch.uint8, device="cuda")
     print(torch.cuda.get_device_name())
-    print("direction    way               MiB a piece   GB/s   small copies: median ms, most ms")
+    print("direction  way                     GB/s   small copies: ms, median and most")
     for direction, order in (("to it", 1), ("from it", -1)):
-        for way, give in WAYS.items():
-            for piece in pieces:
-                rate, waits = measure(give, piece * MiB, large[::order], small[::order])
-                took = [1e3 * seconds for seconds in sorted(waits) or [0.0]]
-                print(
-                    f"{direction:12} {way:20} {piece:8} {rate / 1e9:6.1f} {took[len(took) // 2]:20.2f} {took[-1]:8.2f}"
-                )
+        rates: dict[str, list[float]] = {way: [] for way in ways}
+        waits: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(options.rounds):
+            for way, copier in ways.items():
+                rate, took = measure(copier, large[::order], small[::order])
+                rates[way].append(rate)
+                waits[way] += took
+        for way, of_way in waits.items():
+            rate, ms = statistics.median(rates[way]) / 1e9, [1e3 * seconds for seconds in of_way]
+            print(f"{direction:10} {way:20} {rate:7.2f} {statistics.median(ms):14.2f} {max(ms):6.2f}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "lane_driver.h"
 
@@ -28,15 +29,15 @@ struct Asked {
   Event begin, done, behind;
   Batch batch;
 
-  Result copy(Handle lane, const Span *spans, int count, int waits, const Handle *events, bool timed) {
-    if (Result error = wait(lane, waits, events)) return error;
-    if (Result error = behind.hold_back(lane)) return error;
+  Result copy(Streams &lane, const Span *spans, int count, int waits, const Handle *events, bool timed) {
+    if (Result error = wait(lane.now(), waits, events)) return error;
+    if (Result error = behind.hold_back(lane.now())) return error;
     if (timed) {
-      if (Result error = begin.record(lane)) return error;
+      if (Result error = begin.record(lane.now())) return error;
     }
     for (int k = 0; k < count; ++k) batch.add(spans[k].target, spans[k].source, spans[k].nbytes);
     if (Result error = batch.submit(lane)) return error;
-    return done.record(lane);
+    return done.record(lane.now());
   }
 };
 
@@ -114,19 +115,43 @@ Result tiers_stream_follow(int device, Handle stream, Handle event, Handle *reac
   return 0;
 }
 
+// Make a lane, whose streams take turns of so many bytes.
+Result tiers_lane_open(int device, uint64_t turn, Streams **lane) {
+  *lane = nullptr;
+  Within within(device);
+  if (within.error) return within.error;
+  auto made = std::make_unique<Streams>(device, turn);
+  if (Result error = made->create()) return error;
+  *lane = made.release();
+  return 0;
+}
+
+// Forget a lane. What it was given is still carried out.
+void tiers_lane_close(Streams *lane) {
+  Within within(lane->device());
+  delete lane;
+}
+
+// Block until a lane has done all that it was given. Not while it is being given more.
+Result tiers_lane_synchronize(const Streams *lane) {
+  Within within(lane->device());
+  return within.error ? within.error : lane->synchronize();
+}
+
 // Have `lane` wait for `events`, and for all that the stream at `behind` (unless that is null) was given so far, record
 // `begin` (unless it is null; then neither it nor `done` is timed), copy every span, and record `done`. After an error
-// nothing of the group is under way.
-Result tiers_copy(int device, Handle lane, int count, const Span *spans, int waits, const Handle *events,
-                  const Handle *behind, Handle *begin, Handle *done) {
+// nothing of the group is under way. One thread at a time.
+Result tiers_copy(Streams *lane, int count, const Span *spans, int waits, const Handle *events, const Handle *behind,
+                  Handle *begin, Handle *done) {
+  const int device = lane->device();
   Within within(device);
   if (within.error) return within.error;
   const bool timed = begin != nullptr;
   Asked asked{{device, kTimed}, {device, timed ? kTimed : kUntimed}, {device, kUntimed}, Batch(device)};
   Result error = behind == nullptr ? 0 : asked.behind.record(*behind);
-  if (!error) error = asked.copy(lane, spans, count, waits, events, timed);
+  if (!error) error = asked.copy(*lane, spans, count, waits, events, timed);
   if (error) {
-    driver().stream_synchronize(lane);  // the caller may give the memory to others
+    lane->synchronize();  // the caller may give the memory to others
     return error;
   }
   int none = 0;

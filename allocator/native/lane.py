@@ -6,12 +6,15 @@ import ctypes
 import logging
 from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, TypeAlias
 
 LIBRARY = Path(__file__).with_name("libtiers_lane.so")
 """Where the build puts it. By hand: ``g++ -std=c++17 -O2 -shared -fPIC lane*.cpp -o libtiers_lane.so -ldl``."""
+
+TURN = 32 << 20
+"""Bytes that one stream of a lane is given before the other: a program's own small copy waits for 0.6 ms at most."""
 
 NOT_READY = 600
 
@@ -65,6 +68,24 @@ class TimedEvent(Event):
         return milliseconds.value
 
 
+class Lane:
+    """Two streams of the driver that take turns, so that a program's own copies get between."""
+
+    __slots__ = ("_library", "device", "handle")
+
+    def __init__(self, library: Library, device: int, handle: int) -> None:
+        self._library = library
+        self.device = device
+        self.handle = handle
+
+    def __del__(self) -> None:
+        self._library.close(self.handle)
+
+    def synchronize(self) -> None:
+        """Block the host until all is done that it was given; not while it is being given more."""
+        self._library.check(self._library.synchronize_lane(self.handle))
+
+
 class Library:
     """The functions of the library, with their types. Streams are the driver's handles, devices PyTorch's indices."""
 
@@ -90,9 +111,15 @@ class Library:
         self._record.argtypes = (c_int, c_void_p, POINTER(c_void_p))
         self._follow = library.tiers_stream_follow
         self._follow.argtypes = (c_int, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_void_p))
+        self._open = library.tiers_lane_open
+        self._open.argtypes = (c_int, c_uint64, POINTER(c_void_p))
+        self.close = library.tiers_lane_close
+        self.close.argtypes = (c_void_p,)
+        self.close.restype = None
+        self.synchronize_lane = library.tiers_lane_synchronize
+        self.synchronize_lane.argtypes = (c_void_p,)
         self._copy = library.tiers_copy
         self._copy.argtypes = (
-            c_int,
             c_void_p,
             c_int,
             c_void_p,
@@ -130,15 +157,14 @@ class Library:
             return None
         return TimedEvent(self, device, reached.value), TimedEvent(self, device, on.value or 0)
 
-    def copy(
-        self,
-        device: int,
-        lane: int,
-        spans: Spans,
-        after: Sequence[Event],
-        behind: int | None = None,
-    ) -> Event:
-        """Copy every span on the stream `lane`; the event says when it is done.
+    def open(self, device: int, turn: int = TURN) -> Lane:
+        """A new lane of a device, with turns of so many bytes."""
+        handle = c_void_p()
+        self.check(self._open(device, turn, byref(handle)))
+        return Lane(self, device, handle.value or 0)
+
+    def copy(self, lane: Lane, spans: Spans, after: Sequence[Event], behind: int | None = None) -> Event:
+        """Copy every span on `lane`, by one thread at a time; the event says when it is done.
 
         Once all of `after` have been passed, and all that the stream `behind` was given so far.
 
@@ -148,36 +174,24 @@ class Library:
             None of the spans is being copied any more then.
         """
         done = c_void_p()
-        self._submit(device, lane, spans, after, behind, None, byref(done))
-        return Event(self, device, done.value or 0)
+        self._submit(lane, spans, after, behind, None, byref(done))
+        return Event(self, lane.device, done.value or 0)
 
     def timed_copy(
-        self,
-        device: int,
-        lane: int,
-        spans: Spans,
-        after: Sequence[Event],
-        behind: int | None = None,
+        self, lane: Lane, spans: Spans, after: Sequence[Event], behind: int | None = None
     ) -> tuple[TimedEvent, TimedEvent]:
         """`copy`, and when it began: an event between the waits and the copies."""
         begin, done = c_void_p(), c_void_p()
-        self._submit(device, lane, spans, after, behind, byref(begin), byref(done))
-        return TimedEvent(self, device, begin.value or 0), TimedEvent(self, device, done.value or 0)
+        self._submit(lane, spans, after, behind, byref(begin), byref(done))
+        return TimedEvent(self, lane.device, begin.value or 0), TimedEvent(self, lane.device, done.value or 0)
 
     def _submit(
-        self,
-        device: int,
-        lane: int,
-        spans: Spans,
-        after: Sequence[Event],
-        behind: int | None,
-        begin: Any,
-        done: Any,
+        self, lane: Lane, spans: Spans, after: Sequence[Event], behind: int | None, begin: Any, done: Any
     ) -> None:
         address, length = spans.buffer_info()
         events = (c_void_p * len(after))(*[event.handle for event in after])
         stream = None if behind is None else byref(c_void_p(behind))
-        self.check(self._copy(device, lane, length // 3, address, len(after), events, stream, begin, done))
+        self.check(self._copy(lane.handle, length // 3, address, len(after), events, stream, begin, done))
         if self._refused.value > 0:
             text = "the CUDA driver refused several copies in one call with error %d: a call each takes 3 us longer"
             log.warning(text, self._refused.value)

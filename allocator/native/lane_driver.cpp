@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -31,6 +32,8 @@ Driver open_driver() {
   d.found &= find(d.event_query, "cuEventQuery");
   d.found &= find(d.event_synchronize, "cuEventSynchronize");
   d.found &= find(d.event_elapsed, "cuEventElapsedTime");
+  d.found &= find(d.stream_create, "cuStreamCreate");
+  d.found &= find(d.stream_destroy, "cuStreamDestroy_v2");
   d.found &= find(d.stream_wait, "cuStreamWaitEvent");
   d.found &= find(d.stream_synchronize, "cuStreamSynchronize");
   d.found &= find(d.copy, "cuMemcpyAsync");
@@ -44,6 +47,8 @@ Driver open_driver() {
 constexpr uint64_t kBytes = uint64_t{32} << 20;
 
 constexpr size_t kMost = 1024;  // copies a call: drivers were seen to fail with tens of thousands
+
+constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING: PyTorch's default stream is not waited for
 
 constexpr int kRegisteredHasOneAddress = 91;  // CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
@@ -132,6 +137,31 @@ void release(int device, Handle event, Kind kind) {
   devices()[device].events[kind].push_back(event);
 }
 
+Streams::~Streams() {
+  for (Handle stream : streams_) {
+    if (stream != nullptr) driver().stream_destroy(stream);
+  }
+}
+
+Result Streams::create() {
+  for (Handle &stream : streams_) {
+    if (Result error = driver().stream_create(&stream, kNonBlocking)) return error;
+  }
+  return 0;
+}
+
+Result Streams::give(uint64_t nbytes) {
+  if (given_ >= a_turn_) {
+    Event over(device_, kUntimed);
+    if (Result error = over.record(now())) return error;
+    if (Result error = over.hold_back(streams_[1 - whose_])) return error;
+    whose_ = 1 - whose_;
+    given_ = 0;
+  }
+  given_ += nbytes;
+  return 0;
+}
+
 void Batch::add(uint64_t target, uint64_t source, uint64_t nbytes) {
   for (uint64_t at = 0; at < nbytes; at += kBytes) {
     targets_.push_back(target + at);
@@ -148,10 +178,13 @@ size_t Batch::a_call(size_t first) const {
   return end - first;
 }
 
-Result Batch::submit(Handle stream) {
+Result Batch::submit(Streams &lane) {
   const bool batches = sizes_.size() > 1 && takes_batches(device_);
   for (size_t first = 0, count = 0; first < sizes_.size(); first += count) {
     count = a_call(first);
+    const auto begin = sizes_.begin() + first;
+    if (Result error = lane.give(std::accumulate(begin, begin + count, uint64_t{0}))) return error;
+    const Handle stream = lane.now();
     const bool together = batches && count > 1;
     const Result refused = together ? at_once(first, count, stream) : 0;
     if (together && !refused) continue;

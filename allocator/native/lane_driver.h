@@ -42,6 +42,8 @@ struct Driver {
   Result (*event_query)(Handle);
   Result (*event_synchronize)(Handle);
   Result (*event_elapsed)(float *, Handle, Handle);
+  Result (*stream_create)(Handle *, unsigned);
+  Result (*stream_destroy)(Handle);
   Result (*stream_wait)(Handle, Handle, unsigned);
   Result (*stream_synchronize)(Handle);
   Result (*copy)(uint64_t, uint64_t, size_t, Handle);
@@ -74,30 +76,6 @@ class Within {
 // Give an event back to the pool. Who waits for it already goes on waiting for what it was recorded for.
 void release(int device, Handle event, Kind kind);
 
-// Copies that the driver is asked for in few calls, where it has such a call. One of its own each keeps a copy engine
-// for 2.8 us longer than its bytes take (H100, H200): 9% of a MiB. In a batch nothing shows of that, down to copies of
-// 16 KiB.
-class Batch {
- public:
-  explicit Batch(int device) : device_(device) {}
-
-  void add(uint64_t target, uint64_t source, uint64_t nbytes);
-  // In no order among themselves.
-  Result submit(Handle stream);
-  // Why the driver would not take them in one call, though it has such a call, and was asked one by one; or 0.
-  Result refused() const { return refused_; }
-
- private:
-  size_t a_call(size_t first) const;  // copies from there on that go together
-  Result at_once(size_t first, size_t count, Handle stream);
-  Result one_by_one(size_t first, size_t count, Handle stream) const;
-
-  int device_;
-  Result refused_ = 0;
-  std::vector<uint64_t> targets_, sources_;
-  std::vector<size_t> sizes_;
-};
-
 // An event of the pool, which goes back there unless it is handed on. To be used within its device.
 class Event {
  public:
@@ -116,6 +94,58 @@ class Event {
   int device_;
   Kind kind_;
   Handle handle_ = nullptr;
+};
+
+// The two streams of a lane, which take turns: what one is given begins after all that the other was given.
+//
+// A copy engine goes on with a stream for as long as something is queued there. Whoever copied four bytes in the same
+// direction, such as a loss that is read, waited for all that a lane was given: 84 ms of 84 (H100). A stream that waits
+// for the other is left, and those few bytes go first. They wait for one turn then.
+class Streams {
+ public:
+  // A turn is over once copies of so many bytes were given in it.
+  Streams(int device, uint64_t turn) : device_(device), a_turn_(turn) {}
+  ~Streams();
+  Streams(const Streams &) = delete;
+  Streams &operator=(const Streams &) = delete;
+
+  int device() const { return device_; }
+  // Whose turn it is.
+  Handle now() const { return streams_[whose_]; }
+  Result create();
+  // Before copies of `nbytes`: those are for the other stream if this one had its share.
+  Result give(uint64_t nbytes);
+  Result synchronize() const { return driver().stream_synchronize(now()); }
+
+ private:
+  int device_;
+  uint64_t a_turn_, given_ = 0;  // bytes, and of those in this one
+  Handle streams_[2] = {};
+  int whose_ = 0;
+};
+
+// Copies that the driver is asked for in few calls, where it has such a call. One of its own each keeps a copy engine
+// for 2.8 us longer than its bytes take (H100, H200): 9% of a MiB. In a batch nothing shows of that, down to copies of
+// 16 KiB.
+class Batch {
+ public:
+  explicit Batch(int device) : device_(device) {}
+
+  void add(uint64_t target, uint64_t source, uint64_t nbytes);
+  // In no order among themselves.
+  Result submit(Streams &lane);
+  // Why the driver would not take them in one call, though it has such a call, and was asked one by one; or 0.
+  Result refused() const { return refused_; }
+
+ private:
+  size_t a_call(size_t first) const;  // copies from there on that go together
+  Result at_once(size_t first, size_t count, Handle stream);
+  Result one_by_one(size_t first, size_t count, Handle stream) const;
+
+  int device_;
+  Result refused_ = 0;
+  std::vector<uint64_t> targets_, sources_;
+  std::vector<size_t> sizes_;
 };
 
 }  // namespace tiers::lane

@@ -202,20 +202,45 @@ def _set_stream(stream: tuple[int, int, int]) -> None:
     torch._C._cuda_setStream(stream_id=number, device_index=device, device_type=kind)
 
 
-class CudaLane:
-    """A CUDA stream made once. Small pieces that leave are gathered on the GPU and go as one DMA."""
+class TimedLane:
+    """What lanes of a GPU have in common: now and then they time a copy."""
 
     def __init__(self, device: torch.device, name: str, counters: Counters) -> None:
-        self._stream = torch.cuda.Stream(device)
         self._device = device
         self._name = name
         self._counters = counters
-        self._staging: torch.Tensor | None = None
-        # Several threads may train on the device, and what it gathers in is for one copy at a time.
+        # Several threads may train on the device, and a lane takes one copy at a time.
         self._submitting = threading.RLock()
         self._timed: deque[tuple[int, TimedEvent, TimedEvent]] = deque()
         self._asking = threading.Lock()
         self._untimed = TIMED_EVERY  # bytes since a copy was timed
+
+    def over(self, since: Event) -> list[Transfer]:
+        start = cast("TimedEvent", since)
+        found: list[Transfer] = []
+        with self._asking:  # a query lets other threads go on, and each ends periods of its own
+            while self._timed and self._timed[0][2].query():
+                nbytes, begin, done = self._timed.popleft()
+                times = (start.elapsed_time(event) / 1e3 for event in (begin, done))
+                found.append(Transfer(self._name, nbytes, *times))
+        return found
+
+    def _is_timed(self, pieces: Iterable[Piece], nbytes: int) -> bool:
+        """Whether to time a copy: now and then, as it holds the lane up, and where its time is the link's."""
+        self._untimed += nbytes
+        if self._untimed < TIMED_EVERY or len(self._timed) >= TIMED or not at_full_speed(pieces):
+            return False
+        self._untimed = 0
+        return True
+
+
+class CudaLane(TimedLane):
+    """A CUDA stream made once. Small pieces that leave are gathered on the GPU and go as one DMA."""
+
+    def __init__(self, device: torch.device, name: str, counters: Counters) -> None:
+        super().__init__(device, name, counters)
+        self._stream = torch.cuda.Stream(device)
+        self._staging: torch.Tensor | None = None
 
     def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> Event:
         if behind is not None:
@@ -235,14 +260,6 @@ class CudaLane:
                 done = self._carry_out(large, small, after, timed=False)
         self._counters.moved[self._name] += nbytes
         return done
-
-    def _is_timed(self, pieces: Iterable[Piece], nbytes: int) -> bool:
-        """Whether to time a copy: now and then, as it holds the lane up, and where its time is the link's."""
-        self._untimed += nbytes
-        if self._untimed < TIMED_EVERY or len(self._timed) >= TIMED or not at_full_speed(pieces):
-            return False
-        self._untimed = 0
-        return True
 
     def _reach(self, after: Sequence[Event]) -> TimedEvent:
         """Wait for `after`; the event says when that is over, and the lane free for what follows."""
@@ -283,16 +300,6 @@ class CudaLane:
     def _gather_all(self, small: Sequence[Piece]) -> None:
         for run in _adjacent(small):
             self._gather(run)
-
-    def over(self, since: Event) -> list[Transfer]:
-        start = cast("TimedEvent", since)
-        found: list[Transfer] = []
-        with self._asking:  # a query lets other threads go on, and each ends periods of its own
-            while self._timed and self._timed[0][2].query():
-                nbytes, begin, done = self._timed.popleft()
-                times = (start.elapsed_time(event) / 1e3 for event in (begin, done))
-                found.append(Transfer(self._name, nbytes, *times))
-        return found
 
     def _gather(self, run: list[Piece]) -> None:
         if len(run) == 1:

@@ -9,7 +9,7 @@ import torch
 
 from torch_tiers.allocator.native import lane
 from torch_tiers.migrator.lanes import Event, Leaving, Memory, Piece, Stream
-from torch_tiers.migrator.lanes.cuda import CudaCompute, CudaLane, wrapped
+from torch_tiers.migrator.lanes.cuda import CudaCompute, TimedLane, wrapped
 from torch_tiers.migrator.telemetry.counters import Counters
 
 
@@ -38,13 +38,13 @@ class NativeCompute(CudaCompute):
         return self._library.follow(self.device.index, wrapped(stream).cuda_stream, event)
 
 
-class NativeLane(CudaLane):
-    """A CUDA stream made once; a copy takes few calls of the driver, and its pieces leave as they lie."""
+class NativeLane(TimedLane):
+    """A lane of the native library; a copy takes few calls of the driver, and its pieces leave as they lie."""
 
     def __init__(self, device: torch.device, name: str, counters: Counters, library: lane.Library) -> None:
         super().__init__(device, name, counters)
         self._library = library
-        self._handle: int = self._stream.cuda_stream
+        self._lane = library.open(device.index)
 
     def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> lane.Event:
         if isinstance(pieces, Leaving):  # in one call, where that is native
@@ -55,7 +55,7 @@ class NativeLane(CudaLane):
             for target, at, source, start, nbytes in pieces:
                 spans.extend((target.data_ptr() + at, source.data_ptr() + start, nbytes))
         stream = None if behind is None else wrapped(behind).cuda_stream
-        submission = (self._device.index, self._handle, spans, _native(after), stream)
+        submission = (self._lane, spans, _native(after), stream)
         with self._submitting:
             done: lane.Event
             if self._is_timed(pieces, total):
@@ -65,6 +65,10 @@ class NativeLane(CudaLane):
                 done = self._library.copy(*submission)
         self._counters.moved[self._name] += total
         return done
+
+    def close(self) -> None:
+        with self._submitting:
+            self._lane.synchronize()
 
 
 def _native(events: Sequence[Event]) -> list[lane.Event]:

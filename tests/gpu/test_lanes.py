@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from torch_tiers.allocator.sizes import KiB, MiB, round_up
+from torch_tiers.allocator.sizes import GiB, KiB, MiB, round_up
 from torch_tiers.migrator.lanes import SLOT, Event, Piece
 from torch_tiers.migrator.lanes.native import NativeLane
 from torch_tiers.migrator.runtime.devices import open_device
@@ -59,3 +59,32 @@ def test_every_piece_arrives_as_the_program_left_it_and_before_it_is_written_ove
         for (at, nbytes), bytes_ in zip(pieces, sent, strict=True):
             assert torch.equal(target[at : at + nbytes], bytes_.cpu())
     lanes.out.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["to the GPU", "from the GPU"])
+def test_a_small_copy_of_the_program_s_own_does_not_wait_for_all_that_a_lane_was_given(direction: str) -> None:
+    """Such as a loss that is read, or a batch that comes: the lane's copies are asked for long before they are due."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    lanes = open_device(device, Counters(), 0)
+    lane = lanes.out if direction == "from the GPU" else lanes.back
+    host, of_gpu = (
+        torch.empty(GiB, dtype=torch.uint8, **where) for where in ({"pin_memory": True}, {"device": device})
+    )
+    source, target = (of_gpu, host) if lane is lanes.out else (host, of_gpu)
+    small, arrived = source[:4096].clone(), target[:4096].clone()
+    if lane is lanes.out:
+        arrived = arrived.pin_memory()
+    else:
+        small = small.pin_memory()
+    torch.cuda.synchronize()
+    for at in range(0, GiB, 64 * MiB):
+        done = lane.copy([Piece(target.untyped_storage(), at, source.untyped_storage(), at, 64 * MiB)], ())
+    passed_by = 0
+    while not done.query() and passed_by < 5:
+        arrived.copy_(small, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        passed_by += 1
+    torch.cuda.synchronize()
+    assert passed_by == 5
+    lane.close()

@@ -26,7 +26,7 @@ def test_a_copy_waits_then_copies_then_records(built: Path) -> None:
 source, target = ctypes.create_string_buffer(b"abcdefgh", 8), ctypes.create_string_buffer(8)
 before = library.record(0, 7)
 at, start = ctypes.addressof(target), ctypes.addressof(source)
-done = library.copy(0, 9, array("Q", [at, start + 4, 4, at + 4, start, 4]), [before])
+done = library.copy(library.open(0), array("Q", [at, start + 4, 4, at + 4, start, 4]), [before])
 assert not done.query()
 done.synchronize()
 assert target.raw == b"efghabcd" and done.query() and before.timed and not done.timed
@@ -35,21 +35,21 @@ assert target.raw == b"efghabcd" and done.query() and before.timed and not done.
         "context 1000",
         "create 1",
         "record 1 on 7",
-        "9 waits for 1",
-        "copies 4 4 on 9",
+        "101 waits for 1",
+        "copies 4 4 on 101",
         "create 2 untimed",
-        "record 2 on 9",
+        "record 2 on 101",
     ]
 
 
 def test_a_copy_can_follow_a_stream_without_an_event_of_its_own(built: Path) -> None:
-    program = "library.copy(0, 9, array('Q'), [], 7)"
+    program = "library.copy(library.open(0), array('Q'), [], 7)"
     assert asked(built, program)[1:] == [
         "create 1 untimed",
         "record 1 on 7",
-        "9 waits for 1",
+        "101 waits for 1",
         "create 2 untimed",
-        "record 2 on 9",
+        "record 2 on 101",
     ]
 
 
@@ -70,15 +70,16 @@ def test_a_stream_waits_without_an_event_of_its_own(built: Path) -> None:
 
 
 def test_a_copy_of_nothing_tells_when_the_waits_are_over(built: Path) -> None:
-    program = "before = library.record(0, 7); library.copy(0, 9, array('Q'), [before])"
-    assert asked(built, program)[3:] == ["9 waits for 1", "create 2 untimed", "record 2 on 9"]
+    program = "before = library.record(0, 7); library.copy(library.open(0), array('Q'), [before])"
+    assert asked(built, program)[3:] == ["101 waits for 1", "create 2 untimed", "record 2 on 101"]
 
 
 def test_events_that_keep_their_time_and_those_that_do_not_have_pools_of_their_own(built: Path) -> None:
     program = """
-library.copy(0, 9, array("Q"), [])
+out = library.open(0)
+library.copy(out, array("Q"), [])
 library.record(0, 9)
-library.copy(0, 9, array("Q"), [])
+library.copy(out, array("Q"), [])
 """
     assert [line for line in asked(built, program) if line.startswith("create")] == ["create 1 untimed", "create 2"]
 
@@ -87,15 +88,15 @@ def test_a_copy_that_is_timed_begins_when_the_waits_are_over(built: Path) -> Non
     program = """
 before, bytes_ = library.record(0, 7), ctypes.create_string_buffer(16)
 at = ctypes.addressof(bytes_)
-library.timed_copy(0, 9, array("Q", [at + 8, at, 8]), [before])
+library.timed_copy(library.open(0), array("Q", [at + 8, at, 8]), [before])
 """
     assert asked(built, program)[3:] == [
-        "9 waits for 1",
+        "101 waits for 1",
         "create 2",
-        "record 2 on 9",
-        "copy 8 on 9",
+        "record 2 on 101",
+        "copy 8 on 101",
         "create 3",
-        "record 3 on 9",
+        "record 3 on 101",
     ]
 
 
@@ -108,7 +109,7 @@ spans, at = array("Q"), 0
 for nbytes in {sizes}:
     spans.extend((ctypes.addressof(target) + at, ctypes.addressof(source) + at, nbytes * MiB))
     at += nbytes * MiB
-library.copy({device}, 9, spans, []).synchronize()
+library.copy(library.open({device}), spans, []).synchronize()
 assert target.raw == source.raw
 """
 
@@ -129,19 +130,19 @@ def pieces(sizes: list[int], *, batches: bool = True, device: int = 0) -> str:
 def test_a_large_piece_leaves_in_several_calls(built: Path, batches: bool) -> None:
     """With both directions busy a call that goes on for long slows the other one down."""
     lines = asked(built, pieces([40], batches=batches))
-    assert copies(lines) == ["copy 33554432 on 9", "copy 8388608 on 9"]
+    assert copies(lines) == ["copy 33554432 on 101", "copy 8388608 on 102"]
 
 
 def test_pieces_share_calls_as_long_as_these_stay_short(built: Path) -> None:
     lines = asked(built, pieces([16, 16, 3, 5]))
-    assert copies(lines) == ["copies 16777216 16777216 on 9", "copies 3145728 5242880 on 9"]
+    assert copies(lines) == ["copies 16777216 16777216 on 101", "copies 3145728 5242880 on 102"]
 
 
 @pytest.mark.parametrize(("batches", "device"), [(False, 0), (True, 1)])
 def test_where_batches_do_not_work_each_copy_is_a_call_of_its_own(built: Path, batches: bool, device: int) -> None:
     """The driver refuses them, or would not find registered host memory at the address that it is given."""
     lines = asked(built, pieces([8] * 5, batches=batches, device=device))
-    assert copies(lines) == ["copy 8388608 on 9"] * 5
+    assert copies(lines) == ["copy 8388608 on 101"] * 4 + ["copy 8388608 on 102"]
 
 
 def test_what_a_batch_is_refused_for_is_copied_one_by_one(built: Path) -> None:
@@ -150,10 +151,10 @@ def test_what_a_batch_is_refused_for_is_copied_one_by_one(built: Path) -> None:
 source, target = ctypes.create_string_buffer(b"abcdefgh", 8), ctypes.create_string_buffer(8)
 at, start = ctypes.addressof(target), ctypes.addressof(source)
 fake.fake_refuse(1)
-library.copy(0, 9, array("Q", [at, start + 4, 4, at + 4, start, 4]), []).synchronize()
+library.copy(library.open(0), array("Q", [at, start + 4, 4, at + 4, start, 4]), []).synchronize()
 assert target.raw == b"efghabcd"
 """
-    assert copies(asked(built, program)) == ["copy 4 on 9", "copy 4 on 9"]
+    assert copies(asked(built, program)) == ["copy 4 on 101", "copy 4 on 101"]
 
 
 def test_that_batches_are_refused_is_said_once_with_the_driver_s_reason(built: Path) -> None:
@@ -168,13 +169,34 @@ def test_where_batches_work_or_are_not_asked_for_nothing_is_said(built: Path, de
     assert not any("refused" in line for line in lines)
 
 
+def test_two_streams_of_a_lane_take_turns(built: Path) -> None:
+    """A copy engine goes on with one as long as something is queued there, whoever else waits for it."""
+    program = """
+bytes_ = ctypes.create_string_buffer(64)
+at = ctypes.addressof(bytes_)
+out = library.open(0, turn=16)
+for nbytes in (8, 8, 8, 24, 8):
+    library.copy(out, array("Q", [at + 32, at, nbytes]), [])
+"""
+    lines = asked(built, program)
+    assert [line for line in lines if line.startswith("copy") or "waits" in line] == [
+        "copy 8 on 101",
+        "copy 8 on 101",
+        "102 waits for 1",
+        "copy 8 on 102",
+        "copy 24 on 102",
+        "101 waits for 1",
+        "copy 8 on 101",
+    ]
+
+
 def test_no_call_has_more_copies_than_drivers_are_known_to_take(built: Path) -> None:
     program = """
 bytes_ = ctypes.create_string_buffer(5000)
 at = ctypes.addressof(bytes_)
-library.copy(0, 9, array("Q", [n for k in range(2500) for n in (at + 2500 + k, at + k, 1)]), [])
+library.copy(library.open(0), array("Q", [n for k in range(2500) for n in (at + 2500 + k, at + k, 1)]), [])
 """
-    assert [line.count(" 1") for line in copies(asked(built, program))] == [1024, 1024, 452]
+    assert [line.split().count("1") for line in copies(asked(built, program))] == [1024, 1024, 452]
 
 
 def test_events_come_from_a_pool_of_their_device(built: Path) -> None:
@@ -208,7 +230,7 @@ import threading
 before = library.record(0, 8)
 capture = threading.Thread(target=fake.fake_capture, args=(7, True)); capture.start(); capture.join()
 reached, on = library.follow(0, 9, before)
-begin, done = library.timed_copy(0, 9, array("Q"), [before])
+begin, done = library.timed_copy(library.open(0), array("Q"), [before])
 assert not done.query()
 done.synchronize()
 assert begin.elapsed_time(done) > 0
@@ -223,7 +245,8 @@ assert mode.value == 0  # as it was
 def test_what_the_driver_refuses_is_an_exception_that_names_its_error(built: Path) -> None:
     program = """
 fake.fake_refuse(1)
-for refused in (lambda: library.copy(0, 9, array("Q", [1, 1, 8]), []), lambda: library.record(5, 7)):
+out = library.open(0)
+for refused in (lambda: library.copy(out, array("Q", [1, 1, 8]), []), lambda: library.record(5, 7)):
     try:
         refused()
     except lane.DriverError as error:
@@ -244,8 +267,10 @@ BLOCK = 1 << 16
 memory = ctypes.create_string_buffer(8 * BLOCK)
 pattern = -(-ctypes.addressof(memory) // 512) * 512
 sources, blocks = (pattern + k * BLOCK for k in (3, 5))
+out, back = (library.open(0, turn) for turn in (BLOCK // 3, 3 * BLOCK))
 
-def whole(target, source): return array("Q", [target, source, BLOCK])
+def write(target, source):
+    fake.cuMemcpyAsync(*map(ctypes.c_uint64, (target, source)), ctypes.c_size_t(BLOCK), ctypes.c_void_p(7))
 
 def laid_out(rng, k):
     spans, offset, target, source = array("Q"), 0, blocks + k % 2 * BLOCK, sources + k % 2 * BLOCK
@@ -257,8 +282,8 @@ def laid_out(rng, k):
     return spans
 
 def storm(seed):
-    # As the engine works: stream 7 is the program, 9 the lane out, and 11 the lane back, which reads a block before the
-    # next group is written there. The program writes over its memory once a group has left it.
+    # As the engine works: stream 7 is the program, and the lane back reads a block before the next group is written
+    # there. The program writes over its memory once a group has left it.
     rng = random.Random(seed)
     fake.fake_seed(seed + 1)
     left, read, expected = {}, {}, []
@@ -268,20 +293,20 @@ def storm(seed):
         source, block = sources + k % 2 * BLOCK, blocks + k % 2 * BLOCK
         if k % 2 in left:
             library.follow(0, 7, left.pop(k % 2))
-        library.copy(0, 7, whole(source, pattern + k % 3 * BLOCK), [])
+        write(source, pattern + k % 3 * BLOCK)
         spans = laid_out(rng, k)
         after = [read[k % 2]] if k % 2 in read else []
         send = rng.choice((library.copy, lambda *all: library.timed_copy(*all)[1]))
-        done = left[k % 2] = send(0, 9, spans, after, 7)
-        back = array("Q")
+        done = left[k % 2] = send(out, spans, after, 7)
+        coming = array("Q")
         for target, start, nbytes in zip(*[iter(spans)] * 3):
             result = (ctypes.c_char * nbytes)()
-            back.extend((ctypes.addressof(result), target, nbytes))
+            coming.extend((ctypes.addressof(result), target, nbytes))
             expected.append((result, ctypes.string_at(pattern + k % 3 * BLOCK + start - source, nbytes)))
-        read[k % 2] = library.copy(0, 11, back, [done])
+        read[k % 2] = library.copy(back, coming, [done])
         for _ in range(rng.randrange(4)):
             fake.fake_go_on()
-    library.copy(0, 11, array("Q"), [], 7).synchronize()
+    library.copy(back, array("Q"), [], 7).synchronize()
     assert all(result.raw == bytes_ for result, bytes_ in expected), f"seed {seed}"
 """
 
@@ -303,14 +328,14 @@ storm(0)
 failed, before = 0, fake.fake_events()
 for call in range(1, 200):
     rng = random.Random(call)
-    library.copy(0, 7, whole(sources, pattern), [])
-    reader = library.copy(0, 11, array("Q"), [])
+    write(sources, pattern)
+    reader = library.copy(back, array("Q"), [])
     fake.fake_refuse(call % 6 + 1)
     try:
-        rng.choice((library.copy, library.timed_copy))(0, 9, laid_out(rng, 0), [reader], 7)
+        rng.choice((library.copy, library.timed_copy))(out, laid_out(rng, 0), [reader], 7)
     except lane.DriverError:
         failed += 1
-        assert fake.fake_pending(9) == 0, call
+        assert fake.fake_pending(101) == fake.fake_pending(102) == 0, call
     fake.fake_refuse(0)
     if call % 20 == 0:
         storm(call)

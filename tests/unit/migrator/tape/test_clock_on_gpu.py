@@ -96,6 +96,7 @@ def test_backward_s_thread_is_timed_whether_operators_are_recorded_or_not(record
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "with a graph break"])
 @pytest.mark.filterwarnings("default:TensorFloat32")
+@pytest.mark.filterwarnings("default:The .grad attribute")  # which Dynamo asks for, and hides
 def test_what_is_compiled_counts_as_a_whole(recorder: Recorder, backend: str, breaks: bool) -> None:
     """In backward, too. Its kernels are launched by no operator."""
     layers = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(2)).to("cuda", torch.bfloat16)
