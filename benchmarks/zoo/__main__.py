@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.zoo.program import PROGRAMS, SIZES, has_own, lacking, ranks
 from benchmarks.zoo.results import AGAIN, IN_TURNS, OK, OWN, PLAIN, Record, apart, in_turns, latest, read, table
-from benchmarks.zoo.run import UNAVAILABLE
+from benchmarks.zoo.run import DETERMINISTIC, UNAVAILABLE
 
 RUNNING: set[subprocess.Popen[str]] = set()
 ENDS = 40.0  # seconds that a program has after SIGTERM, to write what it learned; torchrun waits 30 for its ranks
@@ -67,7 +67,7 @@ class Driver:
     timeout: float
     until: float
     retry: bool = False
-    deterministic: bool = False
+    deterministic: str | None = None
     found: dict[tuple[str, str], Record] = field(default_factory=dict)
     _told: set[subprocess.Popen[str]] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -217,7 +217,9 @@ class Driver:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks(program)}"]
         command = [sys.executable, *(launcher if ranks(program) > 1 else []), "-m", "benchmarks.zoo.run", program]
         command += ["--size", self.size, "--steps", str(self.steps)]
-        command += ["--deterministic"] * self.deterministic + ["--checkpoint"] * (variant == OWN)
+        if self.deterministic is not None:
+            command += ["--deterministic", self.deterministic]
+        command += ["--checkpoint"] * (variant == OWN)
         log = self._log(name)
         began = time.monotonic()
         code, printed = call(command, environ, log, self.timeout)
@@ -334,7 +336,9 @@ def main() -> None:
     parser.add_argument("--retry", action="store_true", help="run again what failed")
     parser.add_argument("--alone", action="store_true", help="plain and tiers in turns, a program at a time")
     parser.add_argument(
-        "--deterministic", action="store_true", help="with PyTorch's deterministic kernels; take another DIR for it"
+        "--deterministic",
+        **DETERMINISTIC,
+        help="with PyTorch's deterministic kernels, or with those where there are any; take another DIR for it",
     )
     options = parser.parse_args()
     until = time.monotonic() + options.limit
