@@ -35,6 +35,11 @@ class PeaksOfCore:
         core = self._core()
         return (core.lap(PERIODS, with_present=True), core.retries()) if core is not None else (0, 0)
 
+    def delayed(self) -> float:
+        """Seconds for which requests have kept their callers so far, as pages were mapped, or made room for."""
+        core = self._core()
+        return core.delayed() if core is not None else 0.0
+
     def retries(self) -> int:
         """How often there was no room until what lay idle went back."""
         core = self._core()

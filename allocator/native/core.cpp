@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <set>
 
 #include "state.h"
@@ -28,6 +29,19 @@ void add(tn_stat &stat, int64_t amount) {
   stat.peak = std::max(stat.peak, stat.current);
   (amount > 0 ? stat.gained : stat.lost) += std::abs(amount);
 }
+
+// Adds for how long it lives.
+class Delay {
+ public:
+  explicit Delay(std::atomic<int64_t> &total) : total_(total) {}
+  ~Delay() { total_ += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin_).count(); }
+  Delay(const Delay &) = delete;
+  Delay &operator=(const Delay &) = delete;
+
+ private:
+  std::atomic<int64_t> &total_;
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
 
 }  // namespace
 
@@ -145,6 +159,7 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
                         Block **block) {
   Status status = fit_in(tier, bytes, stream, pool, heap_out, block);
   if (status != Status::Ok || *block) return status;
+  const Delay delay(delayed);
   Heap *place = *heap_out;
   const Range region = kept_in(place);
   uint64_t refused = 0;  // pages that the limit allows and the device does not give: other processes use it, too

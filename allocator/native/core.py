@@ -239,6 +239,10 @@ class Core:
             **{name: plain[name] for name in COUNTED},
         )
 
+    def delayed(self) -> float:
+        """Seconds for which requests have kept their callers so far, as pages were mapped, or made room for."""
+        return float(self._library.tn_delayed(self._core)) / 1e9
+
     def retries(self) -> int:
         """How often HBM was full and what lay idle went back, see `Counts`."""
         return int(self._library.tn_retries(self._core))

@@ -323,6 +323,8 @@ void tn_get_glance(tn_core *core, tn_glance *out) {
   *out = glance(*core);
 }
 
+int64_t tn_delayed(const tn_core *core) { return core->delayed; }
+
 int64_t tn_retries(tn_core *core) {
   std::lock_guard<std::mutex> guard(core->mutex);
   return core->stats.retries;

@@ -2,6 +2,7 @@
 // period and its layout; counters. `core.cpp` decides, `layout.cpp` foresees, `interface.cpp` locks and is called.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <list>
 #include <map>
@@ -111,8 +112,9 @@ struct tn_core {
   uint32_t period = 0;
   tiers::Plan plan;
   tn_stats stats{};
-  uint64_t maps = 0, unmaps = 0;  // of heaps that are gone
-  int64_t laps[TN_LAPS] = {};     // the most bytes needed after a request since each was last asked for
+  std::atomic<int64_t> delayed{0};  // nanoseconds, of requests for which pages were to be mapped
+  uint64_t maps = 0, unmaps = 0;    // of heaps that are gone
+  int64_t laps[TN_LAPS] = {};       // the most bytes needed after a request since each was last asked for
   // Requests for which no page is made beyond what is `expected` to be alive at most while others lie idle: those of
   // the one period without a layout, after others that had one. Best fit alone would leave up to 4% idle. To unmap that
   // costs a wait each, with the lock held, as where HBM is full; so there is an end to it even if no period ends.

@@ -137,6 +137,9 @@ class Peaks(Protocol):
     def restart(self) -> tuple[int, int]:
         """Begin a new peak, at what is in use; the one since the last restart, and what `retries` tells."""
 
+    def delayed(self) -> float:
+        """Seconds for which requests have kept their callers so far that memory was taken from the device for them."""
+
     def retries(self) -> int:
         """How often the allocator gave back what it had cached, as there was no room."""
 

@@ -48,6 +48,7 @@ class CudaCompute:
         memory = memory or Memory(peaks.PeaksOfPyTorch(device), renew=torch.cuda.empty_cache)
         self._peaks, self.aside, self.tidy, self.renew = memory
         self.lap = self._peaks.lap
+        self.delayed = self._peaks.delayed
         # PyTorch's own, without a frame of ours around them: both are asked for with every tensor that moves. What
         # `torch.cuda.current_stream` does with the first takes seven microseconds.
         self.stream: Callable[[], tuple[int, int, int]] = functools.partial(

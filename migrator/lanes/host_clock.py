@@ -19,11 +19,16 @@ class HostClock:
     ----------
     begin : event
         Of the device's, at which the period begins.
+    delayed : callable
+        Seconds for which requests for memory have kept the program so far that pages were mapped. A period that is
+        recorded maps thousands, of 80 us each, and those under a plan none.
     """
 
-    def __init__(self, begin: TimedEvent) -> None:
+    def __init__(self, begin: TimedEvent, delayed: Callable[[], float] = float) -> None:
+        self._delayed = delayed
+        self._delayed_before = delayed()
         self._since: float | None = time.perf_counter()  # when the program went on; None while it is we who work
-        self._own = 0.0  # seconds of this stretch
+        self._own = self._delay = 0.0  # seconds of this stretch
         self._behind = begin  # what the device had yet to pass as the stretch began
         self._began, self._ended = self._since, self._since
         self._stretches: list[_Stretch] = []
@@ -32,19 +37,22 @@ class HostClock:
         """The host came from the program to us."""
         if self._since is not None:
             self._ended = time.perf_counter()
-            self._own += self._ended - self._since
+            delay = self._delayed() - self._delayed_before
+            self._own += max(0.0, self._ended - self._since - delay)
+            self._delay += delay
             self._since = None
 
     def depart(self) -> None:
         """The host goes on with the program."""
+        self._delayed_before = self._delayed()
         self._since = time.perf_counter()
-        if not self._own:
+        if not self._own and not self._delay:
             self._began = self._since
 
     def stretch_over(self, behind: TimedEvent) -> None:
         """The next one begins, at the event after which the device has what is issued in it."""
-        self._stretches.append(_Stretch(self._own, self._began, self._ended, self._behind))
-        self._own, self._behind = 0.0, behind
+        self._stretches.append(_Stretch(self._own, self._delay, self._began, self._ended, self._behind))
+        self._own, self._delay, self._behind = 0.0, 0.0, behind
 
     def told(
         self, device: Sequence[float], when: Callable[[TimedEvent], float], ticks: Sequence[TimedEvent]
@@ -65,7 +73,7 @@ class HostClock:
         """
         own, joins = [], set()
         for number, (stretch, busy, tick) in enumerate(zip(self._stretches, device, ticks, strict=True)):
-            behind = when(stretch.behind) - stretch.began
+            behind = when(stretch.behind) - stretch.began - stretch.delay
             waited = behind > BEHIND and when(tick) - stretch.ended < IDLE
             own.append(max(0.0, stretch.own - behind - busy) if waited else stretch.own)
             if waited:
@@ -77,6 +85,7 @@ class _Stretch(NamedTuple):
     """What the host did from one position to the next: for how many seconds, from when to when, behind which event."""
 
     own: float
+    delay: float  # seconds besides, for memory
     began: float
     ended: float
     behind: TimedEvent

@@ -119,7 +119,7 @@ class CudaMeter:
             compute.hold_up(HOLD)  # before the period begins, so that it is no part of it
         self._begin = self.mark()
         self._ticks: list[TimedEvent] = []
-        self._host = HostClock(self._begin)
+        self._host = HostClock(self._begin, compute.delayed)
         self._others: list[tuple[int, int]] = []  # of a stretch: the most in its parts, and after the last of them
         self._left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
         self._highest = 0  # bytes in use, since the last tick or part

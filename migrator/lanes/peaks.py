@@ -57,6 +57,10 @@ class PeaksOfPyTorch:
             _plain_reset(self._device)
         return peak
 
+    def delayed(self) -> float:
+        """Nothing: PyTorch does not count that."""
+        return 0.0
+
     def retries(self) -> int:
         """How often PyTorch's allocator has flushed its cache because a request exceeded the budget."""
         return int(_plain_stats(self._device)["num_alloc_retries"])

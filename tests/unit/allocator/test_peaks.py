@@ -49,3 +49,11 @@ def test_requests_for_which_idle_pages_went_back_are_retries(core: Core) -> None
     core.free(core.allocate(64 * MiB, stream=3))
     assert peaks.retries() == core.counts().retries == 1
     assert peaks.restart() == (64 * MiB, 1)
+
+
+def test_requests_are_delayed_by_pages_that_are_mapped_for_them_alone(core: Core) -> None:
+    peaks = PeaksOfCore(lambda: core)
+    core.free(core.allocate(64 * MiB))
+    delayed = peaks.delayed()
+    core.free(core.allocate(64 * MiB))
+    assert peaks.delayed() == delayed > 0

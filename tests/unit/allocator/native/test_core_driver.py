@@ -24,7 +24,7 @@ HBM, DRAM = 0, 1
 core = Core("cuda", hbm=64 * MiB, dram=64 * MiB)
 
 def work(stream):  # something for a stream to do that is not done before somebody waits
-    library.copy(0, stream, array("Q"), []); assert fake.fake_pending(stream)
+    library.record(0, stream); assert fake.fake_pending(stream)
 
 def held(): return sum(block["kind"] == 3 for block in core.blocks())
 """
@@ -98,7 +98,7 @@ core.plan(Foreseen(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, 
 block = {given_back}
 core.free(block); core.lap()
 assert core.lap() == {needed} * MiB, core.lap()
-library.copy(0, 9, array("Q"), []).synchronize()
+library.record(0, 9).synchronize()
 """
     holds(built, program)
 
@@ -110,7 +110,7 @@ core.free(core.allocate(8 * MiB, stream=7))
 fake.fake_kernels(False)  # what is at work there reads nothing of this
 work(3); core.trim()
 assert fake.fake_pending(3) and core.counts().hbm == 0
-library.copy(0, 3, array("Q"), []).synchronize()
+library.record(0, 3).synchronize()
 """
     holds(built, program)
 
@@ -182,7 +182,7 @@ core.used_on(block, 8); core.used_on(block, 9)
 work(9)
 core.free(block)
 assert core.allocate(8 * MiB, stream=7) != block and held() == 1
-library.copy(0, 9, array("Q"), [], 8).synchronize()
+library.wait(0, 9, library.record(0, 8)); library.record(0, 9).synchronize()
 assert core.allocate(8 * MiB, stream=7) == block
 """
     holds(built, program)
@@ -198,7 +198,7 @@ for block in blocks:
 before = fake.fake_queries()
 core.allocate(MiB, stream=7)
 assert held() == 20 and fake.fake_queries() == before + 2
-library.copy(0, 8, array("Q"), []).synchronize(); library.copy(0, 9, array("Q"), []).synchronize()
+library.record(0, 8).synchronize(); library.record(0, 9).synchronize()
 core.allocate(MiB, stream=7)
 assert held() == 0
 """
@@ -231,7 +231,7 @@ def held_up(count):
     for block in blocks:
         core.used_on(block, 9); core.free(block)
     best = min(timed() for _ in range(5))
-    library.copy(0, 9, array("Q"), []).synchronize()
+    library.record(0, 9).synchronize()
     core.allocate(512, stream=7)
     assert held() == 0
     return best
@@ -251,11 +251,11 @@ block = core.allocate(8 * MiB, stream=7)
 core.used_on(block, 8); core.used_on(block, 9)
 fake.fake_capture(9, True)
 core.free(block)
-library.copy(0, 8, array("Q"), []).synchronize()
+library.record(0, 8).synchronize()
 core.allocate(MiB); assert held() == 1
 fake.fake_capture(9, False)
 core.allocate(MiB)
-library.copy(0, 9, array("Q"), []).synchronize()
+library.record(0, 9).synchronize()
 core.allocate(MiB); assert held() == 0
 """
     holds(built, program)
@@ -271,7 +271,7 @@ core.free(block)
 assert held() == 1
 fake.fake_refuse(0)
 core.allocate(MiB)
-for stream in (8, 9): library.copy(0, stream, array("Q"), []).synchronize()
+for stream in (8, 9): library.record(0, stream).synchronize()
 core.allocate(MiB); assert held() == 0
 """
     holds(built, program)
@@ -358,7 +358,7 @@ core.free(block)
 core.free(idle); work(7)
 other = core.allocate(48 * MiB, stream=6)
 assert core.on(other, HBM) == 48 * MiB  # of what lay idle
-library.copy(0, 8, array("Q"), []).synchronize()
+library.record(0, 8).synchronize()
 core.free(other); core.trim()
 assert core.counts().hbm == held() == 0
 end()
@@ -388,7 +388,7 @@ def test_a_thread_without_a_context_frees_and_allocates_like_any_other(built: Pa
 from concurrent.futures import ThreadPoolExecutor
 def use():
     block = core.allocate(8 * MiB, stream=7); core.used_on(block, 9); work(9); core.free(block)
-    library.copy(0, 9, array("Q"), []).synchronize()
+    library.record(0, 9).synchronize()
 def settle(): core.allocate(MiB); core.trim(); return held(), fake.fake_contexts()
 for step in (use, settle):
     with ThreadPoolExecutor(1) as fresh: assert fresh.submit(step).result() in (None, (0, 0))
@@ -442,13 +442,18 @@ streams, private, used, reads, pools = (1, 2, 3), 100, {}, [], {0: 0}
 
 def at(buffer): return ctypes.addressof(buffer)
 
+library.record(0, 1)  # from here on this thread has a context
+
+def copy(target, source, stream):
+    fake.cuMemcpyAsync(*map(ctypes.c_uint64, (target, source)), ctypes.c_size_t(SPAN), ctypes.c_void_p(stream))
+
 def take():
     stream, pool = dice.choice(streams), dice.choice((0, 0, 0, private))
     nbytes = dice.choice((SPAN, 300_000, MiB, 2 * MiB, 3 * MiB, 7 * MiB))
     block = core.allocate(nbytes, stream, pool)
     pattern = ctypes.create_string_buffer(bytes([dice.randrange(1, 256)]) * SPAN, SPAN)
     places = (block, block + nbytes - SPAN)
-    library.copy(0, stream, array("Q", [n for place in places for n in (place, at(pattern), SPAN)]), [])
+    for place in places: copy(place, at(pattern), stream)
     used[block] = (stream, places, pattern, pool)
     pools[pool] = pools.get(pool, 0) + 1
 
@@ -462,7 +467,8 @@ def drop():
         core.used_on(block, reader)
     for place in places:
         found = ctypes.create_string_buffer(SPAN)
-        library.copy(0, reader, array("Q", [at(found), place, SPAN]), [], stream)
+        library.wait(0, reader, library.record(0, stream))
+        copy(at(found), place, reader)
         reads.append((found, pattern))
     core.free(block)
     pools[pool] -= 1

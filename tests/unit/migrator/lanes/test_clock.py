@@ -110,6 +110,9 @@ class Peaks:
     def retries(self) -> int:
         return self.flushes
 
+    def delayed(self) -> float:
+        return 0.0
+
 
 @pytest.fixture
 def peaks() -> Peaks:

@@ -19,7 +19,8 @@ class Program:
         self._passed: dict[object, float] = {}
         self._ticks: list[Any] = []
         self._busy: list[float] = []
-        self._host = HostClock(self._event(0.0))
+        self._delayed = 0.0
+        self._host = HostClock(self._event(0.0), lambda: self._delayed)
 
     def _event(self, at: float) -> Any:
         event = object()
@@ -35,6 +36,11 @@ class Program:
         self._host.stretch_over(self._ticks[-1])
         self._clock.return_value += ours
         self._host.depart()
+
+    def is_kept_for_memory(self, seconds: float) -> None:
+        """Have pages mapped, in the middle of a stretch."""
+        self._clock.return_value += seconds
+        self._delayed += seconds
 
     def told(self) -> tuple[tuple[float, ...], frozenset[int]]:
         return self._host.told(self._busy, self._passed.__getitem__, self._ticks)
@@ -71,3 +77,18 @@ def test_a_host_that_is_slower_than_the_device_all_along_has_not_waited(program:
     for second in range(1, 5):
         program.goes_on(1.0, device=float(second))
     assert program.told() == ((1.0,) * 4, frozenset())
+
+
+def test_what_pages_take_to_map_is_not_the_program_s(program: Program) -> None:
+    program.goes_on(1.0, device=1.0)
+    program.is_kept_for_memory(4.0)
+    program.goes_on(2.0, device=7.0)
+    assert program.told() == ((1.0, 2.0), frozenset())
+
+
+def test_a_host_that_is_kept_until_the_device_is_idle_has_not_waited_for_it(program: Program) -> None:
+    """As to unmap pages is to wait for whoever reads them."""
+    program.goes_on(1.0, device=6.0)
+    program.is_kept_for_memory(5.0)
+    program.goes_on(1.0, device=7.0)
+    assert program.told() == ((1.0, 1.0), frozenset())

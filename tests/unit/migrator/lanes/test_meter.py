@@ -77,6 +77,9 @@ class FakeCompute:
         peak, self.highest = self.highest, 0
         return peak
 
+    def delayed(self) -> float:
+        return 0.0
+
     class Point:
         def __init__(self, compute: FakeCompute) -> None:
             self._compute = compute
