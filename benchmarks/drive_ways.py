@@ -30,14 +30,16 @@ from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import DEPTH, STRIPE, NvmeStore
 from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
 from torch_tiers.allocator.sizes import GiB, format_size, parse_size
+from torch_tiers.migrator.engine import native
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct, DirectWay
 from torch_tiers.migrator.engine.direct.parcel import DirectParcel
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.group import NEVER, Group
-from torch_tiers.migrator.engine.moved import Saved
+from torch_tiers.migrator.engine.tensors import Saved
 from torch_tiers.migrator.runtime.devices import lanes, open_device
 from torch_tiers.migrator.telemetry.counters import Counters
+from torch_tiers.places import cache_directory
 
 AHEAD = 6  # groups that may be in HBM again
 
@@ -108,9 +110,14 @@ class ByEngine:
             register = (None, None) if compat else (cufile.register, cufile.deregister)
             rings = [Ring(device, SLOTS, SLOT_BYTES, *register) for _ in range(2)]
             way = DirectWay(self._store, rings[0], rings[1])
-            self._direct = Direct(way, *lanes(device, ("gds_write", "gds_read"), counters, native=True), counters)
+            self._direct = Direct(way, *lanes(device, ("gds_write", "gds_read"), counters), counters)
         self._engine = Engine(
-            self._device.compute, self._device.out, self._device.back, self._backing, direct=self._direct
+            self._device.compute,
+            self._device.out,
+            self._device.back,
+            self._backing,
+            native.load(native.MODULE.build(cache_directory())),
+            self._direct,
         )
         self._data = torch.randint(256, (self._group,), dtype=torch.uint8, device=device)
         self._groups: list[Sent] = []

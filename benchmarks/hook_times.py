@@ -24,7 +24,6 @@ import torch
 import torch_tiers as tiers
 from benchmarks import workloads
 from benchmarks.alternate import host_us
-from torch_tiers.allocator.native import lane
 from torch_tiers.migrator.hooks.stack import Hooks, OnStack
 from torch_tiers.migrator.lanes import Event, Piece, Stream
 from torch_tiers.migrator.lanes.host import HostEvent
@@ -169,8 +168,7 @@ def saves_only() -> Callable[[], torch.Tensor]:
 
 def report(dram: str, *, by_call: bool = False) -> None:
     """Print both numbers, each under the policy that brings it about."""
-    lanes = "native" if lane.load() else "PyTorch's, as the native library or a driver for it was not found"
-    print(f"lanes: {lanes}; host {host_us():.0f} us", flush=True)
+    print(f"host {host_us():.0f} us", flush=True)
     step = workloads.small_gpt("cuda").step if torch.cuda.is_available() else saves_only()
     for policy in ("auto", "move"):  # with room for everything the first keeps it all
         times = hook_times(step, {"policy": policy, "dram": dram}, by_call=by_call)

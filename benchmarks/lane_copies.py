@@ -247,8 +247,8 @@ def table(measured: Sequence[Row]) -> str:
     )
 
 
-def ways_on(device: torch.device) -> tuple[str, dict[str, dict[str, Way]]]:
-    """The kind of our lanes, and for each direction the ways by name."""
+def ways_on(device: torch.device) -> dict[str, dict[str, Way]]:
+    """For each direction the ways by name."""
     arena = DramArena(2 * WINDOW, pinned=True, step=2 * WINDOW)
     blocks = {lane: arena.allocate(WINDOW) for lane in DIRECTIONS["both"]}
     if not arena.pinned:
@@ -262,7 +262,7 @@ def ways_on(device: torch.device) -> tuple[str, dict[str, dict[str, Way]]]:
     split = {way: Ours(lanes, ours, way) for way in SPLIT}
     whole = {PLAIN: Plain(plain, streams)}
     chunked = {f"{PLAIN}, {format_size(chunk)} chunks": Plain(plain, streams, chunk) for chunk in CHUNKS}
-    return type(lanes.out).__name__, {
+    return {
         "d2h": {**whole, **one, **split},
         "h2d": {**whole, **one},
         "both": {**whole, **chunked, **one, **split},
@@ -277,9 +277,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("no GPU that torch can use: nothing to copy to")
     device = torch.device("cuda", torch.cuda.current_device())
-    lanes, ways = ways_on(device)
     clocks, measured = [sm_clock()], []
-    for direction, by_name in ways.items():
+    for direction, by_name in ways_on(device).items():
         for size in SIZES:
             timed = {name: partial(seconds, way, direction, size) for name, way in by_name.items()}
             measured += rows(direction, size, self_timed(timed, options.rounds))
@@ -289,10 +288,10 @@ def main() -> None:
                 raise SystemExit(f"{direction}: what arrived is not what was sent")
         clocks.append(sm_clock())
     if options.json:
-        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "lanes": lanes, "sm_clocks": clocks}
+        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "sm_clocks": clocks}
         kept = {**facts, "rounds": options.rounds, "rows": [asdict(row) for row in measured]}
         options.json.write_text(json.dumps(kept, indent=1) + "\n")
-    print(f"lanes: {lanes}; SM clock, MHz: {clocks}; {options.rounds} rounds")
+    print(f"SM clock, MHz: {clocks}; {options.rounds} rounds")
     print(table(measured))
     judged = list(demands(measured))
     for holds, text in judged:

@@ -83,8 +83,7 @@ class LinksConfig:
 class Config:
     """What the user asked for; ``Config()`` is the defaults.
 
-    What the hooks do with each tensor is native where there is a GPU and a compiler (`native` is auto), always or
-    never; if never, copies are asked for through PyTorch, too. With `replay` saved tensors may be dropped, and are made
+    With `replay` saved tensors may be dropped, and are made
     again by the operators that made them; without it nothing is recomputed. Processes share the capacities of a node
     with those that name the same `ledger`, a directory; None means the user's own, which all of his processes on the
     node see.
@@ -97,7 +96,6 @@ class Config:
     nvme: NvmeConfig = field(default_factory=NvmeConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
-    native: Literal["auto", "on", "off"] = "auto"
     replay: bool = True
     ledger: Path | None = None
     run: Path | None = None

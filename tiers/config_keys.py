@@ -18,7 +18,6 @@ from torch_tiers.migrator.policies import MODULES
 ALLOCATORS = ("off", "torch", "pages")
 USUAL_ALLOCATOR: Literal["pages"] = "pages"  # of who asks for tiers and configures none, by whatever way
 GDS_MODES = ("require", "prefer", "off")
-NATIVE_MODES = ("auto", "on", "off")
 KNOWN_POLICIES = tuple(MODULES)
 
 
@@ -178,7 +177,6 @@ KEYS = (
     Key("links.disk_read", RATE),
     Key("links.gds_write", RATE),
     Key("links.gds_read", RATE),
-    Key("native", _one_of(NATIVE_MODES), "TIERS_NATIVE"),
     Key("replay", FLAG, "TIERS_REPLAY"),
     Key("ledger", PATH, "TIERS_LEDGER", guarded=True),
     Key("run", PATH, "TIERS_RUN", leads=True),

@@ -44,7 +44,7 @@ class Finding:
 class TorchFacts:
     """PyTorch as installed: version, the CUDA it was built for, whether it sees a GPU and loads tiers.
 
-    `obstacle` says what keeps our allocator from being put under it, `hooks_obstacle` the native part of the hooks from
+    `obstacle` says what keeps our allocator from being put under it, `hooks_obstacle` the C++ part of the hooks from
     being built; None if nothing does.
     """
 
@@ -81,7 +81,8 @@ def examine(
     yield from _torch(topology, torch)
     if topology.gpus and torch is not None:
         yield _pages(config, torch)
-        yield _hooks(config, torch)
+    if torch is not None:
+        yield _hooks(torch)
     yield from _gpus(topology)
     yield _kvikio(topology)
     yield _gds(topology, config.nvme, ways)
@@ -121,12 +122,11 @@ def _pages(config: Config, torch: TorchFacts) -> Finding:
     return Finding("allocator pages", "degraded", torch.obstacle, "PyTorch's own is used, with the migrator")
 
 
-def _hooks(config: Config, torch: TorchFacts) -> Finding:
-    if config.native == "off":
-        return Finding("hooks", "ok", "in Python, by native = off")
+def _hooks(torch: TorchFacts) -> Finding:
     if torch.hooks_obstacle is None:
         return Finding("hooks", "ok", "what they do with each tensor can be compiled for this torch")
-    return Finding("hooks", "degraded", torch.hooks_obstacle, "they take twice the host's time in Python")
+    advice = "mend that: what they do with each tensor is compiled at first use; until then nothing trains with tiers"
+    return Finding("hooks", "missing", torch.hooks_obstacle, advice)
 
 
 def _gpus(topology: Topology) -> Iterator[Finding]:

@@ -29,7 +29,6 @@ from torch_tiers.config_keys import USUAL_ALLOCATOR
 from torch_tiers.drives import Drives
 from torch_tiers.log import set_up
 from torch_tiers.migrator.engine import native
-from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import DirectWay
 from torch_tiers.migrator.engine.tensors import Tensors
@@ -94,16 +93,15 @@ class Session:
                 strict=config.hbm.strict,
                 enforce=config.hbm.capacity is not None and config.allocator != "pages",
                 backing=self._make_backing,
+                tensors=self._tensors,
                 direct=self._direct_way,
                 refuse=refuse,
                 pages=paging.installed,
                 links=self._links(),
                 advisor=self._monitor,
-                tensors=self._tensors,
                 recorder=self._recorder,
                 # Not earlier: by now the program has its own handlers, and who never trains is left alone.
                 armed=self._before_sigterm.set if self._run is not None else lambda: None,
-                native_lanes=config.native != "off",
                 timeline=self._timeline,
             )
         )
@@ -127,12 +125,18 @@ class Session:
         return links_from(asdict(self._config.links), disk=nvme > 0, below=dram + nvme, dram=dram)
 
     def _tensors(self) -> Tensors:
-        if self._config.native == "on":
-            try:
-                return native.load(native.MODULE.build(cache_directory()))
-            except CannotBuild as error:
-                raise CannotBuild(f"{error}; with TIERS_NATIVE=auto the hooks go on in Python") from error
-        return native.best(cache_directory()) if self._natively else in_python
+        """The C++ part of the hooks.
+
+        Raises
+        ------
+        CannotBuild
+            If it is not there and cannot be compiled here.
+        """
+        try:
+            return native.load(native.MODULE.build(cache_directory()))
+        except CannotBuild as error:
+            way_out = "or run without tiers: unset TIERS_ALLOCATOR, or leave tiers.session out"
+            raise CannotBuild(f"{error}. Nothing can train with tiers before that is mended; {way_out}") from error
 
     def _recorder(self) -> Recorder | None:
         if not (self._config.replay and recomputes(self._config.policy)):
@@ -142,11 +146,6 @@ class Session:
             log.warning("nothing is recomputed: %s", recorder)
             return None
         return recorder
-
-    @property
-    def _natively(self) -> bool:
-        """Whether C++ is to be built for what runs with every tensor."""
-        return self._config.native == "on" or (self._config.native == "auto" and torch.cuda.is_available())
 
     def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
         shares, nvme = self._shares, self._config.nvme
@@ -331,8 +330,6 @@ class session(contextlib.AbstractContextManager[Session]):
         A report of ``tiers probe``.
     links_d2h, links_h2d, links_disk_write, links_disk_read, links_gds_write, links_gds_read : float, optional
         Bytes per second of each lane, as measured.
-    native : {"auto", "on", "off"}, optional
-        Whether what the hooks do with each tensor is compiled.
     replay : bool, optional
         Whether what is dropped is made again by the operators that made it.
     ledger : path, optional
@@ -377,7 +374,6 @@ class session(contextlib.AbstractContextManager[Session]):
         links_disk_read: float | None = None,
         links_gds_write: float | None = None,
         links_gds_read: float | None = None,
-        native: Literal["auto", "on", "off"] | None = None,
         replay: bool | None = None,
         ledger: Place | None = None,
         run: Place | None = None,

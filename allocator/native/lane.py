@@ -10,6 +10,8 @@ from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from torch_tiers.allocator.errors import TiersError
+
 LIBRARY = Path(__file__).with_name("libtiers_lane.so")
 """Where the build puts it. By hand: ``g++ -std=c++17 -O2 -shared -fPIC lane*.cpp -o libtiers_lane.so -ldl``."""
 
@@ -22,6 +24,10 @@ log = logging.getLogger("tiers")
 
 Spans: TypeAlias = "array[int]"
 """An ``array("Q")`` of three numbers a span: address to copy to, address to copy from, bytes."""
+
+
+class NoLane(TiersError):
+    """Nothing can be copied to or from a GPU here; the text says what is missing."""
 
 
 class DriverError(RuntimeError):
@@ -198,10 +204,21 @@ class Library:
             self._refused.value = -1  # said, for all of the process
 
 
-def load(path: Path = LIBRARY) -> Library | None:
-    """The library; None where it was not built, or there is no driver."""
+def load(path: Path = LIBRARY) -> Library:
+    """The library.
+
+    Raises
+    ------
+    NoLane
+        If it was not built, or there is no driver.
+    """
     try:
         library = Library(path)
-    except OSError:
-        return None
-    return library if library.available else None
+    except OSError as error:
+        raise NoLane(
+            f"the native library for copies cannot be loaded ({error}): torch-tiers was installed without it; install "
+            "it again where a C++ compiler is"
+        ) from error
+    if not library.available:
+        raise NoLane("libcuda.so.1 was not found, or lacks what copies need: install NVIDIA's driver, or a newer one")
+    return library

@@ -22,14 +22,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 from torch_tiers.allocator.errors import TierFull
-from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct
 from torch_tiers.migrator.engine.direct.parcel import DirectParcel, Source
 from torch_tiers.migrator.engine.group import NEVER, Claim, ClaimOn, Group, State, unclaimed
-from torch_tiers.migrator.engine.moved import Saved, nothing
 from torch_tiers.migrator.engine.parcel import Parcel
-from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.engine.tensors import Saved, Tensors
 from torch_tiers.migrator.lanes import Compute, Event, Lane, Leaving, Meter, Stream, whole
 from torch_tiers.migrator.lanes.promised import PromisedEvent
 from torch_tiers.migrator.plan import READ_AHEAD
@@ -77,7 +75,7 @@ class Engine:
         out: Lane,
         back: Lane,
         backing: Backing,
-        tensors: Tensors = in_python,
+        tensors: Tensors,
         direct: Direct | None = None,
     ) -> None:
         self.compute = compute
@@ -210,7 +208,7 @@ class Engine:
             self._send_after_all(group, parcel, error)
             return
         del self._leaving[group]
-        self.tensors.let_go(group.members, self.empty)
+        self.tensors.let_go(group.members)
         group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)
@@ -230,10 +228,6 @@ class Engine:
             return
         group.state = State.LEAVING
         self._leaving[group] = self._waiting[group] = None
-
-    def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor without memory."""
-        return nothing(dtype, self.compute.device)
 
     # ------------------------------------------------------------------------------------- back
 
@@ -434,7 +428,7 @@ class Engine:
                     self.compute.outlast(event, group.stream)
         finally:  # Ctrl-C, for one
             group.buffer = None
-            self.tensors.let_go(group.members, self.empty)  # which the period's list of storages knows until its end
+            self.tensors.let_go(group.members)  # which the period's list of storages knows until its end
             group.members.clear()
             group.state = State.GONE
             parcel, group.parcel = group.parcel, None

@@ -9,7 +9,7 @@ The life of a group::
     HOME      one buffer in HBM holds, or is about to hold, all of it; its tensors are views of it
     GONE      nobody refers to it any more
 
-References point upwards only. What autograd holds (`moved.Moved`) refers to a `Saved`, that to its
+References point upwards only. What autograd holds (`tensors.Moved`) refers to a `Saved`, that to its
 group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
 reference count. All that a graph holds of one group shares a `Claim`, so that the engine hears of a
 group's death once. That may come anywhere, also while the engine holds its lock; therefore it is only
@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_tiers.migrator.engine.direct.parcel import DirectParcel
-from torch_tiers.migrator.engine.moved import Saved
 from torch_tiers.migrator.engine.parcel import Parcel
+from torch_tiers.migrator.engine.tensors import Saved
 from torch_tiers.migrator.lanes import Stream
 
 NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for

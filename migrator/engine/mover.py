@@ -16,7 +16,7 @@ from torch_tiers.allocator.errors import TierFull
 from torch_tiers.migrator.engine.engine import EVERY, Engine
 from torch_tiers.migrator.engine.filling import Filling
 from torch_tiers.migrator.engine.group import State
-from torch_tiers.migrator.engine.moved import Moved, Saved
+from torch_tiers.migrator.engine.tensors import Moved, Saved
 from torch_tiers.migrator.hooks.actions import Action, Go, Recompute, Stay
 from torch_tiers.migrator.hooks.packed import Look
 from torch_tiers.migrator.lanes import Stream
@@ -482,7 +482,7 @@ class Mover:
 
 
 def _is_part(tensor: Tensor, saved: Saved) -> bool:
-    """Whether others may share its bytes that come right after it: see `storages._is_beside`."""
+    """Whether others may share its bytes that come right after it: see `is_beside` of `native/storages.h`."""
     return tensor._base is None and tensor.grad_fn is None and tensor.nbytes < saved.nbytes
 
 

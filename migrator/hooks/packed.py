@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.engine.group import State
-from torch_tiers.migrator.engine.moved import Moved
+from torch_tiers.migrator.engine.tensors import Moved
 from torch_tiers.migrator.hooks.actions import Stay
 from torch_tiers.migrator.recompute.dropped import MODIFIED, Dropped, Recomputed
 

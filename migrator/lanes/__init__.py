@@ -21,7 +21,7 @@ from torch_tiers.migrator.telemetry.transfers import Transfer
 from torch_tiers.migrator.timing import Lap
 
 if TYPE_CHECKING:
-    from torch_tiers.migrator.engine.moved import Saved
+    from torch_tiers.migrator.engine.tensors import Saved
     from torch_tiers.migrator.lanes.meter import Measures
 
 SLOT = 512
@@ -38,10 +38,7 @@ Stream = Hashable
 
 
 class Piece(NamedTuple):
-    """Bytes to copy: `nbytes` of them from byte `start` of `source` to byte `at` of `target`.
-
-    The pieces of one copy that are smaller than `FULL_SPEED` share their target.
-    """
+    """Bytes to copy: `nbytes` of them from byte `start` of `source` to byte `at` of `target`."""
 
     target: torch.UntypedStorage
     at: int
@@ -63,7 +60,7 @@ class Leaving:
     nbytes : int
         Of all members.
     spans : callable
-        That of `migrator.engine.moved`.
+        `Tensors.spans` of `migrator.engine.tensors`.
     """
 
     members: list[Saved]

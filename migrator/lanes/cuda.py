@@ -1,39 +1,36 @@
-"""Compute and lanes on a GPU: CUDA streams. Nothing here blocks the host."""
+"""Compute and lanes on a GPU: CUDA streams, asked of the driver by the native library. Nothing here blocks the host."""
 
 from __future__ import annotations
 
 import functools
 import threading
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
 
-from torch_tiers.allocator.sizes import PAGE, MiB, round_up
+from torch_tiers.allocator.native import lane
 from torch_tiers.migrator.lanes import (
-    FULL_SPEED,
-    SLOT,
     TIMED,
     TIMED_EVERY,
     Event,
+    Leaving,
     Memory,
     OperatorClock,
     Piece,
     Stream,
     at_full_speed,
-    flat,
     peaks,
 )
-from torch_tiers.migrator.lanes.laps import Gap, Laps, TimedEvent
+from torch_tiers.migrator.lanes.laps import Gap, Laps
 from torch_tiers.migrator.lanes.meter import CudaMeter
 from torch_tiers.migrator.lanes.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
 from torch_tiers.migrator.timing import Lap
 
-STAGING = 16 * MiB  # gathered bytes per DMA: the link's full speed
 CLOCK = 1.5e9  # cycles a second of a GPU whose clock PyTorch does not tell: somewhat less than today's have
 
 
@@ -42,8 +39,11 @@ class CudaCompute:
 
     counts = True
 
-    def __init__(self, device: torch.device, counters: Counters, memory: Memory | None = None) -> None:
+    def __init__(
+        self, device: torch.device, counters: Counters, library: lane.Library, memory: Memory | None = None
+    ) -> None:
         self.device = device
+        self._library = library
         # Our own allocator, where it is there, knows by itself what to give back; see `PageAllocator.expect_news`.
         memory = memory or Memory(peaks.PeaksOfPyTorch(device), renew=torch.cuda.empty_cache)
         self._peaks, self.aside, self.tidy, self.renew = memory
@@ -65,29 +65,25 @@ class CudaCompute:
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def mark(self, stream: Stream) -> TimedEvent:
-        return _mark(wrapped(stream))
+    def mark(self, stream: Stream) -> lane.TimedEvent:
+        return self._library.record(self.device.index, wrapped(stream).cuda_stream)
 
     def follow(self, stream: Stream, event: Event) -> Gap | None:
         """Let `stream` go on only after `event`; when it got there and when it went on, or None if that was passed."""
-        assert isinstance(event, torch.cuda.Event)
-        if event.query():
-            return None
-        reached = self.mark(stream)
-        wrapped(stream).wait_event(event)
-        return reached, self.mark(stream)
+        assert isinstance(event, lane.Event)
+        return self._library.follow(self.device.index, wrapped(stream).cuda_stream, event)
 
     def hold(self, stream: Stream, event: Event) -> None:
         """Let `stream` go on only after `event`."""
-        assert isinstance(event, torch.cuda.Event)
-        wrapped(stream).wait_event(event)
+        assert isinstance(event, lane.Event)
+        self._library.wait(self.device.index, wrapped(stream).cuda_stream, event)
 
     def time_waits(self, periods: int) -> None:
         self._laps.stand_for = periods
 
     def wait(self, event: Event, cause: str, stream: Stream) -> None:
         timed = self._laps.stand_for or self.waited is not None or self.capturing()
-        reached: TimedEvent | None = None
+        reached: lane.TimedEvent | None = None
         if isinstance(event, PromisedEvent):
             if timed and not event.is_there:
                 reached = self.mark(stream)  # before the host waits, while which the stream runs dry
@@ -129,7 +125,7 @@ class CudaCompute:
         return self._laps.idle()
 
     def when(self, event: Event, recorded: float) -> float:
-        return self._laps.when(cast("TimedEvent", event), recorded)
+        return self._laps.when(cast("lane.TimedEvent", event), recorded)
 
     def close(self) -> None:
         self._laps.close(capturing=self.capturing())
@@ -191,33 +187,42 @@ def wrapped(stream: Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind)
 
 
-def _mark(stream: torch.cuda.Stream, *, timed: bool = True) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=timed)
-    event.record(stream)
-    return event
+class CudaLane:
+    """A lane of the native library; a copy takes few calls of the driver, and its pieces leave as they lie."""
 
-
-def _set_stream(stream: tuple[int, int, int]) -> None:
-    # What `with torch.cuda.stream(...)` does, without the fifteen microseconds around it.
-    number, device, kind = stream
-    torch._C._cuda_setStream(stream_id=number, device_index=device, device_type=kind)
-
-
-class TimedLane:
-    """What lanes of a GPU have in common: now and then they time a copy."""
-
-    def __init__(self, device: torch.device, name: str, counters: Counters) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, name: str, counters: Counters, library: lane.Library) -> None:
         self._name = name
         self._counters = counters
+        self._library = library
+        self._lane = library.open(device.index)
         # Several threads may train on the device, and a lane takes one copy at a time.
         self._submitting = threading.RLock()
-        self._timed: deque[tuple[int, TimedEvent, TimedEvent]] = deque()
+        self._timed: deque[tuple[int, lane.TimedEvent, lane.TimedEvent]] = deque()
         self._asking = threading.Lock()
         self._untimed = TIMED_EVERY  # bytes since a copy was timed
 
+    def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> lane.Event:
+        if isinstance(pieces, Leaving):  # in one call
+            total, spans = pieces.nbytes, array("Q", pieces.spans(pieces.members, pieces.block.data_ptr()))
+        else:
+            pieces = tuple(pieces)
+            total, spans = sum(piece.nbytes for piece in pieces), array("Q")
+            for target, at, source, start, nbytes in pieces:
+                spans.extend((target.data_ptr() + at, source.data_ptr() + start, nbytes))
+        stream = None if behind is None else wrapped(behind).cuda_stream
+        submission = (self._lane, spans, cast("Sequence[lane.Event]", after), stream)
+        with self._submitting:
+            done: lane.Event
+            if self._is_timed(pieces, total):
+                begin, done = self._library.timed_copy(*submission)
+                self._timed.append((total, begin, done))
+            else:
+                done = self._library.copy(*submission)
+        self._counters.moved[self._name] += total
+        return done
+
     def over(self, since: Event) -> list[Transfer]:
-        start = cast("TimedEvent", since)
+        start = cast("lane.TimedEvent", since)
         found: list[Transfer] = []
         with self._asking:  # a query lets other threads go on, and each ends periods of its own
             while self._timed and self._timed[0][2].query():
@@ -234,118 +239,6 @@ class TimedLane:
         self._untimed = 0
         return True
 
-
-class CudaLane(TimedLane):
-    """A CUDA stream made once. Small pieces that leave are gathered on the GPU and go as one DMA."""
-
-    def __init__(self, device: torch.device, name: str, counters: Counters) -> None:
-        super().__init__(device, name, counters)
-        self._stream = torch.cuda.Stream(device)
-        self._staging: torch.Tensor | None = None
-
-    def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> Event:
-        if behind is not None:
-            after = (*after, _mark(wrapped(behind), timed=False))
-        small: list[Piece] = []
-        large: list[Piece] = []
-        for piece in pieces:
-            # Gathered on the lane's own stream, whose copy engine idles meanwhile: larger ones would lose by it.
-            (small if piece.nbytes < FULL_SPEED and piece.source.is_cuda else large).append(piece)
-        nbytes = sum(piece.nbytes for piece in (*small, *large))
-        with self._submitting:
-            if self._is_timed((*small, *large), nbytes):
-                begin = self._reach(after)
-                done = self._carry_out(large, small, (), timed=True)
-                self._timed.append((nbytes, begin, done))
-            else:
-                done = self._carry_out(large, small, after, timed=False)
-        self._counters.moved[self._name] += nbytes
-        return done
-
-    def _reach(self, after: Sequence[Event]) -> TimedEvent:
-        """Wait for `after`; the event says when that is over, and the lane free for what follows."""
-        self._wait(after)
-        return _mark(self._stream)
-
-    def _wait(self, after: Sequence[Event]) -> None:
-        for event in after:
-            assert isinstance(event, torch.cuda.Event)
-            self._stream.wait_event(event)
-
-    def _carry_out(
-        self, large: Sequence[Piece], small: Sequence[Piece], after: Sequence[Event], *, timed: bool
-    ) -> TimedEvent:
-        with self._on_stream():
-            try:
-                self._wait(after)
-                for piece in large:
-                    _copy(piece)
-                self._gather_all(small)
-            except BaseException:  # such as no room to gather in
-                self._stream.synchronize()  # the caller takes it that nothing is under way, and gives memory to others
-                raise
-            return _mark(self._stream, timed=timed)
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        stream = self._stream
-        device, before = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(self._device.index)
-        _set_stream((stream.stream_id, stream.device_index, stream.device_type))
-        try:
-            yield
-        finally:
-            _set_stream(before)
-            if device != self._device.index:  # to set a stream is to go to its device
-                torch._C._cuda_setDevice(device)
-
-    def _gather_all(self, small: Sequence[Piece]) -> None:
-        for run in _adjacent(small):
-            self._gather(run)
-
-    def _gather(self, run: list[Piece]) -> None:
-        if len(run) == 1:
-            _copy(run[0])
-            return
-        first = run[0].at
-        nbytes = run[-1].at + run[-1].nbytes - first
-        staging = self._staging_for(nbytes).untyped_storage()
-        slots, sources = [], []
-        for _, at, source, start, size in run:
-            # As words of eight, where they divide: the gathering kernel copies element by element.
-            if size % 8:
-                _copy(Piece(staging, at - first, source, start, size))
-            else:
-                slots.append(flat(staging, at - first, size, torch.int64))
-                sources.append(flat(source, start, size, torch.int64))
-        if slots:
-            torch._foreach_copy_(slots, sources)
-        _copy(Piece(run[0].target, first, staging, 0, nbytes))
-
-    def _staging_for(self, nbytes: int) -> torch.Tensor:
-        """HBM to gather in. To be called on the lane's stream."""
-        if self._staging is None or self._staging.numel() < nbytes:
-            # Used only on this lane's stream, one run after the other: the stream's order is all the
-            # protection it needs.
-            self._staging = torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self._device)
-        return self._staging
-
     def close(self) -> None:
-        self._stream.synchronize()
-
-
-def _copy(piece: Piece) -> None:
-    target, at, source, start, nbytes = piece
-    flat(target, at, nbytes).copy_(flat(source, start, nbytes), non_blocking=True)
-
-
-def _adjacent(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Runs of pieces whose places in the target follow one another, slot by slot, in at most `STAGING` bytes."""
-    runs: list[list[Piece]] = []
-    end = first = -1
-    for piece in sorted(pieces, key=lambda piece: piece.at):
-        if not (runs and 0 <= piece.at - end < SLOT and piece.at + piece.nbytes - first <= STAGING):
-            runs.append([])
-            first = piece.at
-        runs[-1].append(piece)
-        end = piece.at + piece.nbytes
-    return runs
+        with self._submitting:
+            self._lane.synchronize()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.native import lane
 from torch_tiers.migrator.lanes import Compute, Event
 from torch_tiers.migrator.recompute.dropped import Peek, Recomputed, run
 from torch_tiers.migrator.recompute.replays import Replay, operators_of
@@ -135,7 +136,7 @@ class Checks:
         if check is None or not check.end.query():
             return
         self._pending = None
-        if isinstance(check.begin, torch.cuda.Event) and isinstance(check.end, torch.cuda.Event):
+        if isinstance(check.begin, lane.TimedEvent) and isinstance(check.end, lane.TimedEvent):
             self._may_take -= check.begin.elapsed_time(check.end) / 1e3  # the host was charged as it issued that
         if not check.is_same.item():
             self._found(check.key, check.operators)

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_tiers.migrator.engine.moved import view
-
 if TYPE_CHECKING:
     from torch_tiers.migrator.engine.engine import Engine
     from torch_tiers.migrator.hooks.actions import Recompute
@@ -165,7 +163,8 @@ class Dropped:
             and tensor.dtype is self.dtype
         ):
             return tensor  # as most are
-        return view(made.counter, tensor.untyped_storage(), self.dtype, self.first, self.size, self.stride)
+        view = made.engine.tensors.view
+        return view(made.counter, tensor, self.dtype, self.size, self.stride, self.first)
 
 
 def run(what: Replay, peek: Peek) -> list[Tensor]:

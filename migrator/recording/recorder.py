@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from torch_tiers.migrator.engine.group import State
-from torch_tiers.migrator.engine.storages import Known, holders
+from torch_tiers.migrator.engine.tensors import Known
 from torch_tiers.migrator.lanes import Meter
 from torch_tiers.migrator.recompute.dropped import Peek
 from torch_tiers.migrator.recompute.trials import Trial, Trials
@@ -168,7 +169,7 @@ class Recorder:
         saved = [part.saved for part in parts if part.saved is not None] if len(parts) < PARTS else []
         if known.cdata in self._stays or len(saved) < len(parts):
             return False if known.freed() else None
-        return holders(known) > sum(part.group.state in _PRESENT for part in saved)
+        return _holders(known) > sum(part.group.state in _PRESENT for part in saved)
 
     def _ended(self, held: _Held) -> None:
         # At some time since the last look: halfway, for all that is known.
@@ -284,3 +285,13 @@ class Recorder:
                 change[each.away] += nbytes
                 change[each.end] -= nbytes
         return change[:-1], held
+
+
+def _holders(known: Known) -> int:
+    """How many tensors there are on a storage; 0 if it is freed."""
+    # The object of Python's that stands for the storage counts as well. So it is made, if there is none.
+    storage = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+    return 0 if storage is None else _references(known.cdata) - 1
+
+
+_references: Callable[[int], int] = torch._C._storage_Use_Count

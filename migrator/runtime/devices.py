@@ -22,7 +22,6 @@ from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.lanes import Compute, Lane, Memory, OperatorClock
 from torch_tiers.migrator.lanes.cuda import CudaCompute, CudaLane
 from torch_tiers.migrator.lanes.host import HostCompute, HostLane
-from torch_tiers.migrator.lanes.native import NativeCompute, NativeLane
 from torch_tiers.migrator.learning.background import in_background
 from torch_tiers.migrator.learning.feedback import SETTLED
 from torch_tiers.migrator.learning.learner import Learner
@@ -89,32 +88,28 @@ def open_device(
     counters: Counters,
     budget: int,
     memory: Memory | None = None,
-    *,
-    native: bool = True,
 ) -> Device:
-    """Make a device's streams and lanes; with the native library where it was built, unless `native` is false.
+    """Make a device's streams and lanes.
 
     `memory` is who hands out a GPU's, where it is not PyTorch's allocator.
+
+    Raises
+    ------
+    NoLane
+        If the library or the driver that a GPU's need is missing.
     """
-    out, back = lanes(device, ("d2h", "h2d"), counters, native=native)
+    out, back = lanes(device, ("d2h", "h2d"), counters)
     if device.type != "cuda":
         return Device(HostCompute(counters), out, back, budget)
-    library = lane.load() if native else None
-    if library is None:
-        return Device(CudaCompute(device, counters, memory), out, back, budget)
-    return Device(NativeCompute(device, counters, library, memory), out, back, budget)
+    return Device(CudaCompute(device, counters, lane.load(), memory), out, back, budget)
 
 
-def lanes(device: torch.device, names: tuple[str, str], counters: Counters, *, native: bool) -> tuple[Lane, Lane]:
+def lanes(device: torch.device, names: tuple[str, str], counters: Counters) -> tuple[Lane, Lane]:
     """Two lanes of a device, for both directions of a link."""
-
-    def lane_of(name: str) -> Lane:
-        if device.type != "cuda":
-            return HostLane(name, counters)
-        library = lane.load() if native else None
-        return CudaLane(device, name, counters) if library is None else NativeLane(device, name, counters, library)
-
-    return lane_of(names[0]), lane_of(names[1])
+    if device.type != "cuda":
+        return HostLane(names[0], counters), HostLane(names[1], counters)
+    library = lane.load()
+    return CudaLane(device, names[0], counters, library), CudaLane(device, names[1], counters, library)
 
 
 @dataclass(slots=True)
@@ -213,7 +208,7 @@ class Devices:
         budget = options.hbm(device)
         pages = options.pages() if device.type == "cuda" else None
         memory = None if pages is None else Memory(pages.peaks(device), aside, partial(pages.tidy, device))
-        shared = open_device(device, self._counters, budget, memory, native=options.native_lanes)
+        shared = open_device(device, self._counters, budget, memory)
         if device.type == "cuda" and pages is None:
             shared = replace(shared, holes=holes(device))
         shared = self._with_direct_way(shared, device, options)
@@ -241,7 +236,7 @@ class Devices:
                 f'{format_size(shared.budget)}: raise TIERS_HBM, or set nvme.gds to "off"'
             )
         # What is copied within HBM is counted nowhere: the drives have yet to take it.
-        out, back = lanes(device, ("gds_write", "gds_read"), Counters(), native=options.native_lanes)
+        out, back = lanes(device, ("gds_write", "gds_read"), Counters())
         return replace(
             shared,
             direct=Direct(way, out, back, self._counters),

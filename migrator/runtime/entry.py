@@ -199,7 +199,7 @@ def _enable() -> None:
 def _keep_dynamo_out() -> None:
     """Have Dynamo run our entry points, and what they call, as they are, also where it traces what calls them.
 
-    Native hooks have no frame in Python, so what those call are entry points, too.
+    The hooks in C++ have no frame in Python, so what those call are entry points, too.
 
     `torch._dynamo.disable` says the same and puts a wrapper around each call.
     """
@@ -207,8 +207,8 @@ def _keep_dynamo_out() -> None:
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     of_engines = (Engine.born, Engine.entered, Engine.reached, Engine.left)
-    natively = (Mover.take, Mover.give_back, Saver.drop, Saver.note, Replay.run, *of_engines)
-    hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *natively)
+    by_the_shortcut = (Mover.take, Mover.give_back, Saver.drop, Saver.note, Replay.run, *of_engines)
+    hooks = (Saver.pack, Saver.unpack, HostCompute.capturing, *by_the_shortcut)
     entries = (_enter, _leave, _stepping, _stepped, _disable, _enable)
     for function in (*hooks, *entries):
         eval_frame.set_code_exec_strategy(function.__code__, skip)

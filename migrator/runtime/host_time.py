@@ -24,7 +24,7 @@ class HostTime:
 
     def __init__(self) -> None:
         self.ours = 0.0  # seconds
-        self._before: tuple[HookTime | None, float] = None, 0.0  # what hooks had taken and waited as it began
+        self._before = HookTime(0.0, 0.0, 0.0, 0.0), 0.0  # what hooks had taken and waited as it began
         self._began: float | None = None
         self._idle = False
 
@@ -36,13 +36,13 @@ class HostTime:
         finally:
             self.ours += time.perf_counter() - max(began, self._began or began)
 
-    def period_begins(self, hooks: HookTime | None, blocked: float, *, idle: bool) -> None:
+    def period_begins(self, hooks: HookTime, blocked: float, *, idle: bool) -> None:
         """A period's first forward begins; later ones are told of as well.
 
         Parameters
         ----------
-        hooks : HookTime, optional
-            What hooks for saved tensors have taken so far; None where nobody counts that.
+        hooks : HookTime
+            What hooks for saved tensors have taken so far.
         blocked : float
             Seconds for which the host waited in them so far, such as for a drive.
         idle : bool
@@ -52,12 +52,12 @@ class HostTime:
             self.ours, self._before, self._idle = 0.0, (hooks, blocked), idle
             self._began = time.perf_counter()
 
-    def period_over(self, hooks: HookTime | None, blocked: float) -> HostLap | None:
-        """A period is over; what it took without those waits, or None where that is not known."""
+    def period_over(self, hooks: HookTime, blocked: float) -> HostLap | None:
+        """A period is over; what it took without those waits, or None if it did not begin."""
         began, self._began = self._began, None
-        before, waited = self._before[0], blocked - self._before[1]
-        if began is None or hooks is None or before is None:
+        if began is None:
             return None
+        before, waited = self._before[0], blocked - self._before[1]
         taken = HookTime(*(now - then for now, then in zip(hooks, before, strict=True)))
         # It is groups that are waited for, some by the tensor that asks for its own.
         rest = max(0.0, waited - taken.groups)

@@ -10,7 +10,6 @@ import torch
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import DirectWay
 from torch_tiers.migrator.engine.tensors import Tensors
@@ -51,6 +50,8 @@ class Options:
         Have PyTorch's allocator refuse what exceeds the budget.
     backing : callable
         Makes the backing when the first tensor is about to move; told whether a GPU copies to and from it.
+    tensors : callable
+        The C++ part of the hooks; called when the first thread trains.
     strict : bool
         Whether not even the first steps take more HBM than the budget, though more is free.
     direct : callable
@@ -63,14 +64,10 @@ class Options:
         What plans take the lanes to give.
     advisor : Advisor, optional
         Asked at the end of every period; without one the links are used in full.
-    tensors : callable
-        What is done with each tensor, in Python or natively; called when the first thread trains.
     recorder : callable
         The recorder of operators, if it can be had; called when the first thread trains.
     armed : callable
         Called in each thread when it begins to train.
-    native_lanes : bool
-        Whether lanes ask the driver themselves, where the library for that was built.
     timeline : Timeline, optional
         Is told what happens when.
     """
@@ -79,14 +76,13 @@ class Options:
     hbm: Callable[[torch.device], int]
     enforce: bool
     backing: Callable[[Counters, bool], Backing]
+    tensors: Callable[[], Tensors]
     strict: bool = False
     direct: Callable[[torch.device], DirectWay | None] = lambda device: None
     refuse: Callable[[TiersError], None] | None = None
     pages: Callable[[], PageAllocator | None] = lambda: None
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
-    tensors: Callable[[], Tensors] = lambda: in_python
     recorder: Callable[[], Recorder | None] = lambda: None
     armed: Callable[[], None] = lambda: None
-    native_lanes: bool = True
     timeline: Timeline | None = None

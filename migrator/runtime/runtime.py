@@ -23,7 +23,6 @@ from torch.utils.data import get_worker_info
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.engine import tensors as in_python
 from torch_tiers.migrator.engine.mover import Mover
 from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.hooks import weights
@@ -120,7 +119,7 @@ class Runtime:
         self._allowance.close()
         if self._thread.saver is not None:
             self._thread.saver.pop()
-            self._thread.saver.place.in_backward = False  # native hooks, too, leave to Python what a fork cannot have
+            self._thread.saver.place.in_backward = False  # the shortcut, too, leaves to Python what a fork cannot have
             self._thread.saver = None
 
     def saver(self) -> Saver | None:
@@ -194,9 +193,10 @@ class Runtime:
     def _make_mover(self, device: torch.device) -> Mover | None:
         if not has_tiers(device):
             return None
+        assert self._tensors is not None  # since this thread was armed
         try:
             clock = None if self._recorder is None else self._recorder.clock
-            mover = self._devices.make_mover(device, self.options, self._tensors or in_python, clock)
+            mover = self._devices.make_mover(device, self.options, self._tensors, clock)
         except TiersError as error:
             self._refuse(error)
         self._recount_static()

@@ -226,16 +226,15 @@ def no_function_of_python_s_runs_while_a_graph_is_freed(device: torch.device) ->
 
     kinds: list[dict[str, Any]] = [{}, {"recompute": True}]
     for arguments in kinds:
-        for native in ("off", "auto"):
-            with moving(native=native, **arguments):
-                model = perceptron(device)
-                train(model, device)
-                loss = model(batch(device, 9)).square().mean()
-                sys.setprofile(told)
-                try:
-                    del loss
-                finally:
-                    sys.setprofile(None)
+        with moving(**arguments):
+            model = perceptron(device)
+            train(model, device)
+            loss = model(batch(device, 9)).square().mean()
+            sys.setprofile(told)
+            try:
+                del loss
+            finally:
+                sys.setprofile(None)
     assert not called, called
 
 

@@ -1,16 +1,25 @@
-"""The native part of the hooks, for the tests that hold it to the one in Python."""
+"""The C++ part of the hooks, for tests that drive what is above it by hand."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from unittest import mock
 
 from torch_tiers.migrator.engine import native
 from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.places import cache_directory
 
-needs_compiler = pytest.mark.skipif(native.MODULE.obstacle() is not None, reason="it cannot be built here")
 
-
+@cache
 def built() -> Tensors:
     """Return it; built once, and kept where a program would find it."""
     return native.load(native.MODULE.build(cache_directory()))
+
+
+@contextmanager
+def without_shortcut() -> Iterator[None]:
+    """Have PyTorch call the hooks in Python for every tensor, in sessions that open meanwhile."""
+    with mock.patch.object(built(), "hooks", lambda saver, place, least: (saver.pack, saver.unpack)):
+        yield

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tests.unit.by_hand import HandLane, StreamCompute
+from tests.unit.natively import built
 from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.sizes import GiB, KiB, MiB
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.engine.moved import Moved
 from torch_tiers.migrator.engine.mover import Go, Mover, Stay
+from torch_tiers.migrator.engine.tensors import Moved
 from torch_tiers.migrator.learning.learner import Learner
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.policies import POLICIES
@@ -38,7 +39,7 @@ class Rig:
         self.backing = Backing(self.arena, None, Counters())
         self.compute = StreamCompute()
         self.out, self.back = HandLane(), HandLane()
-        self.engine = Engine(self.compute, self.out, self.back, self.backing)
+        self.engine = Engine(self.compute, self.out, self.back, self.backing, built())
         learner = Learner(POLICIES[policy], budget, recordings=recordings)
         self.mover = Mover(self.engine, learner, budget, spills=spills, lent=lent)
 

@@ -9,7 +9,6 @@ import torch
 
 from tests.scenarios import FAMILIES, scenarios
 from tests.unit import warm
-from tests.unit.natively import needs_compiler
 
 pytestmark = [
     # Said by Dynamo and by Python of the programs, which are like other people's.
@@ -19,21 +18,9 @@ pytestmark = [
 
 CASES = [(family, name) for family in FAMILIES for name in scenarios(family)]
 
-CLOSE_TO_THE_HOOKS = ("hooks", "quiet", "recompute", "replayed", "surprises", "threads", "version_check")
-NATIVELY = [(family, name) for family, name in CASES if family in CLOSE_TO_THE_HOOKS]
-NATIVELY.append(("compiled", "our_own_functions_are_not_compiled"))
-
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}-{name}" for family, name in CASES])
 def test_holds(family: str, name: str) -> None:
     # Only what those of the disk start is Python alone; Inductor's and multiprocessing's own hands over open files.
     with warm.interpreter() if family == "disk" else nullcontext():
         scenarios(family)[name](torch.device("cpu"))
-
-
-@needs_compiler
-@pytest.mark.parametrize(("family", "name"), NATIVELY, ids=[f"{family}-{name}" for family, name in NATIVELY])
-def test_holds_natively(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is done for every tensor in C++, as on a GPU."""
-    monkeypatch.setenv("TIERS_NATIVE", "on")
-    scenarios(family)[name](torch.device("cpu"))

@@ -71,7 +71,7 @@ class PlainStream:
 
 
 class RuntimeLane:
-    """A lane as a run has it, unless TIERS_NATIVE is off: native where that was built."""
+    """A lane as a run has it."""
 
     def __init__(self, device: torch.device, direction: Direction) -> None:
         opened = open_device(device, Counters(), 0)

@@ -1,5 +1,6 @@
-// What backward asks for that was dropped: `Saver.unpack` of `hooks.py` for a `Dropped` of `recompute/dropped.py`,
-// where that is made of what stays or moves. Like `hooks.h` a shortcut, which leaves to Python what is not plain.
+// What backward asks for that was dropped: `Saver.unpack` of `hooks/saver.py` for a `Dropped` of
+// `recompute/dropped.py`, where that is made of what stays or moves. Like `hooks.h` a shortcut, which leaves to Python
+// what is not plain.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -52,6 +53,17 @@ at::Tensor with_memory(const at::Tensor &counter, const c10::Storage &storage, c
   impl->set_storage_and_dtype(storage, dtype);
   impl->set_sizes_and_strides(size, stride, first);
   return tensor;
+}
+
+// view(counter, whole, dtype, size, stride, first): a tensor on the memory of `whole`.
+PyObject *make_view(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 6 && THPDtype_Check(args[2]), "view(counter, whole, dtype, size, stride, first)");
+  const at::ScalarType dtype = reinterpret_cast<THPDtype *>(args[2])->scalar_type;
+  return THPVariable_Wrap(with_memory(tensor_of(args[0]), tensor_of(args[1]).storage(),
+                                      c10::scalarTypeToTypeMeta(dtype), numbers_of(args[3]), numbers_of(args[4]),
+                                      THPUtils_unpackLong(args[5])));
+  END_HANDLE_TH_ERRORS
 }
 
 // The tensor that was dropped, of all of its storage.

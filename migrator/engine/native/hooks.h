@@ -1,5 +1,5 @@
-// What PyTorch calls for each tensor that it saves, and when backward needs it: `Saver.pack` and `unpack` of `hooks.py`
-// for what comes again in every period, sites of the plan that stay, move or are made again.
+// What PyTorch calls for each tensor that it saves, and when backward needs it: `Saver.pack` and `unpack` of
+// `hooks/saver.py` for what comes again in every period, sites of the plan that stay, move or are made again.
 //
 // A shortcut in front of the hooks in Python: whatever is not plain, foreseen and in the plan's order goes to those,
 // before anything was changed but that the module has come to this period. So they alone say what holds, and this must
@@ -99,7 +99,7 @@ class Spent {
   Kind before_;
 };
 
-// spent(): see `tensors.spent`.
+// spent(): that, as a `HookTime`.
 PyObject *spent(PyObject *, PyObject *) {
   THPObjectPtr timing(PyImport_ImportModule("torch_tiers.migrator.timing"));
   THPObjectPtr hooks(timing ? PyObject_GetAttrString(timing, "HookTime") : nullptr);
@@ -108,7 +108,7 @@ PyObject *spent(PyObject *, PyObject *) {
                                Spent::seconds(kGroups));
 }
 
-// charge(kind): see `tensors.charge`.
+// charge(kind): what this thread does from now on within a hook is of that kind; the one that it was of.
 PyObject *charge(PyObject *, PyObject *kind) {
   HANDLE_TH_ERRORS
   const int64_t wanted = THPUtils_unpackLong(kind);
@@ -323,7 +323,7 @@ PyObject *make_hook(PyObject *saver, PyObject *place, const char *in_python, vec
   return reinterpret_cast<PyObject *>(hook);
 }
 
-// hooks(saver, place, least): see `tensors.hooks`.
+// hooks(saver, place, least): what PyTorch is to call for a saver.
 PyObject *make_hooks(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 3, "hooks(saver, place, least)");

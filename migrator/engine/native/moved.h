@@ -1,4 +1,4 @@
-// `moved.py`, line by line.
+// What a group holds of the program's memory, and what the graph holds in place of a tensor that moves.
 #pragma once
 
 #include <torch/csrc/DynamicTypes.h>
@@ -18,8 +18,7 @@
 
 namespace {
 
-constexpr int64_t kSlot = 512;               // `lanes.SLOT`
-constexpr int64_t kFullSpeed = 1024 * 1024;  // `lanes.FULL_SPEED`
+constexpr int64_t kSlot = 512;  // `lanes.SLOT`
 
 using Numbers = c10::SmallVector<int64_t, 6>;
 
@@ -29,9 +28,9 @@ at::Tensor alias_of(const at::Tensor &tensor) {
       torch::autograd::impl::version_counter(tensor), /*allow_tensor_metadata_change=*/true));
 }
 
-void leave_memory(const at::Tensor &alias, const c10::Storage &without) {
+void leave_memory(const at::Tensor &alias) {
   c10::TensorImpl *impl = alias.unsafeGetTensorImpl();
-  impl->set_storage_keep_dtype(without);
+  impl->set_storage_keep_dtype(c10::Storage({}, 0, at::DataPtr(nullptr, alias.device()), nullptr, false));
   impl->set_sizes_contiguous(c10::IntArrayRef(int64_t{0}));
   impl->set_storage_offset(0);
 }
@@ -39,23 +38,25 @@ void leave_memory(const at::Tensor &alias, const c10::Storage &without) {
 // Shares the version counter alone.
 at::Tensor counter_of(const at::Tensor &tensor) {
   at::Tensor counter = alias_of(tensor);
-  leave_memory(counter, c10::Storage({}, 0, at::DataPtr(nullptr, tensor.device()), nullptr, false));
+  leave_memory(counter);
   return counter;
 }
 
-// counter(tensor): see `tensors.counter`.
+// counter(tensor): has no memory.
 PyObject *make_counter(PyObject *, PyObject *tensor) {
   HANDLE_TH_ERRORS
   return THPVariable_Wrap(counter_of(tensor_of(tensor)));
   END_HANDLE_TH_ERRORS
 }
 
+// A storage, or the part of one, that moves: which of its bytes, and where they lie within its group.
 struct Saved {
   PyObject_HEAD
   PyObject *group;
-  int64_t low, nbytes, offset;
+  int64_t low, nbytes;  // which bytes of the storage
+  int64_t offset;       // in the group; -1 until that leaves
   struct Own {
-    at::Tensor alias;
+    at::Tensor alias;  // holds the program's memory until that is let go
   } own;
 
   void forget_weak() {}
@@ -119,19 +120,15 @@ Saved *member_of(PyObject *list, Py_ssize_t k) {
   return reinterpret_cast<Saved *>(member);
 }
 
-// arrange(members): gives each its place, the large ones first; the bytes of all.
+// arrange(members): gives each its place in the group, one after the other; the bytes of all.
 PyObject *arrange(PyObject *, PyObject *members) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(PyList_Check(members), "arrange(members)");
-  std::vector<Saved *> order;
-  for (const bool large : {true, false})
-    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(members); ++k)
-      if (Saved *saved = member_of(members, k); (saved->nbytes >= kFullSpeed) == large) order.push_back(saved);
   int64_t offset = 0;
-  for (size_t k = 0; k < order.size(); ++k) {
-    PyList_SET_ITEM(members, Py_ssize_t(k), reinterpret_cast<PyObject *>(order[k]));  // the same, in another order
-    order[k]->offset = offset;
-    offset = (offset + order[k]->nbytes + kSlot - 1) / kSlot * kSlot;
+  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(members); ++k) {
+    Saved *saved = member_of(members, k);
+    saved->offset = offset;
+    offset = (offset + saved->nbytes + kSlot - 1) / kSlot * kSlot;
   }
   return THPUtils_packInt64(offset);
   END_HANDLE_TH_ERRORS
@@ -153,27 +150,27 @@ PyObject *spans(PyObject *, PyObject *const *args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// let_go(members, empty): of their memory. `empty(dtype)` makes a tensor without memory.
-PyObject *let_go(PyObject *, PyObject *const *args, Py_ssize_t count) {
+// let_go(members): of their memory.
+PyObject *let_go(PyObject *, PyObject *members) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2 && PyList_Check(args[0]), "let_go(members, empty)");
-  if (!PyList_GET_SIZE(args[0])) Py_RETURN_NONE;
-  THPObjectPtr dtype(PyObject_GetAttrString(PyImport_AddModule("torch"), "uint8"));
-  THPObjectPtr nothing(dtype ? PyObject_CallOneArg(args[1], dtype.get()) : nullptr);
-  if (!nothing) throw python_error();
-  const c10::Storage &without = tensor_of(nothing.get()).storage();
-  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(args[0]); ++k) leave_memory(member_of(args[0], k)->own.alias, without);
+  TORCH_CHECK_TYPE(PyList_Check(members), "let_go(members)");
+  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(members); ++k) leave_memory(member_of(members, k)->own.alias);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
+// What the graph holds in place of a saved tensor that moves.
 struct Moved {
   PyObject_HEAD
-  PyObject *weak, *mover, *claim, *go, *record;
+  PyObject *weak, *mover;
+  PyObject *claim;  // keeps the group from being forgotten; held, and never looked at
+  PyObject *go, *record;
   Saved *saved;
-  int64_t version;
+  int64_t version;  // what the counter said when it was saved
   char was_used;
   struct Own {
+    // Without memory. Shares the saved tensor's version counter: of tensors that `saved` stands for each may have its
+    // own.
     at::Tensor counter;
     caffe2::TypeMeta dtype;
     Numbers size, stride;

@@ -1,4 +1,8 @@
-// `storages.py`, line by line.
+// Which bytes of which storages a period has saved so far: what has been saved before is not saved again.
+//
+// A storage is known by the address of its C++ object for as long as a weak reference to it is held: the reference
+// keeps that address, not the memory, from being used again. The address of the *data* is no key: a freed storage's
+// comes back within the same step.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -21,17 +25,25 @@ namespace {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
+// Storages; a period without backward (an evaluation that forgot `no_grad`) must not grow for ever.
 constexpr size_t kSweep = 4096;
-constexpr int kNear = 64;  // `storages.NEAR`
+// Entries of one storage that are looked at: of thousands of slices each would look at all before it.
+constexpr int kNear = 64;
 
+// The bytes [low, high) of a storage, as they were at one version of a version counter, or of several.
+//
+// It is freed as graphs are, where no function of Python's may be called: what a signal's handler raises in one,
+// Ctrl-C's for one, Python drops there. So the weak references are C++'s own, which are released without any.
 struct Known {
   PyObject_HEAD
-  PyObject *saved, *made;
-  Known *before;
+  PyObject *saved;  // where it moves, if it does
+  PyObject *made;   // how it is made again, if it is dropped: a weak reference of Python's
+  Known *before;    // the one of the same storage that was found before it
   int64_t ident, low, high, version;
   struct Own {
     // Weak: they keep addresses from being used again, not memory.
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
+    // Whose version counter it is: the tensor of which the saved one is a view; of several the first.
     std::optional<WeakTensor> base;
   } own;
 
@@ -110,6 +122,7 @@ PyObject *make_storages(PyObject *, PyObject *) {
   END_HANDLE_TH_ERRORS
 }
 
+// Forget storages that are freed: nobody can save them again.
 void sweep(Storages &storages) {
   std::vector<Known *> freed;
   for (auto it = storages.own.known.begin(); it != storages.own.known.end();) {
@@ -124,7 +137,10 @@ void sweep(Storages &storages) {
   for (Known *entry : freed) Py_DECREF(entry);
 }
 
-// The bytes of a storage to move for a tensor on it; see `storages._reach`.
+// The bytes of a storage of `nbytes` to move for a tensor on it: its span, or all if that is half of them or more.
+//
+// Parts of one storage often interleave (those of a fused projection): all of it moves once, then. A part without gaps
+// that is no view has a version counter of its own, as its neighbours have: it moves alone.
 std::pair<int64_t, int64_t> reach(const at::Tensor &tensor, int64_t nbytes) {
   const int64_t size = int64_t(tensor.itemsize());
   if (tensor.numel() * size == nbytes) return {0, nbytes};
@@ -135,7 +151,12 @@ std::pair<int64_t, int64_t> reach(const at::Tensor &tensor, int64_t nbytes) {
   return {low - low % kSlot, high};
 }
 
-// Whether a tensor may do with an entry that was found for another; see `storages._is_beside`.
+// Whether a tensor over the bytes of an entry, found for another, may do with those, though both count for themselves.
+//
+// Inductor hands the parts of a fused projection out as tensors of their own, and each would move the whole. Neither
+// has a graph, and there is no replay, which would make one of them as it was; and the bytes have not left. What will
+// leave is what is there then, for whomever: who changes it by one counter is noticed there, and by `.data` plain
+// PyTorch does not notice either. Whether the copy waits for the stream that wrote it is for the mover to see.
 bool is_beside(const Known &entry, const at::Tensor &tensor) {
   if (tensor.is_view() || tensor.requires_grad() || entry.made != Py_None) return false;
   if (entry.saved != Py_None &&
@@ -145,8 +166,9 @@ bool is_beside(const Known &entry, const at::Tensor &tensor) {
   return of.defined() && !of.requires_grad();
 }
 
-// Take out of a chain what cannot be found again: earlier versions of `base`, and of tensors that are gone. Who calls
-// lets go of it, once nothing here is half done: that may lead back here.
+// Take out of a chain what cannot be found again: earlier versions of `base`, and of tensors that are gone. A buffer
+// that is filled anew in each step of a loop without backward, as when somebody serves and forgot `no_grad`, would have
+// one entry a step. Who calls lets go of what is returned, once nothing here is half done: that may lead back here.
 std::vector<Known *> outdated(Known *&chain, const c10::TensorImpl *base, int64_t version) {
   std::vector<Known *> found;
   int near = kNear;
@@ -168,6 +190,8 @@ PyObject *storages_find(PyObject *self, PyObject *argument) {
   auto &storages = *reinterpret_cast<Storages *>(self);
   const at::Tensor &tensor = tensor_of(argument);
   if (storages.own.known.size() >= storages.sweep_at) sweep(storages);
+  // Views share the counter of their base, and its version speaks for all the bytes of the base. A tensor over the same
+  // memory that is no view (`unsafe_chunk`, `.data`) has a counter, and so a count, of its own; but see `is_beside`.
   const at::TensorBase base = tensor.is_view() ? tensor._base() : tensor;
   const c10::Storage &storage = tensor.storage();
   const auto [low, high] = reach(tensor, int64_t(storage.nbytes()));
@@ -177,6 +201,8 @@ PyObject *storages_find(PyObject *self, PyObject *argument) {
   Known *same = nullptr, *beside = nullptr;
   for (Known *entry = found == storages.own.known.end() ? nullptr : found->second; entry && near && !same;
        entry = entry->before, --near) {
+    // Another version is other content: a storage saved before and after an in-place operation (ReLU(inplace=True) on a
+    // normalisation's output) is two.
     if (entry->version != version || entry->low > low || high > entry->high) continue;
     if (entry->own.base->_unsafe_get_target() == base.unsafeGetTensorImpl())
       same = entry;
@@ -209,6 +235,7 @@ PyMethodDef storages_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
+// Whether a tensor is nothing but strided memory.
 bool is_plain(const at::Tensor &tensor) {
   using c10::DispatchKey;
   constexpr c10::DispatchKeySet other({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor,
@@ -218,7 +245,8 @@ bool is_plain(const at::Tensor &tensor) {
          !tensor.key_set().has_any(other);
 }
 
-// The storage of a tensor that may move: one of at least so many bytes; null if it may not.
+// The storage of a tensor that may move: one of at least so many bytes; null if it may not. The tensor must be nothing
+// but strided memory, and no view of a parameter.
 const c10::StorageImpl *memory(PyObject *object, int64_t least) {
   if (Py_TYPE(object) != reinterpret_cast<PyTypeObject *>(THPVariableClass)) return nullptr;
   const at::Tensor &tensor = THPVariable_Unpack(object);
@@ -234,7 +262,7 @@ const c10::StorageImpl *memory(PyObject *object, int64_t least) {
   return storage.unsafeGetStorageImpl();
 }
 
-// memory_of(tensor, least): see `storages.memory_of`.
+// memory_of(tensor, least): the identity of that storage, or 0.
 PyObject *memory_of(PyObject *, PyObject *const *args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 2, "memory_of(tensor, least)");

@@ -1,12 +1,11 @@
-// What the hooks do with every tensor that is saved: `moved.py` and `storages.py` again, line by line, at a tenth of
-// the host's time.
+// What the hooks do with every tensor that is saved, and with what is packed in its place: `engine/tensors.py` says
+// what of it Python calls.
 //
 // Every call of PyTorch's from Python takes a microsecond or half of one, and a tensor that moves needs twenty. Here
-// they are reads of fields. Compiled once against the torch that is installed, and only where there is a compiler: what
-// is decided, and all that happens once a group, stays in Python. Everything here runs with the interpreter's lock
-// held.
+// they are reads of fields. Compiled once against the torch that is installed. What is decided, and all that happens
+// once a group, is in Python. Everything here runs with the interpreter's lock held.
 //
-// References are the same as in Python, and the collector sees them: a group refers to its members, and they to it.
+// References to Python's objects are seen by its collector: a group refers to its members, and they to it.
 //
 // One source, with the parts in headers of its own, since each that includes PyTorch's takes fifteen seconds to
 // compile, and somebody waits for that.
@@ -23,8 +22,9 @@ PyMethodDef functions[] = {
     {"memory_of", fast(memory_of), METH_FASTCALL, nullptr},
     {"arrange", arrange, METH_O, nullptr},
     {"spans", fast(spans), METH_FASTCALL, nullptr},
-    {"let_go", fast(let_go), METH_FASTCALL, nullptr},
+    {"let_go", let_go, METH_O, nullptr},
     {"counter", make_counter, METH_O, nullptr},
+    {"view", fast(make_view), METH_FASTCALL, nullptr},
     {"hooks", fast(make_hooks), METH_FASTCALL, nullptr},
     {"spent", spent, METH_NOARGS, nullptr},
     {"charge", charge, METH_O, nullptr},

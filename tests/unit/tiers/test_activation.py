@@ -320,7 +320,7 @@ def test_a_budget_below_the_weights_says_how_much_they_need(budget: str, said: s
     ("names", "says"),
     [
         ({"TIERS_NVME": "1GiB", "TIERS_NVME_PATH": "/proc"}, "cannot make a file in /proc"),
-        ({"TIERS_NATIVE": "on", "CXX": "/no/such/compiler"}, "compiler"),
+        ({"CXX": "/no/such/compiler"}, "CXX names no program: /no/such/compiler; correct or unset it"),
     ],
 )
 def test_what_cannot_be_set_up_as_configured_ends_the_program_in_one_line(names: dict[str, str], says: str) -> None:

@@ -54,7 +54,6 @@ def test_the_variables_are_frozen():
         "TIERS_HBM_STRICT",
         "TIERS_LEDGER",
         "TIERS_LOG",
-        "TIERS_NATIVE",
         "TIERS_NVME",
         "TIERS_NVME_PATH",
         "TIERS_POLICY",
@@ -81,7 +80,6 @@ def test_argument_names_are_frozen():
         "monitor_calibration",
         "monitor_enabled",
         "monitor_probe",
-        "native",
         "nvme",
         "nvme_checksum",
         "nvme_gds",
@@ -133,7 +131,6 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         project=f"""
         allocator = "pages"
         policy = "flashneuron"
-        native = "off"
         replay = false
         ledger = "ledger"
         run = "out"

@@ -344,14 +344,22 @@ assert failed > 50 and fake.fake_events() <= before + 8, (failed, before, fake.f
     asked(built, STORM + program)
 
 
-def test_without_the_library_or_the_driver_there_is_none(built: Path, tmp_path: Path) -> None:
-    assert lane.load(tmp_path / "liblane.so") is None
-    code = (
-        "import sys, pathlib as p; from torch_tiers.allocator.native import lane; print(lane.load(p.Path(sys.argv[1])))"
-    )
+def test_without_the_library_or_the_driver_it_is_an_error_that_says_what_to_install(
+    built: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(lane.NoLane, match=r"cannot be loaded .*liblane.so.* install it again where a C.. compiler"):
+        lane.load(tmp_path / "liblane.so")
+    code = """
+import sys, pathlib
+from torch_tiers.allocator.native import lane
+try:
+    lane.load(pathlib.Path(sys.argv[1]))
+except lane.NoLane as missing:
+    print(missing)
+"""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", code, str(built / "liblane.so")], env=environ, capture_output=True, text=True, check=True
     )
     if not Path("/dev/nvidiactl").exists():
-        assert done.stdout == "None\n"
+        assert done.stdout.startswith("libcuda.so.1 was not found")

@@ -6,12 +6,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit.by_hand import HandLane, HandStore, StreamCompute
+from tests.unit.natively import built
 from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.sizes import KiB, MiB
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.group import Group
-from torch_tiers.migrator.engine.moved import Saved
+from torch_tiers.migrator.engine.tensors import Saved
 from torch_tiers.migrator.telemetry.counters import Counters
 
 NBYTES = 64 * KiB
@@ -63,7 +64,7 @@ class Rig:
         self.backing = Backing(self.arena, store, Counters())  # type: ignore[arg-type]
         self.compute = StreamCompute()
         self.out, self.back = HandLane(), HandLane()
-        self.engine = Engine(self.compute, self.out, self.back, self.backing)
+        self.engine = Engine(self.compute, self.out, self.back, self.backing, built())
         self.engine.limit = 0
 
     def group(self, next_use: int = 0) -> Group:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.migrator.engine.rig import Held
+from tests.unit.natively import built
 from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE, KiB, MiB
@@ -48,7 +49,7 @@ def real(dram: int, path: Path | None) -> Real:
     store = None if path is None else NvmeStore([path], 256 * MiB, gds="off", stripe=MiB, step=32 * MiB)
     backing = Backing(arena, store, counters)
     lanes = [HostLane(name, counters, bytes_per_second=400 * MiB) for name in ("d2h", "h2d")]
-    return Real(Engine(HostCompute(counters), lanes[0], lanes[1], backing), backing, arena, store, lanes)
+    return Real(Engine(HostCompute(counters), lanes[0], lanes[1], backing, built()), backing, arena, store, lanes)
 
 
 def forward(engine: Engine, rng: Random, groups: int) -> list[Held]:

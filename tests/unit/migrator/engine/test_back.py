@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit.migrator.engine.rig import NBYTES, Held, Rig
+from tests.unit.natively import built
 from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.allocator.sizes import MiB
@@ -290,7 +291,7 @@ def test_a_graph_outlives_the_lanes() -> None:
     arena = DramArena(64 * MiB, pinned=False)
     backing = Backing(arena, None, Counters())
     lanes = [HostLane(name, Counters()) for name in ("d2h", "h2d")]
-    engine = Engine(HostCompute(Counters()), lanes[0], lanes[1], backing)
+    engine = Engine(HostCompute(Counters()), lanes[0], lanes[1], backing, built())
     group = Group(0, engine.compute.stream())
     held = Held(engine, group, torch.randint(256, (NBYTES,), dtype=torch.uint8))
     engine.send(group)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.unit.by_hand import eventually
+from tests.unit.natively import built
 from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.errors import StoreError, TierFull
 from torch_tiers.allocator.nvme.posix import PosixFile
@@ -30,7 +31,7 @@ from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct, DirectWay
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.group import Group, State
-from torch_tiers.migrator.engine.moved import Saved
+from torch_tiers.migrator.engine.tensors import Saved
 from torch_tiers.migrator.lanes.host import HostCompute, HostEvent, HostLane
 from torch_tiers.migrator.telemetry.counters import Counters
 
@@ -73,7 +74,7 @@ class Rig:
         self.direct = Direct(DirectWay(self.store, *self.rings), out, back, self.counters)
         self.out = out
         lanes = HostLane("d2h", self.counters), HostLane("h2d", self.counters)
-        self.engine = Engine(HostCompute(self.counters), *lanes, self.backing, direct=self.direct)
+        self.engine = Engine(HostCompute(self.counters), *lanes, self.backing, built(), self.direct)
         self.engine.limit = GiB
         self._lanes = lanes
         self.held: list[object] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.unit.natively import built
 from tests.unit.rig import NBYTES, Rig, layers, run
 from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.nvme.store import NvmeStore
@@ -529,7 +530,7 @@ def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_pat
     store = NvmeStore([tmp_path], 256 * MiB, gds="off", stripe=MiB, step=32 * MiB) if on_disk else None
     rig.backing = Backing(rig.arena, store, counters)
     lanes = [HostLane(name, counters) for name in ("d2h", "h2d")]
-    rig.engine = Engine(HostCompute(counters), lanes[0], lanes[1], rig.backing)
+    rig.engine = Engine(HostCompute(counters), lanes[0], lanes[1], rig.backing, built())
     budget = rng.choice([4, 12, 64]) * MiB
     # Some of these budgets no plan meets: then the one that comes closest is carried out.
     rig.mover = Mover(rig.engine, Learner(POLICIES[policy], budget, must_fit=False), budget)

@@ -1,4 +1,4 @@
-"""What is done with every tensor: each test holds the module in Python and its native twin to the same."""
+"""What is done with every tensor, by the C++ part of the hooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import sys
 import time
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,24 +15,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.unit.natively import built, needs_compiler
-from torch_tiers.migrator.engine import tensors as in_python
-from torch_tiers.migrator.engine.storages import SWEEP
-from torch_tiers.migrator.engine.tensors import Tensors
-from torch_tiers.migrator.lanes import FULL_SPEED, SLOT
+from tests.unit.natively import built
+from torch_tiers.migrator.engine.tensors import Known, Moved, Tensors
+from torch_tiers.migrator.lanes import SLOT
+
+SWEEP, NEAR = 4096, 64  # `kSweep` and `kNear` of `storages.h`
 
 
-@pytest.fixture(
-    scope="module",
-    params=["python", pytest.param("native", marks=needs_compiler)],
-)
-def tensors(request: pytest.FixtureRequest) -> Tensors:
-    if request.param == "python":
-        return in_python
+@pytest.fixture(scope="module")
+def tensors() -> Tensors:
     return built()
 
 
-def moved(tensors: Tensors, tensor: Tensor, low: int = 0, nbytes: int = 0) -> in_python.Moved:
+def moved(tensors: Tensors, tensor: Tensor, low: int = 0, nbytes: int = 0) -> Moved:
     return tensors.Moved(tensor, "mover", tensors.Saved("group", tensor, low, nbytes), object(), None, None)
 
 
@@ -180,7 +175,7 @@ def test_no_byte_of_a_tensor_is_left_out_and_it_comes_back_the_same(
     entry.saved.offset = 3 * SLOT
     buffer = torch.zeros(3 * SLOT + entry.saved.nbytes, dtype=torch.uint8)
     buffer[3 * SLOT :] = torch.empty(0, dtype=torch.uint8).set_(base.untyped_storage())[known.low : known.high]
-    tensors.let_go([entry.saved], lambda dtype: torch.empty(0, dtype=dtype))
+    tensors.let_go([entry.saved])
     back = entry.view(buffer)
     assert torch.equal(back, view)
     assert (back.dtype, back.size(), back.stride()) == (view.dtype, view.size(), view.stride())
@@ -267,23 +262,17 @@ def test_what_a_function_transform_wraps_may_not(tensors: Tensors) -> None:
 # -------------------------------------------------------------------------------------------- saved and moved
 
 
-def test_members_lie_one_after_the_other_the_large_ones_first(tensors: Tensors) -> None:
-    sizes = [700, FULL_SPEED + 1, 512, FULL_SPEED, 1]
-    memory = [torch.zeros(2 * FULL_SPEED, dtype=torch.uint8) for _ in sizes]
+def test_members_lie_one_after_the_other_as_they_were_saved(tensors: Tensors) -> None:
+    sizes = [700, 4 * SLOT + 1, 512, 1]
+    memory = [torch.zeros(8 * SLOT, dtype=torch.uint8) for _ in sizes]
     members = [tensors.Saved("group", x, 512, nbytes) for x, nbytes in zip(memory, sizes, strict=True)]
-    assert tensors.arrange(members) == 2 * FULL_SPEED + SLOT + 1024 + 512 + 512
-    assert [saved.nbytes for saved in members] == [FULL_SPEED + 1, FULL_SPEED, 700, 512, 1]
-    assert [saved.offset - 2 * FULL_SPEED for saved in members[1:]] == [
-        SLOT - FULL_SPEED,
-        SLOT,
-        SLOT + 1024,
-        SLOT + 1536,
-    ]
-    order = [1, 3, 0, 2, 4]
+    assert tensors.arrange(members) == 1024 + 5 * SLOT + 512 + 512
+    assert [saved.nbytes for saved in members] == sizes
+    assert [saved.offset for saved in members] == [0, 1024, 1024 + 5 * SLOT, 1536 + 5 * SLOT]
     assert list(memoryview(tensors.spans(members, 1 << 40)).cast("Q")) == [
         number
-        for k, saved in zip(order, members, strict=True)
-        for number in ((1 << 40) + saved.offset, memory[k].data_ptr() + 512, sizes[k])
+        for saved, x in zip(members, memory, strict=True)
+        for number in ((1 << 40) + saved.offset, x.data_ptr() + 512, saved.nbytes)
     ]
 
 
@@ -296,7 +285,7 @@ def test_what_is_let_go_leaves_memory_and_still_tells_of_changes(tensors: Tensor
     entry, storage = moved(tensors, x), weakref.ref(x.untyped_storage())
     assert not entry.changed()
     assert torch.equal(entry.view(None), x)
-    tensors.let_go([entry.saved], lambda dtype: torch.empty(0, dtype=dtype))
+    tensors.let_go([entry.saved])
     assert entry.saved.alias.numel() == 0
     assert entry.saved.alias.dtype == torch.float32
     x.add_(1)
@@ -344,6 +333,20 @@ def test_another_type_of_tensor_on_the_same_memory_comes_back_as_what_it_was(ten
     assert torch.equal(entry.view(None), x.view(torch.int32))
 
 
+def test_a_view_lies_on_other_memory_and_shares_the_version_counter(tensors: Tensors) -> None:
+    """As a dropped tensor does, of what was made again for all on its storage."""
+    x = torch.arange(6.0)
+    counter, whole = tensors.counter(x), torch.arange(6.0, 12.0)
+    assert (counter.numel(), counter._version) == (0, x._version)
+    view = tensors.view(counter, whole, torch.int32, torch.Size([2, 2]), (2, 1), 1)
+    assert torch.equal(view, whole.view(torch.int32)[1:5].view(2, 2))
+    assert view.data_ptr() == whole.data_ptr() + 4 and not view.requires_grad
+    x.add_(1)
+    assert view._version == counter._version == x._version
+    with pytest.raises(TypeError, match="view"):
+        tensors.view(counter, whole, torch.int32)  # type: ignore[call-arg]
+
+
 def test_what_autograd_saves_comes_back_with_its_graph(tensors: Tensors) -> None:
     x = torch.randn(16, requires_grad=True)
     packed: list[Any] = []
@@ -359,7 +362,7 @@ def test_what_autograd_saves_comes_back_with_its_graph(tensors: Tensors) -> None
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         y = (x * x).exp()
     buffers = [entry.view(None).detach().clone().view(torch.uint8) for entry in packed]
-    tensors.let_go([entry.saved for entry in packed], lambda dtype: torch.empty(0, dtype=dtype))
+    tensors.let_go([entry.saved for entry in packed])
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     assert torch.equal(grad, (x * x).exp() * 2 * x)
     (again,) = torch.autograd.grad(grad.sum(), x)
@@ -396,14 +399,13 @@ class Group:
 
 def test_a_saved_one_always_has_an_alias(tensors: Tensors) -> None:
     saved = moved(tensors, torch.zeros(8)).saved
-    if tensors is not in_python:
-        with pytest.raises(TypeError, match="always an alias"):
-            del saved.alias
-        with pytest.raises(TypeError, match="a tensor is wanted"):
-            tensors.Saved(saved, "no tensor", 0, 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="always an alias"):
+        del saved.alias
+    with pytest.raises(TypeError, match="a tensor is wanted"):
+        tensors.Saved(saved, "no tensor", 0, 0)  # type: ignore[arg-type]
 
 
-def test_the_native_twin_takes_no_name_of_the_program_s(tensors: Tensors) -> None:
+def test_the_module_takes_no_name_of_the_program_s(tensors: Tensors) -> None:
     assert "tensors" not in sys.modules
 
 
@@ -423,10 +425,66 @@ def test_nothing_leaks_and_cycles_are_collected(tensors: Tensors) -> None:
     assert [ref() for ref in dead] == [None] * 5
 
 
-def test_random_programs_find_the_same_in_both(tensors: Tensors, seed: int) -> None:
-    if tensors is in_python:
-        return
-    rng, ours, native_ones = random.Random(seed), in_python.Storages(), tensors.Storages()
+class _Found(NamedTuple):
+    """What a search made, with what the next ones must go by."""
+
+    known: Known
+    version: int
+    base: weakref.ref[Tensor]
+
+    def is_beside(self, of: Tensor, tensor: Tensor) -> bool:
+        has_left = self.known.saved is not None and self.known.saved.offset >= 0
+        return tensor._base is None and not has_left and not (of.requires_grad or tensor.requires_grad)
+
+
+class _Model:
+    """Searches one after the other, and what each must find."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._storages = tensors.Storages()
+        self._chains: dict[int, list[_Found]] = {}  # by storage, the last first
+        self._count = 0
+
+    def find(self, tensor: Tensor) -> Known:
+        found, storage = self._storages.find(tensor), tensor.untyped_storage()
+        base, version = tensor if tensor._base is None else tensor._base, tensor._version
+        low, high = self._reach(tensor, storage.nbytes())
+        chain = self._chains.setdefault(storage._cdata, [])
+        same = beside = None
+        for entry in chain[:NEAR]:
+            of = entry.base()
+            if entry.version != version or entry.known.low > low or high > entry.known.high:
+                continue
+            if of is base:
+                same = same or entry
+            elif of is not None and entry.is_beside(of, tensor):
+                beside = beside or entry
+        if same or beside:
+            assert found is (same or beside).known  # type: ignore[union-attr]
+            return found
+        assert (found.ident, found.low, found.high, found.cdata) == (self._count, low, high, storage._cdata)
+        self._count += 1
+        current = [entry for entry in chain[:NEAR] if self._is_current(entry, base, version)]
+        self._chains[storage._cdata] = [_Found(found, version, weakref.ref(base)), *current, *chain[NEAR:]]
+        return found
+
+    @staticmethod
+    def _is_current(entry: _Found, base: Tensor, version: int) -> bool:
+        of = entry.base()
+        return of is not None and (of is not base or entry.version == version)
+
+    @staticmethod
+    def _reach(tensor: Tensor, nbytes: int) -> tuple[int, int]:
+        size = tensor.itemsize
+        low = int(tensor.storage_offset()) * size
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        high = low + (1 + last) * size
+        is_half = 2 * (high - low) >= nbytes and (tensor._base is not None or tensor.nbytes < high - low)
+        return (0, nbytes) if tensor.nbytes == nbytes or is_half else (low - low % SLOT, high)
+
+
+def test_random_programs_find_what_they_must(tensors: Tensors, seed: int) -> None:
+    rng, model = random.Random(seed), _Model(tensors)
     alive: list[Tensor] = []
     for _ in range(3000):
         kind = rng.randrange(8)
@@ -444,10 +502,9 @@ def test_random_programs_find_the_same_in_both(tensors: Tensors, seed: int) -> N
             alive += torch.zeros(4, 3 * rng.randrange(1, 500)).unsafe_chunk(3, dim=rng.randrange(2))
         one = rng.choice(alive) if alive else torch.zeros(3)
         if one.numel():
-            a, b = ours.find(one), native_ones.find(one)
-            assert (a.ident, a.low, a.high, a.cdata) == (b.ident, b.low, b.high, b.cdata)
-            if a.saved is None and rng.random() < 0.3:
-                a.saved, b.saved = (each.Saved(None, one, a.low, a.high - a.low) for each in (in_python, tensors))  # type: ignore[arg-type]
-            if a.saved is not None and b.saved is not None and rng.random() < 0.2:
-                a.saved.offset = b.saved.offset = 0
-            assert in_python.memory_of(one, 64) == tensors.memory_of(one, 64)
+            known, storage = model.find(one), one.untyped_storage()
+            if known.saved is None and rng.random() < 0.3:
+                known.saved = tensors.Saved(None, one, known.low, known.high - known.low)  # type: ignore[arg-type]
+            if known.saved is not None and rng.random() < 0.2:
+                known.saved.offset = 0
+            assert tensors.memory_of(one, 64) == (storage._cdata if storage.nbytes() >= 64 else 0)

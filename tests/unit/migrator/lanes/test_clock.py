@@ -6,11 +6,12 @@ import json
 import time
 from itertools import pairwise
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from torch_tiers.allocator.native.lane import Library
 from torch_tiers.migrator.lanes import Memory
 from torch_tiers.migrator.lanes.clock import DeviceClock
 from torch_tiers.migrator.lanes.cuda import CudaCompute
@@ -127,7 +128,7 @@ def compute(monkeypatch: pytest.MonkeyPatch, peaks: Peaks) -> CudaCompute:
     monkeypatch.setattr(CudaCompute, "mark", lambda self, stream: Event())
     monkeypatch.setattr(CudaCompute, "follow", lambda self, stream, event: (Event(), Event(late=0.01)))
     monkeypatch.setattr(CudaCompute, "hold", lambda self, stream, event: None)
-    return CudaCompute(torch.device("cuda", 0), Counters(timeline=Timeline()), Memory(peaks))
+    return CudaCompute(torch.device("cuda", 0), Counters(timeline=Timeline()), cast("Library", None), Memory(peaks))
 
 
 def period(compute: CudaCompute, *causes: str) -> None:

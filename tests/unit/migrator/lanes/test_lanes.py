@@ -4,18 +4,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from random import Random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit.by_hand import eventually
 from torch_tiers.allocator.sizes import KiB, MiB
-from torch_tiers.migrator.lanes import SLOT, TIMED, Piece, whole
-from torch_tiers.migrator.lanes.cuda import STAGING, _adjacent
+from torch_tiers.migrator.lanes import TIMED, whole
 from torch_tiers.migrator.lanes.host import HostCompute, HostEvent, HostLane
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
@@ -194,50 +190,3 @@ def test_a_wait_raises_what_the_copy_raised(counters: Counters) -> None:
     event.set(OSError("lost"))
     with pytest.raises(OSError, match="lost"):
         HostCompute(counters).wait(event, "d2h", 0)
-
-
-# ------------------------------------------------------------------------- what is gathered into one transfer
-
-
-def slots(sizes: list[int], gaps: list[int]) -> list[Piece]:
-    memory = torch.empty(sum(sizes) + sum(gaps), dtype=torch.uint8)
-    pieces, offset = [], 0
-    for nbytes, gap in zip(sizes, gaps, strict=True):
-        pieces.append(whole(memory.narrow(0, offset, nbytes), flat(nbytes)))
-        offset += nbytes + gap
-    return pieces
-
-
-def test_neighbours_up_to_a_slot_apart_are_one_run() -> None:
-    pieces = slots([100, 512, 7], [412, 0, 0])
-    assert _adjacent(pieces) == [pieces]
-
-
-def test_memory_of_others_in_between_parts_runs() -> None:
-    pieces = slots([512, 512], [SLOT, 0])
-    assert _adjacent(pieces) == [pieces[:1], pieces[1:]]
-
-
-def test_a_run_fits_the_staging_buffer() -> None:
-    pieces = slots([MiB - SLOT] * 20, [SLOT - 1] * 20)
-    runs = _adjacent(pieces)
-    assert [len(run) for run in runs] == [16, 4]
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 900 * KiB), st.sampled_from([0, 1, SLOT - 1, SLOT, 4096])), max_size=60),
-    st.randoms(),
-)
-def test_runs_cover_every_piece_in_the_order_of_addresses(layout: list[tuple[int, int]], rng: Random) -> None:
-    pieces = slots([nbytes for nbytes, _ in layout], [gap for _, gap in layout])
-    shuffled = rng.sample(pieces, len(pieces))
-    runs = _adjacent(shuffled)
-    assert [id(piece) for run in runs for piece in run] == [id(piece) for piece in pieces]
-    for run in runs:
-        ends = [piece.at + piece.nbytes for piece in run]
-        assert ends[-1] - run[0].at <= STAGING
-        assert all(0 <= piece.at - end < SLOT for piece, end in zip(run[1:], ends, strict=False))
-
-
-def test_nothing_to_gather_is_no_run() -> None:
-    assert _adjacent([]) == []

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.scenarios import REMADE, moving
-from tests.unit.natively import needs_compiler
 from torch_tiers.migrator.lanes.host import HostCompute
 from torch_tiers.migrator.recompute import checks
 from torch_tiers.migrator.recompute.checks import Checks
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.telemetry.counters import Counters
-
-pytestmark = needs_compiler
 
 
 def step(model: nn.Module, i: int) -> list[Tensor]:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torch_tiers as tiers
-from tests.unit.natively import needs_compiler
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.engine.engine import Engine
 from torch_tiers.migrator.engine.group import Group
-from torch_tiers.migrator.engine.moved import Saved
+from torch_tiers.migrator.engine.tensors import Saved
 from torch_tiers.migrator.hooks.packed import Look, keep
 from torch_tiers.migrator.lanes.host import HostCompute
 from torch_tiers.migrator.lanes.meter import HostMeter
@@ -61,7 +60,6 @@ def operations(trace: Trace) -> dict[str, str]:
     return {site.key: trace.recipes[site.storage].op for site in trace.sites if site.storage in trace.recipes}
 
 
-@needs_compiler
 def test_recipes_are_those_of_modules_and_functions() -> None:
     trace = recorded()
     assert {key: op.partition("(")[0] for key, op in operations(trace).items()} == {
@@ -75,7 +73,6 @@ def test_recipes_are_those_of_modules_and_functions() -> None:
     assert all(recipe.seconds > 0 for recipe in trace.recipes.values())
 
 
-@needs_compiler
 @pytest.mark.parametrize("error", [RuntimeError("no such kernel"), TiersError("no room to bring an input back")])
 def test_a_trial_that_fails_makes_no_recipe_and_the_program_goes_on(
     error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -91,7 +88,6 @@ def test_a_trial_that_fails_makes_no_recipe_and_the_program_goes_on(
     assert {op.partition("(")[0] for op in operations(recorded()).values()} == {"gelu", "addmm"}
 
 
-@needs_compiler
 def test_a_recipe_names_the_storages_that_it_needs() -> None:
     trace = recorded()
     storage = {site.key: site.storage for site in trace.sites}
@@ -99,7 +95,6 @@ def test_a_recipe_names_the_storages_that_it_needs() -> None:
     assert trace.recipes[storage["Model.last:0"]].inputs == (storage["Model:0"],)
 
 
-@needs_compiler
 def test_what_is_not_the_same_bit_for_bit_is_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Replay.run
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tests.unit.natively import built
 from torch_tiers.migrator.engine.group import Group, State
-from torch_tiers.migrator.engine.moved import Saved
-from torch_tiers.migrator.engine.storages import Known, Storages
+from torch_tiers.migrator.engine.tensors import Known, Storages
 from torch_tiers.migrator.lanes.meter import Measures
 from torch_tiers.migrator.recording import recorder as module
 from torch_tiers.migrator.recording.recorder import PARTS, SELDOM, Recorder
@@ -22,7 +22,7 @@ def known(storages: Storages, tensor: torch.Tensor) -> Known:
 
 def moved(entry: Known, state: State, tensor: torch.Tensor | None = None) -> Known:
     """As if the engine had taken it; `tensor` is what a group holds that is not away."""
-    entry.saved = Saved(Group(0, 0, state), torch.empty(0) if tensor is None else tensor, 0, NBYTES)
+    entry.saved = built().Saved(Group(0, 0, state), torch.empty(0) if tensor is None else tensor, 0, NBYTES)
     return entry
 
 
@@ -35,7 +35,7 @@ def nbytes_of(recorder: Recorder) -> dict[str, int]:
 
 
 def test_saves_and_uses_are_positions_of_one_order() -> None:
-    recorder, storages, x, y = Recorder(set()), Storages(), tensor(), tensor(2 * NBYTES)
+    recorder, storages, x, y = Recorder(set()), built().Storages(), tensor(), tensor(2 * NBYTES)
     first, second = recorder.save("a:0", known(storages, x)), recorder.save("b:0", known(storages, y))
     assert first and second
     second.used()
@@ -47,7 +47,7 @@ def test_saves_and_uses_are_positions_of_one_order() -> None:
 
 
 def test_sites_on_one_storage_share_its_number() -> None:
-    recorder, storages, x = Recorder(set()), Storages(), tensor()
+    recorder, storages, x = Recorder(set()), built().Storages(), tensor()
     recorder.save("a:0", known(storages, x))
     recorder.save("b:0", known(storages, x))
     assert recorder.trace().saved_bytes == NBYTES
@@ -64,18 +64,18 @@ def test_what_cannot_move_has_no_bytes_and_a_number_of_its_own() -> None:
 
 def test_what_the_program_itself_keeps_is_not_worth_moving() -> None:
     outlived: set[str] = set()
-    recorder, storages, logits = Recorder(outlived), Storages(), tensor()
+    recorder, storages, logits = Recorder(outlived), built().Storages(), tensor()
     recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
     recorder.turn()
     assert nbytes_of(recorder) == {"loss:0": 0}
     later = Recorder(outlived)
-    later.save("loss:0", known(Storages(), logits))
+    later.save("loss:0", known(built().Storages(), logits))
     assert nbytes_of(later) == {"loss:0": 0}
 
 
 def test_what_only_backward_needs_is_worth_moving() -> None:
     recorder, x = Recorder(set()), tensor()
-    recorder.save("a:0", moved(known(Storages(), x), State.AWAY))
+    recorder.save("a:0", moved(known(built().Storages(), x), State.AWAY))
     del x
     recorder.turn()
     assert nbytes_of(recorder) == {"a:0": NBYTES}
@@ -85,7 +85,7 @@ def test_what_only_backward_needs_is_worth_moving() -> None:
 @pytest.mark.parametrize("kept", [False, True])
 def test_of_what_its_group_holds_it_is_seen_whether_the_program_does(state: State, *, kept: bool) -> None:
     recorder, x = Recorder(set()), tensor()
-    recorder.save("a:0", moved(known(Storages(), x), state, x))
+    recorder.save("a:0", moved(known(built().Storages(), x), state, x))
     if not kept:
         del x
     recorder.turn()
@@ -95,7 +95,7 @@ def test_of_what_its_group_holds_it_is_seen_whether_the_program_does(state: Stat
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_what_stays_is_not_judged(*, elsewhere: bool) -> None:
     """The graph holds it, and nobody counts how often; also where another site has it moved."""
-    recorder, storages, x = Recorder(set()), Storages(), tensor()
+    recorder, storages, x = Recorder(set()), built().Storages(), tensor()
     recorder.save("a:0", known(storages, x), stays=True)
     if elsewhere:
         recorder.save("b:0", moved(known(storages, x), State.FILLING, x))
@@ -109,7 +109,7 @@ def test_what_the_program_keeps_and_did_not_leave_counts_as_its_own_all_the_time
 ) -> None:
     """It counted as saved in HBM, and then was no site: it was nowhere, and plans exceeded their budget by it."""
     meter = FakeMeter()
-    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder, storages, logits = Recorder(set(), meter), built().Storages(), tensor()  # type: ignore[arg-type]
     record = recorder.save("loss:0", moved(known(storages, logits), State.FILLING, logits))
     recorder.save("loss:1", None)
     recorder.turn()
@@ -124,7 +124,7 @@ def test_what_the_program_keeps_and_did_not_leave_counts_as_its_own_all_the_time
 
 def test_what_the_program_keeps_counts_as_its_own_until_it_left() -> None:
     meter = FakeMeter()
-    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder, storages, logits = Recorder(set(), meter), built().Storages(), tensor()  # type: ignore[arg-type]
     entry = moved(known(storages, logits), State.LEAVING, logits)
     recorder.save("loss:0", entry)
     recorder.save("loss:1", None)
@@ -137,7 +137,7 @@ def test_what_the_program_keeps_counts_as_its_own_until_it_left() -> None:
 
 
 def test_what_is_held_until_the_next_save_alone_is_not_told() -> None:
-    recorder, storages, x = Recorder(set(), FakeMeter()), Storages(), tensor()  # type: ignore[arg-type]
+    recorder, storages, x = Recorder(set(), FakeMeter()), built().Storages(), tensor()  # type: ignore[arg-type]
     recorder.save("a:0", moved(known(storages, x), State.FILLING, x))
     del x
     recorder.save("b:0", None)
@@ -147,7 +147,7 @@ def test_what_is_held_until_the_next_save_alone_is_not_told() -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_part_that_our_own_group_holds_is_not_the_program_s(*, kept: bool) -> None:
-    recorder, storages, qkv = Recorder(set()), Storages(), tensor(3 * NBYTES)
+    recorder, storages, qkv = Recorder(set()), built().Storages(), tensor(3 * NBYTES)
     q, k, _ = qkv.chunk(3)
     recorder.save("q:0", moved(known(storages, q), State.AWAY))
     recorder.save("k:0", moved(known(storages, k), State.LEAVING, k))  # holds the whole storage
@@ -159,7 +159,7 @@ def test_a_part_that_our_own_group_holds_is_not_the_program_s(*, kept: bool) -> 
 
 
 def test_of_many_parts_of_a_storage_nothing_is_said_that_would_take_long() -> None:
-    recorder, storages, whole = Recorder(set(), FakeMeter()), Storages(), tensor(PARTS * NBYTES)  # type: ignore[arg-type]
+    recorder, storages, whole = Recorder(set(), FakeMeter()), built().Storages(), tensor(PARTS * NBYTES)  # type: ignore[arg-type]
     for k, part in enumerate(whole.detach().chunk(PARTS)):
         recorder.save(f"a:{k}", moved(storages.find(part.data), State.LEAVING, part))
     recorder.turn()
@@ -189,7 +189,7 @@ class FakeMeter:
 
 def test_what_left_and_is_still_held_by_the_program_counts_as_saved_until_that_is_over() -> None:
     meter = FakeMeter()
-    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder, storages, logits = Recorder(set(), meter), built().Storages(), tensor()  # type: ignore[arg-type]
     recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
     recorder.save("loss:1", None)
     del logits
@@ -203,7 +203,7 @@ def test_what_left_and_is_still_held_by_the_program_counts_as_saved_until_that_i
 def test_what_stays_in_hbm_for_now_and_is_held_by_the_program_is_seen_as_well() -> None:
     """Where there is room nothing leaves while a period is recorded; the plan may move it all the same."""
     meter = FakeMeter()
-    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder, storages, logits = Recorder(set(), meter), built().Storages(), tensor()  # type: ignore[arg-type]
     recorder.save("loss:0", moved(known(storages, logits), State.FILLING, logits))
     recorder.save("loss:1", None)
     recorder.save("loss:2", None)
@@ -218,7 +218,7 @@ def test_what_stays_in_hbm_for_now_and_is_held_by_the_program_is_seen_as_well() 
 def test_what_two_modules_save_is_held_once() -> None:
     """Counted twice, as much of all else in use was taken not to be there: a ResNet's plans exceeded their budget."""
     meter = FakeMeter()
-    recorder, storages, shared = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder, storages, shared = Recorder(set(), meter), built().Storages(), tensor()  # type: ignore[arg-type]
     recorder.save("relu:0", moved(known(storages, shared), State.AWAY))
     recorder.save("conv:0", storages.find(shared))
     recorder.save("conv:1", None)
@@ -238,7 +238,7 @@ def test_what_the_program_holds_for_long_is_looked_at_ever_more_rarely(monkeypat
         return freed(self)
 
     monkeypatch.setattr(Known, "freed", look)
-    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder, storages, logits = Recorder(set(), meter), built().Storages(), tensor()  # type: ignore[arg-type]
     recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
     for k in range(1, 1000):
         recorder.save(f"loss:{k}", None)
@@ -251,7 +251,7 @@ def test_what_the_program_holds_for_long_is_looked_at_ever_more_rarely(monkeypat
 
 def test_what_ended_since_the_last_look_is_taken_to_have_ended_halfway() -> None:
     meter = FakeMeter()
-    recorder, storages, logits = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder, storages, logits = Recorder(set(), meter), built().Storages(), tensor()  # type: ignore[arg-type]
     recorder.save("loss:0", moved(known(storages, logits), State.AWAY))
     for k in range(1, 100):
         recorder.save(f"loss:{k}", None)
@@ -266,7 +266,7 @@ def test_what_ended_since_the_last_look_is_taken_to_have_ended_halfway() -> None
 
 def test_what_the_program_keeps_into_backward_is_its_own() -> None:
     meter = FakeMeter()
-    recorder, storages, images = Recorder(set(), meter), Storages(), tensor()  # type: ignore[arg-type]
+    recorder, storages, images = Recorder(set(), meter), built().Storages(), tensor()  # type: ignore[arg-type]
     recorder.save("stem:0", moved(known(storages, images), State.AWAY))
     recorder.save("stem:1", None)
     recorder.turn()

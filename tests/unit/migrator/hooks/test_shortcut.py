@@ -12,18 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.natively import built, needs_compiler
-from torch_tiers.migrator.engine import tensors as in_python
-from torch_tiers.migrator.engine.moved import Moved
-from torch_tiers.migrator.engine.tensors import Tensors
+from tests.unit.natively import built
+from torch_tiers.migrator.engine.tensors import Moved
 from torch_tiers.migrator.hooks.actions import Action, Go, Recompute, Stay
 from torch_tiers.migrator.hooks.garbage import Allowance
 from torch_tiers.migrator.hooks.saver import MIN_BYTES, Saver
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.recompute.verified import Verified
-
-pytestmark = needs_compiler
 
 SITES = 6  # of one module
 GROUP = PageGroup(("s",), 4096, last_birth=0, first_use=1)
@@ -62,14 +58,13 @@ class _Engine:
 class _Mover:
     recorder = None
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self) -> None:
         self.engine = _Engine()
-        self._tensors = tensors
 
     def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
         self.engine.told.append(("take", key, kind))
-        saved = self._tensors.Saved(None, tensor, 0, tensor.nbytes)  # type: ignore[arg-type]
-        return self._tensors.Moved(tensor, self, saved, None, go, None)  # type: ignore[arg-type]
+        saved = built().Saved(None, tensor, 0, tensor.nbytes)  # type: ignore[arg-type]
+        return built().Moved(tensor, self, saved, None, go, None)  # type: ignore[arg-type]
 
     def drop(self, tensor: Tensor, make: Recompute, find: object, kind: str) -> Moved:
         """As where it does not hold any more."""
@@ -85,14 +80,14 @@ class _Mover:
 
 
 class _Rig:
-    """Hooks over an engine that only remembers."""
+    """Hooks over an engine that only remembers: with the shortcut, or those in Python alone."""
 
-    def __init__(self, tensors: Tensors) -> None:
-        self.mover: Any = _Mover(tensors)
+    def __init__(self, *, shortcut: bool = True) -> None:
+        self.mover: Any = _Mover()
         self.periods = 0
-        self.saver = Saver(lambda device: self.mover, lambda *_: None, self._over, Allowance(), tensors)
-        self.pack, self.unpack = self.saver.hooks
-        self.saver.note = self._note  # type: ignore[method-assign]
+        self.saver = saver = Saver(lambda device: self.mover, lambda *_: None, self._over, Allowance(), built())
+        self.pack, self.unpack = saver.hooks if shortcut else (saver.pack, saver.unpack)
+        saver.note = self._note  # type: ignore[method-assign]
 
     def _note(self, tensor: Tensor, packed: object, key: str) -> None:
         self.mover.engine.told.append(("note", tensor.shape, key))
@@ -111,15 +106,10 @@ class _Rig:
         return self.mover.engine.told, self.periods, place.in_backward, place.here.count, place.here.path
 
 
-@pytest.fixture(scope="module")
-def twin() -> Tensors:
-    return built()
-
-
 @pytest.fixture
-def rigs(twin: Tensors) -> tuple[_Rig, _Rig]:
+def rigs() -> tuple[_Rig, _Rig]:
     """One with the hooks in Python, one with the shortcut."""
-    return _Rig(in_python), _Rig(twin)
+    return _Rig(shortcut=False), _Rig()
 
 
 # ------------------------------------------------------------------------------------------- random calls
@@ -243,7 +233,7 @@ def test_random_calls_have_the_same_effect(rigs: tuple[_Rig, _Rig], seed: int, r
 
 
 @pytest.fixture
-def native_rig(twin: Tensors, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Rig, list[str]]]:
+def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Rig, list[str]]]:
     """A rig, and which of the hooks in Python were called."""
     called: list[str] = []
     for name in ("pack", "unpack"):
@@ -254,11 +244,11 @@ def native_rig(twin: Tensors, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
             return method(saver, given)
 
         monkeypatch.setattr(Saver, name, spy)
-    yield _Rig(twin), called
+    yield _Rig(), called
 
 
-def test_what_stays_and_what_moves_takes_the_shortcut(native_rig: tuple[_Rig, list[str]]) -> None:
-    rig, called = native_rig
+def test_what_stays_and_what_moves_takes_the_shortcut(spied: tuple[_Rig, list[str]]) -> None:
+    rig, called = spied
     rig.plan([None, Stay(rig.mover, 1, 1), Go(rig.mover, GROUP)], set())
     packed = [rig.pack(torch.randn(64, 64)) for _ in range(3)]
     assert called == ["pack"]  # the first, with which the module comes to the plan
@@ -270,9 +260,9 @@ def test_what_stays_and_what_moves_takes_the_shortcut(native_rig: tuple[_Rig, li
     assert called == ["pack", "unpack"]
 
 
-def test_a_module_that_comes_again_takes_the_shortcut_with_its_first_tensor(native_rig: tuple[_Rig, list[str]]) -> None:
+def test_a_module_that_comes_again_takes_the_shortcut_with_its_first_tensor(spied: tuple[_Rig, list[str]]) -> None:
     """A third of what a ResNet saves is the first of its module."""
-    rig, called = native_rig
+    rig, called = spied
     rig.plan([Stay(rig.mover, 1, 1)] * 2, set())
     rig.pack(torch.randn(8))
     called.clear()
@@ -285,8 +275,8 @@ def test_a_module_that_comes_again_takes_the_shortcut_with_its_first_tensor(nati
     assert called == ["pack"]
 
 
-def test_what_is_recorded_is_left_to_python(native_rig: tuple[_Rig, list[str]]) -> None:
-    rig, called = native_rig
+def test_what_is_recorded_is_left_to_python(spied: tuple[_Rig, list[str]]) -> None:
+    rig, called = spied
     rig.plan([Stay(rig.mover, 1, 1)] * 4, {2})
     for _ in range(3):
         rig.pack(torch.randn(64, 64))
@@ -296,9 +286,9 @@ def test_what_is_recorded_is_left_to_python(native_rig: tuple[_Rig, list[str]]) 
     assert called == ["pack"] * 2
 
 
-def test_what_is_saved_within_backward_is_left_to_python(native_rig: tuple[_Rig, list[str]]) -> None:
+def test_what_is_saved_within_backward_is_left_to_python(spied: tuple[_Rig, list[str]]) -> None:
     """A checkpoint's recomputation, say: it is no site of the plan's."""
-    rig, called = native_rig
+    rig, called = spied
     rig.plan([Stay(rig.mover, 1, 1)] * 4, set())
     rig.pack(torch.randn(8))
     x = torch.randn(8, requires_grad=True)
@@ -318,11 +308,9 @@ def test_what_is_saved_within_backward_is_left_to_python(native_rig: tuple[_Rig,
     assert rig.saver.place.here.count == 1
 
 
-def test_a_period_that_ends_with_an_error_is_followed_by_one_that_is_recorded_if_that_was_decided(
-    twin: Tensors,
-) -> None:
+def test_a_period_that_ends_with_an_error_is_followed_by_one_that_is_recorded_if_that_was_decided() -> None:
     """Whoever catches the error may go on, and what is recorded must not take the shortcut."""
-    rig = _Rig(twin)
+    rig = _Rig()
     rig.plan([Stay(rig.mover, 1, 1)] * 4, set())
     rig.pack(torch.randn(8))
     rig.saver.movers[torch.device("cpu")] = rig.mover
@@ -338,8 +326,8 @@ def test_a_period_that_ends_with_an_error_is_followed_by_one_that_is_recorded_if
     assert rig.saver.place.recording
 
 
-def test_hooks_on_the_stack_are_known_as_their_saver_s(twin: Tensors) -> None:
-    saver = _Rig(twin).saver
+def test_hooks_on_the_stack_are_known_as_their_saver_s() -> None:
+    saver = _Rig().saver
     saver.push()
     try:
         assert saver.on_top()
@@ -348,15 +336,15 @@ def test_hooks_on_the_stack_are_known_as_their_saver_s(twin: Tensors) -> None:
         assert saver.take_off()
 
 
-def test_a_hook_wants_one_argument(twin: Tensors) -> None:
-    pack: Any = _Rig(twin).pack
+def test_a_hook_wants_one_argument() -> None:
+    pack: Any = _Rig().pack
     for call in (lambda: pack(), lambda: pack(1, 2), lambda: pack(tensor=1)):
         with pytest.raises(TypeError):
             call()
 
 
-def test_what_it_makes_dies_with_its_references(twin: Tensors) -> None:
-    rig = _Rig(twin)
+def test_what_it_makes_dies_with_its_references() -> None:
+    rig = _Rig()
     rig.plan([Stay(rig.mover, 1, 1), Stay(rig.mover, 1, 1), Go(rig.mover, GROUP)], set())
     rig.pack(torch.zeros(4))
     for _ in ("stays", "moves"):
@@ -371,17 +359,17 @@ def test_what_it_makes_dies_with_its_references(twin: Tensors) -> None:
         torch.UntypedStorage._free_weak_ref(storage)
 
 
-def test_the_collector_finds_a_saver_that_nobody_refers_to(twin: Tensors) -> None:
+def test_the_collector_finds_a_saver_that_nobody_refers_to() -> None:
     """It and its hooks refer to one another."""
-    rig = _Rig(twin)
+    rig = _Rig()
     gone = weakref.ref(rig.saver)
     del rig
     gc.collect()
     assert gone() is None
 
 
-def test_least_is_what_the_hooks_go_by(twin: Tensors) -> None:
-    rig = _Rig(twin)
+def test_least_is_what_the_hooks_go_by() -> None:
+    rig = _Rig()
     rig.plan([None, *[Go(rig.mover, GROUP)] * 2], set())
     rig.pack(torch.zeros(4))
     assert isinstance(rig.pack(torch.zeros(MIN_BYTES // 4 - 1)), tuple)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.scenarios import moving
-from tests.unit.natively import needs_compiler
+from tests.unit.natively import without_shortcut
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.recompute.dropped import Dropped
 from torch_tiers.migrator.recompute.replays import Replay
 
-pytestmark = [needs_compiler, pytest.mark.filterwarnings("default:.* is multi-threaded, use of fork")]
+pytestmark = pytest.mark.filterwarnings("default:.* is multi-threaded, use of fork")
 
 STEPS = 6  # of which the first are recorded
 
@@ -36,7 +38,7 @@ def trained(**arguments: Any) -> tuple[list[Tensor], int]:
     """Gradients, and how many saved tensors the last plan drops."""
     torch.manual_seed(0)
     model, dropped = nn.Sequential(Block(), Block()), 0
-    with moving(native="on", **arguments) as session:
+    with moving(**arguments) as session:
         for i in range(STEPS):
             model.zero_grad()
             model(torch.full((64, 64), 1.0 + i)).square().mean().backward()
@@ -69,7 +71,7 @@ def test_a_view_of_what_was_dropped_is_given_back_as_a_view(monkeypatch: pytest.
     def gradient(**arguments: Any) -> Tensor:
         torch.manual_seed(0)
         layer = nn.Linear(64, 64)
-        with moving(native="on", **arguments):
+        with moving(**arguments):
             for _ in range(6):
                 layer.zero_grad()
                 made = layer(torch.ones(64, 64)).exp()
@@ -84,7 +86,7 @@ def test_a_view_of_what_was_dropped_is_given_back_as_a_view(monkeypatch: pytest.
 
 def test_what_was_changed_in_place_is_an_error_as_ever() -> None:
     layer = nn.Linear(64, 64)
-    with moving(native="on", recompute=True, share=0):
+    with moving(recompute=True, share=0):
         for _ in range(5):
             layer(torch.ones(64, 64)).exp().sin().sum().backward()
         made = layer(torch.ones(64, 64)).exp()
@@ -100,7 +102,7 @@ def test_what_fails_when_it_is_made_again_says_why(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("no such kernel")
 
     layer = nn.Linear(64, 64)
-    with moving(native="on", recompute=True, share=0):
+    with moving(recompute=True, share=0):
         for _ in range(5):
             layer(torch.ones(64, 64)).exp().sin().sum().backward()
         monkeypatch.setattr(Replay, "run", fails)
@@ -111,7 +113,7 @@ def test_what_fails_when_it_is_made_again_says_why(monkeypatch: pytest.MonkeyPat
 def test_each_value_is_looked_at_no_more_than_it_takes() -> None:
     """Where each of a layer's values is made of all before, there are 8 ** 7 ways to the first."""
     x = torch.ones(64, 64, requires_grad=True)
-    with moving(native="on", recompute=True, share=0):
+    with moving(recompute=True, share=0):
         for _ in range(6):
             values = [(x * k).exp() for k in range(1, 9)]
             for _ in range(6):
@@ -124,9 +126,9 @@ def test_each_value_is_looked_at_no_more_than_it_takes() -> None:
 
 
 def test_a_fork_has_what_its_parent_has_or_is_told() -> None:
-    """By Python, which knows: native hooks would wait for threads that a fork does not have."""
+    """By Python, which knows: the shortcut would wait for threads that a fork does not have."""
     layer = nn.Linear(64, 64)
-    with moving(native="on", recompute=True, share=1, room=0, dram="64MiB"):
+    with moving(recompute=True, share=1, room=0, dram="64MiB"):
         for _ in range(6):
             one, other = (layer(torch.ones(512, 64)).exp().sin().exp().sin().sum() for _ in range(2))
             one.backward()
@@ -155,8 +157,10 @@ class Dropping(nn.Module):
         return dropped
 
 
-@pytest.mark.parametrize("native", ["on", "off"])
-def test_a_dropout_s_result_and_mask_are_made_by_one_replay(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hooks", [nullcontext, without_shortcut], ids=["in C++", "in Python"])
+def test_a_dropout_s_result_and_mask_are_made_by_one_replay(
+    hooks: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs: list[int] = []
     run = Replay.run
 
@@ -167,7 +171,7 @@ def test_a_dropout_s_result_and_mask_are_made_by_one_replay(native: str, monkeyp
     def gradients(**arguments: Any) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), Dropping(), nn.Linear(64, 64))
-        with moving(native=native, **arguments):
+        with hooks(), moving(**arguments):
             for _ in range(STEPS):
                 model.zero_grad()
                 runs.clear()
