@@ -48,6 +48,8 @@ class Extension:
         Folders of headers besides PyTorch's.
     libraries
         What it is linked to.
+    needs
+        Called before it is compiled; raises CannotBuild if something is missing.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Extension:
     headers: tuple[Path, ...]
     includes: tuple[Path, ...]
     libraries: tuple[Path, ...]
+    needs: Callable[[], object] = lambda: None
 
     def build(self, cache_dir: Path) -> Path:
         """The library for this torch, from `cache_dir` if it has been built before.
@@ -63,19 +66,26 @@ class Extension:
         Raises
         ------
         CannotBuild
-            If there is no compiler, it does not compile, or `cache_dir` cannot be written, or others may write to it.
+            If it is not there and there is no compiler, or it does not compile; or if `cache_dir` cannot be written, or
+            others may write to it.
         """
-        with_compiler = compiler()
         try:
             # Without links, which may lead elsewhere by then: what is looked at is what is loaded.
             cache_dir = make_directory(cache_dir).resolve()
-            library = cache_dir / f"{self.name}-{self._fingerprint(with_compiler)}.so"
+            library = cache_dir / f"{self.name}-{self._fingerprint()}.so"
             self._refuse_what_others_write(cache_dir)
             if not _is_ours(library):
-                self._build(with_compiler, library, cache_dir)
+                self.needs()
+                self._build(compiler(), library, cache_dir)
         except OSError as error:
             raise CannotBuild(f"{self.title} cannot be built in {cache_dir}: {error}") from error
         return library
+
+    def obstacle(self, cache_dir: Path) -> str | None:
+        """What keeps it from being had in `cache_dir`, without building it; None if nothing is known to."""
+        if _is_ours(cache_dir / f"{self.name}-{self._fingerprint()}.so"):
+            return None
+        return obstacle_to(self.needs, compiler)
 
     def _refuse_what_others_write(self, cache_dir: Path) -> None:
         found = cache_dir.stat()
@@ -101,10 +111,11 @@ class Extension:
                 self._compile(with_compiler, library)
                 log.warning("built %s in %.0f s: %s", self.title, time.perf_counter() - began, library)
 
-    def _fingerprint(self, with_compiler: list[str]) -> str:
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         versions = (torch.__version__, torch.version.git_version, platform.machine())
-        parts = (*versions, *with_compiler, *_FLAGS, *self.includes, *self.libraries)
+        # A compiler that was named, with its flags, but none that was found: what it has made is run without it, too.
+        parts = (*versions, os.environ.get("CXX", ""), *_FLAGS, *self.includes, *self.libraries)
         for part in parts:
             digest.update(str(part).encode() + b"\0")
         for source in (*self.sources, *self.headers):

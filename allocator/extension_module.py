@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from torch_tiers.allocator.extension import CannotBuild, Extension, compiler, obstacle_to
+from torch_tiers.allocator.extension import CannotBuild, Extension
 
 _LIBRARIES = ("libtorch_python.so", "libtorch_cpu.so", "libc10.so")
 
@@ -37,9 +37,9 @@ class ExtensionModule:
     source: Path
     headers: tuple[Path, ...]
 
-    def obstacle(self) -> str | None:
-        """What keeps it from being built here, without building it; None if nothing is known to."""
-        return obstacle_to(compiler, _headers_of_python)
+    def obstacle(self, cache_dir: Path) -> str | None:
+        """What keeps it from being had in `cache_dir`, without building it; None if nothing is known to."""
+        return self._extension().obstacle(cache_dir)
 
     def build(self, cache_dir: Path) -> Path:
         """The library, from `cache_dir` if it has been built before.
@@ -47,18 +47,21 @@ class ExtensionModule:
         Raises
         ------
         CannotBuild
-            If there is no compiler, no header of Python's, or it does not compile.
+            If it is not there, and there is no compiler or no header of Python's, or it does not compile.
         """
+        return self._extension().build(cache_dir)
+
+    def _extension(self) -> Extension:
         root = Path(torch.__file__).parent
-        extension = Extension(
+        return Extension(
             name=self.name.rpartition(".")[2],
             title=self.title,
             sources=(self.source,),
             headers=self.headers,
-            includes=(root / "include" / "torch" / "csrc" / "api" / "include", _headers_of_python()),
+            includes=(root / "include" / "torch" / "csrc" / "api" / "include", _headers()),
             libraries=tuple(root / "lib" / name for name in _LIBRARIES),
+            needs=_headers_of_python,
         )
-        return extension.build(cache_dir)
 
     def load(self, library: Path) -> ModuleType:
         """The module in a library.
@@ -80,8 +83,11 @@ class ExtensionModule:
         return module
 
 
-def _headers_of_python() -> Path:
-    headers = Path(sysconfig.get_paths()["include"])
+def _headers() -> Path:
+    return Path(sysconfig.get_paths()["include"])
+
+
+def _headers_of_python() -> None:
+    headers = _headers()
     if not (headers / "Python.h").exists():
         raise CannotBuild(f"no headers of Python's found in {headers}: install those of this version (python3-dev)")
-    return headers

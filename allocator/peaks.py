@@ -36,7 +36,7 @@ class PeaksOfCore:
         return (core.lap(PERIODS, with_present=True), core.retries()) if core is not None else (0, 0)
 
     def delayed(self) -> float:
-        """Seconds for which requests have kept their callers so far, as pages were mapped, or made room for."""
+        """Seconds that requests have waited so far, in all threads, while pages were mapped or room was made."""
         core = self._core()
         return core.delayed() if core is not None else 0.0
 

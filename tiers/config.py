@@ -83,10 +83,9 @@ class LinksConfig:
 class Config:
     """What the user asked for; ``Config()`` is the defaults.
 
-    With `replay` saved tensors may be dropped, and are made
-    again by the operators that made them; without it nothing is recomputed. Processes share the capacities of a node
-    with those that name the same `ledger`, a directory; None means the user's own, which all of his processes on the
-    node see.
+    With `replay` saved tensors may be dropped, and are made again by the operators that made them; without it nothing
+    is recomputed. Processes share the capacities of a node with those that name the same `ledger`, a directory; None
+    means the user's own, which all of his processes on the node see.
     """
 
     allocator: Literal["off", "torch", "pages"] = "off"

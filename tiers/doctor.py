@@ -45,7 +45,7 @@ class TorchFacts:
     """PyTorch as installed: version, the CUDA it was built for, whether it sees a GPU and loads tiers.
 
     `obstacle` says what keeps our allocator from being put under it, `hooks_obstacle` the C++ part of the hooks from
-    being built; None if nothing does.
+    being built, and `lanes_obstacle` copies to and from its GPUs from being asked for; None if nothing does.
     """
 
     version: str
@@ -54,6 +54,7 @@ class TorchFacts:
     loads_tiers: bool
     obstacle: str | None = None
     hooks_obstacle: str | None = None
+    lanes_obstacle: str | None = None
 
 
 def examine(
@@ -81,8 +82,9 @@ def examine(
     yield from _torch(topology, torch)
     if topology.gpus and torch is not None:
         yield _pages(config, torch)
+        yield _needed("copies", config, torch.lanes_obstacle, "can be asked of the driver")
     if torch is not None:
-        yield _hooks(torch)
+        yield _needed("hooks", config, torch.hooks_obstacle, "can be compiled for this torch, once")
     yield from _gpus(topology)
     yield _kvikio(topology)
     yield _gds(topology, config.nvme, ways)
@@ -122,11 +124,12 @@ def _pages(config: Config, torch: TorchFacts) -> Finding:
     return Finding("allocator pages", "degraded", torch.obstacle, "PyTorch's own is used, with the migrator")
 
 
-def _hooks(torch: TorchFacts) -> Finding:
-    if torch.hooks_obstacle is None:
-        return Finding("hooks", "ok", "what they do with each tensor can be compiled for this torch")
-    advice = "mend that: what they do with each tensor is compiled at first use; until then nothing trains with tiers"
-    return Finding("hooks", "missing", torch.hooks_obstacle, advice)
+def _needed(subject: str, config: Config, obstacle: str | None, can: str) -> Finding:
+    """What nothing trains without under tiers."""
+    if obstacle is None:
+        return Finding(subject, "ok", can)
+    status: Status = "degraded" if config.allocator == "off" else "missing"
+    return Finding(subject, status, obstacle, "mend that: until then nothing trains with tiers")
 
 
 def _gpus(topology: Topology) -> Iterator[Finding]:

@@ -135,8 +135,10 @@ class Session:
         try:
             return native.load(native.MODULE.build(cache_directory()))
         except CannotBuild as error:
-            way_out = "or run without tiers: unset TIERS_ALLOCATOR, or leave tiers.session out"
-            raise CannotBuild(f"{error}. Nothing can train with tiers before that is mended; {way_out}") from error
+            raise CannotBuild(
+                f"tiers compiles its hooks at first use, and cannot here: {error}. Mend that, or run without tiers: "
+                "without `tiers run`, TIERS_ALLOCATOR and tiers.session"
+            ) from error
 
     def _recorder(self) -> Recorder | None:
         if not (self._config.replay and recomputes(self._config.policy)):

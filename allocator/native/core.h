@@ -148,8 +148,8 @@ TN_API void tn_get_stats(tn_core *core, tn_stats *out);
 TN_API void tn_get_glance(tn_core *core, tn_glance *out);
 /* `retries` of the statistics alone. */
 TN_API int64_t tn_retries(tn_core *core);
-/* For how many nanoseconds requests have kept their callers, all told, that pages were mapped or made room for. It does
- * not wait for others that are at it. */
+/* How many nanoseconds requests have waited so far, in all threads together, while pages were mapped or room was made.
+ * A request that is at it now counts once it is over, and is not waited for. */
 TN_API int64_t tn_delayed(const tn_core *core);
 TN_API void tn_reset_peaks(tn_core *core);
 /* The most bytes in use now, or after a request since the last lap `of` the same; no other peak begins anew. With them

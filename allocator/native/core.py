@@ -240,7 +240,7 @@ class Core:
         )
 
     def delayed(self) -> float:
-        """Seconds for which requests have kept their callers so far, as pages were mapped, or made room for."""
+        """Seconds that requests have waited so far, in all threads, while pages were mapped or room was made."""
         return float(self._library.tn_delayed(self._core)) / 1e9
 
     def retries(self) -> int:

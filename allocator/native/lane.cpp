@@ -1,7 +1,7 @@
 // Copies of one page group on one lane, in one call: what PyTorch would take tens of calls from Python for.
 //
-// Streams and events are the driver's own handles, as integers; devices are PyTorch's indices. Every function returns 0
-// or the driver's error code, and may be called in any thread.
+// Streams and events are the driver's own handles, as integers; devices are PyTorch's indices. A `Result` is 0 or the
+// driver's error code. Everything may be called in any thread; one lane is given copies by one at a time.
 
 #include <atomic>
 #include <cstdint>
@@ -126,10 +126,11 @@ Result tiers_lane_open(int device, uint64_t turn, Streams **lane) {
   return 0;
 }
 
-// Forget a lane. What it was given is still carried out.
+// Forget a lane. What it was given is still carried out. Not in a child process, which has none of the driver's
+// streams.
 void tiers_lane_close(Streams *lane) {
   Within within(lane->device());
-  delete lane;
+  if (!within.error) delete lane;
 }
 
 // Block until a lane has done all that it was given. Not while it is being given more.
@@ -140,7 +141,7 @@ Result tiers_lane_synchronize(const Streams *lane) {
 
 // Have `lane` wait for `events`, and for all that the stream at `behind` (unless that is null) was given so far, record
 // `begin` (unless it is null; then neither it nor `done` is timed), copy every span, and record `done`. After an error
-// nothing of the group is under way. One thread at a time.
+// nothing of the group is under way.
 Result tiers_copy(Streams *lane, int count, const Span *spans, int waits, const Handle *events, const Handle *behind,
                   Handle *begin, Handle *done) {
   const int device = lane->device();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_uint64, c_void_p
@@ -16,7 +17,7 @@ LIBRARY = Path(__file__).with_name("libtiers_lane.so")
 """Where the build puts it. By hand: ``g++ -std=c++17 -O2 -shared -fPIC lane*.cpp -o libtiers_lane.so -ldl``."""
 
 TURN = 32 << 20
-"""Bytes that one stream of a lane is given before the other: a program's own small copy waits for 0.6 ms at most."""
+"""Bytes that one stream of a lane is given before the other, which take a link of 55 GB/s 0.6 ms."""
 
 NOT_READY = 600
 
@@ -75,17 +76,19 @@ class TimedEvent(Event):
 
 
 class Lane:
-    """Two streams of the driver that take turns, so that a program's own copies get between."""
+    """Two streams of the driver that take turns: between two turns a program's own copies are carried out."""
 
-    __slots__ = ("_library", "device", "handle")
+    __slots__ = ("_library", "_process", "device", "handle")
 
     def __init__(self, library: Library, device: int, handle: int) -> None:
         self._library = library
+        self._process = os.getpid()
         self.device = device
         self.handle = handle
 
     def __del__(self) -> None:
-        self._library.close(self.handle)
+        if os.getpid() == self._process:  # a child that was forked makes no call of the driver
+            self._library.close(self.handle)
 
     def synchronize(self) -> None:
         """Block the host until all is done that it was given; not while it is being given more."""
@@ -216,8 +219,8 @@ def load(path: Path = LIBRARY) -> Library:
         library = Library(path)
     except OSError as error:
         raise NoLane(
-            f"the native library for copies cannot be loaded ({error}): torch-tiers was installed without it; install "
-            "it again where a C++ compiler is"
+            f"the native library for copies cannot be loaded ({error}): torch-tiers was installed where there was no "
+            "C++ compiler; install it again where one is, or run without tiers"
         ) from error
     if not library.available:
         raise NoLane("libcuda.so.1 was not found, or lacks what copies need: install NVIDIA's driver, or a newer one")

@@ -150,8 +150,15 @@ Result Streams::create() {
   return 0;
 }
 
+Result Streams::synchronize() const {
+  for (Handle stream : streams_) {
+    if (Result error = driver().stream_synchronize(stream)) return error;
+  }
+  return 0;
+}
+
 Result Streams::give(uint64_t nbytes) {
-  if (given_ >= a_turn_) {
+  if (given_ && given_ + nbytes > a_turn_) {
     Event over(device_, kUntimed);
     if (Result error = over.record(now())) return error;
     if (Result error = over.hold_back(streams_[1 - whose_])) return error;

@@ -103,7 +103,7 @@ class Event {
 // for the other is left, and those few bytes go first. They wait for one turn then.
 class Streams {
  public:
-  // A turn is over once copies of so many bytes were given in it.
+  // A turn is over before a copy that would make it more than so many bytes.
   Streams(int device, uint64_t turn) : device_(device), a_turn_(turn) {}
   ~Streams();
   Streams(const Streams &) = delete;
@@ -115,7 +115,8 @@ class Streams {
   Result create();
   // Before copies of `nbytes`: those are for the other stream if this one had its share.
   Result give(uint64_t nbytes);
-  Result synchronize() const { return driver().stream_synchronize(now()); }
+  // Wait for both: while a graph was captured, that one waits for the other may have become a part of it alone.
+  Result synchronize() const;
 
  private:
   int device_;

@@ -338,7 +338,7 @@ def main() -> None:
     parser.add_argument(
         "--deterministic",
         **DETERMINISTIC,
-        help="with PyTorch's deterministic kernels, or with those where there are any; take another DIR for it",
+        help="of PyTorch's kernels only deterministic ones, at least where there are any; take another DIR for it",
     )
     options = parser.parse_args()
     until = time.monotonic() + options.limit

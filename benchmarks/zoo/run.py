@@ -25,8 +25,8 @@ from benchmarks.zoo.program import PROGRAMS, SIZES, Program, Unavailable, maker
 LAST = 12  # steps that are timed
 SAID = 10  # steps after which the loss is said, as programs do: until then nothing waits for the device
 UNAVAILABLE = 3  # exit code
-DETERMINISTIC: dict[str, Any] = {"nargs": "?", "choices": ("all", "where-possible"), "const": "all"}
-"""Attention is deterministic only where the other operators have to be, too."""
+DETERMINISTIC: dict[str, Any] = {"choices": ("all", "where-possible")}
+"""`where-possible`: of others PyTorch warns, and attention's backward is one of them, though it need not be."""
 
 
 def run(program: Program, steps: int, cuda: bool) -> dict[str, Any]:
@@ -88,13 +88,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--checkpoint", action="store_true", help="with the checkpointing that the program has itself")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--deterministic", **DETERMINISTIC, help="with PyTorch's deterministic kernels")
+    parser.add_argument("--deterministic", **DETERMINISTIC, help="of PyTorch's kernels only deterministic ones")
     options = parser.parse_args()
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's first use
         torch.use_deterministic_algorithms(True, warn_only=options.deterministic == "where-possible")
         torch.backends.cudnn.benchmark = False
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not, where a warning is enough
+        torch.backends.cuda.enable_cudnn_sdp(False)  # whose backward is not, and raises or warns
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not get between
     try:

@@ -195,5 +195,5 @@ class Tensors(Protocol):
     def charge(self, kind: int) -> int:
         """What a thread does from now on within a hook is of that field of `HookTime`; the one that it was of.
 
-        The number of fields stands for none of them: nothing is counted then.
+        4, one more than the last field's, stands for none: nothing is counted then.
         """

@@ -135,7 +135,7 @@ class Peaks(Protocol):
         """Begin a new peak, at what is in use; the one since the last restart, and what `retries` tells."""
 
     def delayed(self) -> float:
-        """Seconds for which requests have kept their callers so far that memory was taken from the device for them."""
+        """Seconds that requests have waited so far, in all threads, while memory was taken from the device."""
 
     def retries(self) -> int:
         """How often the allocator gave back what it had cached, as there was no room."""

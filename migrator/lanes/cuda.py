@@ -188,7 +188,7 @@ def wrapped(stream: Stream) -> torch.cuda.Stream:
 
 
 class CudaLane:
-    """A lane of the native library; a copy takes few calls of the driver, and its pieces leave as they lie."""
+    """A lane of the native library; a copy takes few calls of the driver, and its pieces are not gathered first."""
 
     def __init__(self, device: torch.device, name: str, counters: Counters, library: lane.Library) -> None:
         self._name = name

@@ -20,11 +20,12 @@ class HostClock:
     begin : event
         Of the device's, at which the period begins.
     delayed : callable
-        Seconds for which requests for memory have kept the program so far that pages were mapped. A period that is
-        recorded maps thousands, of 80 us each, and those under a plan none.
+        Seconds that requests for memory have waited for pages so far, in all threads. A period that is recorded maps
+        thousands, of 80 us each. Under a plan whose layout is followed none is mapped; where sizes change all the time,
+        some are in every period, which this leaves out, too.
     """
 
-    def __init__(self, begin: TimedEvent, delayed: Callable[[], float] = float) -> None:
+    def __init__(self, begin: TimedEvent, delayed: Callable[[], float] = lambda: 0.0) -> None:
         self._delayed = delayed
         self._delayed_before = delayed()
         self._since: float | None = time.perf_counter()  # when the program went on; None while it is we who work
@@ -37,8 +38,9 @@ class HostClock:
         """The host came from the program to us."""
         if self._since is not None:
             self._ended = time.perf_counter()
-            delay = self._delayed() - self._delayed_before
-            self._own += max(0.0, self._ended - self._since - delay)
+            spent = self._ended - self._since
+            delay = min(spent, self._delayed() - self._delayed_before)  # of all threads, some of which go on meanwhile
+            self._own += spent - delay
             self._delay += delay
             self._since = None
 

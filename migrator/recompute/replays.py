@@ -76,6 +76,11 @@ class Replay:
         self._settings = settings  # of PyTorch's, when it was found
         self._choices = those
 
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """What runs, in this order: those of PyTorch's own without their namespace."""
+        return tuple(map(_bare, self._closure.names))
+
     def aside(self) -> AbstractContextManager[None]:
         """What is done inside is no part of the forward that is recorded."""
         return self._recorder.aside()
@@ -114,6 +119,10 @@ class Replay:
                 f"a saved tensor that was dropped to save memory cannot be made again: {error}. Set TIERS_REPLAY=0, "
                 "or choose a policy that recomputes nothing, such as TIERS_POLICY=flashneuron"
             ) from error
+
+
+def _bare(operator: str) -> str:
+    return operator.removeprefix("aten::").partition(".")[0]
 
 
 def operators_of(name: str) -> str:
@@ -237,7 +246,7 @@ class Replays:
 
     def _name(self, found: Bound) -> str:
         """The last operator, those before it, and the signature, which tells it from others."""
-        *before, last = (name.removeprefix("aten::").partition(".")[0] for name in found.names)
+        *before, last = map(_bare, found.names)
         first = [f"{len(before) - NAMED} more", *before[-NAMED:]] if len(before) > NAMED else before
         operators = f"{last}({', '.join(first)})" if first else last
         if len(self._names) >= MOST:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from torch_tiers.migrator.recompute.replays import operators_of
+
 if TYPE_CHECKING:
     from torch_tiers.migrator.recompute.replays import Replay, Replays
+
+SHAPES = 3  # for which the same operators have given the same bits at a site, after which others need not be tried
+
+CHOSEN = re.compile("mm|mv|dot|conv|attention|rnn|lstm|gru|matmul|linear|linalg|fft|cudnn|miopen|mkldnn|::")
+"""In the names of operators whose kernel a library chooses by the shape, or of which nothing is known."""
+
+ATOMIC = re.compile(
+    "index_(add|put|reduce)|scatter|^put|cumsum|histc|bincount|kthvalue|median|embedding_bag|nll_loss2d"
+)
+"""In the names of those that add in whatever order on a GPU: small ones may be the same twice by chance."""
 
 
 class Took(NamedTuple):
@@ -56,7 +69,23 @@ class Verified(NamedTuple):
         if layout(base) != self.layout or base._version != self.version or replays.choices is not self.choices:
             return None
         found = replays.find(base)
-        return replays.joined(found) if found is not None and found.names[0] in self.held else None
+        return replays.joined(found) if found is not None and self._vouches_for(found) else None
+
+    def _vouches_for(self, found: Replay) -> bool:
+        """Whether it is one that held, or differs from several that did by its shapes alone, and these do not matter.
+
+        Where every period has other shapes, else nothing could be dropped.
+        """
+        (name,) = found.names
+        if name in self.held:
+            return True
+        alike = sum(operators_of(held) == operators_of(name) for held in self.held)
+        return alike >= SHAPES and are_alike_for_all_shapes(found.operators)
+
+
+def are_alike_for_all_shapes(operators: Iterable[str]) -> bool:
+    """Whether operators that give the same bits twice for some shapes do for others: see `CHOSEN` and `ATOMIC`."""
+    return not any(CHOSEN.search(name) or ATOMIC.search(name) for name in operators)
 
 
 def base_of(tensor: Tensor) -> Tensor:

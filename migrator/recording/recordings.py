@@ -64,6 +64,9 @@ class Recordings:
         self._to_record -= 1
         kind = frozenset(site.key for site in trace.sites)
         before = self._traces.get(kind)
+        if before is not None and not self.learning and trace.saved_bytes < before.saved_bytes:
+            self._news = True  # what can be made again in it was seen; the plan is for the largest of its kind
+            return False
         if before is not None and not self.learning and _is_alike(before, trace):
             if not self._to_record and not self._news:
                 # What departed from the plan is nothing that a trace tells of. To record costs time, and the memory

@@ -140,9 +140,9 @@ class Recorder:
             self.resume(was)
 
 
-def obstacle() -> str | None:
-    """What keeps it from being built here, without building it; None if nothing is known to."""
-    return native.MODULE.obstacle()
+def obstacle(cache_dir: Path) -> str | None:
+    """What keeps it from being had in `cache_dir`, without building it; None if nothing is known to."""
+    return native.MODULE.obstacle(cache_dir)
 
 
 def load(cache_dir: Path) -> Recorder | str:

@@ -47,6 +47,7 @@ void ask(tn_core *core, std::mt19937 &random, const std::vector<Block> &blocks, 
   tn_log(core, random() % 2, requests.data(), requests.size(), &events);
   tn_lap(core, TN_PARTS, 0);
   tn_retries(core);
+  expect(tn_delayed(core) >= 0, "time goes on");
   tn_pool_used(core, own_pool);
   if (random() % 4 == 0) tn_reset_peaks(core);
   if (random() % 4 == 0) tn_reset_totals(core);

@@ -83,6 +83,8 @@ def _torch_facts() -> TorchFacts | None:
     except (ImportError, OSError):
         return None
     from torch_tiers.allocator import adapter
+    from torch_tiers.allocator.extension import obstacle_to
+    from torch_tiers.allocator.native import lane
     from torch_tiers.migrator.engine import native
 
     return TorchFacts(
@@ -91,5 +93,6 @@ def _torch_facts() -> TorchFacts | None:
         sees_gpu=torch.cuda.is_available(),
         loads_tiers=autoload and any(entry_points(group="torch.backends", name="tiers")),
         obstacle=adapter.obstacle(),
-        hooks_obstacle=native.MODULE.obstacle(),
+        hooks_obstacle=native.MODULE.obstacle(cache_directory()),
+        lanes_obstacle=obstacle_to(lane.load),
     )

@@ -33,7 +33,8 @@ constexpr int kNear = 64;
 // The bytes [low, high) of a storage, as they were at one version of a version counter, or of several.
 //
 // It is freed as graphs are, where no function of Python's may be called: what a signal's handler raises in one,
-// Ctrl-C's for one, Python drops there. So the weak references are C++'s own, which are released without any.
+// Ctrl-C's for one, Python drops there. So the weak references to storages and tensors are C++'s own, which
+// are released without any.
 struct Known {
   PyObject_HEAD
   PyObject *saved;  // where it moves, if it does

@@ -56,17 +56,30 @@ def test_a_compiler_may_come_with_arguments(monkeypatch: pytest.MonkeyPatch) -> 
     assert compiler() == ["ccache", "g++"]
 
 
-def test_a_compiler_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++ -O3")
     with pytest.raises(CannotBuild, match="CXX names no program: /nowhere/g"):
         compiler()
-    assert "CXX names no program" in (native.MODULE.obstacle() or "")
+    assert "CXX names no program" in (native.MODULE.obstacle(tmp_path) or "")
 
 
 def test_a_compiler_whose_quotes_are_not_closed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++ -DX='1")
     with pytest.raises(CannotBuild, match="CXX cannot be read: No closing quotation; correct or unset it"):
         compiler()
+
+
+def test_what_has_been_built_is_had_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on the nodes of a cluster that share a home."""
+    monkeypatch.delenv("CXX", raising=False)
+    small = extension(tmp_path / "small.cpp", "int f() { return 1; }")
+    library = small.build(tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert small.obstacle(tmp_path) is None and small.build(tmp_path) == library
+    (tmp_path / "small.cpp").write_text("int f() { return 2; }")
+    assert "no C++ compiler found" in (small.obstacle(tmp_path) or "")
+    with pytest.raises(CannotBuild, match=r"no C\+\+ compiler found"):
+        small.build(tmp_path)
 
 
 def test_the_hooks_are_compiled_anew_when_any_part_of_them_changes() -> None:
@@ -82,7 +95,7 @@ def test_where_the_hooks_cannot_be_compiled_training_is_an_error_that_says_the_w
     with session(allocator="torch"):
         with torch.no_grad():
             model(x)  # which trains nothing
-        with pytest.raises(CannotBuild, match=r"no program: /nowhere/.* unset TIERS_ALLOCATOR, or leave tiers.session"):
+        with pytest.raises(CannotBuild, match=r"no program: /nowhere/.* without `tiers run`, TIERS_ALLOCATOR"):
             model(x)
 
 

@@ -421,12 +421,20 @@ def test_doctor_says_what_keeps_our_allocator_away():
 
 
 def test_doctor_says_what_keeps_the_hooks_from_being_compiled():
-    lacking = replace(TORCH, hooks_obstacle="no headers of Python's found")
+    lacking, asked = replace(TORCH, hooks_obstacle="no headers of Python's found"), replace(Config(), allocator="torch")
     assert findings()["hooks"].status == "ok"
     for machine in (H100, CPU):
-        found = findings(machine, torch=lacking)["hooks"]
+        found = findings(machine, config=asked, torch=lacking)["hooks"]
         assert (found.status, found.found) == ("missing", "no headers of Python's found")
         assert "nothing trains with tiers" in found.advice
+    assert findings(torch=lacking)["hooks"].status == "degraded", "what is configured, nothing, can run"
+
+
+def test_doctor_says_what_keeps_copies_from_the_driver():
+    lacking, asked = replace(TORCH, lanes_obstacle="libcuda.so.1 was not found"), replace(Config(), allocator="torch")
+    assert findings(config=asked)["copies"].status == "ok"
+    assert findings(config=asked, torch=lacking)["copies"].status == "missing"
+    assert "copies" not in findings(CPU, config=asked, torch=lacking)
 
 
 def test_doctor_names_the_sensors_and_why_others_are_not_in_use():

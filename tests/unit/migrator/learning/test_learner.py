@@ -249,6 +249,18 @@ def test_of_one_kind_the_larger_period_is_planned_for() -> None:
     assert set(learner.traces) == {large}
 
 
+def test_periods_of_one_kind_that_are_smaller_ask_for_no_other_plan() -> None:
+    """Else a program whose every step has another size, such as a detector, has another plan in every step."""
+    learner = Learner(FLASHNEURON, TARGET)
+    changed, recorded = [], 0
+    for nbytes in (20, 12, 17, 10, 19, 15) * 10:
+        trace = chain([nbytes * MiB] * 4) if learner.records_next else None
+        recorded += trace is not None
+        changed.append(learner.period_over(trace, 900 * MiB, whole=True, pressed=False, drifted=trace is None))
+    assert sum(changed) == 1
+    assert recorded < 30
+
+
 def test_only_recent_kinds_are_remembered() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     kinds = [chain([MiB], f"kind{k}_") for k in range(KINDS + 3)]

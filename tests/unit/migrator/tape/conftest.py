@@ -12,7 +12,7 @@ def built() -> Recorder:
     """The recorder; built once, and kept where a program would find it."""
     from torch_tiers.places import cache_directory
 
-    if (missing := obstacle()) is not None:
+    if (missing := obstacle(cache_directory())) is not None:
         pytest.skip(missing)
     recorder = load(cache_directory())
     assert isinstance(recorder, Recorder), recorder

@@ -1,0 +1,51 @@
+"""What is made again of a shape for which nobody has tried it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torch_tiers.migrator.recompute.verified import Took, Verified, layout
+
+
+def finds(operators: Sequence[str], held: int, *, others: int = 0) -> bool:
+    """Whether operators that held for so many shapes, and others for as many, are found for another shape."""
+    base = torch.ones(4, 8)
+    *before, last = operators
+    name = f"{last}({', '.join(before)})"
+    names = [f"{name}#{shape}" for shape in range(held)] + [f"other({name})#{shape}" for shape in range(others)]
+    verified = Verified(dict.fromkeys(names, Took(0.0, 0)), layout(base), base._version, frozenset(), None)
+    found = SimpleNamespace(names=[f"{name}#new"], operators=tuple(operators))
+    replays: Any = SimpleNamespace(find=lambda base: found, joined=lambda found: (found, 0), choices=None)
+    return verified.find(base, replays) is not None
+
+
+def test_what_held_for_three_shapes_is_made_again_for_a_fourth() -> None:
+    assert [finds(["add", "gelu"], held) for held in range(5)] == [False, False, False, True, True]
+
+
+def test_shapes_of_other_operators_do_not_count() -> None:
+    assert not finds(["add", "gelu"], 2, others=3)
+
+
+@pytest.mark.parametrize(
+    "operator", ["addmm", "bmm", "convolution", "_scaled_dot_product_flash_attention", "_cudnn_rnn"]
+)
+def test_what_a_library_chooses_a_kernel_for_is_tried_for_each_shape(operator: str) -> None:
+    assert not finds(["add", operator, "gelu"], 9)
+
+
+@pytest.mark.parametrize("operator", ["index_add", "index_put", "scatter_add", "cumsum", "mine::scan"])
+def test_nor_is_what_may_add_in_another_order_the_next_time_trusted(operator: str) -> None:
+    assert not finds(["add", operator, "gelu"], 9)
+
+
+@pytest.mark.parametrize(
+    "operator", ["native_layer_norm", "native_dropout", "_to_copy", "cat", "silu", "_softmax", "mul"]
+)
+def test_others_are(operator: str) -> None:
+    assert finds(["add", operator, "gelu"], 3)
