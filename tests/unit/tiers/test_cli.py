@@ -398,6 +398,7 @@ def test_doctor_looks_at_everything_a_run_depends_on():
         "torch",
         "activation",
         "allocator pages",
+        "copies",
         "hooks",
         "gpu",
         "driver",
