@@ -103,7 +103,7 @@ class Extension:
         )
 
     def _build(self, with_compiler: list[str], library: Path, cache_dir: Path) -> None:
-        with open(cache_dir / "lock", "w") as lock:
+        with open(cache_dir / f"{self.name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a job come here together
             if not _is_ours(library):
                 log.warning("building %s for torch %s, once; half a minute", self.title, torch.__version__)

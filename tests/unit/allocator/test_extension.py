@@ -28,7 +28,7 @@ def test_it_is_compiled_once(tmp_path: Path) -> None:
     made = library.stat().st_mtime_ns
     assert small.build(tmp_path / "cache") == library
     assert library.stat().st_mtime_ns == made
-    assert {path.name for path in library.parent.iterdir()} == {library.name, "lock"}
+    assert {path.name for path in library.parent.iterdir()} == {library.name, "small.lock"}
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -41,7 +41,7 @@ def test_what_does_not_compile_is_said_and_leaves_nothing(tmp_path: Path) -> Non
     small = extension(tmp_path / "small.cpp", "nonsense")
     with pytest.raises(CannotBuild, match=r"a small library does not compile against torch .*error"):
         small.build(tmp_path / "cache")
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["small.lock"]
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
