@@ -100,13 +100,15 @@ class Trials:
     ) -> bool:
         """Whether the replay held at this site before; then it counts as held, with what it begins with now."""
         self._calls[ident] = what.call, inputs
-        verified, name = self._verified.get(key), what.names[index]
-        if verified is None or name not in verified.held or verified.choices is not chosen:
+        verified = self._verified.get(key)
+        if verified is None or verified.choices is not chosen:
             return False
         if (verified.layout, verified.version) != (layout(base), base._version):
             return False
+        if (took := verified.took(what, index)) is None:
+            return False
         verified = verified._replace(found=verified.found.union(what.keys))
-        self._held[ident] = (_recipe(name, verified, inputs), verified)
+        self._held[ident] = (_recipe(what.names[index], took, inputs), verified)
         return True
 
     def attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:
@@ -148,8 +150,9 @@ class Trials:
             if not same:  # one by one: to gather them would ask for memory that the program does not
                 continue
             (name,) = trial.verified.held
-            verified = trial.verified._replace(held={name: Took(self._meter.seconds(start, end), scratch, host)})
-            self._held[trial.ident] = (_recipe(name, verified, trial.inputs), verified)
+            took = Took(self._meter.seconds(start, end), scratch, host)
+            verified = trial.verified._replace(held={name: took})
+            self._held[trial.ident] = (_recipe(name, took, trial.inputs), verified)
         first: dict[object, int] = {}  # storage of each operator, whether it held or not: it is to have the same always
         for ident in sorted(self._calls):
             first.setdefault(self._calls[ident], ident)
@@ -159,8 +162,7 @@ class Trials:
         }
 
 
-def _recipe(name: str, verified: Verified, inputs: tuple[int, ...]) -> Recipe:
-    took = verified.held[name]
+def _recipe(name: str, took: Took, inputs: tuple[int, ...]) -> Recipe:
     return Recipe(operators_of(name), inputs, took.seconds, took.scratch, took.host, kind_of(name))
 
 

@@ -69,18 +69,21 @@ class Verified(NamedTuple):
         if layout(base) != self.layout or base._version != self.version or replays.choices is not self.choices:
             return None
         found = replays.find(base)
-        return replays.joined(found) if found is not None and self._vouches_for(found) else None
+        return None if found is None or self.took(found) is None else replays.joined(found)
 
-    def _vouches_for(self, found: Replay) -> bool:
-        """Whether it is one that held, or differs from several that did by its shapes alone, and these do not matter.
+    def took(self, replay: Replay, index: int = 0) -> Took | None:
+        """What it takes to make one of a replay's tensors, if that held; None if it did not.
 
-        Where every period has other shapes, else nothing could be dropped.
+        Also if it held for several other shapes that do not matter: else nothing could be dropped where every period
+        has shapes of its own. It takes the longest of those then.
         """
-        (name,) = found.names
+        name = replay.names[index]
         if name in self.held:
-            return True
-        alike = sum(operators_of(held) == operators_of(name) for held in self.held)
-        return alike >= SHAPES and are_alike_for_all_shapes(found.operators)
+            return self.held[name]
+        alike = [took for held, took in self.held.items() if operators_of(held) == operators_of(name)]
+        if len(alike) < SHAPES or not are_alike_for_all_shapes(replay.operators):
+            return None
+        return max(alike)
 
 
 def are_alike_for_all_shapes(operators: Iterable[str]) -> bool:

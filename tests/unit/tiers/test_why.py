@@ -16,7 +16,7 @@ from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli.main import main
 from torch_tiers.migrator.clocks import Clocks
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.links import PCIE_GEN5, links_from
 from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.planning.why import Why, render, why
@@ -30,7 +30,7 @@ def planned(budget: int, policy: str = "auto") -> Plan:
 
 def account(plan: Plan, *, seconds: float | None = None, budget: int = 12 * GiB, periods: int = 10) -> Why:
     stats: dict[str, Any] = {"step_s": {"median": seconds}, "steps": 10, "periods": periods, "budget": {"hbm": budget}}
-    return why(MODEL, plan, PCIE_GEN5, stats)
+    return why(MODEL, plan, links_from({}, disk=False), stats)
 
 
 def test_what_was_saved_is_kept_moved_or_recomputed() -> None:
