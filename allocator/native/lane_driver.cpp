@@ -158,11 +158,11 @@ Result Streams::synchronize() const {
 }
 
 Result Streams::give(uint64_t nbytes) {
-  if (given_ && given_ + nbytes > a_turn_) {
+  if (given_ && given_ + nbytes > turn_bytes_) {
     Event over(device_, kUntimed);
     if (Result error = over.record(now())) return error;
-    if (Result error = over.hold_back(streams_[1 - whose_])) return error;
-    whose_ = 1 - whose_;
+    if (Result error = over.hold_back(streams_[1 - current_])) return error;
+    current_ = 1 - current_;
     given_ = 0;
   }
   given_ += nbytes;

@@ -104,14 +104,14 @@ class Event {
 class Streams {
  public:
   // A turn is over before a copy that would make it more than so many bytes.
-  Streams(int device, uint64_t turn) : device_(device), a_turn_(turn) {}
+  Streams(int device, uint64_t turn) : device_(device), turn_bytes_(turn) {}
   ~Streams();
   Streams(const Streams &) = delete;
   Streams &operator=(const Streams &) = delete;
 
   int device() const { return device_; }
   // Whose turn it is.
-  Handle now() const { return streams_[whose_]; }
+  Handle now() const { return streams_[current_]; }
   Result create();
   // Before copies of `nbytes`: those are for the other stream if this one had its share.
   Result give(uint64_t nbytes);
@@ -120,9 +120,9 @@ class Streams {
 
  private:
   int device_;
-  uint64_t a_turn_, given_ = 0;  // bytes, and of those in this one
+  uint64_t turn_bytes_, given_ = 0;  // the most that a turn has, and what this one has so far
   Handle streams_[2] = {};
-  int whose_ = 0;
+  int current_ = 0;
 };
 
 // Copies that the driver is asked for in few calls, where it has such a call. One of its own each keeps a copy engine

@@ -19,9 +19,9 @@ CHOSEN = re.compile("mm|mv|dot|conv|attention|rnn|lstm|gru|matmul|linear|linalg|
 """In the names of operators whose kernel a library chooses by the shape, or of which nothing is known."""
 
 ATOMIC = re.compile(
-    "index_(add|put|reduce)|scatter|^put|cumsum|histc|bincount|kthvalue|median|embedding_bag|nll_loss2d"
+    "index_(add|copy|put|reduce)|scatter|^put|max_unpool|cumsum|histc|bincount|kthvalue|median|embedding_bag|nll_loss2d"
 )
-"""In the names of those that add in whatever order on a GPU: small ones may be the same twice by chance."""
+"""In the names of those that write or add in any order on a GPU: small results may be the same twice by chance."""
 
 
 class Took(NamedTuple):

@@ -46,7 +46,9 @@ def test_what_a_library_chooses_a_kernel_for_is_tried_for_each_shape(operator: s
     assert not finds(["add", operator, "gelu"], 9)
 
 
-@pytest.mark.parametrize("operator", ["index_add", "index_put", "scatter_add", "cumsum", "mine::scan"])
+@pytest.mark.parametrize(
+    "operator", ["index_add", "index_put", "index_copy", "max_unpool2d", "scatter_add", "cumsum", "mine::scan"]
+)
 def test_nor_is_what_may_add_in_another_order_the_next_time_trusted(operator: str) -> None:
     assert not finds(["add", operator, "gelu"], 9)
 
