@@ -41,12 +41,13 @@ class DramClaims:
         self.lender: Callable[[int], int] | None = None
         """Gives back so many bytes that this process holds elsewhere, and does not use, or what it has of them."""
 
-    def more(self, device: int, core: Core, nbytes: int, least: int = PAGE, *, in_need: bool = False) -> bool:
-        """Let a core map more: `nbytes`, or what there is of them, if that is at least `least`; whether it may.
+    def more(self, device: int, core: Core, nbytes: int, least: int = 0, *, in_need: bool = False) -> bool:
+        """Let a core map more: `nbytes`, or what there is of them, if that is a page and `least`; whether it may.
 
         In need the program is out of memory without: then what lies idle elsewhere is asked for, too.
         """
-        least = round_up(max(least, PAGE), PAGE)
+        page = core.page_bytes
+        nbytes, least = (round_up(max(one, page), page) for one in (nbytes, least))
         lender = self.lender if in_need else None  # once: another thread may be ending the session
         with self._lock:
             if self._claim(device, core, nbytes, least, last=lender is None):
@@ -54,7 +55,7 @@ class DramClaims:
             if lender is None or self._left() < least:
                 return False
             # The arena keeps what recorded periods needed, in which all moves: plans move less.
-            lent = lender(max(round_up(nbytes, PAGE), least) + self._room.missing)
+            lent = lender(max(nbytes, least) + self._room.missing)
             self._room.taken(-lent)
             return self._claim(device, core, nbytes, least, last=True)
 
@@ -63,7 +64,7 @@ class DramClaims:
 
     def _claim(self, device: int, core: Core, nbytes: int, least: int, *, last: bool) -> bool:
         """Claim so much, and say why it cannot be had if that was the `last` try."""
-        wanted = min(max(STEP, round_up(nbytes, PAGE)), self._left())
+        wanted = min(max(STEP, nbytes), self._left())
         if wanted < least:
             return False
         left = self._room.left()

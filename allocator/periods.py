@@ -236,7 +236,7 @@ class Periods:
             return False
         core = self.core
         blocks = core.blocks()
-        # A block without a whole page of its own cannot move.
+        # Smaller ones are many and hold little; they move with those that they share a page with.
         blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
         state = [State(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
         self.overflow = max(0, dram - sum(block.sunk for block in state))

@@ -148,24 +148,29 @@ class Watch:
         self._period = 0
         self._looks = 0  # one after the other without a period as foreseen
         self._until = 0
-        self._lacking = False
+        self._lacking = False  # whether there is no layout, though one is wanted
 
     def refused(self) -> None:
         """The layout that was worth it could not be made: look again, as rarely as at what never repeats."""
         self._lacking = True
 
     def expect_news(self) -> None:
-        """The program is about to change, and to settle again: there is no layout to depart from."""
-        self._looks = self._until = 0
-        self._lacking = False
+        """The program is about to change, and to settle again: there is no layout to depart from.
+
+        What never came as foreseen is not looked at more often for that: each look packs what comes no more.
+        """
+        self._lacking = True
 
     def nothing_departed(self) -> bool:
         """Take note of a period from whose layout nothing departed; False while there is none to depart from."""
         if not self._looks or self._lacking:
             return False
         self._period += 1
-        self._looks = 1
+        self._held()
         return True
+
+    def _held(self) -> None:
+        self._looks, self._until = 1, 0
 
     def repeated(self, departed: int) -> bool:
         """Take note of a period that was the same as the one before; False if it is to be looked at all the same."""
@@ -189,7 +194,7 @@ class Watch:
         """
         self._period += 1
         if self._looks and not self._lacking and departed <= (TOLERATED if repeated else TOLERATED_SHARE * requests):
-            self._looks = 1
+            self._held()
             return False
         if not requests or self._period < self._until:
             return False

@@ -44,9 +44,9 @@ def sink_or_rise(state: Sequence[State], *, dram: int, spare: int, budget: int) 
     if short > 0:
         sink = []
         for block in sorted(state, key=lambda block: -block.nbytes):
-            if short > 0 and not block.sunk:
+            if short > 0 and block.sunk < block.nbytes:
                 sink.append(block.address)
-                short -= block.nbytes
+                short -= block.nbytes - block.sunk
         return sink, []
     rise = []
     spare -= int(SPARE * budget)

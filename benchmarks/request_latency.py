@@ -96,8 +96,8 @@ def _layout(events: list[tuple[int, int]]) -> list[int]:
     foreseen = foresee(Log(np.array(rows, native.REQUEST), len(events)))
     assert isinstance(foreseen, Foreseen)
     requests = zip(foreseen.sizes.tolist(), foreseen.offsets.tolist(), strict=True)
-    pages = range(len(foreseen.visits))
-    return [len(foreseen.sizes), *(number for request in requests for number in request), len(pages), *pages]
+    visits = foreseen.visits.tolist()
+    return [len(foreseen.sizes), *(number for request in requests for number in request), len(visits), *visits]
 
 
 def whole_steps() -> list[str]:

@@ -43,6 +43,8 @@ class Simulated:
         The step with everything kept.
     recomputing : float
         Seconds of the step spent on recomputing what was dropped.
+    slowed : float
+        Seconds by which compute was slower beside busy lanes.
     issuing : float
         Seconds of the host's for the program itself, from its first save on; 0 where it has no clock of its own.
     calls : float
@@ -69,6 +71,7 @@ class Simulated:
     seconds: float
     ideal: float
     recomputing: float
+    slowed: float
     issuing: float
     calls: float
     operators: float
@@ -155,6 +158,7 @@ class _Step:
         self.busy = dict.fromkeys(LANES, 0.0)
         self.stalls = dict.fromkeys(LANES, 0.0)
         self.recomputing = 0.0
+        self.slowed = 0.0
         self.leaving: deque[_Group] = deque()
         self.order: deque[_Group] = deque()
         self.lingering = np.zeros(trace.positions + 2, dtype=np.int64)  # changes of what left, but for the program
@@ -275,7 +279,9 @@ class _Step:
         self.host += issuing
         for lane, slower in self.slower:
             if (beside := self.free[lane] - begin) > 0:
-                now += slower * (busy if busy < beside else beside)
+                more = slower * (busy if busy < beside else beside)
+                now += more
+                self.slowed += more
         now += busy
         self.now = now if now > self.host else self.host
 
@@ -378,6 +384,7 @@ class _Step:
             seconds=max(self.now, self.host + self.trace.lead),
             ideal=self.trace.seconds,
             recomputing=self.recomputing,
+            slowed=self.slowed,
             issuing=sum(self.clocks.host[1:]),
             calls=self.calls,
             operators=self.operators,

@@ -26,6 +26,7 @@ void Adapter::cacheInfo(c10::DeviceIndex device, size_t *largest) {
 DeviceStats Adapter::getDeviceStats(c10::DeviceIndex device) {
   tn_stats from{};
   tn_get_stats(core(device), &from);
+  const int64_t page = tn_page_bytes(core(device));
   DeviceStats to;
   auto fill = [](auto &target, const tn_stat *source) {
     for (int kind = 0; kind < TN_SIZES; ++kind) set(target[kind], source[kind]);
@@ -35,8 +36,8 @@ DeviceStats Adapter::getDeviceStats(c10::DeviceIndex device) {
   fill(to.requested_bytes, from.requested);
   fill(to.active, from.active_blocks);
   fill(to.active_bytes, from.active);
-  set(to.reserved_bytes[TN_ALL], {from.hbm_bytes + from.dram_bytes, from.hbm_peak + from.dram_peak,
-                                  from.maps * TN_PAGE_BYTES, from.unmaps * TN_PAGE_BYTES});
+  set(to.reserved_bytes[TN_ALL],
+      {from.hbm_bytes + from.dram_bytes, from.hbm_peak + from.dram_peak, from.maps * page, from.unmaps * page});
   to.reserved_bytes[TN_LARGE] = to.reserved_bytes[TN_ALL];
   set(to.inactive_split_bytes[TN_ALL], {from.idle_bytes, from.idle_bytes, 0, 0});
   to.num_alloc_retries = from.retries;

@@ -137,7 +137,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
     core.tn_last_error.restype = ctypes.c_char_p
     core.tn_log.restype = core.tn_blocks.restype = core.tn_on.restype = core.tn_pool_used.restype = (
         core.tn_lap.restype
-    ) = core.tn_retries.restype = core.tn_delayed.restype = U64
+    ) = core.tn_retries.restype = core.tn_delayed.restype = core.tn_page_bytes.restype = U64
     core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, U64, U64, ctypes.POINTER(ctypes.c_void_p)]
     core.tn_allocate.argtypes = [ctypes.c_void_p, U64, U64, U64, P64]
     core.tn_pack.argtypes = [U64, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p, P64]
@@ -167,6 +167,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_get_glance": [ctypes.POINTER(Glance)],
         "tn_retries": [],
         "tn_delayed": [],
+        "tn_page_bytes": [],
         "tn_reset_peaks": [],
         "tn_lap": [ctypes.c_int, ctypes.c_int],
         "tn_blocks": [ctypes.c_void_p, U64],

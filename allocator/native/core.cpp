@@ -20,7 +20,7 @@ constexpr uint64_t kRange = uint64_t{1} << 40, kSmallRange = uint64_t{1} << 38;
 constexpr size_t kHalve = 8, kHalvings = 2;
 constexpr uint64_t kSmallestRange = uint64_t{1} << 34;  // where the driver has no more
 constexpr uint64_t kSpare = 256;                        // one page in so many, for those that are in use only in part
-constexpr uint64_t kLoose = 64;  // pages that are mapped nowhere where others stay mapped though they lie idle
+constexpr uint64_t kLoose = uint64_t{128} << 20;  // bytes that are mapped nowhere where others stay mapped though idle
 constexpr char kFull[] = "every tier is full";
 constexpr char kCapturing[] = "a stream is being captured into a graph";
 
@@ -113,7 +113,7 @@ Status tn_core::find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Hea
   // What fits makes no page, and so need not ask all heaps for what is idle.
   Status status = fit_in(kHbm, bytes, stream, pool, heap_out, block);
   if (status != Status::Ok || *block) return status;
-  uint64_t most = std::max(uint64_t(stats.active[TN_ALL].current) + bytes, expected) / kPage;
+  uint64_t most = std::max(uint64_t(stats.active[TN_ALL].current) + bytes, expected) / page;
   most -= std::min(most, pages[kDram].made());
   uint64_t idle = pages[kHbm].idle();
   for (auto &[base, heap] : heaps) {
@@ -133,7 +133,7 @@ Status tn_core::find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Hea
   } lowered{pages[kHbm], pages[kHbm].limit(), stats.retries, stats.retries};
   // Pages of which others use a part are of no use here: where the rest and all that lies idle is too little, the
   // difference is made, and no more than that.
-  uint64_t needed = (bytes + kPage - 1) / kPage;
+  uint64_t needed = (bytes + page - 1) / page;
   uint64_t least = pages[kHbm].made() + needed - std::min(needed, idle);
   pages[kHbm].set_limit(std::min(lowered.limit, std::max(most + most / kSpare, least)));
   return find_in(kHbm, bytes, stream, pool, false, heap_out, block);
@@ -207,7 +207,7 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
     for (auto &[base, heap] : heaps) {
       if ((heap.get() == but) != itself || !missing()) continue;
       // While much lies idle in one heap, who asks for small blocks elsewhere would wait page by page.
-      Status status = surrender(*heap, tier, thrifty && !itself ? std::max(missing(), kLoose) : missing());
+      Status status = surrender(*heap, tier, thrifty && !itself ? std::max(missing(), kLoose / page) : missing());
       if (status != Status::Ok) return status;
     }
   }
@@ -422,7 +422,7 @@ Status tn_core::surrender_beyond(uint64_t keep) {
       most = heap.get();
   Status status = surrender_all(most);
   if (status != Status::Ok || !most) return status;
-  uint64_t made = pages[kHbm].made(), goal = made - std::min(made, keep) + kLoose;
+  uint64_t made = pages[kHbm].made(), goal = made - std::min(made, keep) + kLoose / page;
   status = surrender(*most, kHbm, goal - std::min(goal, pages[kHbm].idle()));
   return status == Status::Ok ? surrender(*most, kDram, UINT64_MAX) : status;
 }

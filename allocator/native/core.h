@@ -18,8 +18,8 @@ extern "C" {
 /* TN_BUSY: a stream is being captured into a graph, and nobody may wait for it; nothing was done. */
 enum { TN_OK = 0, TN_FULL = 1, TN_DRIVER = 2, TN_INVALID = 3, TN_BUSY = 4 };
 enum { TN_HBM = 0, TN_DRAM = 1 };
+enum { TN_UNIT_BYTES = 1 << 21 }; /* what a region is counted in: a part of a page, or a whole one */
 enum { TN_VOID = 0, TN_FREE = 1, TN_USED = 2, TN_HELD = 3 }; /* blocks; what is void is never listed */
-enum { TN_PAGE_BYTES = 1 << 21 };
 /* Lifetime classes a program can tell us about: where requests go while nothing is known of their deaths. */
 enum { TN_ANY = 0, TN_STATE = 1 };
 
@@ -30,6 +30,8 @@ TN_API int tn_open(const char *backend, int device, uint64_t hbm_limit, uint64_t
 /* Give everything back. No address of the core may be in use, and no work on its streams under way. */
 TN_API int tn_close(tn_core *core);
 TN_API const char *tn_last_error(void);
+/* Bytes of a page, of which there are some thousands in HBM: 2 to 16 MiB, a power of two. */
+TN_API uint64_t tn_page_bytes(const tn_core *core);
 
 /* Memory for work on `stream`, aligned to 512 bytes. TN_FULL when every tier that the device can address is full. */
 TN_API int tn_allocate(tn_core *core, uint64_t bytes, uint64_t stream, uint64_t pool, uint64_t *address);
@@ -99,13 +101,14 @@ TN_API void tn_mark(tn_core *core, tn_glance *out);
  * it has; copies at most `capacity`. A period of more than 32768 has none: nobody could lay it out. */
 TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events);
 /* From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at `offsets[k]` in
- * a region of `pages` pages; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts` requests each,
+ * a region of `units` units; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts` requests each,
  * one after the other in `bytes` and `offsets`; its first requests tell which. Where HBM does not hold the region, the
- * pages that come last in `order`, a permutation of them, lie in DRAM. Waits for what may read what is unmapped.
- * TN_FULL: the tiers have no room for the region, and there is no layout any more. TN_BUSY: the layout is what it was.
+ * pages lie in DRAM on whose units, by `visits`, the fewest requests come to lie. Waits for what may read what is
+ * unmapped. TN_FULL: the tiers have no room for the region, and there is no layout any more. TN_BUSY: the layout is
+ * what it was.
  */
 TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
-                   const uint64_t *offsets, uint64_t pages, const uint32_t *order);
+                   const uint64_t *offsets, uint64_t units, const int64_t *visits);
 /* From now on there is no layout; what was mapped for it stays, and is anybody's. Until the next mark or layout, and
  * for twice as many requests as the last period had at most, hardly a page is made beyond what is alive, or beyond
  * `expected` bytes if that is more, while others lie idle: those are mapped anew, which waits for what may read them.

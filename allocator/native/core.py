@@ -187,8 +187,7 @@ class Core:
         visits = np.zeros(max(len(one.visits) for one in foreseen), np.int64)
         for one in foreseen:
             visits[: len(one.visits)] += one.visits
-        order = np.argsort(-visits, kind="stable").astype(np.uint32)
-        pointers = (counts.ctypes.data, sizes.ctypes.data, places.ctypes.data, len(order), order.ctypes.data)
+        pointers = (counts.ctypes.data, sizes.ctypes.data, places.ctypes.data, len(visits), visits.ctypes.data)
         checked(self._library.tn_plan(self._core, foreseen[0].stream, len(foreseen), *pointers))
 
     def forget_plan(self, expected: int = 0) -> None:
@@ -201,6 +200,8 @@ class Core:
 
     def move(self, address: int, tier: int) -> None:
         """Put the whole pages of a block on `tier`, under the same address; waits for all streams.
+
+        Of state also those pages that others have a part of.
 
         Raises
         ------
@@ -220,6 +221,11 @@ class Core:
         glance = Glance()
         self._library.tn_get_glance(self._core, ctypes.byref(glance))
         return glance
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return int(self._library.tn_page_bytes(self._core))
 
     def counts(self) -> Counts:
         """What was counted so far."""

@@ -98,13 +98,19 @@ bool load(Driver *driver) {
 
 class Cuda final : public Primitives {
  public:
-  Cuda(const Driver &driver, int device, Context context, int numa, bool rdma)
-      : driver_(driver), device_(device), numa_(numa), rdma_(rdma), context_(context), users_{access(device)} {}
+  Cuda(const Driver &driver, int device, uint64_t page, Context context, int numa, bool rdma)
+      : Primitives(page),
+        driver_(driver),
+        device_(device),
+        numa_(numa),
+        rdma_(rdma),
+        context_(context),
+        users_{access(device)} {}
 
   Status reserve(uint64_t bytes, uint64_t *address) override {
     Relaxed relaxed(driver_);
     Pointer pointer = 0;
-    Result result = driver_.reserve(&pointer, bytes, kPage, 0, 0);
+    Result result = driver_.reserve(&pointer, bytes, page_, 0, 0);
     *address = pointer;
     return check(result, "cuMemAddressReserve");
   }
@@ -120,14 +126,14 @@ class Cuda final : public Primitives {
     properties.type = kPinned;
     properties.location = tier == kHbm ? Location{kLocationDevice, device_} : Location{kLocationHostNuma, numa_};
     properties.rdma = tier == kHbm && rdma_;
-    Result result = driver_.create(handle, kPage, &properties, 0);
+    Result result = driver_.create(handle, page_, &properties, 0);
     if (properties.rdma && result != kSuccess && result != kOutOfMemory) {
       properties.rdma = rdma_ = false;
-      result = driver_.create(handle, kPage, &properties, 0);
+      result = driver_.create(handle, page_, &properties, 0);
     }
     if (tier == kDram && result != kSuccess && result != kOutOfMemory && numa_ != 0) {
       properties.location.id = 0;  // the GPU's node may have no memory of its own, or not for this container
-      result = driver_.create(handle, kPage, &properties, 0);
+      result = driver_.create(handle, page_, &properties, 0);
       if (result == kSuccess) numa_ = 0;
     }
     return check(result, tier == kDram ? "cuMemCreate of host memory" : "cuMemCreate");
@@ -143,28 +149,28 @@ class Cuda final : public Primitives {
     Status status = Status::Ok;
     uint64_t mapped = 0;
     while (mapped < count && status == Status::Ok) {
-      status = check(driver_.map(address + mapped * kPage, kPage, 0, handles[mapped], 0), "cuMemMap");
+      status = check(driver_.map(address + mapped * page_, page_, 0, handles[mapped], 0), "cuMemMap");
       mapped += status == Status::Ok;
     }
     if (status == Status::Ok) {
       // Once for the whole run: the driver's time for this goes by calls more than by pages.
-      status = check(driver_.access(address, count * kPage, users_.data(), users_.size()), "cuMemSetAccess");
+      status = check(driver_.access(address, count * page_, users_.data(), users_.size()), "cuMemSetAccess");
     }
     if (status != Status::Ok) {
-      for (uint64_t page = 0; page < mapped; ++page) driver_.unmap(address + page * kPage, kPage);
+      for (uint64_t page = 0; page < mapped; ++page) driver_.unmap(address + page * page_, page_);
     }
     return status;
   }
 
   Status unmap(uint64_t address, uint64_t count) override {
     Relaxed relaxed(driver_);
-    return check(driver_.unmap(address, count * kPage), "cuMemUnmap");
+    return check(driver_.unmap(address, count * page_), "cuMemUnmap");
   }
 
   Status share(int device, uint64_t address, uint64_t count) override {
     Relaxed relaxed(driver_);
     Access given = access(device);
-    if (count) return check(driver_.access(address, count * kPage, &given, 1), "cuMemSetAccess");
+    if (count) return check(driver_.access(address, count * page_, &given, 1), "cuMemSetAccess");
     auto is_given = [&](const Access &user) { return user.location.id == device; };
     if (std::none_of(users_.begin(), users_.end(), is_given)) users_.push_back(given);
     return Status::Ok;
@@ -253,7 +259,7 @@ class Cuda final : public Primitives {
 
 }  // namespace
 
-Status open_cuda(int device, std::unique_ptr<Primitives> *out) {
+Status open_cuda(int device, uint64_t page, std::unique_ptr<Primitives> *out) {
   Driver driver{};
   if (!load(&driver)) return fail(Status::Driver, "no CUDA driver: libcuda.so.1 is missing, or older than 12.2");
   int handle = 0, supported = 0, numa = 0, rdma = 0;
@@ -267,7 +273,7 @@ Status open_cuda(int device, std::unique_ptr<Primitives> *out) {
     return fail(Status::Driver, "CUDA device " + std::to_string(device) + " gives no context");
   if (driver.attribute(&numa, kHostNumaId, handle) != kSuccess || numa < 0) numa = 0;
   if (driver.attribute(&rdma, kRdmaSupported, handle) != kSuccess) rdma = 0;
-  *out = std::make_unique<Cuda>(driver, handle, context, numa, rdma != 0);
+  *out = std::make_unique<Cuda>(driver, handle, page, context, numa, rdma != 0);
   return Status::Ok;
 }
 

@@ -8,6 +8,7 @@ namespace tiers {
 Heap::Heap(Primitives &primitives, Pages (&pages)[kTiers], Tier tier, Stream stream, uint64_t pool, bool state,
            uint64_t base, uint64_t bytes)
     : primitives_(primitives),
+      page_(primitives.page()),
       pages_(pages),
       tier_(tier),
       stream_(stream),
@@ -146,8 +147,8 @@ bool Heap::growth(uint64_t bytes, Range but, Growth *out) const {
     if (address <= but.end && but.begin < end) continue;  // a hole within it is its own, and behind it, it is to grow
     if (limit - begin < bytes) continue;
     if (address - begin >= bytes) begin = address;  // it would have fit there
-    uint64_t need = std::min(up(begin + bytes - address, kPage), end - address);
-    if (!found || need < out->pages * kPage) *out = {begin, address, need / kPage};
+    uint64_t need = std::min(up(begin + bytes - address, page_), end - address);
+    if (!found || need < out->pages * page_) *out = {begin, address, need / page_};
     found = true;
   }
   if (found || but.end <= base_ || but.end >= base_ + bytes_) return found;
@@ -155,9 +156,9 @@ bool Heap::growth(uint64_t bytes, Range but, Growth *out) const {
   auto behind = std::prev(blocks_.upper_bound(but.end));
   if (behind->second.kind != Kind::Void) return false;
   uint64_t size = behind->first + behind->second.bytes - but.end;
-  uint64_t half = down(size / 2, kPage), begin = but.end + half;  // addresses cost nothing
+  uint64_t half = down(size / 2, page_), begin = but.end + half;  // addresses cost nothing
   if (size - half < bytes) return false;
-  *out = {begin, begin, up(bytes, kPage) / kPage};
+  *out = {begin, begin, up(bytes, page_) / page_};
   return true;
 }
 
@@ -188,23 +189,23 @@ void Heap::hold(Block *block) {
 uint64_t Heap::idle_pages(Tier tier) const {
   uint64_t idle = 0;
   for (auto &[bytes, address] : free_) {
-    uint64_t begin = up(address, kPage), end = down(address + bytes, kPage);
+    uint64_t begin = up(address, page_), end = down(address + bytes, page_);
     if (end > begin) idle += on(tier, begin, end - begin);
   }
-  return idle / kPage;
+  return idle / page_;
 }
 
 Status Heap::surrender(Tier tier, uint64_t count) {
   std::vector<std::pair<uint64_t, uint64_t>> largest(free_.rbegin(), free_.rend());
   for (auto &[bytes, address] : largest) {
-    uint64_t begin = up(address, kPage), end = down(address + bytes, kPage);
+    uint64_t begin = up(address, page_), end = down(address + bytes, page_);
     while (end > begin && count) {  // from its end: what is left stays in one piece with its page
       uint64_t pages = 0;
-      while (pages < count && end - pages * kPage > begin && table_[index(end) - pages - 1].tier == tier) ++pages;
-      Status status = pages ? unmap(end - pages * kPage, pages) : Status::Ok;
+      while (pages < count && end - pages * page_ > begin && table_[index(end) - pages - 1].tier == tier) ++pages;
+      Status status = pages ? unmap(end - pages * page_, pages) : Status::Ok;
       if (status != Status::Ok) return status;
       count -= pages;
-      end -= std::max<uint64_t>(pages, 1) * kPage;
+      end -= std::max<uint64_t>(pages, 1) * page_;
     }
   }
   return Status::Ok;
@@ -213,11 +214,11 @@ Status Heap::surrender(Tier tier, uint64_t count) {
 Status Heap::surrender_outside(uint64_t address, uint64_t bytes) {
   std::vector<std::pair<uint64_t, uint64_t>> all(free_.begin(), free_.end());
   for (auto &[size, at] : all) {
-    uint64_t begin = up(at, kPage), end = down(at + size, kPage);
+    uint64_t begin = up(at, page_), end = down(at + size, page_);
     for (auto [from, to] :
          {std::make_pair(begin, std::min(end, address)), std::make_pair(std::max(begin, address + bytes), end)}) {
       if (from >= to) continue;
-      Status status = unmap(from, (to - from) / kPage);
+      Status status = unmap(from, (to - from) / page_);
       if (status != Status::Ok) return status;
     }
   }
@@ -228,7 +229,7 @@ bool Heap::find_run(uint64_t bytes, uint64_t *address) const {
   bool found = false;
   uint64_t best = 0, begin = 0, length = 0, mapped = 0;
   auto end_run = [&] {
-    uint64_t aligned = up(begin, kPage);
+    uint64_t aligned = up(begin, page_);
     if (length >= bytes + (aligned - begin) && (!found || mapped > best)) {
       found = true;
       best = mapped;

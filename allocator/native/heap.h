@@ -87,8 +87,8 @@ class Heap {
   Status back(uint64_t address, uint64_t bytes);
   // Bytes of `[address, address + bytes)` on pages of `tier`.
   uint64_t on(Tier tier, uint64_t address, uint64_t bytes) const;
-  // Put the whole pages within `[address, address + bytes)` on pages of `tier`; what they hold moves along. Nothing may
-  // be at work on them.
+  // Put the whole pages within `[address, address + bytes)` on pages of `tier`, of state also those that it has a part
+  // of: what they hold moves along. Nothing may be at work on them.
   Status move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias);
 
   // Have another GPU reach what is mapped, too.
@@ -120,7 +120,7 @@ class Heap {
   Status map(uint64_t address, uint64_t count, Tier tier);
   Status unmap(uint64_t address, uint64_t count);
   uint64_t run(uint64_t page) const;  // how many pages are mapped, one after the other, from this one on
-  uint64_t index(uint64_t address) const { return (address - base_) / kPage; }
+  uint64_t index(uint64_t address) const { return (address - base_) / page_; }
 
   struct Page {
     Handle handle = 0;
@@ -128,6 +128,7 @@ class Heap {
   };
 
   Primitives &primitives_;
+  const uint64_t page_;  // bytes
   Pages (&pages_)[kTiers];
   Tier tier_;
   Stream stream_;

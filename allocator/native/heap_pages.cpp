@@ -16,9 +16,9 @@ Status Heap::map(uint64_t address, uint64_t count, Tier tier) {
   }
   if (table_.size() < index(address) + count) table_.resize(index(address) + count);
   for (uint64_t page = 0; page < count; ++page) table_[index(address) + page] = {handles[page], tier};
-  mapped_ += count * kPage;
+  mapped_ += count * page_;
   maps_ += count;
-  convert(address, count * kPage, Kind::Free);
+  convert(address, count * page_, Kind::Free);
   return Status::Ok;
 }
 
@@ -29,24 +29,24 @@ Status Heap::unmap(uint64_t address, uint64_t count) {
     pages_[table_[page].tier].give({table_[page].handle});
     table_[page] = {};
   }
-  mapped_ -= count * kPage;
+  mapped_ -= count * page_;
   unmaps_ += count;
-  convert(address, count * kPage, Kind::Void);
+  convert(address, count * page_, Kind::Void);
   return Status::Ok;
 }
 
 Status Heap::back(uint64_t address, uint64_t bytes) {
-  uint64_t begin = down(address, kPage), end = up(address + bytes, kPage);
+  uint64_t begin = down(address, page_), end = up(address + bytes, page_);
   for (uint64_t at = begin; at < end;) {
     auto block = std::prev(blocks_.upper_bound(at));
     uint64_t until = std::min(end, block->first + block->second.bytes);
     if (block->second.kind == Kind::Void) {
-      uint64_t missing = (until - at) / kPage;
+      uint64_t missing = (until - at) / page_;
       uint64_t here = std::min(missing, pages_[tier_].available());
       // What is said to be available may still be refused: other processes use the device, too.
       if (here && map(at, here, tier_) != Status::Ok) here = 0;
       if (here < missing) {
-        Status status = map(at + here * kPage, missing - here, kDram);
+        Status status = map(at + here * page_, missing - here, kDram);
         if (status != Status::Ok) return status;
       }
     }
@@ -57,7 +57,7 @@ Status Heap::back(uint64_t address, uint64_t bytes) {
 
 Status Heap::lay_out(uint64_t address, const std::vector<bool> &in_hbm) {
   for (uint64_t page = 0; page < in_hbm.size(); ++page) {  // what lies in the wrong tier makes room for what is right
-    uint64_t at = address + page * kPage;
+    uint64_t at = address + page * page_;
     bool mapped = index(at) < table_.size() && table_[index(at)].handle;
     if (!mapped || (table_[index(at)].tier == kHbm) == in_hbm[page]) continue;
     Status status = unmap(at, 1);
@@ -65,13 +65,13 @@ Status Heap::lay_out(uint64_t address, const std::vector<bool> &in_hbm) {
   }
   for (uint64_t page = 0; page < in_hbm.size();) {
     auto missing = [&](uint64_t i) {
-      uint64_t entry = index(address + i * kPage);
+      uint64_t entry = index(address + i * page_);
       return entry >= table_.size() || !table_[entry].handle;
     };
     uint64_t count = 0;
     while (page + count < in_hbm.size() && in_hbm[page + count] == in_hbm[page] && missing(page + count)) ++count;
     if (count) {
-      Status status = map(address + page * kPage, count, in_hbm[page] ? kHbm : kDram);
+      Status status = map(address + page * page_, count, in_hbm[page] ? kHbm : kDram);
       if (status != Status::Ok) return status;
     }
     page += std::max<uint64_t>(count, 1);
@@ -82,7 +82,7 @@ Status Heap::lay_out(uint64_t address, const std::vector<bool> &in_hbm) {
 uint64_t Heap::on(Tier tier, uint64_t address, uint64_t bytes) const {
   uint64_t sum = 0, end = address + bytes;
   for (uint64_t at = address; at < end;) {
-    uint64_t next = std::min(end, down(at, kPage) + kPage);
+    uint64_t next = std::min(end, down(at, page_) + page_);
     if (index(at) < table_.size() && table_[index(at)].handle && table_[index(at)].tier == tier) sum += next - at;
     at = next;
   }
@@ -101,18 +101,21 @@ Status clear(Alias &alias, Primitives &primitives, Pages &pages) {
 Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias) {
   Status cleared = clear(alias, primitives_, pages_[alias.tier]);
   if (cleared != Status::Ok) return cleared;
-  uint64_t begin = index(up(address, kPage)), end = index(down(address + bytes, kPage));
-  for (uint64_t page = begin; page < end;) {
+  // What else lies on the pages at its ends is state, too: it is read as rarely.
+  uint64_t end = address + bytes;
+  uint64_t page = index(state_ ? down(address, page_) : up(address, page_));
+  uint64_t last = index(state_ ? up(end, page_) : down(end, page_));
+  while (page < last) {
     if (!table_[page].handle || table_[page].tier == tier) {
       ++page;
       continue;
     }
     Tier from = table_[page].tier;
     uint64_t count = 1;
-    while (count < alias.pages && page + count < end && table_[page + count].handle &&
+    while (count < alias.pages && page + count < last && table_[page + count].handle &&
            table_[page + count].tier == from)
       ++count;
-    uint64_t at = base_ + page * kPage;
+    uint64_t at = base_ + page * page_;
     std::vector<Handle> fresh, old;
     Status status = pages_[tier].take(count, &fresh);
     if (status != Status::Ok) return status;
@@ -121,7 +124,7 @@ Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias) {
       pages_[tier].give(fresh);
       return status;
     }
-    status = primitives_.copy(alias.address, at, count * kPage);
+    status = primitives_.copy(alias.address, at, count * page_);
     Status unmapped = primitives_.unmap(alias.address, count);
     if (status == Status::Ok) status = unmapped;
     if (status == Status::Ok) status = primitives_.unmap(at, count);
@@ -157,7 +160,7 @@ uint64_t Heap::run(uint64_t page) const {
 Status Heap::share(int device) {
   for (uint64_t page = 0, count = 0; page < table_.size(); page += count + 1) {
     count = run(page);
-    Status status = count ? primitives_.share(device, base_ + page * kPage, count) : Status::Ok;
+    Status status = count ? primitives_.share(device, base_ + page * page_, count) : Status::Ok;
     if (status != Status::Ok) return status;
   }
   return Status::Ok;
@@ -168,7 +171,7 @@ Status Heap::close() {
   for (uint64_t page = 0; page < table_.size();) {
     uint64_t count = run(page);
     if (count) {
-      Status status = primitives_.unmap(base_ + page * kPage, count);
+      Status status = primitives_.unmap(base_ + page * page_, count);
       worst = worst == Status::Ok ? status : worst;
       if (status == Status::Ok)
         for (uint64_t i = page; i < page + count; ++i) pages_[table_[i].tier].give({table_[i].handle});

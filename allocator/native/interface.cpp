@@ -8,6 +8,16 @@ using namespace tiers;
 
 namespace {
 
+constexpr uint64_t kPages = 2048, kLargestPage = uint64_t{16} << 20;
+
+// Bytes of a page: the driver takes 75 us to map one and to unmap it, however large it is, and each heap ends with one
+// that is used in part. So there are some thousands of them.
+uint64_t page_bytes(uint64_t hbm_limit) {
+  uint64_t page = kSmallestPage;
+  while (page < kLargestPage && page * 2 * kPages <= hbm_limit) page *= 2;
+  return page;
+}
+
 // Exceptions of the standard library end here: there is only one, for want of memory.
 template <typename Body>
 int enter(tn_core *core, Body body) {
@@ -22,7 +32,7 @@ int enter(tn_core *core, Body body) {
 
 tn_glance glance(const tn_core &core) {
   return {core.stats.departed + core.stats.misplaced,
-          int64_t(core.pages[kDram].made() * kPage),
+          int64_t(core.pages[kDram].made() * core.page),
           int64_t(core.plan.present),
           int64_t(core.plan.came),
           int64_t(core.log[0].requests.size()),
@@ -36,13 +46,14 @@ extern "C" {
 int tn_open(const char *backend, int device, uint64_t hbm_limit, uint64_t dram_limit, tn_core **core) {
   try {
     std::unique_ptr<Primitives> primitives;
-    Status status = std::string(backend) == "cuda"    ? open_cuda(device, &primitives)
-                    : std::string(backend) == "memfd" ? open_memfd(&primitives)
+    const uint64_t page = page_bytes(hbm_limit);
+    Status status = std::string(backend) == "cuda"    ? open_cuda(device, page, &primitives)
+                    : std::string(backend) == "memfd" ? open_memfd(page, &primitives)
                                                       : fail(Status::Invalid, "no such backend");
     if (status != Status::Ok) return int(status);
     auto made = std::make_unique<tn_core>(std::move(primitives), hbm_limit, dram_limit);
-    made->alias.pages = kAliasPages;
-    status = made->primitives->reserve(kAliasPages * kPage, &made->alias.address);
+    made->alias.pages = kAlias / page;
+    status = made->primitives->reserve(kAlias, &made->alias.address);
     if (status == Status::Ok) *core = made.release();
     return int(status);
   } catch (const std::exception &error) {
@@ -59,7 +70,7 @@ int tn_close(tn_core *core) {
     for (auto &[base, heap] : core->heaps) note(heap->close());
     note(clear(core->alias, *core->primitives, core->pages[core->alias.tier]));
     for (Pages &tier : core->pages) note(tier.trim());
-    note(core->primitives->unreserve(core->alias.address, kAliasPages * kPage));
+    note(core->primitives->unreserve(core->alias.address, kAlias));
     return worst;
   });
   delete core;
@@ -67,6 +78,8 @@ int tn_close(tn_core *core) {
 }
 
 const char *tn_last_error(void) { return last_error().c_str(); }
+
+uint64_t tn_page_bytes(const tn_core *core) { return core->page; }
 
 int tn_allocate(tn_core *core, uint64_t bytes, uint64_t stream, uint64_t pool, uint64_t *address) {
   return enter(core, [&] { return core->allocate(bytes, stream, pool, address); });
@@ -163,9 +176,9 @@ int tn_limit(tn_core *core, int tier, uint64_t bytes) {
     Pages &pages = core->pages[tier];
     // Not every driver gives host memory everywhere (containers, nodes without processors): better known now than
     // later.
-    bool more = bytes / kPage > pages.limit();
+    bool more = bytes / core->page > pages.limit();
     Status status = tier == kDram && !pages.made() && more ? pages.probe() : Status::Ok;
-    if (status == Status::Ok) pages.set_limit(bytes / kPage);
+    if (status == Status::Ok) pages.set_limit(bytes / core->page);
     return status;
   });
 }
@@ -183,8 +196,8 @@ int tn_share(tn_core *core, int device) {
 int tn_trim(tn_core *core, uint64_t keep) {
   return enter(core, [&] {
     core->settle();
-    Status status = core->surrender_beyond(keep / kPage);
-    for (Status trimmed : {core->pages[kHbm].trim(keep / kPage), core->pages[kDram].trim()})
+    Status status = core->surrender_beyond(keep / core->page);
+    for (Status trimmed : {core->pages[kHbm].trim(keep / core->page), core->pages[kDram].trim()})
       status = status == Status::Ok ? trimmed : status;
     return status;
   });
@@ -233,7 +246,7 @@ uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint
 }
 
 int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
-            const uint64_t *offsets, uint64_t pages, const uint32_t *order) {
+            const uint64_t *offsets, uint64_t units, const int64_t *visits) {
   return enter(core, [&] {
     if (!sequences) return fail(Status::Invalid, "a layout is made of one sequence or more");
     std::vector<Sequence> all(sequences);
@@ -243,7 +256,10 @@ int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *
       bytes += *counts;
       offsets += *counts++;
     }
-    return core->set_plan(stream, std::move(all), pages, order);
+    const uint64_t each = core->page / TN_UNIT_BYTES;
+    std::vector<int64_t> by_page((units + each - 1) / each, 0);
+    for (uint64_t unit = 0; unit < units; ++unit) by_page[unit / each] += visits[unit];
+    return core->set_plan(stream, std::move(all), by_page);
   });
 }
 
@@ -297,12 +313,12 @@ uint64_t tn_on(tn_core *core, uint64_t address, int tier) {
 void tn_get_stats(tn_core *core, tn_stats *out) {
   std::lock_guard<std::mutex> guard(core->mutex);
   tn_stats &stats = core->stats;
-  stats.hbm_bytes = core->pages[kHbm].made() * kPage;
-  stats.hbm_peak = core->pages[kHbm].most() * kPage;
-  stats.dram_bytes = core->pages[kDram].made() * kPage;
-  stats.dram_peak = core->pages[kDram].most() * kPage;
-  stats.hbm_limit = core->pages[kHbm].limit() * kPage;
-  stats.dram_limit = core->pages[kDram].limit() * kPage;
+  stats.hbm_bytes = core->pages[kHbm].made() * core->page;
+  stats.hbm_peak = core->pages[kHbm].most() * core->page;
+  stats.dram_bytes = core->pages[kDram].made() * core->page;
+  stats.dram_peak = core->pages[kDram].most() * core->page;
+  stats.hbm_limit = core->pages[kHbm].limit() * core->page;
+  stats.dram_limit = core->pages[kDram].limit() * core->page;
   stats.maps = core->maps;
   stats.unmaps = core->unmaps;
   stats.largest_idle = 0;

@@ -1,5 +1,6 @@
 // The layout of a period: which request of which sequence has come, where it lies, and the region for all of them.
 #include <algorithm>
+#include <numeric>
 
 #include "state.h"
 
@@ -61,10 +62,12 @@ Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
   return block;
 }
 
-Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_t size, const uint32_t *order) {
+// `visits` has an entry for each page of the region.
+Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, const std::vector<int64_t> &visits) {
+  const uint64_t size = visits.size();
   for (const Sequence &one : sequences)
     for (size_t k = 0; k < one.bytes.size(); ++k)
-      if (one.offsets[k] != kElsewhere && (one.bytes[k] > size * kPage || one.offsets[k] > size * kPage - one.bytes[k]))
+      if (one.offsets[k] != kElsewhere && (one.bytes[k] > size * page || one.offsets[k] > size * page - one.bytes[k]))
         return fail(Status::Invalid, "a request reaches past its region");
   Heap *heap = nullptr;
   Status status = this->heap({0, stream, kHbm, General}, &heap);
@@ -75,7 +78,7 @@ Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_
   settle();
   Plan next;
   next.heap = heap;
-  next.total = size * kPage;
+  next.total = size * page;
   next.sequences = std::move(sequences);
   for (auto &[base, other] : heaps)
     if (other->pool() == 0 && other->tier() == kHbm && other->stream() != stream) next.others.push_back(other.get());
@@ -87,13 +90,16 @@ Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, uint64_
   status = surrender_all(heap);
   if (status == Status::Ok) status = heap->surrender_outside(next.base, next.total);
   if (status != Status::Ok) return status;
-  uint64_t there = heap->on(kHbm, next.base, next.total) / kPage;
+  uint64_t there = heap->on(kHbm, next.base, next.total) / page;
   // Made now: what the limit allows the device may still refuse, as other processes use it, too.
   uint64_t in_hbm = there + pages[kHbm].make_idle(size - there);
-  if (size - in_hbm > pages[kDram].available() + heap->on(kDram, next.base, next.total) / kPage)
+  if (size - in_hbm > pages[kDram].available() + heap->on(kDram, next.base, next.total) / page)
     return fail(Status::Full, "hbm and dram do not hold the region");
+  std::vector<uint64_t> busiest(size);
+  std::iota(busiest.begin(), busiest.end(), 0);
+  std::stable_sort(busiest.begin(), busiest.end(), [&](uint64_t a, uint64_t b) { return visits[a] > visits[b]; });
   std::vector<bool> where(size);
-  for (uint64_t i = 0; i < in_hbm; ++i) where[order[i]] = true;
+  for (uint64_t i = 0; i < in_hbm; ++i) where[busiest[i]] = true;
   status = heap->lay_out(next.base, where);
   for (Pages &tier : pages) {
     Status trimmed = tier.trim();

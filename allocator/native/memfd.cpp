@@ -16,6 +16,7 @@ namespace {
 
 class Memfd final : public Primitives {
  public:
+  using Primitives::Primitives;
   ~Memfd() override {
     for (File &file : files_)
       if (file.descriptor >= 0) close(file.descriptor);
@@ -31,11 +32,11 @@ class Memfd final : public Primitives {
 
   Status reserve(uint64_t bytes, uint64_t *address) override {
     // Addresses of pages are multiples of the page, as the driver's are: a page more than asked for, cut to fit.
-    void *place = mmap(nullptr, bytes + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *place = mmap(nullptr, bytes + page_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (place == MAP_FAILED) return fail(Status::Full, std::string("mmap: ") + strerror(errno));
-    uint64_t start = reinterpret_cast<uint64_t>(place), aligned = (start + kPage - 1) / kPage * kPage;
+    uint64_t start = reinterpret_cast<uint64_t>(place), aligned = (start + page_ - 1) / page_ * page_;
     if (aligned > start) munmap(place, aligned - start);
-    munmap(reinterpret_cast<void *>(aligned + bytes), start + kPage - aligned);
+    munmap(reinterpret_cast<void *>(aligned + bytes), start + page_ - aligned);
     *address = aligned;
     return Status::Ok;
   }
@@ -48,7 +49,7 @@ class Memfd final : public Primitives {
     std::lock_guard<std::mutex> guard(mutex_);
     File &file = files_[tier];
     if (file.holes.empty()) {
-      if (ftruncate(file.descriptor, (file.pages + 1) * kPage)) return check(-1, "ftruncate");
+      if (ftruncate(file.descriptor, (file.pages + 1) * page_)) return check(-1, "ftruncate");
       file.holes.push_back(file.pages++);
     }
     *handle = (file.holes.back() << 1 | uint64_t(tier)) + 1;
@@ -61,15 +62,15 @@ class Memfd final : public Primitives {
     File &file = files_[tier];
     uint64_t page = (handle - 1) >> 1;
     file.holes.push_back(page);
-    return check(fallocate(file.descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, page * kPage, kPage),
+    return check(fallocate(file.descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, page * page_, page_),
                  "fallocate");
   }
 
   Status map(uint64_t address, const Handle *handles, uint64_t count) override {
     for (uint64_t i = 0; i < count; ++i) {
       uint64_t bits = handles[i] - 1;
-      void *place = mmap(reinterpret_cast<void *>(address + i * kPage), kPage, PROT_READ | PROT_WRITE,
-                         MAP_SHARED | MAP_FIXED, files_[bits & 1].descriptor, (bits >> 1) * kPage);
+      void *place = mmap(reinterpret_cast<void *>(address + i * page_), page_, PROT_READ | PROT_WRITE,
+                         MAP_SHARED | MAP_FIXED, files_[bits & 1].descriptor, (bits >> 1) * page_);
       if (place == MAP_FAILED) {
         Status status = check(-1, "mmap");
         unmap(address, i);
@@ -80,7 +81,7 @@ class Memfd final : public Primitives {
   }
 
   Status unmap(uint64_t address, uint64_t count) override {
-    void *place = mmap(reinterpret_cast<void *>(address), count * kPage, PROT_NONE,
+    void *place = mmap(reinterpret_cast<void *>(address), count * page_, PROT_NONE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     return check(place == MAP_FAILED ? -1 : 0, "mmap");
   }
@@ -118,8 +119,8 @@ class Memfd final : public Primitives {
 
 }  // namespace
 
-Status open_memfd(std::unique_ptr<Primitives> *out) {
-  auto made = std::make_unique<Memfd>();
+Status open_memfd(uint64_t page, std::unique_ptr<Primitives> *out) {
+  auto made = std::make_unique<Memfd>(page);
   Status status = made->open();
   if (status == Status::Ok) *out = std::move(made);
   return status;

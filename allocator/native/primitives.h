@@ -4,7 +4,7 @@
 // (anonymous files mapped into host memory), so that everything above is tested on machines without a GPU.
 //
 // A *handle* is one page of physical memory in one tier. An *address* is a place in a reserved range; memory is
-// reached through it only while a handle is mapped there. All sizes and addresses are multiples of `kPage`.
+// reached through it only while a handle is mapped there. All sizes and addresses are multiples of a page's bytes.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace tiers {
 
-constexpr uint64_t kPage = uint64_t{2} << 20;
+constexpr uint64_t kSmallestPage = uint64_t{2} << 20;  // of the driver's pages
 
 enum Tier : int { kHbm = 0, kDram = 1, kTiers = 2 };
 
@@ -31,7 +31,10 @@ Status fail(Status status, const std::string &text);
 
 class Primitives {
  public:
+  explicit Primitives(uint64_t page) : page_(page) {}
   virtual ~Primitives() = default;
+
+  uint64_t page() const { return page_; }  // bytes
 
   // Reserve addresses that no memory backs. `Full` when the address space is used up.
   virtual Status reserve(uint64_t bytes, uint64_t *address) = 0;
@@ -65,10 +68,13 @@ class Primitives {
   virtual Status query(Event event, bool *passed) = 0;
   // Whether `stream` is being captured into a graph: its work has not run, and no event of it can be waited for.
   virtual bool capturing(Stream stream) = 0;
+
+ protected:
+  const uint64_t page_;
 };
 
 // `Driver` with the reason in `last_error` where there is no such driver, or it lacks virtual memory management.
-Status open_cuda(int device, std::unique_ptr<Primitives> *out);
-Status open_memfd(std::unique_ptr<Primitives> *out);
+Status open_cuda(int device, uint64_t page, std::unique_ptr<Primitives> *out);
+Status open_memfd(uint64_t page, std::unique_ptr<Primitives> *out);
 
 }  // namespace tiers

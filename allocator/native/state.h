@@ -18,7 +18,7 @@
 
 namespace tiers {
 
-constexpr uint64_t kAliasPages = 32;  // through which pages are copied to another tier
+constexpr uint64_t kAlias = uint64_t{64} << 20;  // bytes through which pages are copied to another tier
 constexpr size_t kNone = SIZE_MAX;
 constexpr size_t kLongest = size_t{1} << 15;  // requests of a period that is laid out: time goes by their square
 constexpr size_t kLost = 4;  // requests that nobody foresaw, beyond those that came as foreseen: another sequence
@@ -96,6 +96,7 @@ struct tn_core {
   const uint64_t opened_in = tiers::forks();
   std::mutex mutex;
   std::unique_ptr<tiers::Primitives> primitives;
+  const uint64_t page;  // bytes
   tiers::Pages pages[tiers::kTiers];
   std::map<Key, Heap *> by_key;
   std::map<uint64_t, std::unique_ptr<Heap>> heaps;  // by base
@@ -122,8 +123,9 @@ struct tn_core {
 
   tn_core(std::unique_ptr<tiers::Primitives> made, uint64_t hbm, uint64_t dram)
       : primitives(std::move(made)),
-        pages{tiers::Pages(*primitives, tiers::kHbm, hbm / tiers::kPage),
-              tiers::Pages(*primitives, tiers::kDram, dram / tiers::kPage)} {}
+        page(primitives->page()),
+        pages{tiers::Pages(*primitives, tiers::kHbm, hbm / page),
+              tiers::Pages(*primitives, tiers::kDram, dram / page)} {}
 
   bool is_inherited() const { return tiers::forks() != opened_in; }
   Status heap(const Key &key, Heap **out);
@@ -152,5 +154,5 @@ struct tn_core {
   Status wait_for_readers(Stream stream);
   Status surrender_all(const Heap *but);
   Status surrender_beyond(uint64_t keep);
-  Status set_plan(Stream stream, std::vector<tiers::Sequence> sequences, uint64_t size, const uint32_t *order);
+  Status set_plan(Stream stream, std::vector<tiers::Sequence> sequences, const std::vector<int64_t> &visits);
 };

@@ -48,6 +48,7 @@ void ask(tn_core *core, std::mt19937 &random, const std::vector<Block> &blocks, 
   tn_lap(core, TN_PARTS, 0);
   tn_retries(core);
   expect(tn_delayed(core) >= 0, "time goes on");
+  expect(tn_page_bytes(core) % kMiB == 0, "pages are whole MiB");
   tn_pool_used(core, own_pool);
   if (random() % 4 == 0) tn_reset_peaks(core);
   if (random() % 4 == 0) tn_reset_totals(core);
@@ -116,8 +117,8 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
       drop(random() % blocks.size());
     } else if (dice < 990) {
       uint64_t counts[2] = {2, 1}, sizes[3] = {kMiB, 2 * kMiB, 3 * kMiB}, offsets[3] = {0, kMiB, 0};
-      uint32_t order[2] = {1, 0};
-      int status = tn_plan(core, thread % 4, 2, counts, sizes, offsets, 2, order);
+      int64_t visits[2] = {1, 2};
+      int status = tn_plan(core, thread % 4, 2, counts, sizes, offsets, 2, visits);
       expect(status == TN_OK || status == TN_FULL, "a layout is taken, or the tiers are full");
       tn_mark(core, nullptr);
     } else if (dice < 995) {

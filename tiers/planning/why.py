@@ -88,6 +88,8 @@ def to_json(why: Why) -> dict[str, Any]:
         "ideal_s": result.ideal,
         "recomputing_s": result.recomputing,
         "stalls_s": dict(result.stalls),
+        "beside_lanes_s": result.slowed,
+        "host_s": _waiting_for_host(result),
         "predicted_s": result.seconds,
         "measured_s": why.measured,
         "fullest": why.fullest,
@@ -108,9 +110,9 @@ def render(why: Why) -> Iterator[RenderableType]:
     if result.ideal:
         table = Table("part", "time", "ideal = 100%", title="a period, as it was predicted", title_justify="left")
         stalls = {f"waiting for {lane}": seconds for lane, seconds in result.stalls.items() if seconds > 5e-5}
-        rest = result.seconds - result.ideal - result.recomputing - sum(result.stalls.values())
         parts = {"everything kept (ideal)": result.ideal, "recomputing": result.recomputing, **stalls}
-        parts |= {"slower beside busy lanes": rest, "predicted": result.seconds}
+        late = _waiting_for_host(result)
+        parts |= {"slower beside busy lanes": result.slowed, "waiting for the host": late, "predicted": result.seconds}
         if why.measured is not None:
             parts["measured (median)"] = why.measured
         for part, seconds in parts.items():
@@ -118,6 +120,12 @@ def render(why: Why) -> Iterator[RenderableType]:
                 table.add_row(part, _ms(seconds), f"{seconds / result.ideal:.1%}")
         yield table
     yield from why.hints
+
+
+def _waiting_for_host(result: Simulated) -> float:
+    """Seconds for which compute has nothing to do, beyond those of the step with everything kept."""
+    rest = result.seconds - result.ideal - result.recomputing - result.slowed - sum(result.stalls.values())
+    return max(0.0, rest)
 
 
 def _actions(trace: Trace, plan: Plan) -> Iterator[Action]:
@@ -161,7 +169,10 @@ def _hints(trace: Trace, plan: Plan, result: Simulated, measured: float | None, 
     if result.fraction >= CLOSE:
         return
     stalled = max(result.stalls, key=lambda lane: result.stalls[lane], default=None)
-    if stalled is not None and result.stalls[stalled] > result.recomputing:
+    late = _waiting_for_host(result)
+    if late > result.recomputing and late > max(result.stalls.values(), default=0.0):
+        yield "most of the difference is the host, which is busy with what moves and is recomputed: more hbm helps"
+    elif stalled is not None and result.stalls[stalled] > result.recomputing:
         yield f"most of the difference is waiting for {stalled}: more hbm helps, or a faster link (tiers probe)"
     elif plan.recompute:
         yield "most of the difference is recomputing: more hbm helps, or a link that carries more (tiers probe)"

@@ -131,12 +131,23 @@ def test_a_period_that_repeats_the_one_before_is_looked_at_where_more_than_a_few
     assert not watch.repeated(0)
 
 
-def test_a_program_that_is_about_to_change_is_looked_at_as_in_the_beginning() -> None:
+def test_a_program_that_settled_is_looked_at_as_in_the_beginning_when_it_is_about_to_change() -> None:
     watch = Watch()
     for _ in range(500):
         watch.period_over(1000, 900, repeated=False)
+    watch.period_over(1000, 0, repeated=True)
     watch.expect_news()
+    assert not watch.nothing_departed()
     assert all(watch.period_over(1000, 900, repeated=False) for _ in range(EAGER - 1))
+
+
+def test_a_program_that_is_new_in_every_period_is_not_looked_at_more_often_for_other_plans() -> None:
+    watch, looks = Watch(), 0
+    for period in range(1000):
+        if period % 4 == 3:
+            watch.expect_news()
+        looks += watch.period_over(1000, 900, repeated=False)
+    assert looks < 30
 
 
 def test_pages_that_many_requests_visit_are_told_from_those_that_one_keeps() -> None:

@@ -28,6 +28,7 @@ SEQUENCES = Path(__file__).parents[3] / "data" / "sequences"
 PYTORCH = {"gpt-1.3b": 1.049, "gpt-1.3b-checkpointed": 1.177, "resnet152-b256": 1.063, "unet-b16-512": 1.090}
 
 
+HEAPS = 2  # that a step asks for memory: small blocks lie apart
 LENGTHS = (512, 896, 1280, 1664, 2048)
 ANEW = 0.1  # of the pages: how many may be unmapped, and mapped elsewhere, for another plan, at 80 us each
 WAITS = 4  # for the device in a step without a layout: each may cost it a millisecond
@@ -43,7 +44,11 @@ def replay(core: Core, events: list[list[int | str]]) -> None:
             core.free(places.pop(ident))
 
 
-def periods(name: str, count: int) -> list[Counts]:
+def periods(name: str, count: int) -> list[tuple[Counts, float]]:
+    """Of each what was counted, and what was reserved by what was alive.
+
+    Without the ends of the two heaps, which take a page each that is used in part: of so large a GPU, 16 MiB.
+    """
     data = json.loads(gzip.decompress((SEQUENCES / f"{name}.json.gz").read_bytes()))
     core = Core("memfd", hbm=80 * GiB, dram=0)
     for _, nbytes in data["live_at_start"]:
@@ -53,7 +58,8 @@ def periods(name: str, count: int) -> list[Counts]:
     for period in range(count):
         core.reset_peaks()
         replay(core, data["events"])
-        seen.append(core.counts())
+        counts = core.counts()
+        seen.append((counts, (counts.hbm_peak - HEAPS * core.page_bytes) / counts.allocated_peak))
         core.mark()
         if period == 0:
             foreseen = foresee(Log(*core.log()))
@@ -65,16 +71,16 @@ def periods(name: str, count: int) -> list[Counts]:
 @pytest.mark.parametrize("name", PYTORCH)
 def test_reserved_is_what_is_alive_from_the_second_period_on(name: str) -> None:
     first, *later = periods(name, 4)
-    assert first.hbm_peak / first.allocated_peak < PYTORCH[name]  # best fit over pages, with nothing foreseen
-    for counts in later:
-        assert counts.hbm_peak / counts.allocated_peak < 1.001
+    assert first[1] < PYTORCH[name]  # best fit over pages, with nothing foreseen
+    for _, reserved in later:
+        assert reserved < 1.001
 
 
 def test_tensors_that_leave_early_and_groups_that_come_back_leave_few_holes() -> None:
     """Largest first, the same program needed 3.5% more than is alive; the core's best fit 2.2%."""
     _, *later = periods("gpt-moving", 3)
-    for counts in later:
-        assert counts.hbm_peak / counts.allocated_peak < 1.005
+    for _, reserved in later:
+        assert reserved < 1.005
 
 
 def of_length(data: dict[str, Any], length: int) -> list[list[int | str]]:
@@ -173,7 +179,7 @@ def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive(
             counts = core.counts()
             if number and step == 1:
                 anew = min(counts.maps - before.maps, counts.unmaps - before.unmaps)
-                assert anew < ANEW * counts.hbm / PAGE
+                assert anew < ANEW * counts.hbm / core.page_bytes
             if number or step:  # the very first step has no other before it
                 most = 1.001 if step else 1.005
                 assert (counts.hbm_peak + counts.dram_peak) / counts.allocated_peak < most
@@ -188,7 +194,7 @@ def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive(
 
 @pytest.mark.parametrize("name", PYTORCH)
 def test_a_steady_period_departs_from_nothing_and_maps_nothing(name: str) -> None:
-    _, second, third = periods(name, 3)
+    _, (second, _), (third, _) = periods(name, 3)
     assert (third.maps, third.unmaps, third.departed, third.misplaced) == (second.maps, second.unmaps, 0, 0)
 
 
