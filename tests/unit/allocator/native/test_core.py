@@ -121,6 +121,28 @@ def test_a_block_stays_where_it_is_when_the_other_tier_has_no_room() -> None:
     core.close()
 
 
+@pytest.mark.parametrize("hbm", [64 * MiB, GiB, 10 * GiB, 80 * GiB])
+def test_pages_are_as_large_as_leaves_thousands_of_them(hbm: int) -> None:
+    with contextlib.closing(Core("memfd", hbm, dram=0)) as core:
+        assert 2 * MiB <= core.page_bytes <= 16 * MiB
+        assert core.page_bytes == 2 * MiB or hbm // core.page_bytes >= 2048
+
+
+def test_state_smaller_than_a_page_moves_with_what_shares_the_page() -> None:
+    with contextlib.closing(Core("memfd", hbm=40 * GiB, dram=GiB)) as core:
+        core.state(True)
+        blocks = [core.allocate(5 * MiB) for _ in range(4)]
+        core.state(False)
+        for number, block in enumerate(blocks):
+            fill(block, 5 * MiB, number)
+        for tier in (DRAM, HBM):
+            core.move(blocks[1], tier)
+            assert core.on(blocks[1], tier) == 5 * MiB
+        assert all(holds(block, 5 * MiB, number) for number, block in enumerate(blocks))
+        for block in blocks:
+            core.free(block)
+
+
 def test_freeing_what_is_not_in_use_is_an_error(core: Core) -> None:
     block = core.allocate(MiB)
     core.free(block)
