@@ -80,6 +80,7 @@ class Feedback:
         self._issuing = 0.0  # seconds of the host's for the program, as they were recorded
         self._borne_out = False  # whether as many laps as correct that came while nobody else needed the memory bus
         self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
+        self._took: list[float] = []  # seconds of the last periods under the plans there are
         self._target = target
         self._ceiling: int | None = None  # the largest correction that no period so far has found too large
         self._parts: dict[str, float] = {}  # of what is given, by lane: what was found to be left of it
@@ -111,6 +112,15 @@ class Feedback:
         """
         return len(self._laps) == SURE or self._under >= UNTOLD
 
+    def note(self, lap: Lap) -> None:
+        """Take note of what a period under the present plans took, which need not correct anything."""
+        self._took = [*self._took[1 - SURE :], lap.seconds]
+
+    @property
+    def took(self) -> float | None:
+        """Seconds of a period under the present plans, of the last ones that in the middle; None of too few."""
+        return sorted(self._took)[len(self._took) // 2] if len(self._took) >= HOSTS else None
+
     @property
     def links(self) -> Links:
         """What the lanes are taken to give, and plans to cost the host, corrected."""
@@ -126,13 +136,14 @@ class Feedback:
         other.given = given
         # Of what laps told beside others nothing is borne out without them, nor the other way round.
         other._laps = list(self._laps) if given.contended == self.given.contended else []
-        other._hosts = []
+        other._hosts, other._took = [], []
         other._parts = dict(self._parts)
         return other
 
     def adopted(self) -> None:
         """The plans changed: what the allocator caches will have to change, too."""
         self._under = self._presses = self._spills = self._highest = 0
+        self._took.clear()
         self._laps.clear()
         self._hosts.clear()
 

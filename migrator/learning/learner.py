@@ -14,8 +14,8 @@ import logging
 from dataclasses import replace
 
 from torch_tiers.migrator.learning.background import DEADLINE, at_once
-from torch_tiers.migrator.learning.feedback import Feedback
-from torch_tiers.migrator.learning.made import Made, after, are_the_same, foresee, with_plans_of
+from torch_tiers.migrator.learning.feedback import SETTLING, Feedback
+from torch_tiers.migrator.learning.made import GAIN, Made, after, are_the_same, foresee, with_plans_of
 from torch_tiers.migrator.learning.orders import Orders, PlanningFailed, Submit
 from torch_tiers.migrator.learning.standby import SetAside, Standby, staying
 from torch_tiers.migrator.links import PCIE_GEN5, Links
@@ -82,6 +82,7 @@ class Learner:
         self._whole = False  # whether any period was
         self._afresh = False  # whether something was recorded since: replays may hold for more than they did
         self._has_planned = False  # ever
+        self._may_stay = False  # the present plans, where those that were asked for are no better
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._standby = Standby()
@@ -198,6 +199,8 @@ class Learner:
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
         self._recordings.pass_by(self._periods, drifted=drifted and planned)
+        if lap is not None and self._under > SETTLING and not (refused or drifted):
+            self._feedback.note(lap)  # also while plans are made, which are to be better than that
         if changed or refused or self._orders.asked or self._recordings.learning or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
         lap = None if drifted else lap
@@ -329,6 +332,7 @@ class Learner:
         Those that are `present`, and for the same traces, stay where what was corrected since makes none better.
         """
         traces, budgets = self._to_plan()
+        self._may_stay = bool(present)
         self._orders.ask(traces, budgets, self._feedback.correction, self._feedback.links, present)
         return self._adopt()
 
@@ -364,6 +368,9 @@ class Learner:
         made, self._planned = taken
         afresh, self._afresh = self._afresh, False
         made = after(made, self._made, afresh=afresh)
+        if self._may_stay and not afresh and self._takes_longer(made):
+            stay = (replace(new, plan=old.plan) for new, old in zip(made, self._made, strict=True))
+            made = foresee(tuple(stay), self._planned, self._feedback.links)
         if not afresh and are_the_same(made, self._made):
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
             self._stay(made)
@@ -371,6 +378,17 @@ class Learner:
             return False
         self._carry_out(made)
         return True
+
+    def _takes_longer(self, made: tuple[Made, ...]) -> bool:
+        """Whether a plan is predicted to take longer than the present one was measured to, and may have no less room.
+
+        What the present one is predicted to take may be far from that, on a host whose pace changes.
+        """
+        took = self._feedback.took
+        if took is None or len(made) != 1 or len(self._made) != 1:
+            return False
+        (new,), (present,) = made, self._made
+        return new.predicted is not None and new.asked >= present.asked and new.predicted.seconds > took * (1 - GAIN)
 
     def _say_failed(self, why: str) -> None:
         stays = "the plans there are stay" if self._made else "all that is saved moves, as before the first plan"

@@ -17,6 +17,7 @@ from tests.unit.learners import (
     MODEL,
     TARGET,
     TRACE,
+    Later,
     large,
     learned,
     peak_of,
@@ -374,6 +375,34 @@ def test_a_plan_that_comes_out_the_same_is_not_begun_anew() -> None:
     (after,) = learner.predictions
     assert learner.plans == (plan,) and learner.settled
     assert after is not None and after.seconds < 0.95 * before.seconds
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_plan_that_was_measured_to_take_less_than_another_is_to_stays(fast: bool) -> None:
+    """A T5 whose plan took 168 ms, once the host was its own, got another that was predicted to take 203."""
+    rooms, later = [0.7, 1.0, 1.0], Later()
+
+    def better_and_better(trace: Trace, budget: int, links: Links) -> Plan:
+        return POLICIES["auto"](trace, int(rooms.pop(0) * budget), links)
+
+    learner = Learner(better_and_better, target := peak_of(MODEL) * 3 // 4, submit=later)
+    learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
+    later.work()
+    quiet(learner, 0)
+    (plan,), (before,) = learner.plans, learner.predictions
+    assert before is not None
+
+    def lap(seconds: float) -> None:
+        taken = Lap(seconds, before.stalls)
+        learner.period_over(None, target, whole=True, pressed=False, drifted=False, lap=taken)
+
+    while not learner.planning:
+        lap(0.9 * before.seconds)
+    for _ in range(SURE):
+        lap((0.5 if fast else 0.9) * before.seconds)
+    later.work()
+    lap(0.9 * before.seconds)
+    assert (learner.plans == (plan,)) == fast
 
 
 def test_what_was_recorded_anew_is_carried_out_anew_though_the_plan_is_the_same() -> None:
