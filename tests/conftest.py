@@ -62,6 +62,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-user-config"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.getbasetemp() / "no-runtime-directory"))
+    monkeypatch.setenv("TIERS_PLAN_CACHE", "0")  # what one test learns is no other's
     monkeypatch.setenv("TIERS_LEDGER", str(tmp_path_factory.getbasetemp() / "ledger"))
 
 

@@ -84,8 +84,9 @@ class Config:
     """What the user asked for; ``Config()`` is the defaults.
 
     With `replay` saved tensors may be dropped, and are made again by the operators that made them; without it nothing
-    is recomputed. Processes share the capacities of a node with those that name the same `ledger`, a directory; None
-    means the user's own, which all of his processes on the node see.
+    is recomputed. With `plan_cache` a program begins with the plans of its last run. Processes share the capacities of
+    a node with those that name the same `ledger`, a directory; None means the user's own, which all of his processes
+    on the node see.
     """
 
     allocator: Literal["off", "torch", "pages"] = "off"
@@ -96,6 +97,7 @@ class Config:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
     replay: bool = True
+    plan_cache: bool = True
     ledger: Path | None = None
     run: Path | None = None
     run_force: bool = False

@@ -178,6 +178,7 @@ KEYS = (
     Key("links.gds_write", RATE),
     Key("links.gds_read", RATE),
     Key("replay", FLAG, "TIERS_REPLAY"),
+    Key("plan_cache", FLAG, "TIERS_PLAN_CACHE"),
     Key("ledger", PATH, "TIERS_LEDGER", guarded=True),
     Key("run", PATH, "TIERS_RUN", leads=True),
     Key("run_force", FLAG, "TIERS_RUN_FORCE", guarded=True),

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+import torch_tiers
 from torch_tiers import paging, run_directory
 from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.errors import TiersError
@@ -42,6 +43,7 @@ from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import Timeline
 from torch_tiers.monitor.build import build as build_monitor
 from torch_tiers.places import boards, cache_directory
+from torch_tiers.plan_cache import PlanCache
 from torch_tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
 from torch_tiers.sigterm import BeforeSigterm
 
@@ -100,6 +102,7 @@ class Session:
                 links=self._links(),
                 advisor=self._monitor,
                 recorder=self._recorder,
+                memory=self._memory,
                 # Not earlier: by now the program has its own handlers, and who never trains is left alone.
                 armed=self._before_sigterm.set if self._run is not None else lambda: None,
                 timeline=self._timeline,
@@ -148,6 +151,22 @@ class Session:
             log.warning("nothing is recomputed: %s", recorder)
             return None
         return recorder
+
+    def _memory(self, device: torch.device, target: int, links: Links) -> PlanCache | None:
+        """What earlier runs learned of programs on such a device, with that target."""
+        if not self._config.plan_cache:
+            return None
+        named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        versions = (
+            torch_tiers.__version__,
+            torch.__version__,
+            self._config.allocator,
+            self._config.policy,
+            self._config.replay,
+        )
+        # Not how much DRAM there is, which differs from run to run: plans that it does not hold are made anew.
+        ways = links.has_drive, links.direct
+        return PlanCache(cache_directory() / "plans", *versions, named, target, *ways)
 
     def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
         shares, nvme = self._shares, self._config.nvme
@@ -334,6 +353,8 @@ class session(contextlib.AbstractContextManager[Session]):
         Bytes per second of each lane, as measured.
     replay : bool, optional
         Whether what is dropped is made again by the operators that made it.
+    plan_cache : bool, optional
+        Whether plans are kept, and a program begins with those of its last run.
     ledger : path, optional
         The directory through which the processes of a node share the capacities.
     run : path, optional
@@ -377,6 +398,7 @@ class session(contextlib.AbstractContextManager[Session]):
         links_gds_write: float | None = None,
         links_gds_read: float | None = None,
         replay: bool | None = None,
+        plan_cache: bool | None = None,
         ledger: Place | None = None,
         run: Place | None = None,
         run_force: bool | None = None,

@@ -209,6 +209,7 @@ class Driver:
         record: dict[str, Any] = {"program": program, "variant": variant}
         if budget is not None:
             record["budget"] = budget
+            environ["TIERS_PLAN_CACHE"] = "0"  # what it takes to learn is a part of it
             environ |= {name: value for name, value in os.environ.items() if name.startswith("TIERS_")}
             environ |= {"TIERS_RUN": str((self.out / "runs" / name).resolve()), "TIERS_RUN_FORCE": "1"}
             # A CPU's memory has no budget: there everything moves, to see that programs bear it.

@@ -28,6 +28,7 @@ from itertools import pairwise
 
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.learning.made import Made
+from torch_tiers.migrator.learning.remembered import Corrections
 from torch_tiers.migrator.links import Calls, Links
 from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.simulator import Simulated
@@ -129,6 +130,19 @@ class Feedback:
     def corrected(self, trace: Trace) -> Trace:
         """What was recorded, as it is taken to be."""
         return with_host(at_pace(trace, self.pace), self.host_pace, self.hooks, joins=self.joins)
+
+    @property
+    def corrections(self) -> Corrections:
+        """What was found so far, for the next run of the program."""
+        pace = (self.pace, self.host_pace, self.hooks, self._issuing)
+        return Corrections(self.correction, *pace, self.joins, self.calls, dict(self._parts))
+
+    def resume(self, found: Corrections) -> None:
+        """Begin with what an earlier run of the program found: its pace, and the host's, are not looked for again."""
+        self.correction, self.pace, self.host_pace = found.budget, found.pace, found.host_pace
+        self.hooks, self._issuing, self.joins, self.calls = found.hooks, found.issuing, found.joins, found.calls
+        self._parts = dict(found.parts)
+        self._looks = self._host_looks = LOOKS + 1
 
     def under(self, given: Links) -> Feedback:
         """The same corrections, to other links; what is found of those is not held against these."""

@@ -17,12 +17,13 @@ from torch_tiers.migrator.learning.background import DEADLINE, at_once
 from torch_tiers.migrator.learning.feedback import SETTLING, Feedback
 from torch_tiers.migrator.learning.made import GAIN, Made, after, are_the_same, foresee, with_plans_of
 from torch_tiers.migrator.learning.orders import Orders, PlanningFailed, Submit
+from torch_tiers.migrator.learning.remembered import Memory, Remembered
 from torch_tiers.migrator.learning.standby import SetAside, Standby, staying
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.plan import NoPlanFits, Plan
 from torch_tiers.migrator.policies import Policy
 from torch_tiers.migrator.recording.recordings import Recordings
-from torch_tiers.migrator.simulator import Simulated
+from torch_tiers.migrator.simulator import Simulated, simulate
 from torch_tiers.migrator.timing import HostLap, Lap, alike
 from torch_tiers.migrator.trace import Trace
 
@@ -54,6 +55,8 @@ class Learner:
         comes closest is carried out, and that is said once.
     budget : int, optional
         What the target is a part of, which the user has set and is told of; the target without it.
+    memory : Memory, optional
+        What earlier runs of the program learned.
     told : set of str, optional
         What its user was warned of already: of a device's threads, which come and go, one warning is enough.
     """
@@ -68,11 +71,14 @@ class Learner:
         *,
         must_fit: bool = True,
         budget: int | None = None,
+        memory: Memory | None = None,
         told: set[str] | None = None,
     ) -> None:
         self._target = target
         self._budget = target if budget is None else budget
         self._told = set[str]() if told is None else told
+        self._memory = memory
+        self._is_kept = False  # what there is, in that memory
         self._orders = Orders(policy, submit, must_fit=must_fit)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
@@ -80,6 +86,7 @@ class Learner:
         self._periods = 0
         self._under = 0  # of these, under the plans that there are
         self._whole = False  # whether any period was
+        self._remembers = False  # whether this run began with what another learned
         self._afresh = False  # whether something was recorded since: replays may hold for more than they did
         self._has_planned = False  # ever
         self._may_stay = False  # the present plans, where those that were asked for are no better
@@ -187,13 +194,16 @@ class Learner:
             lap = None  # of a period under other plans
         if whole and not self._whole:
             self._whole = True
-            if self._recordings.traces:  # the patience was too short: what was recorded lacks the optimizer's state
+            # The patience was too short: what was recorded lacks the optimizer's state. What is remembered does not.
+            if self._recordings.traces and not self._remembers:
                 self._record_anew()
         planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
         changed = self._adopt()
         if self._orders.under_way and (taken := self._take_ahead()) is not None:  # others need the bus since before
             self._orders.drop()
             changed |= taken
+        if trace is not None and not (planned or changed) and self._recall(trace):
+            return True
         if not (whole or self._periods >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
@@ -210,9 +220,39 @@ class Learner:
             log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
             self._standby.outdated()
             return self._plan(present=self._made)
-        if self._is_told and self.settled:
-            self._plan_ahead()
+        if self.settled:
+            self._keep()
+            if self._is_told:
+                self._plan_ahead()
         return False
+
+    def _recall(self, trace: Trace) -> bool:
+        """Begin with what an earlier run of this program learned; whether there is anything."""
+        found = None if self._memory is None or self._has_planned else self._memory.recall(trace.sites)
+        if found is None or not all(trace.others for trace in found.traces):
+            return False
+        self._feedback.resume(found.corrections)
+        self._recordings.resume(found.traces)
+        self._planned, budgets = self._to_plan()
+        kinds = zip(found.plans, self._planned, budgets, strict=True)
+        correction, links = self._feedback.correction, self._feedback.links
+        self._carry_out(
+            tuple(
+                Made(plan, simulate(trace, links, plan), asked=max(0, budget + correction))
+                for plan, trace, budget in kinds
+            )
+        )
+        self._remembers = self._is_kept = True
+        return True
+
+    def _keep(self) -> None:
+        """Have what was learned kept for the next run, once; not beside others, who may not be there then."""
+        traces = self._recordings.traces
+        if self._memory is None or self._is_kept or self._feedback.given.contended or len(traces) != len(self._made):
+            return
+        self._is_kept = True
+        if not any(each.least or each.refused for each in self._made):  # else it is to be said again what does not fit
+            self._memory.keep(Remembered(traces, self.plans, self._feedback.corrections))
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         if not self._recordings.add(trace, self._periods):
@@ -312,6 +352,8 @@ class Learner:
         """Wait for plans that are being made; for what is told of the program at its end."""
         if self._orders.wait(AT_THE_END):
             self._adopt()
+        if self.settled:
+            self._keep()
 
     def forget(self) -> None:
         """Begin anew: what was learned cannot be carried out."""
@@ -401,13 +443,14 @@ class Learner:
 
     def _stay(self, made: tuple[Made, ...]) -> None:
         """The very plans there are, by what is known now; what periods under them took is yet to be told."""
-        self._made, self._under = made, 0
+        self._made, self._under, self._is_kept = made, 0, False
         self._standby.outdated()
         self._feedback.stayed()
 
     def _carry_out(self, plans: tuple[Made, ...]) -> None:
         """From now on these hold, and are to be borne out."""
         self._made, self._under, self._has_planned = plans, 0, True
+        self._is_kept = False
         self._standby.outdated()
         self._feedback.adopted()
         for made in plans:

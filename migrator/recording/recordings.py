@@ -7,6 +7,8 @@ pauses between two looks at it grow longer. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch_tiers.migrator.timing import together
 from torch_tiers.migrator.trace import Trace
 
@@ -53,6 +55,12 @@ class Recordings:
         """One for each kind of period, the one recorded last at the end."""
         return tuple(self._traces.values())
 
+    def resume(self, traces: Sequence[Trace]) -> None:
+        """Begin with what an earlier run recorded; one period tells whether it is so, and what is made again."""
+        self._traces = {_kind(trace): trace for trace in traces}
+        self._to_record = 1
+        self.learning = False
+
     def begin_anew(self) -> None:
         """Forget what was recorded."""
         self._traces.clear()
@@ -62,7 +70,7 @@ class Recordings:
     def add(self, trace: Trace, period: int) -> bool:
         """Take in what was recorded in period number `period`; whether it is anything new."""
         self._to_record -= 1
-        kind = frozenset(site.key for site in trace.sites)
+        kind = _kind(trace)
         before = self._traces.get(kind)
         if before is not None and not self.learning and trace.saved_bytes < before.saved_bytes:
             self._news = True  # what can be made again in it was seen; the plan is for the largest of its kind
@@ -98,6 +106,10 @@ class Recordings:
             self._to_record = PERIODS_AFTER_DRIFT
             self._look_again = period + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+def _kind(trace: Trace) -> frozenset[str]:
+    return frozenset(site.key for site in trace.sites)
 
 
 def _is_alike(one: Trace, other: Trace) -> bool:

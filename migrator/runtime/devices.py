@@ -154,15 +154,17 @@ class Devices:
             shared = self.opened.get(device) or self._open(device, options)
             shared.compute.operators = operators
         engine = Engine(shared.compute, shared.out, shared.back, self._backing, tensors, shared.direct)
+        target = max(0, int(shared.room * (1 - _margin(device, options))) - shared.holes)
         learner = Learner(
             POLICIES[options.policy],
-            max(0, int(shared.room * (1 - _margin(device, options))) - shared.holes),
+            target,
             shared.links,
             in_background,
             RECORDINGS if device.type == "cuda" else 1,
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
             must_fit=device.type == "cuda" and options.pages() is None,
             budget=shared.room,
+            memory=options.memory(device, target, shared.links),
             told=shared.told,
         )
         lent, pages = 0, options.pages() if device.type == "cuda" else None

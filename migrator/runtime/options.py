@@ -13,6 +13,7 @@ from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import DirectWay
 from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.learning.remembered import Memory
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.runtime.backoff import Response
 from torch_tiers.migrator.tape.recorder import Recorder
@@ -66,6 +67,8 @@ class Options:
         Asked at the end of every period; without one the links are used in full.
     recorder : callable
         The recorder of operators, if it can be had; called when the first thread trains.
+    memory : callable
+        What earlier runs learned of programs on a device, for a target in bytes and with links; None: nothing is kept.
     armed : callable
         Called in each thread when it begins to train.
     timeline : Timeline, optional
@@ -84,5 +87,6 @@ class Options:
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
     recorder: Callable[[], Recorder | None] = lambda: None
+    memory: Callable[[torch.device, int, Links], Memory | None] = lambda device, target, links: None
     armed: Callable[[], None] = lambda: None
     timeline: Timeline | None = None

@@ -56,6 +56,7 @@ def test_the_variables_are_frozen():
         "TIERS_LOG",
         "TIERS_NVME",
         "TIERS_NVME_PATH",
+        "TIERS_PLAN_CACHE",
         "TIERS_POLICY",
         "TIERS_REPLAY",
         "TIERS_RUN",
@@ -84,6 +85,7 @@ def test_argument_names_are_frozen():
         "nvme_checksum",
         "nvme_gds",
         "nvme_path",
+        "plan_cache",
         "policy",
         "replay",
         "run",
@@ -132,6 +134,7 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         allocator = "pages"
         policy = "flashneuron"
         replay = false
+        plan_cache = false
         ledger = "ledger"
         run = "out"
         run_force = true

@@ -1,0 +1,119 @@
+"""What one run learned of a program, and the next begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.learners import MODEL, peak_of
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.learning.learner import Learner
+from torch_tiers.migrator.learning.remembered import Remembered, fingerprint
+from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.timing import Lap
+from torch_tiers.migrator.trace import Site, Trace
+
+TARGET = peak_of(MODEL) * 3 // 4
+
+
+class Kept:
+    """A memory between two runs, through JSON as on a disk."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+
+    def recall(self, sites: Sequence[Site]) -> Remembered | None:
+        content = self.files.get(fingerprint(sites))
+        return None if content is None else Remembered.from_json(content)
+
+    def keep(self, remembered: Remembered) -> None:
+        self.files |= {fingerprint(trace.sites): remembered.to_json() for trace in remembered.traces}
+
+
+def learner(memory: Kept) -> Learner:
+    return Learner(POLICIES["auto"], TARGET, memory=memory)
+
+
+def over(of: Learner, trace: Trace | None, *, whole: bool = True, drifted: bool = False) -> bool:
+    """A period as it was predicted."""
+    (predicted,) = of.predictions or (None,)
+    lap = None if predicted is None else Lap(predicted.seconds, predicted.stalls)
+    peak = 0 if predicted is None else predicted.peak["hbm"]
+    return of.period_over(trace, peak, whole=whole, pressed=False, drifted=drifted, lap=lap)
+
+
+def run(memory: Kept, trace: Trace = MODEL, periods: int = 20) -> Learner:
+    """A run that records what it is asked to; what its optimizer makes is there from the second period on."""
+    of = learner(memory)
+    for period in range(periods):
+        over(of, trace if of.records_next else None, whole=period > 0)
+    return of
+
+
+def test_a_program_begins_its_second_period_with_the_plans_of_its_last_run() -> None:
+    memory = Kept()
+    first = run(memory)
+    assert memory.files
+    again = learner(memory)
+    assert over(again, MODEL, whole=False)
+    assert [plan.to_json() for plan in again.plans] == [plan.to_json() for plan in first.plans]
+    (now,), (before,) = again.predictions, first.predictions
+    assert now is not None and before is not None and now.seconds == pytest.approx(before.seconds)
+
+
+def test_those_plans_hold_as_long_as_nothing_departs_from_them() -> None:
+    memory = Kept()
+    run(memory)
+    again = learner(memory)
+    changed = [over(again, MODEL if again.records_next else None, whole=period > 0) for period in range(30)]
+    assert changed == [True] + [False] * 29
+    assert again.settled and not again.records_next
+
+
+def test_a_program_with_other_shapes_is_another() -> None:
+    memory = Kept()
+    run(memory)
+    larger = replace(MODEL, sites=tuple(replace(site, nbytes=2 * site.nbytes) for site in MODEL.sites), recipes={})
+    assert not over(learner(memory), larger, whole=False)
+    assert fingerprint(MODEL.sites) != fingerprint(MODEL.sites, "another GPU")
+
+
+def test_a_run_that_saves_otherwise_after_all_learns_anew() -> None:
+    memory = Kept()
+    run(memory)
+    again = learner(memory)
+    assert over(again, MODEL, whole=False)
+    more = replace(MODEL, sites=(*MODEL.sites, Site("new:0", 1 << 20, MiB, MODEL.sites[-1].birth, ())), recipes={})
+    assert over(again, more)
+    assert again.traces[-1].by_key.keys() == more.by_key.keys()
+
+
+def test_what_was_not_borne_out_is_not_kept() -> None:
+    memory = Kept()
+    run(memory, periods=4)
+    assert not memory.files
+
+
+def test_what_was_found_beside_others_is_not_kept() -> None:
+    memory = Kept()
+    of = learner(memory)
+    over(of, MODEL)
+    of.relink(PCIE_GEN5.reduced({"bus": 0.5}))
+    for _ in range(20):
+        over(of, None)
+    assert not memory.files
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda text: text[: len(text) // 2], lambda text: text.replace('"format": 1', '"format": 0'), lambda _: "[]"],
+)
+def test_what_is_damaged_is_refused(damage: object) -> None:
+    memory = Kept()
+    run(memory)
+    (content,) = memory.files.values()
+    with pytest.raises(ValueError):
+        Remembered.from_json(damage(content))  # type: ignore[operator]

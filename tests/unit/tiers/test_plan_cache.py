@@ -1,0 +1,55 @@
+"""Plans in the user's cache directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.learners import MODEL, peak_of
+from torch_tiers import plan_cache
+from torch_tiers.migrator.learning.remembered import Corrections, Remembered
+from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.plan_cache import PlanCache
+
+PLAN = POLICIES["auto"](MODEL, peak_of(MODEL) * 3 // 4, PCIE_GEN5)
+LEARNED = Remembered((MODEL,), (PLAN,), Corrections(budget=-5, pace=0.5))
+
+
+def test_what_was_kept_is_recalled_for_the_same_program_in_the_same_place(tmp_path: Path) -> None:
+    PlanCache(tmp_path, "H100", 20).keep(LEARNED)
+    found = PlanCache(tmp_path, "H100", 20).recall(MODEL.sites)
+    assert found is not None
+    assert found.plans[0].is_the_same_as(PLAN)
+    assert (found.traces[0].sites, found.corrections) == (MODEL.sites, LEARNED.corrections)
+    assert PlanCache(tmp_path, "H200", 20).recall(MODEL.sites) is None
+    assert PlanCache(tmp_path, "H100", 20).recall(MODEL.sites[1:]) is None
+
+
+@pytest.mark.parametrize("content", ["", "no digest\n{}", "\x00"])
+def test_a_file_that_was_cut_off_or_changed_is_no_plan(tmp_path: Path, content: str) -> None:
+    cache = PlanCache(tmp_path)
+    cache.keep(LEARNED)
+    (file,) = tmp_path.iterdir()
+    file.write_text(content or file.read_text()[:-1])
+    assert cache.recall(MODEL.sites) is None
+
+
+def test_a_directory_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = PlanCache(tmp_path / "file")
+    cache.keep(LEARNED)
+    assert cache.recall(MODEL.sites) is None
+
+
+def test_the_oldest_plans_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "MOST", 3)
+    for number in range(5):
+        PlanCache(tmp_path, number).keep(LEARNED)
+        for age, file in enumerate(sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)):
+            os.utime(file, (1000 + age, 1000 + age))
+    assert len(list(tmp_path.iterdir())) == 3
+    assert PlanCache(tmp_path, 4).recall(MODEL.sites) is not None
+    assert PlanCache(tmp_path, 0).recall(MODEL.sites) is None

@@ -1,0 +1,77 @@
+"""Plans of earlier runs, in the user's cache directory: a run of the same program begins with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from torch_tiers.migrator.learning.remembered import Remembered, fingerprint
+from torch_tiers.migrator.trace import Site
+
+log = logging.getLogger("tiers")
+
+MOST = 256  # files; those that were not used for the longest go
+
+
+class PlanCache:
+    """What was learned of programs on one device, with one budget.
+
+    Parameters
+    ----------
+    directory : Path
+        Where the files lie.
+    context : object
+        What else plans depend on: versions, the device, the budget, the policy.
+    """
+
+    def __init__(self, directory: Path, *context: object) -> None:
+        self._directory = directory
+        self._context = context
+
+    def recall(self, sites: Sequence[Site]) -> Remembered | None:
+        """What was kept of a program that has such a period; None if there is nothing, or nothing that can be read."""
+        path = self._path(sites)
+        try:
+            content = path.read_text()
+            digest, _, told = content.partition("\n")
+            if digest != _digest(told):
+                raise ValueError("it was cut off, or changed")
+            found = Remembered.from_json(told)
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            log.info("the plan in %s is of no use: %s", path, error)
+            return None
+        log.info("this program begins with the plan of an earlier run, %s", path)
+        return found
+
+    def keep(self, remembered: Remembered) -> None:
+        """Keep it for programs that have any of its periods. What cannot be written is not kept."""
+        told = remembered.to_json()
+        with suppress(OSError):
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for trace in remembered.traces:
+                path = self._path(trace.sites)
+                # Whole or not at all: ranks of one program write the same.
+                partial = path.with_suffix(f".{os.getpid()}")
+                partial.write_text(f"{_digest(told)}\n{told}")
+                partial.replace(path)
+            self._forget_old()
+
+    def _path(self, sites: Sequence[Site]) -> Path:
+        return self._directory / f"{fingerprint(sites, *self._context)}.json"
+
+    def _forget_old(self) -> None:
+        files = sorted(self._directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in files[:-MOST]:
+            path.unlink(missing_ok=True)
+
+
+def _digest(content: str) -> str:
+    return xxhash.xxh3_128(content.encode()).hexdigest()
