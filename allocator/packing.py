@@ -39,7 +39,7 @@ class Layout:
 
 
 def pack(
-    sizes: Sequence[int] | Ints, births: Sequence[int] | Ints, deaths: Sequence[int] | Ints, events: int
+    sizes: Sequence[int] | Ints, births: Sequence[int] | Ints, deaths: Sequence[int] | Ints, events: int, room: int = 0
 ) -> Layout:
     """Place requests so that none overlaps another in both time and space.
 
@@ -56,6 +56,8 @@ def pack(
         that the request is alive at the end and at the begin of every period.
     events : int
         Events of the period.
+    room : int
+        Bytes that there are for the region: for one that fits the search is soon over, else it takes half a second.
 
     Raises
     ------
@@ -67,5 +69,5 @@ def pack(
     birth, death = (np.ascontiguousarray(values, np.int64) for values in (births, deaths))
     offsets, least = np.zeros(len(size), np.uint64), ctypes.c_uint64()
     lives = (array.ctypes.data for array in (size, birth, death))
-    checked(library().tn_pack(len(size), *lives, events, offsets.ctypes.data, ctypes.byref(least)))
+    checked(library().tn_pack(len(size), *lives, events, room, offsets.ctypes.data, ctypes.byref(least)))
     return Layout(offsets.astype(np.int64), int(np.max(offsets + size, initial=0)), least.value)

@@ -13,10 +13,11 @@ from torch_tiers.allocator.kinds import Kinds
 from torch_tiers.allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, Glance
 from torch_tiers.allocator.sequence import Foreseen, Watch, foresee, repeats
 from torch_tiers.allocator.sinking import State, sink_or_rise
-from torch_tiers.allocator.sizes import PAGE, GiB
+from torch_tiers.allocator.sizes import PAGE, GiB, round_up
 
 log = logging.getLogger("tiers")
 
+ENDS = 8  # pages of heaps that are used in part, at most
 PATIENCE = 8  # periods with something in DRAM before state sinks: a migrator makes do with less by then, if it can
 
 
@@ -69,13 +70,15 @@ class Periods:
         return self._spilled > 0
 
     def lend(self, nbytes: int) -> None:
-        """Let the program take so many bytes of HBM beyond its budget; 0 takes that back."""
+        """Let the program take so many bytes of HBM beyond its budget, in whole pages; 0 takes that back."""
+        nbytes -= nbytes % self.core.page_bytes  # as the core rounds limits down: else each loan would cost a page
         if nbytes != self._lent:
             self.core.limit(HBM, self.core.counts().hbm_limit - self._lent + nbytes)
             self._lent = nbytes
 
     def withhold(self, nbytes: int) -> None:
-        """Keep so many bytes of the budget for what does not come from here; 0 takes that back."""
+        """Keep so many bytes of the budget, in whole pages, for what does not come from here; 0 takes that back."""
+        nbytes = round_up(nbytes, self.core.page_bytes)
         self.core.limit(HBM, self.core.counts().hbm_limit + self._withheld - nbytes)
         self._withheld = nbytes
 
@@ -159,7 +162,10 @@ class Periods:
         look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
         forgot = kinds.period_over(last)
         if sank or look:
-            foreseen = foresee(last, before)
+            counts = core.counts()
+            # What is in use now lives on; and heaps end with pages that are used in part.
+            room = counts.hbm_limit - counts.allocated - ENDS * core.page_bytes
+            foreseen = foresee(last, before, max(0, room))
             if foreseen is not None:
                 kinds.learn(last, foreseen)
                 self._plan(kinds.layouts())
@@ -239,12 +245,14 @@ class Periods:
         # Smaller ones are many and hold little; they move with those that they share a page with.
         blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
         state = [State(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
-        self.overflow = max(0, dram - sum(block.sunk for block in state))
+        self.overflow = max(0, dram - core.glance().dram_state)
         if self._spilled < PATIENCE or not alone:
             return False
         counts = core.counts()
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
-        sink, rise = sink_or_rise(state, dram=dram, spare=spare, budget=counts.hbm_limit)
+        sink, rise = sink_or_rise(
+            state, short=self.overflow, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
+        )
         moved = 0
         for tier, addresses in ((DRAM, sink), (HBM, rise)):
             for address in addresses:

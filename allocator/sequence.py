@@ -95,12 +95,12 @@ class Log:
         return Log(requests, self.events - int(gone[-1]))
 
 
-def foresee(last: Log, before: Log | None = None) -> Foreseen | None:
+def foresee(last: Log, before: Log | None = None, room: int = 0) -> Foreseen | None:
     """Expect the last period to come again, on the stream that asks for the most.
 
     What was alive at its end dies in the next period, if the one before the last had the same sequence and
     there it did. Otherwise it is expected again and has no place: where it stayed it would be in the way.
-    What is known to live as long as the program does not come again.
+    What is known to live as long as the program does not come again. For `room`, in bytes, see `pack`.
 
     Returns
     -------
@@ -121,7 +121,7 @@ def foresee(last: Log, before: Log | None = None) -> Foreseen | None:
     placed = (deaths >= 0) & (deaths - births <= last.events)
     if not placed.any():
         return None
-    layout = pack(sizes[placed], births[placed], deaths[placed], last.events)
+    layout = pack(sizes[placed], births[placed], deaths[placed], last.events, room)
     offsets = np.full(len(sizes), ELSEWHERE, np.uint64)
     offsets[placed] = layout.offsets
     return Foreseen(int(streams[main]), sizes, offsets, _visits(layout, sizes[placed]))
@@ -196,7 +196,8 @@ class Watch:
         if self._looks and not self._lacking and departed <= (TOLERATED if repeated else TOLERATED_SHARE * requests):
             self._held()
             return False
-        if not requests or self._period < self._until:
+        # One that repeats, and has no layout, is none of those that never do.
+        if not requests or (self._period < self._until and not (repeated and self._lacking)):
             return False
         self._looks += 1
         self._lacking = False

@@ -21,26 +21,29 @@ class State:
     sunk: int
 
 
-def sink_or_rise(state: Sequence[State], *, dram: int, spare: int, budget: int) -> tuple[list[int], list[int]]:
+def sink_or_rise(
+    state: Sequence[State], *, short: int, spare: int, budget: int, page: int = 0
+) -> tuple[list[int], list[int]]:
     """Blocks that sink to DRAM and blocks that rise to HBM between two periods.
 
     Parameters
     ----------
     state : sequence of State
         All blocks of state.
-    dram : int
-        Bytes of DRAM that the allocator had mapped in the last period, state included.
+    short : int
+        Bytes of DRAM that all but state had in the last period.
     spare : int
         Bytes of HBM that nothing was on in the last period.
     budget : int
         HBM budget, in bytes.
+    page : int
+        Bytes of a page, of which a block may have parts at both ends: with them others move.
 
     Returns
     -------
     sink, rise : list of int
         Addresses, at least one of the two empty.
     """
-    short = dram - sum(block.sunk for block in state)
     if short > 0:
         sink = []
         for block in sorted(state, key=lambda block: -block.nbytes):
@@ -51,7 +54,7 @@ def sink_or_rise(state: Sequence[State], *, dram: int, spare: int, budget: int) 
     rise = []
     spare -= int(SPARE * budget)
     for block in sorted(state, key=lambda block: block.nbytes):
-        if block.sunk and block.nbytes <= spare:
+        if block.sunk and block.nbytes + 2 * page <= spare:
             rise.append(block.address)
-            spare -= block.nbytes
+            spare -= block.nbytes + 2 * page
     return [], rise

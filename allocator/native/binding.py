@@ -96,8 +96,8 @@ class Glance(ctypes.Structure):
     ----------
     departed : int
         Requests so far that did not come as laid out, or whose place was taken.
-    dram : int
-        Bytes of physical pages.
+    dram, dram_state : int
+        Bytes of physical pages, and of those that state has a part of.
     present : int
         Which of the sequences that are laid out came last.
     came : int
@@ -110,12 +110,13 @@ class Glance(ctypes.Structure):
 
     departed: int
     dram: int
+    dram_state: int
     present: int
     came: int
     requests: int
     repeated: int
     _fields_: ClassVar[list[Any]] = [
-        (name, ctypes.c_int64) for name in ("departed", "dram", "present", "came", "requests", "repeated")
+        (name, ctypes.c_int64) for name in ("departed", "dram", "dram_state", "present", "came", "requests", "repeated")
     ]
 
 
@@ -140,7 +141,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
     ) = core.tn_retries.restype = core.tn_delayed.restype = core.tn_page_bytes.restype = U64
     core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, U64, U64, ctypes.POINTER(ctypes.c_void_p)]
     core.tn_allocate.argtypes = [ctypes.c_void_p, U64, U64, U64, P64]
-    core.tn_pack.argtypes = [U64, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_void_p, P64]
+    core.tn_pack.argtypes = [U64, *[ctypes.c_void_p] * 3, ctypes.c_int64, U64, ctypes.c_void_p, P64]
     core.tn_aside.argtypes = [ctypes.c_int]
     others: dict[str, list[Any]] = {
         "tn_close": [],

@@ -90,6 +90,7 @@ typedef struct {
 typedef struct {
   int64_t departed;   /* requests that came otherwise than laid out, since the core was opened */
   int64_t dram_bytes; /* physical pages */
+  int64_t dram_state; /* of these, those that state has a part of */
   int64_t present;    /* which of the sequences that are laid out came last */
   int64_t came;       /* how many of its requests had come when the last period ended */
   int64_t requests;   /* of the period under way, so far */
@@ -117,9 +118,10 @@ TN_API void tn_forget_plan(tn_core *core, uint64_t expected);
 
 /* Where requests of known lives lie, so that no two overlap in both time and space: an offset for each. Births and
  * deaths are events of a period of `events`; a death past them lies in the next period. `most` gets the most bytes that
- * are alive at once. TN_INVALID if one lives longer than a period: it would meet itself. Needs no core. */
+ * are alive at once. What takes `room` bytes at most is soon good enough; else the search for less takes half a second.
+ * TN_INVALID if one lives longer than a period: it would meet itself. Needs no core. */
 TN_API int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const int64_t *deaths, int64_t events,
-                   uint64_t *offsets, uint64_t *most);
+                   uint64_t room, uint64_t *offsets, uint64_t *most);
 
 /* ---- Where memory lies ---- */
 

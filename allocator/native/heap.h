@@ -87,6 +87,8 @@ class Heap {
   Status back(uint64_t address, uint64_t bytes);
   // Bytes of `[address, address + bytes)` on pages of `tier`.
   uint64_t on(Tier tier, uint64_t address, uint64_t bytes) const;
+  // How many of its pages lie on `tier`.
+  uint64_t pages_on(Tier tier) const;
   // Put the whole pages within `[address, address + bytes)` on pages of `tier`, of state also those that it has a part
   // of: what they hold moves along. Nothing may be at work on them.
   Status move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias);

@@ -89,6 +89,11 @@ uint64_t Heap::on(Tier tier, uint64_t address, uint64_t bytes) const {
   return sum;
 }
 
+uint64_t Heap::pages_on(Tier tier) const {
+  return std::count_if(table_.begin(), table_.end(),
+                       [&](const Page &page) { return page.handle && page.tier == tier; });
+}
+
 Status clear(Alias &alias, Primitives &primitives, Pages &pages) {
   if (alias.left.empty()) return Status::Ok;
   Status status = primitives.unmap(alias.address, alias.left.size());

@@ -31,8 +31,12 @@ int enter(tn_core *core, Body body) {
 }
 
 tn_glance glance(const tn_core &core) {
+  uint64_t state = 0;
+  for (auto &[base, heap] : core.heaps)
+    if (heap->state() && core.pages[kDram].made()) state += heap->pages_on(kDram);
   return {core.stats.departed + core.stats.misplaced,
           int64_t(core.pages[kDram].made() * core.page),
+          int64_t(state * core.page),
           int64_t(core.plan.present),
           int64_t(core.plan.came),
           int64_t(core.log[0].requests.size()),
@@ -271,7 +275,7 @@ void tn_forget_plan(tn_core *core, uint64_t expected) {
 }
 
 int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const int64_t *deaths, int64_t events,
-            uint64_t *offsets, uint64_t *most) {
+            uint64_t room, uint64_t *offsets, uint64_t *most) {
   try {
     std::vector<Life> lives;
     for (uint64_t k = 0; k < count; ++k) {
@@ -279,7 +283,7 @@ int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const 
       if (!within) return int(fail(Status::Invalid, "a request that lives longer than a period has no place in it"));
       lives.push_back({bytes[k], births[k], deaths[k]});
     }
-    std::vector<uint64_t> found = pack(lives, events);
+    std::vector<uint64_t> found = pack(lives, events, room);
     std::copy(found.begin(), found.end(), offsets);
     *most = most_alive(lives, events);
     return TN_OK;

@@ -24,6 +24,7 @@ constexpr uint64_t kLarge = 4096;        // one in so many of the most that is a
 constexpr uint64_t kNear = 2048;         // one in so many of the most that is alive: near enough, and the least step
 constexpr uint64_t kStep = 10;           // one in so many of what is left to gain: how much lower the region is made
 constexpr uint64_t kWork = 600'000'000;  // looks at what is placed, and moves of it, in one search: half a second
+constexpr uint64_t kQuick = kWork / 12;  // where there is room for what was found by then
 constexpr uint64_t kMove = 2'000;        // as much work is one move besides
 constexpr uint64_t kPatience = 10'000;   // moves until one height is given up
 constexpr double kDear = 32;             // how much dearer than the least the largest and longest is to push out
@@ -81,14 +82,17 @@ class Search {
   }
 
   // Lower the top of what is placed towards the goal, as far as the work allows that is left. Where it gets stuck, it
-  // begins in turn from the first places, with nothing learned, and from the best: either alone reached less.
-  void lower(uint64_t goal, uint64_t least_step) {
+  // begins in turn from the first places, with nothing learned, and from the best: either alone reached less. Within
+  // `room` a part of the work is enough.
+  void lower(uint64_t goal, uint64_t least_step, uint64_t room) {
     Places first = places_, best = places_;
     bool anew = false;
-    while (best.top() > goal && work_ < kWork) {
+    limit_ = best.top() > room ? kWork : kQuick;
+    while (best.top() > goal && work_ < limit_) {
       uint64_t step = 1 + std::max((places_.top() - goal) / kStep, least_step);
       if (squeeze(places_.top() - std::min(step, places_.top() - goal))) {
         if (places_.top() < best.top()) best = places_;
+        limit_ = best.top() > room ? kWork : kQuick;
         continue;
       }
       anew = !anew;
@@ -215,7 +219,7 @@ class Search {
     auto &[by_begin, by_end, offsets] = places_;
     for (; !by_end.empty() && by_end.back().end > top; take(by_end.back().one)) out.push_back(by_end.back().one);
     for (uint64_t move = 0; !out.empty(); ++move) {
-      if (move == kPatience || work_ >= kWork) return false;
+      if (move == kPatience || work_ >= limit_) return false;
       work_ += kMove;
       uint32_t one = out.back();
       out.pop_back();
@@ -256,7 +260,7 @@ class Search {
   std::vector<uint64_t> dear_, penalty_;
   std::vector<uint32_t> below_, above_;  // who meets the one that is asked about, as places in the two orders
   size_t below_count_ = 0;
-  uint64_t work_ = 0;  // of the starts, too, which is little
+  uint64_t work_ = 0, limit_ = kWork;  // of the starts, too, which is little
   uint64_t state_ = 0x9E3779B97F4A7C15;
 };
 
@@ -276,7 +280,7 @@ uint64_t most_alive(const std::vector<Life> &lives, int64_t events) {
   return uint64_t(most);
 }
 
-std::vector<uint64_t> pack(const std::vector<Life> &lives, int64_t events) {
+std::vector<uint64_t> pack(const std::vector<Life> &lives, int64_t events, uint64_t room) {
   uint64_t most = most_alive(lives, events), goal = most + most / kNear;
   std::vector<uint32_t> by_size(lives.size());
   std::iota(by_size.begin(), by_size.end(), 0);
@@ -287,11 +291,13 @@ std::vector<uint64_t> pack(const std::vector<Life> &lives, int64_t events) {
   size_t large = 0;
   while (large < sorted.size() && sorted[large].bytes * kLarge >= most) ++large;
 
+  const std::vector<Life> small(sorted.begin() + large, sorted.end());
+
   Search search(sorted, events);
   search.start(large, goal);
-  search.lower(goal, most / kNear);
+  search.lower(goal, most / kNear, room - std::min(room, most_alive(small, events)));
   for (size_t k = large; k < sorted.size(); ++k) search.add(uint32_t(k));
-  search.lower(goal, most / kNear);  // where the small ones are many
+  search.lower(goal, most / kNear, room);  // where the small ones are many
   std::vector<uint64_t> offsets(lives.size());
   for (size_t k = 0; k < sorted.size(); ++k) offsets[by_size[k]] = search.offsets()[k];
   return offsets;

@@ -16,7 +16,8 @@ struct Life {
 // The most bytes that are alive at once: what no layout can do without.
 uint64_t most_alive(const std::vector<Life> &lives, int64_t events);
 
-// An offset for each, so that no two overlap in both time and space. None may live longer than a period.
-std::vector<uint64_t> pack(const std::vector<Life> &lives, int64_t events);
+// An offset for each, so that no two overlap in both time and space. None may live longer than a period. What takes no
+// more than `room` is soon good enough.
+std::vector<uint64_t> pack(const std::vector<Life> &lives, int64_t events, uint64_t room);
 
 }  // namespace tiers

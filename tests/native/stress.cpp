@@ -65,7 +65,8 @@ void ask(tn_core *core, std::mt19937 &random, const std::vector<Block> &blocks, 
   }
   uint64_t bytes[2] = {kMiB, kMiB}, offsets[2], most = 0;
   int64_t births[2] = {0, 1}, deaths[2] = {2, 3};
-  expect(tn_pack(2, bytes, births, deaths, 4, offsets, &most) == TN_OK && most == 2 * kMiB, "what is alive is packed");
+  expect(tn_pack(2, bytes, births, deaths, 4, 0, offsets, &most) == TN_OK && most == 2 * kMiB,
+         "what is alive is packed");
 }
 
 void request_in_passing(tn_core *core, std::mt19937 &random, uint64_t fresh_pool) {

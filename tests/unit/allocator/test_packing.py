@@ -81,6 +81,15 @@ def test_a_period_that_is_full_all_the_time_leaves_few_holes() -> None:
     assert layout.total < 1.02 * layout.least
 
 
+def test_the_search_goes_on_until_there_is_room_for_what_it_found() -> None:
+    """It takes half a second, and two on a slow host: after a step that logged something, training waited for it."""
+    period = full_all_the_time()
+    tight, loose = pack(*period), pack(*period, room=1 << 60)
+    assert tight.total < loose.total < 1.05 * loose.least
+    between = (tight.total + loose.total) // 2
+    assert tight.total < pack(*period, room=between).total <= between
+
+
 def test_a_period_packs_as_well_from_another_begin() -> None:
     sizes, births, deaths, events = full_all_the_time()
     begin = events // 2

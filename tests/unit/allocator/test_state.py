@@ -8,7 +8,7 @@ import torch
 from tests.unit.one_core import OnOneCore, step
 from torch_tiers.allocator.native import DRAM, HBM, Core
 from torch_tiers.allocator.periods import PATIENCE
-from torch_tiers.allocator.sizes import PAGE, MiB
+from torch_tiers.allocator.sizes import PAGE, GiB, MiB
 
 
 def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) -> None:
@@ -24,6 +24,37 @@ def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) ->
     hot = core.allocate(24 * MiB)
     assert core.on(hot, HBM) == 24 * MiB
     core.free(hot)
+
+
+def test_no_more_state_sinks_than_the_rest_needs() -> None:
+    """With it moves what shares its pages: small blocks, and what is free. That counted as what HBM had no room for."""
+    core = Core("memfd", hbm=32 * GiB, dram=0)
+    pages = OnOneCore(core, 4 * GiB)
+    core.state(True)
+    for layer in range(600):
+        core.allocate((4 + layer % 3) * MiB)
+        core.allocate(64 * 1024)
+    core.state(False)
+    core.limit(HBM, core.counts().hbm + 64 * MiB)
+    pages.more(4 * GiB)
+    pages.begin()
+    for _ in range(4 * PATIENCE):
+        step(core, 96 * MiB, 64 * MiB)
+        pages.period_over()
+    assert core.glance().dram_state < 512 * MiB
+    assert pages.overflow(torch.device("cuda", 0)) == 0
+
+
+def test_what_is_lent_and_withheld_leaves_the_budget_as_it_was() -> None:
+    pages = OnOneCore(core := Core("memfd", hbm=40 * GiB, dram=0))
+    device, before = torch.device("cuda", 0), core.counts().hbm_limit
+    for _ in range(3):
+        pages.lend(device, 102 * MiB)
+        pages.withhold(device, 50 * MiB)
+        assert core.counts().hbm_limit <= before + 52 * MiB
+        pages.lend(device, 0)
+        pages.withhold(device, 0)
+    assert core.counts().hbm_limit == before
 
 
 def test_state_does_not_move_while_another_thread_trains(pages: OnOneCore, core: Core) -> None:
