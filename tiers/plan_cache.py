@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
+import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +18,8 @@ from torch_tiers.migrator.trace import Site
 
 log = logging.getLogger("tiers")
 
+PARTIAL = ".partial"
+HOUR = 3600
 MOST = 256  # files; those that were not used for the longest go
 
 
@@ -37,18 +42,20 @@ class PlanCache:
         """What was kept of a program that has such a period; None if there is nothing, or nothing that can be read."""
         path = self._path(sites)
         try:
+            if not self._is_ours():
+                return None
             content = path.read_text()
             digest, _, told = content.partition("\n")
             if digest != _digest(told):
                 raise ValueError("it was cut off, or changed")
             found = Remembered.from_json(told)
-            os.utime(path)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             log.info("the plan in %s is of no use: %s", path, error)
             return None
-        log.info("this program begins with the plan of an earlier run, %s", path)
+        with suppress(OSError):  # it may be there to be read alone
+            os.utime(path)
         return found
 
     def keep(self, remembered: Remembered) -> None:
@@ -58,18 +65,25 @@ class PlanCache:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             for trace in remembered.traces:
                 path = self._path(trace.sites)
-                # Whole or not at all: ranks of one program write the same.
-                partial = path.with_suffix(f".{os.getpid()}")
-                partial.write_text(f"{_digest(told)}\n{told}")
-                partial.replace(path)
+                # Whole or not at all: threads, and ranks of one program, write the same.
+                number, partial = tempfile.mkstemp(suffix=PARTIAL, dir=self._directory)
+                with os.fdopen(number, "w") as file:
+                    file.write(f"{_digest(told)}\n{told}")
+                os.replace(partial, path)
             self._forget_old()
+
+    def _is_ours(self) -> bool:
+        """Whether nobody else may put plans there."""
+        found = self._directory.stat()
+        return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
     def _path(self, sites: Sequence[Site]) -> Path:
         return self._directory / f"{fingerprint(sites, *self._context)}.json"
 
     def _forget_old(self) -> None:
         files = sorted(self._directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in files[:-MOST]:
+        begun = (path for path in self._directory.glob(f"*{PARTIAL}") if path.stat().st_mtime < time.time() - HOUR)
+        for path in (*files[:-MOST], *begun):  # the latter of processes that were killed
             path.unlink(missing_ok=True)
 
 

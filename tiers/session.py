@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import platform
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -152,21 +153,16 @@ class Session:
             return None
         return recorder
 
-    def _memory(self, device: torch.device, target: int, links: Links) -> PlanCache | None:
+    def _memory(self, device: torch.device, target: int) -> PlanCache | None:
         """What earlier runs learned of programs on such a device, with that target."""
-        if not self._config.plan_cache:
+        config = self._config
+        # Without a budget that is set the target is what is free, which differs from run to run.
+        if not config.plan_cache or config.hbm.capacity is None:
             return None
         named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        versions = (
-            torch_tiers.__version__,
-            torch.__version__,
-            self._config.allocator,
-            self._config.policy,
-            self._config.replay,
-        )
-        # Not how much DRAM there is, which differs from run to run: plans that it does not hold are made anew.
-        ways = links.has_drive, links.direct
-        return PlanCache(cache_directory() / "plans", *versions, named, target, *ways)
+        versions = torch_tiers.__version__, torch.__version__
+        asked = config.allocator, config.policy, config.replay
+        return PlanCache(cache_directory() / "plans", *versions, *asked, named, platform.node(), target)
 
     def _make_backing(self, counters: Counters, on_gpu: bool) -> Backing:
         shares, nvme = self._shares, self._config.nvme

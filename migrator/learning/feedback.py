@@ -138,11 +138,11 @@ class Feedback:
         return Corrections(self.correction, *pace, self.joins, self.calls, dict(self._parts))
 
     def resume(self, found: Corrections) -> None:
-        """Begin with what an earlier run of the program found: its pace, and the host's, are not looked for again."""
+        """Begin with what an earlier run of the program found; laps and the host may correct it once more."""
         self.correction, self.pace, self.host_pace = found.budget, found.pace, found.host_pace
         self.hooks, self._issuing, self.joins, self.calls = found.hooks, found.issuing, found.joins, found.calls
         self._parts = dict(found.parts)
-        self._looks = self._host_looks = LOOKS + 1
+        self._looks = self._host_looks = LOOKS
 
     def under(self, given: Links) -> Feedback:
         """The same corrections, to other links; what is found of those is not held against these."""

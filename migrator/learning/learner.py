@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from operator import is_
 
 from torch_tiers.migrator.learning.background import DEADLINE, at_once
-from torch_tiers.migrator.learning.feedback import SETTLING, Feedback
+from torch_tiers.migrator.learning.feedback import SETTLED, SETTLING, Feedback
 from torch_tiers.migrator.learning.made import GAIN, Made, after, are_the_same, foresee, with_plans_of
 from torch_tiers.migrator.learning.orders import Orders, PlanningFailed, Submit
 from torch_tiers.migrator.learning.remembered import Memory, Remembered
@@ -79,6 +80,7 @@ class Learner:
         self._told = set[str]() if told is None else told
         self._memory = memory
         self._is_kept = False  # what there is, in that memory
+        self._static = 0  # bytes in use between periods
         self._orders = Orders(policy, submit, must_fit=must_fit)
         self._feedback = Feedback(target, links)
         self._recordings = Recordings(recordings)
@@ -87,11 +89,15 @@ class Learner:
         self._under = 0  # of these, under the plans that there are
         self._whole = False  # whether any period was
         self._remembers = False  # whether this run began with what another learned
+        self._verifies = False  # whether the next recorded period is to tell that this is right
+        self._unseen = False  # whether it is still to be seen that some of that can be recomputed
         self._afresh = False  # whether something was recorded since: replays may hold for more than they did
         self._has_planned = False  # ever
         self._may_stay = False  # the present plans, where those that were asked for are no better
         self._made: tuple[Made, ...] = ()
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
+        self._recorded: tuple[Trace, ...] = ()  # and that as it was recorded
+        self._asked_for: tuple[Trace, ...] = ()  # the same of what is being made
         self._standby = Standby()
         self._is_told = False  # by somebody who watches the links, and may yet say that others need them
 
@@ -157,6 +163,7 @@ class Learner:
         lap: Lap | None = None,
         host: HostLap | None = None,
         refused: bool = False,
+        static: int = 0,
     ) -> bool:
         """Take in one period; whether `plans` changed.
 
@@ -182,6 +189,8 @@ class Learner:
         refused : bool
             Whether a tier had no room for what the plan moves, so that it stayed in HBM: what the period took, of
             memory and of time, tells nothing of the plan.
+        static : int
+            Bytes in use now, between two periods; 0 where nobody counts them.
 
         Raises
         ------
@@ -190,6 +199,7 @@ class Learner:
         """
         self._periods += 1
         self._under += 1
+        self._static = static
         if lap is not None and lap.age >= self._under:
             lap = None  # of a period under other plans
         if whole and not self._whole:
@@ -229,7 +239,7 @@ class Learner:
     def _recall(self, trace: Trace) -> bool:
         """Begin with what an earlier run of this program learned; whether there is anything."""
         found = None if self._memory is None or self._has_planned else self._memory.recall(trace.sites)
-        if found is None or not all(trace.others for trace in found.traces):
+        if found is None or not found.holds_for(self._feedback.given, self._static, int(SETTLED * self._target)):
             return False
         self._feedback.resume(found.corrections)
         self._recordings.resume(found.traces)
@@ -242,21 +252,41 @@ class Learner:
                 for plan, trace, budget in kinds
             )
         )
+        self._recorded, self._verifies = found.traces, True
+        log.info("period %d, the program begins with the plans of an earlier run", self._periods)
         self._remembers = self._is_kept = True
+        dropped = {key for plan in found.plans for key in plan.recompute}
+        self._unseen = not dropped <= _obtainable(trace)
         return True
+
+    def _is_as_remembered(self, trace: Trace, peak: int) -> bool:
+        """Whether the first whole period is as in the run before: no larger, and as much of it can be recomputed."""
+        known = {key for of in self._planned for key in of.by_key}
+        if not trace.by_key.keys() <= known:
+            return True  # another kind, of which nothing was said
+        dropped = {key for plan in self.plans for key in plan.recompute} & trace.by_key.keys()
+        most = max((made.peak() for made in self._made), default=0)
+        return dropped <= _obtainable(trace) and peak <= max(most, self._target) + int(SETTLED * self._target)
 
     def _keep(self) -> None:
         """Have what was learned kept for the next run, once; not beside others, who may not be there then."""
         traces = self._recordings.traces
-        if self._memory is None or self._is_kept or self._feedback.given.contended or len(traces) != len(self._made):
+        # What is recorded may be newer than the plans, where none could be made for it.
+        current = len(traces) == len(self._recorded) and all(map(is_, traces, self._recorded))
+        if self._memory is None or self._is_kept or self._feedback.given.contended or not current:
             return
         self._is_kept = True
         if not any(each.least or each.refused for each in self._made):  # else it is to be said again what does not fit
-            self._memory.keep(Remembered(traces, self.plans, self._feedback.corrections))
+            found = self._feedback.corrections, self._feedback.given, self._static
+            self._memory.keep(Remembered(traces, self.plans, *found))
 
     def _learn(self, trace: Trace, peak: int) -> bool:
+        verifies, self._verifies = self._verifies, False
+        if verifies and not self._is_as_remembered(trace, peak):
+            log.info("period %d, the program is another than that which plans were kept of", self._periods)
+            self._record_anew()
         if not self._recordings.add(trace, self._periods):
-            return False
+            return verifies and self._unseen  # by now it can be recomputed
         self._standby.forget()
         self._afresh = True
         self._feedback.news()
@@ -363,6 +393,7 @@ class Learner:
     def _record_anew(self) -> None:
         """Forget the traces; the plans that there are hold until there are others."""
         self._recordings.begin_anew()
+        self._remembers = self._verifies = False
         self._orders.drop()
         self._standby.forget()
         self._room = None
@@ -375,6 +406,7 @@ class Learner:
         """
         traces, budgets = self._to_plan()
         self._may_stay = bool(present)
+        self._asked_for = self._recordings.traces
         self._orders.ask(traces, budgets, self._feedback.correction, self._feedback.links, present)
         return self._adopt()
 
@@ -408,10 +440,11 @@ class Learner:
         if taken is None:
             return False
         made, self._planned = taken
+        self._recorded = self._asked_for
         afresh, self._afresh = self._afresh, False
         made = after(made, self._made, afresh=afresh)
         if self._may_stay and not afresh and self._takes_longer(made):
-            stay = (replace(new, plan=old.plan) for new, old in zip(made, self._made, strict=True))
+            stay = (replace(new, plan=old.plan, asked=old.asked) for new, old in zip(made, self._made, strict=True))
             made = foresee(tuple(stay), self._planned, self._feedback.links)
         if not afresh and are_the_same(made, self._made):
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
@@ -457,3 +490,8 @@ class Learner:
             log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
             if made.refused is not None:
                 self._warn_once(REFUSED, f"{made.refused.out_of(self._budget)}; it runs anyway, using more hbm")
+
+
+def _obtainable(trace: Trace) -> set[str]:
+    """Sites whose storages were seen to be recomputed bit for bit."""
+    return {site.key for site in trace.sites if site.storage in trace.recipes}

@@ -1,25 +1,28 @@
 """What was learned of a program, for the next run of it to begin with. Pure.
 
-Two runs are of the same program if they save as many bytes at the same sites, in the same order. What can be recomputed
-is none of it: each run sees for itself whether the bits are the same.
+Two runs are of the same program if they save as many bytes at the same sites, in the same order, and as much lies in
+HBM between two periods, such as an optimizer's state. They have the same plan where links and the tiers below are
+alike. What can be recomputed is none of it: each run sees for itself whether the bits are the same.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import xxhash
 
 from torch_tiers.migrator.fields import field as value_of
 from torch_tiers.migrator.fields import finite, items, mapping, parse, record, text, whole
-from torch_tiers.migrator.links import LANES, Calls
+from torch_tiers.migrator.links import BOUNDLESS, LANES, WORSE, Calls, Links
 from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.migrator.trace import Site, Trace
 
-FORMAT = 1
+FORMAT = 2
 KINDS = 8  # of periods, at most
 
 
@@ -57,11 +60,32 @@ class Corrections:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """A plan for each kind of period, the trace that it is for, as it was recorded, and what was found since."""
+    """A plan for each kind of period, the trace that it is for, as it was recorded, and what was found since.
+
+    Attributes
+    ----------
+    links : Links
+        What the lanes were taken to give, before any correction.
+    static : int
+        Bytes in use between two periods.
+    """
 
     traces: tuple[Trace, ...]
     plans: tuple[Plan, ...]
     corrections: Corrections
+    links: Links
+    static: int
+
+    def holds_for(self, links: Links, static: int, tolerance: int) -> bool:
+        """Whether it can be begun with where there are these links, and `static` bytes within the `tolerance`."""
+        if abs(static - self.static) > tolerance or any(
+            abs(getattr(links, lane) - getattr(self.links, lane)) > WORSE * getattr(self.links, lane) for lane in LANES
+        ):
+            return False
+        # Tiers that hold all that could move are alike, however large they are.
+        ample = max(trace.saved_bytes for trace in self.traces)
+        now, then = ((min(of.below, ample), min(of.dram, ample)) for of in (links, self.links))
+        return now == then
 
     def to_json(self) -> str:
         """One JSON object."""
@@ -70,6 +94,9 @@ class Remembered:
             "traces": [trace.to_json() for trace in self.traces],
             "plans": [plan.to_json() for plan in self.plans],
             "corrections": asdict(self.corrections),
+            "links": {lane: getattr(self.links, lane) for lane in LANES},
+            "below": [self.links.below, self.links.dram],
+            "static": self.static,
         }
         return json.dumps(data)
 
@@ -90,10 +117,11 @@ class Remembered:
         if not traces or len(traces) != len(plans):
             raise ValueError("it has not one plan for each trace")
         for trace, plan in zip(traces, plans, strict=True):
-            placed = {*plan.keep, *plan.recompute, *(key for group in plan.groups for key in group.sites)}
-            if not placed <= trace.by_key.keys():
-                raise ValueError("a plan has sites that its trace has not")
-        return cls(traces, plans, _corrections(value_of(data, "corrections")))
+            check_match(plan, trace)
+            if not plan.keep.keys() <= trace.by_key.keys():
+                raise ValueError("a plan keeps sites that its trace has not")
+        corrections = _corrections(value_of(data, "corrections"))
+        return cls(traces, plans, corrections, _links(data), whole(value_of(data, "static"), "static"))
 
 
 class Memory(Protocol):
@@ -114,6 +142,15 @@ def fingerprint(sites: Sequence[Site], *context: object) -> str:
     for site in sites:
         told.update(f"{site.key} {site.nbytes} {site.kind}\n".encode())
     return told.hexdigest()
+
+
+def _links(data: Mapping[str, Any]) -> Links:
+    lanes = record(value_of(data, "links"), "links")
+    rates: dict[str, Any] = {lane: finite(value_of(lanes, lane), lane, high=1e15) for lane in LANES}
+    below = items(value_of(data, "below"), "below", partial(whole, high=BOUNDLESS), 2)
+    if len(below) < 2:
+        raise ValueError("it does not tell what the tiers hold")
+    return Links(both=rates["d2h"] + rates["h2d"], below=below[0], dram=below[1], **rates)
 
 
 def _corrections(value: object) -> Corrections:

@@ -164,7 +164,7 @@ class Devices:
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
             must_fit=device.type == "cuda" and options.pages() is None,
             budget=shared.room,
-            memory=options.memory(device, target, shared.links),
+            memory=options.memory(device, target),
             told=shared.told,
         )
         lent, pages = 0, options.pages() if device.type == "cuda" else None

@@ -68,7 +68,7 @@ class Options:
     recorder : callable
         The recorder of operators, if it can be had; called when the first thread trains.
     memory : callable
-        What earlier runs learned of programs on a device, for a target in bytes and with links; None: nothing is kept.
+        What earlier runs learned of programs on a device, for a target in bytes; None: nothing is kept.
     armed : callable
         Called in each thread when it begins to train.
     timeline : Timeline, optional
@@ -87,6 +87,6 @@ class Options:
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
     recorder: Callable[[], Recorder | None] = lambda: None
-    memory: Callable[[torch.device, int, Links], Memory | None] = lambda device, target, links: None
+    memory: Callable[[torch.device, int], Memory | None] = lambda device, target: None
     armed: Callable[[], None] = lambda: None
     timeline: Timeline | None = None

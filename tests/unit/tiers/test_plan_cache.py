@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.plan_cache import PlanCache
 
 PLAN = POLICIES["auto"](MODEL, peak_of(MODEL) * 3 // 4, PCIE_GEN5)
-LEARNED = Remembered((MODEL,), (PLAN,), Corrections(budget=-5, pace=0.5))
+LEARNED = Remembered((MODEL,), (PLAN,), Corrections(budget=-5, pace=0.5), PCIE_GEN5, 7)
 
 
 def test_what_was_kept_is_recalled_for_the_same_program_in_the_same_place(tmp_path: Path) -> None:
@@ -32,9 +33,28 @@ def test_what_was_kept_is_recalled_for_the_same_program_in_the_same_place(tmp_pa
 def test_a_file_that_was_cut_off_or_changed_is_no_plan(tmp_path: Path, content: str) -> None:
     cache = PlanCache(tmp_path)
     cache.keep(LEARNED)
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.json")
     file.write_text(content or file.read_text()[:-1])
     assert cache.recall(MODEL.sites) is None
+
+
+def test_where_others_may_write_nothing_is_recalled(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    cache.keep(LEARNED)
+    tmp_path.chmod(0o777)
+    assert cache.recall(MODEL.sites) is None
+
+
+def test_several_threads_keep_whole_plans(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    cache.keep(LEARNED)
+    with ThreadPoolExecutor(4) as threads:
+        keeping = [threads.submit(cache.keep, LEARNED) for _ in range(40)]
+        found = [cache.recall(MODEL.sites) for _ in range(40)]
+        for one in keeping:
+            one.result()
+    assert None not in found
+    assert [file.suffix for file in tmp_path.iterdir()] == [".json"]
 
 
 def test_a_directory_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:

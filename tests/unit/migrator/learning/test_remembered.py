@@ -11,12 +11,14 @@ from tests.unit.learners import MODEL, peak_of
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.learning.learner import Learner
 from torch_tiers.migrator.learning.remembered import Remembered, fingerprint
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.plan import NoPlanFits, Plan
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.timing import Lap
 from torch_tiers.migrator.trace import Site, Trace
 
 TARGET = peak_of(MODEL) * 3 // 4
+STATIC = min(MODEL.others)
 
 
 class Kept:
@@ -33,16 +35,16 @@ class Kept:
         self.files |= {fingerprint(trace.sites): remembered.to_json() for trace in remembered.traces}
 
 
-def learner(memory: Kept) -> Learner:
-    return Learner(POLICIES["auto"], TARGET, memory=memory)
+def learner(memory: Kept, links: Links = PCIE_GEN5) -> Learner:
+    return Learner(POLICIES["auto"], TARGET, links, memory=memory)
 
 
-def over(of: Learner, trace: Trace | None, *, whole: bool = True, drifted: bool = False) -> bool:
+def over(of: Learner, trace: Trace | None, *, whole: bool = True, static: int = STATIC, beyond: int = 0) -> bool:
     """A period as it was predicted."""
     (predicted,) = of.predictions or (None,)
     lap = None if predicted is None else Lap(predicted.seconds, predicted.stalls)
-    peak = 0 if predicted is None else predicted.peak["hbm"]
-    return of.period_over(trace, peak, whole=whole, pressed=False, drifted=drifted, lap=lap)
+    peak = 0 if predicted is None else predicted.peak["hbm"] + beyond
+    return of.period_over(trace, peak, whole=whole, pressed=False, drifted=False, lap=lap, static=static)
 
 
 def run(memory: Kept, trace: Trace = MODEL, periods: int = 20) -> Learner:
@@ -91,6 +93,82 @@ def test_a_run_that_saves_otherwise_after_all_learns_anew() -> None:
     assert again.traces[-1].by_key.keys() == more.by_key.keys()
 
 
+def test_a_program_with_another_optimizer_learns_anew() -> None:
+    """Its state may be of another size, so that the plan does not fit."""
+    memory = Kept()
+    run(memory)
+    assert not over(learner(memory), MODEL, whole=False, static=STATIC + TARGET // 10)
+
+
+def test_a_program_that_takes_more_memory_than_it_did_learns_anew() -> None:
+    memory = Kept()
+    run(memory)
+    for beyond in (0, TARGET // 2):
+        again = Learner(POLICIES["auto"], TARGET, recordings=2, memory=memory)
+        assert over(again, MODEL, whole=False)
+        over(again, MODEL, beyond=beyond)
+        assert again.records_next == bool(beyond)
+
+
+def test_what_cannot_be_recomputed_any_more_is_learned_anew() -> None:
+    memory = Kept()
+    first = run(memory)
+    (plan,) = first.plans
+    assert plan.recompute
+    again, bare = learner(memory), replace(MODEL, recipes={})
+    assert over(again, bare, whole=False)
+    over(again, bare)
+    assert not any(plan.recompute for plan in again.plans)
+
+
+def test_what_is_seen_to_be_recomputed_later_is_carried_out_from_then_on() -> None:
+    memory = Kept()
+    run(memory)
+    again = learner(memory)
+    assert over(again, replace(MODEL, recipes={}), whole=False)
+    assert over(again, MODEL), "those who carry it out are to look again"
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        replace(PCIE_GEN5, d2h=PCIE_GEN5.d2h / 2),
+        replace(PCIE_GEN5, below=64 * MiB, dram=64 * MiB),
+        replace(PCIE_GEN5, disk_read=3e9, disk_write=3e9),
+    ],
+)
+def test_plans_for_other_links_or_tiers_are_no_use(links: Links) -> None:
+    memory = Kept()
+    run(memory)
+    other = learner(memory, links)
+    assert not over(other, MODEL, whole=False) and not other.plans
+    found = memory.recall(MODEL.sites)
+    assert found is not None
+    assert found.holds_for(PCIE_GEN5, STATIC, 0) and not found.holds_for(links, STATIC, 0)
+
+
+def test_a_plan_is_kept_with_what_it_was_made_for_alone() -> None:
+    """One that could not be made for what was recorded since is no plan of that."""
+    memory, fails = Kept(), [False]
+
+    def policy(trace: Trace, budget: int, links: Links) -> Plan:
+        if fails[0]:
+            raise NoPlanFits(budget, 2 * budget, "all")
+        return POLICIES["auto"](trace, budget, links)
+
+    of = Learner(policy, TARGET, memory=memory)
+    over(of, MODEL)
+    fails[0] = True
+    for _ in range(5):
+        of.period_over(None, TARGET, whole=True, pressed=False, drifted=True, static=STATIC)
+    larger = replace(MODEL, sites=tuple(replace(site, nbytes=site.nbytes + 512) for site in MODEL.sites), recipes={})
+    while of.records_next:
+        over(of, larger)
+    for _ in range(40):
+        over(of, None)
+    assert memory.recall(larger.sites) is None
+
+
 def test_what_was_not_borne_out_is_not_kept() -> None:
     memory = Kept()
     run(memory, periods=4)
@@ -109,7 +187,7 @@ def test_what_was_found_beside_others_is_not_kept() -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda text: text[: len(text) // 2], lambda text: text.replace('"format": 1', '"format": 0'), lambda _: "[]"],
+    [lambda text: text[: len(text) // 2], lambda text: text.replace('"format"', '"other"', 1), lambda _: "[]"],
 )
 def test_what_is_damaged_is_refused(damage: object) -> None:
     memory = Kept()
