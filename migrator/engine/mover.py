@@ -317,7 +317,7 @@ class Mover:
                 lap=lap,
                 host=None if lap is None else host,
                 refused=refused,
-                static=self.engine.compute.allocated(),
+                static=self.engine.compute.allocated,
             )
             if refused and trace is None and not (changed or drifted):  # else it may not have been these plans'
                 changed = self._plans_for_less(granted)

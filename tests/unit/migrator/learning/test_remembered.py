@@ -44,7 +44,7 @@ def over(of: Learner, trace: Trace | None, *, whole: bool = True, static: int = 
     (predicted,) = of.predictions or (None,)
     lap = None if predicted is None else Lap(predicted.seconds, predicted.stalls)
     peak = 0 if predicted is None else predicted.peak["hbm"] + beyond
-    return of.period_over(trace, peak, whole=whole, pressed=False, drifted=False, lap=lap, static=static)
+    return of.period_over(trace, peak, whole=whole, pressed=False, drifted=False, lap=lap, static=lambda: static)
 
 
 def run(memory: Kept, trace: Trace = MODEL, periods: int = 20) -> Learner:
@@ -160,7 +160,7 @@ def test_a_plan_is_kept_with_what_it_was_made_for_alone() -> None:
     over(of, MODEL)
     fails[0] = True
     for _ in range(5):
-        of.period_over(None, TARGET, whole=True, pressed=False, drifted=True, static=STATIC)
+        of.period_over(None, TARGET, whole=True, pressed=False, drifted=True, static=lambda: STATIC)
     larger = replace(MODEL, sites=tuple(replace(site, nbytes=site.nbytes + 512) for site in MODEL.sites), recipes={})
     while of.records_next:
         over(of, larger)
