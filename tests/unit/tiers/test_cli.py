@@ -544,7 +544,8 @@ def test_doctor_examines_the_rest_when_the_configuration_is_wrong(capsys, monkey
 
 
 def test_config_says_what_unset_means(capsys, monkeypatch):
-    monkeypatch.delenv("TIERS_LEDGER")
+    for name in ("TIERS_LEDGER", "TIERS_PLAN_CACHE"):
+        monkeypatch.delenv(name)
     assert Config().hbm == HbmConfig(None)
     assert main(["config"]) == 0
     assert "all that is free, less a margin" in capsys.readouterr().out
