@@ -140,11 +140,6 @@ class Links:
         """These links while nobody else needs the memory bus."""
         return self if self.usual is None else replace(self.usual, below=self.below, dram=self.dram)
 
-    def gives_more_than(self, other: Links) -> bool:
-        """Whether any lane gives more, by so much that other plans may be worth it."""
-        usual = self.usual or self
-        return any(getattr(self, lane) - getattr(other, lane) > WORSE * getattr(usual, lane) for lane in LANES)
-
     def scaled(self, parts: Mapping[str, float]) -> Links:
         """Lanes that give a part of what was told, whoever else needs the memory bus."""
         slower = replace(self, **{lane: getattr(self, lane) * part for lane, part in parts.items()})

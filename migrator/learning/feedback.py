@@ -85,6 +85,7 @@ class Feedback:
         self._target = target
         self._ceiling: int | None = None  # the largest correction that no period so far has found too large
         self._parts: dict[str, float] = {}  # of what is given, by lane: what was found to be left of it
+        self._parts_alone: dict[str, float] = {}  # and of that, what was found while nobody else needed the memory bus
         self._looks = 0  # times that pace or links changed
         self._growths = 0
         self._good: int | None = None  # the last correction whose plan kept to the target
@@ -141,7 +142,7 @@ class Feedback:
         """Begin with what an earlier run of the program found; laps and the host may correct it once more."""
         self.correction, self.pace, self.host_pace = found.budget, found.pace, found.host_pace
         self.hooks, self._issuing, self.joins, self.calls = found.hooks, found.issuing, found.joins, found.calls
-        self._parts = dict(found.parts)
+        self._parts = self._parts_alone = found.parts
         self._looks = self._host_looks = LOOKS
 
     def under(self, given: Links) -> Feedback:
@@ -151,7 +152,8 @@ class Feedback:
         # Of what laps told beside others nothing is borne out without them, nor the other way round.
         other._laps = list(self._laps) if given.contended == self.given.contended else []
         other._hosts, other._took = [], []
-        other._parts = dict(self._parts)
+        if not given.contended:
+            other._parts = self._parts_alone
         return other
 
     def adopted(self) -> None:
@@ -375,7 +377,9 @@ class Feedback:
         if not slower:
             return False
         self._looks += 1
-        self._parts |= slower
+        self._parts = {**self._parts, **slower}
+        if not self.given.contended:
+            self._parts_alone = self._parts
         return True
 
 

@@ -17,10 +17,9 @@ from operator import is_
 
 from torch_tiers.migrator.learning.background import DEADLINE, at_once
 from torch_tiers.migrator.learning.feedback import SETTLED, SETTLING, Feedback
-from torch_tiers.migrator.learning.made import GAIN, Made, after, are_the_same, foresee, with_plans_of
+from torch_tiers.migrator.learning.made import GAIN, Made, after, are_the_same, foresee
 from torch_tiers.migrator.learning.orders import Orders, PlanningFailed, Submit
 from torch_tiers.migrator.learning.remembered import Memory, Remembered
-from torch_tiers.migrator.learning.standby import SetAside, Standby, staying
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.plan import NoPlanFits, Plan
 from torch_tiers.migrator.policies import Policy
@@ -99,8 +98,6 @@ class Learner:
         self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
         self._recorded: tuple[Trace, ...] = ()  # and that as it was recorded
         self._asked_for: tuple[Trace, ...] = ()  # the same of what is being made
-        self._standby = Standby()
-        self._is_told = False  # by somebody who watches the links, and may yet say that others need them
 
     @property
     def records_next(self) -> bool:
@@ -210,9 +207,6 @@ class Learner:
                 self._record_anew()
         planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
         changed = self._adopt()
-        if self._orders.under_way and (taken := self._take_ahead()) is not None:  # others need the bus since before
-            self._orders.drop()
-            changed |= taken
         if trace is not None and not (planned or changed) and self._recall(trace):
             return True
         if not (whole or self._periods >= PATIENCE):
@@ -229,12 +223,9 @@ class Learner:
         host = None if lap is None else host
         if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap, host=host):
             log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
-            self._standby.outdated()
             return self._plan(present=self._made)
         if self.settled:
             self._keep()
-            if self._is_told:
-                self._plan_ahead()
         return False
 
     def _recall(self, trace: Trace) -> bool:
@@ -271,15 +262,18 @@ class Learner:
 
     def _keep(self) -> None:
         """Have what was learned kept for the next run, once; not beside others, who may not be there then."""
-        traces = self._recordings.traces
-        # What is recorded may be newer than the plans, where none could be made for it.
-        current = len(traces) == len(self._recorded) and all(map(is_, traces, self._recorded))
-        if self._memory is None or self._is_kept or self._feedback.given.contended or not current:
+        if self._memory is None or self._is_kept or self._feedback.given.contended or not self._is_current:
             return
         self._is_kept = True
         if not any(each.least or each.refused for each in self._made):  # else it is to be said again what does not fit
             found = self._feedback.corrections, self._feedback.given, self._static()
-            self._memory.keep(Remembered(traces, self.plans, *found))
+            self._memory.keep(Remembered(self._recordings.traces, self.plans, *found))
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the plans are for what is recorded: that may be newer, where no plan could be made for it."""
+        traces = self._recordings.traces
+        return len(traces) == len(self._recorded) and all(map(is_, traces, self._recorded))
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         verifies, self._verifies = self._verifies, False
@@ -288,7 +282,6 @@ class Learner:
             self._record_anew()
         if not self._recordings.add(trace, self._periods):
             return verifies and self._unseen  # by now it can be recomputed
-        self._standby.forget()
         self._afresh = True
         self._feedback.news()
         if self._room is None:
@@ -301,52 +294,25 @@ class Learner:
     def relink(self, links: Links) -> bool:
         """From now on plan with `links`, corrected as before; whether `plans` changed.
 
-        Others need the memory bus for a while, and then do not: what held before them holds again, at once.
+        The present plans hold until others are there. Beside others who need the memory bus they stay where the new
+        ones are no better; once these are gone, plans are what they would be without them.
 
         Raises
         ------
         NoPlanFits
             If the target is too small for any plan, and there was none yet.
         """
-        self._is_told = True
         if links == self._feedback.given:
             return False
-        before = self._standby.take_back(links, self._feedback.correction)
-        if before is not None:
-            return self._take_up(before)
-        if self._has_all and not self._standby.has_aside and not self._feedback.given.contended:
-            self._standby.set_aside(self._made, self._planned, self._feedback)
-        under = self._feedback.under(links)
-        if self._has_all and (foreseen := staying(self._made, self._planned, self._feedback, under)) is not None:
-            self._made, self._feedback, self._under = foreseen, under, 0
-            return False
-        self._feedback = under
-        taken = self._take_ahead(with_aside=True) if self._has_all else None
-        if taken is not None:
-            return taken
+        self._feedback = self._feedback.under(links)
         # Where traces are missing, what is recorded now is planned with them.
-        return not self._recordings.learning and bool(self._made or self._orders.asked) and self._plan()
+        if self._recordings.learning or not (self._made or self._orders.asked):
+            return False
+        return self._plan(present=self._made if links.contended and self._is_current else ())
 
     def rearranged(self) -> None:
         """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order."""
         self._feedback.rearranged()
-
-    def _take_ahead(self, *, with_aside: bool = False) -> bool | None:
-        """Carry out what was made ahead, if it is there and good for the links that there are.
-
-        Returns
-        -------
-        whether the plans are others for that; None if nothing was there
-        """
-        made = self._standby.found(self._feedback, with_aside=with_aside)
-        if made is None:
-            return None
-        made = after(foresee(made, self._planned, self._feedback.links), self._made)
-        if are_the_same(made, self._made):  # as policies make them that take no notice of others
-            self._stay(made)
-            return False
-        self._carry_out(made)
-        return True
 
     def plan_for_less(self, below: int) -> None:
         """The tiers below HBM hold `below` bytes by now, and less than the plans move: wait for others that fit.
@@ -357,7 +323,6 @@ class Learner:
             If the target is too small for any plan then, and there was none yet.
         """
         given = self._feedback.given
-        self._standby.forget()  # they move more than that, for all that is known
         self._feedback = self._feedback.under(replace(given, below=below, dram=min(below, given.dram)))
         if self._recordings.learning:
             return  # what is recorded now is planned with these
@@ -366,18 +331,6 @@ class Learner:
         if waited and not self._orders.wait(DEADLINE) and not self._orders.asked:
             self._say_failed(f"no plan could be made within {DEADLINE:g} s")
         self._adopt()
-
-    def _take_up(self, before: SetAside) -> bool:
-        """Carry out again what was set aside; whether the plans are others for that."""
-        self._orders.drop()
-        made = with_plans_of(before.made, self._made)
-        others = not are_the_same(made, self._made)
-        self._planned, self._feedback = before.planned, before.feedback
-        if others:
-            self._carry_out(made)
-        self._made = made
-        self._standby.restore(before)
-        return others
 
     def finish(self) -> None:
         """Wait for plans that are being made; for what is told of the program at its end."""
@@ -396,7 +349,6 @@ class Learner:
         self._recordings.begin_anew()
         self._remembers = self._verifies = False
         self._orders.drop()
-        self._standby.forget()
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
 
@@ -415,16 +367,6 @@ class Learner:
         """What plans are made for, and the budget of each before correction."""
         traces = tuple(self._feedback.corrected(alike(trace)) for trace in self._recordings.traces)
         return traces, tuple(self._before_correction(trace) for trace in traces)
-
-    def _plan_ahead(self) -> None:
-        """Have plans made, one by one, for when others need the bus that the present ones need."""
-        given = self._feedback.given
-        links = self._standby.due(given)
-        if links is None or not any(plan.moved_bytes for plan in self.plans):
-            return
-        under = self._feedback.under(links)
-        traces, budgets = self._to_plan()
-        self._standby.add(self._orders.ask_ahead(traces, budgets, under.correction, under.links), given, links)
 
     def _adopt(self) -> bool:
         """Take plans over that are there now; whether they are others than there were."""
@@ -478,14 +420,12 @@ class Learner:
     def _stay(self, made: tuple[Made, ...]) -> None:
         """The very plans there are, by what is known now; what periods under them took is yet to be told."""
         self._made, self._under, self._is_kept = made, 0, False
-        self._standby.outdated()
         self._feedback.stayed()
 
     def _carry_out(self, plans: tuple[Made, ...]) -> None:
         """From now on these hold, and are to be borne out."""
         self._made, self._under, self._has_planned = plans, 0, True
         self._is_kept = False
-        self._standby.outdated()
         self._feedback.adopted()
         for made in plans:
             log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)

@@ -48,12 +48,9 @@ class Made:
         """
         in_vain = self.asked < before.asked and self.peak() >= max(before.peak(), self.asked + 1)
         as_before = before.least and not afresh and self.asked <= before.asked and self.peak() >= before.peak()
-        plan = before.plan if self.stays else self.with_plan_of(before).plan
+        unchanged = self.stays or self.plan.is_the_same_as(before.plan)
+        plan = before.plan if unchanged else self.plan
         return replace(self, plan=plan, least=self.least or in_vain or as_before)
-
-    def with_plan_of(self, before: Made) -> Made:
-        """The same; with the very plan there was if this is no other."""
-        return replace(self, plan=before.plan) if self.plan.is_the_same_as(before.plan) else self
 
     def peak(self) -> int:
         """Most bytes in HBM; 0 where that was not predicted."""
@@ -108,13 +105,6 @@ def after(made: tuple[Made, ...], before: tuple[Made, ...], *, afresh: bool = Fa
     if len(made) != len(before):
         return made
     return tuple(new.after(old, afresh=afresh) for new, old in zip(made, before, strict=True))
-
-
-def with_plans_of(made: tuple[Made, ...], before: tuple[Made, ...]) -> tuple[Made, ...]:
-    """The same, with the very plans there were before in place of those that are no others."""
-    if len(made) != len(before):
-        return made
-    return tuple(new.with_plan_of(old) for new, old in zip(made, before, strict=True))
 
 
 def are_the_same(made: tuple[Made, ...], before: tuple[Made, ...]) -> bool:

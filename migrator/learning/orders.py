@@ -71,13 +71,6 @@ class Orders:
         self._traces = traces
         self._made = self._have_done(job, traces)
 
-    def ask_ahead(
-        self, traces: tuple[Trace, ...], budgets: tuple[int, ...], correction: int, links: Links
-    ) -> Future[tuple[Made, ...]]:
-        """Have plans made besides, for links that there may be."""
-        job = partial(make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit)
-        return self._have_done(job, traces)
-
     def take(self) -> tuple[tuple[Made, ...], tuple[Trace, ...]] | None:
         """The plans, and what they are for, once they are there.
 
