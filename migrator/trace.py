@@ -159,6 +159,11 @@ class Trace:
         """Unique saved bytes of the period."""
         return sum(life.nbytes for life in self.lifetimes)
 
+    def bytes_besides(self, other: Trace) -> int:
+        """Unique saved bytes of sites that `other` does not have."""
+        new = {site.storage for site in self.sites if site.key not in other.by_key}
+        return sum(self.storage_bytes[ident] for ident in new)
+
     @cached_property
     def storage_bytes(self) -> Mapping[int, int]:
         """Bytes of every storage that a site refers to; 0 for those that cannot move."""

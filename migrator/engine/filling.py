@@ -47,8 +47,8 @@ class Filling:
 
     Attributes
     ----------
-    unforeseen : bool
-        Whether something was saved in this period that no plan knows.
+    unforeseen : int
+        Bytes that were saved in this period and that no plan knows.
     granted : int
         Bytes, in whole pages, that went to the tiers below in this period.
     refused : bool
@@ -63,7 +63,7 @@ class Filling:
 
     def __init__(self, engine: Engine, room: int) -> None:
         self.room = room
-        self.unforeseen = False
+        self.unforeseen = 0
         self.granted = 0
         self.refused = False
         self.patient = self.sent = False
@@ -76,8 +76,7 @@ class Filling:
         self._purge_at = PURGE
         self._engine = engine
         self._open: dict[tuple[PageGroup, Stream], Open] = {}
-        self._opened: set[PageGroup] = set()
-        self._completed: set[PageGroup] = set()
+        self._lacking: dict[PageGroup, int] = {}  # sites that have not come, of groups of which one has
         self._loose_made = 0
 
     def begin(self) -> None:
@@ -88,9 +87,9 @@ class Filling:
         self._unfilled = None
         self._waiting.clear()
         self._purge_at = PURGE
-        self._opened.clear()
-        self._completed.clear()
-        self.unforeseen = self.sent = False
+        self._lacking.clear()
+        self.unforeseen = 0
+        self.sent = False
         self.granted = 0
         self.refused = False
 
@@ -98,7 +97,7 @@ class Filling:
         """What is open for a planned group; opened if it is not, or if all that was in it died too early."""
         filling = self._open.get((planned, stream))
         if filling is None:
-            self._opened.add(planned)
+            self._lacking.setdefault(planned, len(planned.sites))
             filling = Open(planned, _planned_group(planned, stream), len(planned.sites))
             self._open[planned, stream] = filling
         elif filling.group.state is State.GONE:
@@ -108,9 +107,9 @@ class Filling:
     def came(self, filling: Open) -> None:
         """One more site of a planned group has come; with the last one it leaves."""
         filling.missing -= 1
+        self._lacking[filling.planned] -= 1
         if filling.missing:
             return
-        self._completed.add(filling.planned)
         # Groups that should have been complete before it wait for a branch that was not taken.
         planned = filling.planned
         for key in [key for key in self._open if key[0] is planned or key[0].last_birth < planned.last_birth]:
@@ -185,11 +184,16 @@ class Filling:
             self.sent = True
             self.granted += round_up(group.nbytes, PAGE)
 
-    def incomplete(self, plans: Iterable[Plan]) -> bool:
-        """Whether sites that were foreseen did not come; of kinds of periods that alternate, one plan must fit."""
-        lacking = self._opened - self._completed
-        touched = [plan for plan in plans if not self._opened.isdisjoint(plan.groups)]
-        return bool(lacking) and all(not lacking.isdisjoint(plan.groups) for plan in touched)
+    def lacking(self, plans: Iterable[Plan]) -> int:
+        """Bytes, about, of foreseen sites that did not come; of kinds of periods that alternate, one plan must fit.
+
+        Groups of which nothing came are those of other kinds.
+        """
+        touched = ([group for group in plan.groups if group in self._lacking] for plan in plans)
+        return min((sum(map(self._lacks, groups)) for groups in touched if groups), default=0)
+
+    def _lacks(self, group: PageGroup) -> int:
+        return max(0, self._lacking[group]) * group.nbytes // len(group.sites)
 
 
 def _planned_group(planned: PageGroup, stream: Stream) -> Group:

@@ -30,6 +30,7 @@ from torch_tiers.migrator.recompute.dropped import Dropped, Recomputed
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.recompute.verified import Verified, base_of
 from torch_tiers.migrator.recording.recorder import Recorder
+from torch_tiers.migrator.recording.recordings import CONSIDERABLE
 from torch_tiers.migrator.timing import HostLap
 from torch_tiers.migrator.trace import Trace
 
@@ -166,8 +167,6 @@ class Mover:
             # their memory.
             stream = engine.compute.stream()
             filling = None if go is None else self.filling.planned(go.group, stream)
-            if filling is None and recorder is None:
-                self.filling.unforeseen = True
             saved = known.saved
             if saved is None or saved.group.state is State.GONE or _is_another_stream_s(saved, tensor, stream):
                 for waiting in tuple(self._held_back):
@@ -177,6 +176,8 @@ class Mover:
                 group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
+                if filling is None and recorder is None:
+                    self.filling.unforeseen += saved.nbytes
                 if not tensor.requires_grad:  # and so has no `grad_fn`, to ask for which makes an object
                     self.filling.may_be_unfilled(group)
             moved = engine.tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
@@ -302,7 +303,7 @@ class Mover:
                 self._see_beside(trace)
             peak = self.engine.end_period()
             granted, refused = self.filling.granted, self.filling.refused
-            drifted = self.filling.unforeseen or self.filling.incomplete(self.learner.plans)
+            drifted = self._departs()
             self._begin()
             pressed = self.engine.compute.pressed()
             # Groups that are held back on purpose are late on purpose.
@@ -337,6 +338,11 @@ class Mover:
             self.engine.compute.time_waits(stands_for := self._to_stand_for())
             self.checks.on = self.recorder is None and not stands_for
         return changed
+
+    def _departs(self) -> bool:
+        """Whether the period was another than that of any plan, by a considerable part of what is saved."""
+        saved = max((trace.saved_bytes for trace in self.learner.traces), default=0)
+        return self.filling.unforeseen + self.filling.lacking(self.learner.plans) > CONSIDERABLE * saved
 
     def _see_beside(self, trace: Trace) -> None:
         """Take note of what lay in HBM besides saved tensors, and of what lives on since: an optimizer's state."""

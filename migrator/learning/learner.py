@@ -92,6 +92,7 @@ class Learner:
         self._verifies = False  # whether the next recorded period is to tell that this is right
         self._unseen = False  # whether it is still to be seen that some of that can be recomputed
         self._afresh = False  # whether something was recorded since: replays may hold for more than they did
+        self._due = False  # whether plans are to be asked for, for what was recorded
         self._has_planned = False  # ever
         self._may_stay = False  # the present plans, where those that were asked for are no better
         self._made: tuple[Made, ...] = ()
@@ -179,7 +180,7 @@ class Learner:
         overflow : int
             Bytes for which HBM had no room, and which the allocator had to put elsewhere.
         drifted : bool
-            Whether a tensor was saved that no plan knows, or one was not that a plan relies on.
+            Whether what was saved, or was not, is considerably more than what any plan foresees.
         lap : Lap, optional
             What this period took, or the one before it, and for how long compute waited for each lane.
         host : HostLap, optional
@@ -213,7 +214,8 @@ class Learner:
             return changed
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
-        self._recordings.pass_by(self._periods, drifted=drifted and planned)
+        # What departs while plans are made is what they are made for.
+        self._recordings.pass_by(self._periods, drifted=drifted and planned and not self._orders.asked)
         if lap is not None and self._under > SETTLING and not (refused or drifted):
             self._feedback.note(lap)  # also while plans are made, which are to be better than that
         if changed or refused or self._orders.asked or self._recordings.learning or not self._made:
@@ -280,13 +282,14 @@ class Learner:
         if verifies and not self._is_as_remembered(trace, peak):
             log.info("period %d, the program is another than that which plans were kept of", self._periods)
             self._record_anew()
-        if not self._recordings.add(trace, self._periods):
+        if self._recordings.add(trace, self._periods):
+            self._afresh = self._due = True
+            self._feedback.news()
+            if self._room is None:
+                self._room = max(0, self._target - peak)
+        if self._recordings.due or not self._due:  # to make plans and to begin with them takes longer than to look
             return verifies and self._unseen  # by now it can be recomputed
-        self._afresh = True
-        self._feedback.news()
-        if self._room is None:
-            self._room = max(0, self._target - peak)
-        return not self._recordings.learning and self._plan()
+        return self._plan()
 
     def _before_correction(self, trace: Trace) -> int:
         return self._target if trace.others else self._room or 0
@@ -358,7 +361,7 @@ class Learner:
         Those that are `present`, and for the same traces, stay where what was corrected since makes none better.
         """
         traces, budgets = self._to_plan()
-        self._may_stay = bool(present)
+        self._may_stay, self._due = bool(present), False
         self._asked_for = self._recordings.traces
         self._orders.ask(traces, budgets, self._feedback.correction, self._feedback.links, present)
         return self._adopt()

@@ -1,8 +1,9 @@
 """Which periods are recorded, and what was recorded: a trace for each kind of period.
 
-The first periods, for the first plans; a few when something departed from the plans, as programs alternate between
-kinds of periods. A program that is new in every period (routing, shapes) must not be recorded in every period, so the
-pauses between two looks at it grow longer. Pure.
+The first periods, for the first plans; a few when a considerable part of one departed from the plans, as programs
+alternate between kinds of periods. A program that is new in every period (routing, shapes) must not be recorded in
+every period: periods that share most of their bytes are of one kind, and the pauses between two looks grow longer.
+Pure.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections.abc import Sequence
 from torch_tiers.migrator.timing import together
 from torch_tiers.migrator.trace import Trace
 
-PERIODS_AFTER_DRIFT = 4  # recorded when something unforeseen was saved: programs alternate between kinds of periods
-LONGEST_PAUSE = 128  # periods
+CONSIDERABLE = 1 / 8  # of a period's saved bytes: with so much that is not in another it is of another kind
+PERIODS_AFTER_DRIFT = 4  # recorded when one was of another kind: programs alternate between kinds of periods
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # periods from one look to the next
+LONGER = 4  # times as long is each pause as the one before
 KINDS = 8  # kinds of periods that are remembered
 
 
@@ -33,10 +36,10 @@ class Recordings:
 
     def __init__(self, first: int) -> None:
         self.learning = True
-        self._traces: dict[frozenset[str], Trace] = {}
+        self._traces: list[Trace] = []
         self._first = self._to_record = first
         self._steady = 0  # periods as foreseen since the last drift
-        self._pause = PERIODS_AFTER_DRIFT  # from one look at a drift to the next, longer each time
+        self._pause = FIRST_PAUSE  # from one look at a drift to the next, longer each time
         self._look_again = 0  # the period from which on
         self._news = False  # whether what was recorded since the last drift was anything new
 
@@ -53,11 +56,11 @@ class Recordings:
     @property
     def traces(self) -> tuple[Trace, ...]:
         """One for each kind of period, the one recorded last at the end."""
-        return tuple(self._traces.values())
+        return tuple(self._traces)
 
     def resume(self, traces: Sequence[Trace]) -> None:
         """Begin with what an earlier run recorded; one period tells whether it is so, and what is made again."""
-        self._traces = {_kind(trace): trace for trace in traces}
+        self._traces = list(traces)
         self._to_record = 1
         self.learning = False
 
@@ -70,8 +73,7 @@ class Recordings:
     def add(self, trace: Trace, period: int) -> bool:
         """Take in what was recorded in period number `period`; whether it is anything new."""
         self._to_record -= 1
-        kind = _kind(trace)
-        before = self._traces.get(kind)
+        before = next((kept for kept in reversed(self._traces) if are_of_one_kind(kept, trace)), None)
         if before is not None and not self.learning and trace.saved_bytes < before.saved_bytes:
             self._news = True  # what can be made again in it was seen; the plan is for the largest of its kind
             return False
@@ -83,15 +85,14 @@ class Recordings:
             return False
         self._news = True
         self.learning &= self._to_record > 0
-        self._traces.pop(kind, None)
+        self._traces = [kept for kept in self._traces if kept is not before]
         if before is None:
-            self._traces[kind] = trace
+            self._traces.append(trace)
         elif before.saved_bytes == trace.saved_bytes:
-            self._traces[kind] = together(before, trace)
+            self._traces.append(together(before, trace))
         else:  # of two periods of one kind that differ in size, the plan must fit the larger
-            self._traces[kind] = max(before, trace, key=lambda of: of.saved_bytes)
-        while len(self._traces) > KINDS:
-            del self._traces[next(iter(self._traces))]
+            self._traces.append(max(before, trace, key=lambda of: of.saved_bytes))
+        del self._traces[:-KINDS]
         return True
 
     def pass_by(self, period: int, *, drifted: bool) -> None:
@@ -99,17 +100,19 @@ class Recordings:
         if not drifted:
             self._steady += 1
             if self._steady > self._pause:
-                self._pause = PERIODS_AFTER_DRIFT
+                self._pause = FIRST_PAUSE
         elif period >= self._look_again:
             self._steady = 0
             self._news = False
             self._to_record = PERIODS_AFTER_DRIFT
             self._look_again = period + self._pause
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._pause = min(LONGER * self._pause, LONGEST_PAUSE)
 
 
-def _kind(trace: Trace) -> frozenset[str]:
-    return frozenset(site.key for site in trace.sites)
+def are_of_one_kind(one: Trace, other: Trace) -> bool:
+    """Whether the sites of each have all but an inconsiderable part of the other's bytes."""
+    pairs = (one, other), (other, one)
+    return all(these.bytes_besides(those) <= CONSIDERABLE * these.saved_bytes for these, those in pairs)
 
 
 def _is_alike(one: Trace, other: Trace) -> bool:
