@@ -159,10 +159,11 @@ class Trace:
         """Unique saved bytes of the period."""
         return sum(life.nbytes for life in self.lifetimes)
 
-    def bytes_besides(self, other: Trace) -> int:
-        """Unique saved bytes of sites that `other` does not have."""
-        new = {site.storage for site in self.sites if site.key not in other.by_key}
-        return sum(self.storage_bytes[ident] for ident in new)
+    def part_besides(self, other: Trace) -> float:
+        """The part, of the sites or of the unique saved bytes, whichever is larger, that `other` does not have."""
+        new = [site.storage for site in self.sites if site.key not in other.by_key]
+        nbytes = sum(self.storage_bytes[ident] for ident in set(new))
+        return max(len(new) / max(1, len(self.sites)), nbytes / max(1, self.saved_bytes))
 
     @cached_property
     def storage_bytes(self) -> Mapping[int, int]:

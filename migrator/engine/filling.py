@@ -47,8 +47,8 @@ class Filling:
 
     Attributes
     ----------
-    unforeseen : int
-        Bytes that were saved in this period and that no plan knows.
+    unforeseen : list of int
+        What was saved in this period that no plan knows: of each tensor the bytes that were not saved before.
     granted : int
         Bytes, in whole pages, that went to the tiers below in this period.
     refused : bool
@@ -63,7 +63,7 @@ class Filling:
 
     def __init__(self, engine: Engine, room: int) -> None:
         self.room = room
-        self.unforeseen = 0
+        self.unforeseen: list[int] = []
         self.granted = 0
         self.refused = False
         self.patient = self.sent = False
@@ -88,7 +88,7 @@ class Filling:
         self._waiting.clear()
         self._purge_at = PURGE
         self._lacking.clear()
-        self.unforeseen = 0
+        self.unforeseen.clear()
         self.sent = False
         self.granted = 0
         self.refused = False
@@ -185,15 +185,12 @@ class Filling:
             self.granted += round_up(group.nbytes, PAGE)
 
     def lacking(self, plans: Iterable[Plan]) -> int:
-        """Bytes, about, of foreseen sites that did not come; of kinds of periods that alternate, one plan must fit.
+        """Foreseen sites that did not come, in number; of kinds of periods that alternate, one plan must fit.
 
         Groups of which nothing came are those of other kinds.
         """
         touched = ([group for group in plan.groups if group in self._lacking] for plan in plans)
-        return min((sum(map(self._lacks, groups)) for groups in touched if groups), default=0)
-
-    def _lacks(self, group: PageGroup) -> int:
-        return max(0, self._lacking[group]) * group.nbytes // len(group.sites)
+        return min((sum(max(0, self._lacking[group]) for group in groups) for groups in touched if groups), default=0)
 
 
 def _planned_group(planned: PageGroup, stream: Stream) -> Group:

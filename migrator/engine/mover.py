@@ -167,7 +167,7 @@ class Mover:
             # their memory.
             stream = engine.compute.stream()
             filling = None if go is None else self.filling.planned(go.group, stream)
-            saved = known.saved
+            saved, fresh = known.saved, 0
             if saved is None or saved.group.state is State.GONE or _is_another_stream_s(saved, tensor, stream):
                 for waiting in tuple(self._held_back):
                     self._send_unforeseen(waiting)
@@ -176,10 +176,11 @@ class Mover:
                 group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
                 saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
                 self._taken += 1
-                if filling is None and recorder is None:
-                    self.filling.unforeseen += saved.nbytes
+                fresh = saved.nbytes
                 if not tensor.requires_grad:  # and so has no `grad_fn`, to ask for which makes an object
                     self.filling.may_be_unfilled(group)
+            if filling is None and recorder is None:
+                self.filling.unforeseen.append(fresh)
             moved = engine.tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
                 self.filling.came(filling)
@@ -340,9 +341,12 @@ class Mover:
         return changed
 
     def _departs(self) -> bool:
-        """Whether the period was another than that of any plan, by a considerable part of what is saved."""
-        saved = max((trace.saved_bytes for trace in self.learner.traces), default=0)
-        return self.filling.unforeseen + self.filling.lacking(self.learner.plans) > CONSIDERABLE * saved
+        """Whether a considerable part of the period was not as any plan has it."""
+        traces, unforeseen = self.learner.traces, self.filling.unforeseen
+        sites = max((len(trace.sites) for trace in traces), default=0)
+        nbytes = max((trace.saved_bytes for trace in traces), default=0)
+        others = len(unforeseen) + self.filling.lacking(self.learner.plans)
+        return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes
 
     def _see_beside(self, trace: Trace) -> None:
         """Take note of what lay in HBM besides saved tensors, and of what lives on since: an optimizer's state."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch_tiers.migrator.timing import together
 from torch_tiers.migrator.trace import Trace
 
-CONSIDERABLE = 1 / 8  # of a period's saved bytes: with so much that is not in another it is of another kind
+CONSIDERABLE = 1 / 8  # of a period's sites, or of its saved bytes: one with more that another lacks is of another kind
 PERIODS_AFTER_DRIFT = 4  # recorded when one was of another kind: programs alternate between kinds of periods
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # periods from one look to the next
 LONGER = 4  # times as long is each pause as the one before
@@ -110,9 +110,8 @@ class Recordings:
 
 
 def are_of_one_kind(one: Trace, other: Trace) -> bool:
-    """Whether the sites of each have all but an inconsiderable part of the other's bytes."""
-    pairs = (one, other), (other, one)
-    return all(these.bytes_besides(those) <= CONSIDERABLE * these.saved_bytes for these, those in pairs)
+    """Whether neither has a considerable part that the other has not."""
+    return max(one.part_besides(other), other.part_besides(one)) <= CONSIDERABLE
 
 
 def _is_alike(one: Trace, other: Trace) -> bool:
