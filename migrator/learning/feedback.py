@@ -42,11 +42,11 @@ LEAST_LATE = 500e-6  # nor those shorter than so many seconds: each wait has a f
 SETTLING = 3  # periods under new plans in which the allocator may flush: what it caches fits the plans before
 TELLING = 2  # periods under new plans that tell what is left free: where lengths alternate, one may be short
 CUTS = 3  # of the budget for flushes, one after the other, after which these are not the plan's
-PRESSES = 2  # periods in a row with a flush, after which there is too little room: one now and then costs less
 SPILLS = 3  # the same of memory put elsewhere: what an older layout left there may take a few periods to come back
 LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
 UNTOLD = 16  # periods under new plans, after which laps that did not come are not waited for
 HOSTS = 4  # periods of which the one that took the host the least tells what it needs
+PRESSES = HOSTS  # in a row with a flush, after which there is too little room: by then one plan is for both
 SURE = 8  # periods of which none may have been as short as predicted, before that is taken to be too short
 LOOKS = 2  # times that the program's times or its links are corrected: it is to settle, and each costs a plan
 FASTEST = 0.3  # of the recorded times: on a slow host a recording is three times too long, and not more
@@ -214,12 +214,13 @@ class Feedback:
             may_grow=one_kind_or_untold and not all(each.plan.keeps_everything for each in made),
             overflow=overflow,
         )
-        # Nor does it say anything of the pace; and memory in DRAM is slow whatever the plan.
-        if lap is not None and len(made) == len(predictions) == 1 and not (pressed or overflow):
+        if lap is not None and len(made) == len(predictions) == 1:  # else it says nothing of the pace, either
             (only,), (predicted,) = made, predictions
             believed = host is None or not self._awaits_host(predicted)
             changed |= host is not None and self.host(host, only.plan, predicted)
-            changed |= self.lap(lap, predicted, believed=believed)
+            # To flush takes time, and memory in DRAM is slow, whatever the plan: that makes no period shorter.
+            if not (pressed or overflow) or _computed(lap) < _without_stalls(predicted) * (1 - OFF_PACE):
+                changed |= self.lap(lap, predicted, believed=believed)
         return changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:
@@ -351,7 +352,7 @@ class Feedback:
         best = agreed or _median(self._laps)
         if best is None or (computed := _computed(best)) <= 0:
             return False
-        foreseen = predicted.seconds - sum(predicted.stalls.values())
+        foreseen = _without_stalls(predicted)
         late = foreseen * (1 + LATE_PACE)
         if not last and late < computed < foreseen * SLOWEST:
             computed = min(map(_computed, self._laps))
@@ -417,6 +418,11 @@ def _agreed(laps: Sequence[Lap]) -> Lap | None:
 def _median(laps: Sequence[Lap]) -> Lap | None:
     """The one in the middle, once there are as many as make sure: half of them were no longer."""
     return sorted(laps, key=_computed)[SURE // 2] if len(laps) == SURE else None
+
+
+def _without_stalls(predicted: Simulated) -> float:
+    """What the period is predicted to take without its waits."""
+    return predicted.seconds - sum(predicted.stalls.values())
 
 
 def _computed(lap: Lap) -> float:

@@ -312,7 +312,7 @@ def test_plans_are_settled_after_some_periods_where_no_laps_are_to_be_had() -> N
 
 def test_a_cache_that_is_flushed_now_and_then_leaves_the_budget_as_it_is() -> None:
     feedback = Feedback(TARGET, PCIE_GEN5)
-    flushes = [True] * SETTLING + [False, True, False, True, True]
+    flushes = [True] * SETTLING + [False, True, False] + [True] * PRESSES
     assert [feedback.peak(TARGET, TARGET, TARGET, pressed=flush, may_grow=True) for flush in flushes] == [
         *[False] * (len(flushes) - 1),
         True,
@@ -501,6 +501,19 @@ def test_a_short_period_says_nothing_of_the_device_before_the_host_s_time_is_kno
     assert changed == 1
     assert feedback.pace == 1.0
     assert feedback.host_pace == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("takes", "pace"), [(0.25, pytest.approx(0.3)), (0.5, pytest.approx(0.5)), (1.1, 1.0)])
+def test_a_period_in_which_the_allocator_flushed_tells_the_pace_where_it_was_shorter(takes: float, pace: float) -> None:
+    """Shapes that change leave fragments, in every period: one of 110 ms was taken to need 420, as it was recorded."""
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    made = (Made(make_plan("test", MODEL, (), GiB), PREDICTED),)
+    lap = Lap(takes * PREDICTED.seconds, {})
+    for _ in range(SETTLING + 1):
+        feedback.period_over(made, 0, TARGET, pressed=False, overflow=0, lap=None)
+    changed = [feedback.period_over(made, 0, TARGET, pressed=True, overflow=0, lap=lap) for _ in range(LAPS)]
+    assert any(changed) == (takes < 1)
+    assert feedback.pace == pace
 
 
 def test_a_host_that_waits_for_the_device_is_not_taken_to_need_longer_than_was_recorded() -> None:
