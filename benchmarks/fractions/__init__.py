@@ -1,4 +1,4 @@
-"""How close each method comes to the ideal at a budget: a benchmark that goes on where it stopped.
+"""How close does each method come to the ideal at a budget? The benchmark goes on where it stopped.
 
 ``python -m benchmarks.fractions run --results FILE.json --budgets 75,60 --methods tiers:auto,checkpoint --seconds 600``
 ``python -m benchmarks.fractions show FILE.json --markdown``

@@ -1,14 +1,4 @@
-"""Training beside preprocessing, with the monitor off and on.
-
-``python -m benchmarks.contention --json contention.json`` on a GPU machine takes less than ten minutes;
-``python -m benchmarks.contention --tiny`` runs the same code on a CPU in less than one and tells nothing.
-
-A *cell* is one variant beside one load: ``off`` and ``on`` are tiers at a budget that forces moves, without and with
-the monitor; they alternate within one session, their order turning from round to round. In a cell training runs until
-nothing has changed for some steps; then it takes turns of some steps with plain PyTorch (no tiers, a process of its
-own), and what the load does in the turns of each is counted. So what is compared is seconds apart: hosts that others
-use change within minutes by more than what is looked for. Loads are those of `loads`.
-"""
+"""The command line; see the package."""
 
 from __future__ import annotations
 
@@ -26,15 +16,16 @@ from typing import Any
 
 import torch
 
+import benchmarks.contention
 import torch_tiers as tiers
 from benchmarks import workloads
 from benchmarks.alternate import sm_clock
-from benchmarks.contention_report import NONE, Cell, table
+from benchmarks.contention.loads import Copies, Jpegs, Load, Span
+from benchmarks.contention.plain import Plain
+from benchmarks.contention.report import NONE, Cell, table
+from benchmarks.contention.switch import Switch
 from benchmarks.counts import per_step
-from benchmarks.loads import Copies, Jpegs, Load, Span
-from benchmarks.plain import Plain
 from benchmarks.settling import plans
-from benchmarks.switch import Switch
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.monitor.calibration import Calibration
 from torch_tiers.session import Session
@@ -247,7 +238,11 @@ def _run(options: argparse.Namespace, loads: Sequence[Load], plain: Plain, start
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.contention",
+        description=benchmarks.contention.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workload", default="reference_gpt", choices=list(BATCHES))
     parser.add_argument("--tiny", action="store_true", help="the small variant, on a CPU")

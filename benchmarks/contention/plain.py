@@ -6,8 +6,11 @@ Two programs that take turns of seconds can be compared on a host that others us
 from __future__ import annotations
 
 import multiprocessing
+import time
 from multiprocessing.connection import Connection
 from typing import Any
+
+from torch_tiers.allocator.sizes import GiB
 
 ANSWERS = 300.0  # seconds in which a turn has to be over
 LINKS = -1  # asks for the links in place of steps
@@ -67,11 +70,29 @@ class Plain:
             self._process.join()
 
 
+def link_speed() -> tuple[float, float]:
+    """Bytes per second of one pinned 1 GiB copy, out and back; the best of five."""
+    import torch
+
+    host = torch.empty(GiB, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(GiB, dtype=torch.uint8, device="cuda")
+    speeds = []
+    for target, source in ((host, device), (device, host)):
+        best = float("inf")
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - start)
+        speeds.append(GiB / best)
+    return speeds[0], speeds[1]
+
+
 def _serve(pipe: Connection, name: str, tiny: bool) -> None:
     import torch
 
     from benchmarks import workloads
-    from benchmarks.activation_path import link_speed
 
     step = getattr(workloads, name)("cuda" if torch.cuda.is_available() else "cpu", tiny=tiny).step
     while True:
