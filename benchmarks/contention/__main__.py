@@ -296,6 +296,7 @@ def write(options: argparse.Namespace, start: float, cells: Sequence[Cell]) -> N
     if options.json is None:
         return
     facts = {
+        "when": time.strftime("%Y-%m-%d", time.gmtime()),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
