@@ -1,4 +1,4 @@
-"""Allocators side by side on one GPU: step time, reserved memory and start-up, a process each, in turns.
+"""What does our allocator cost beside PyTorch's: step time, reserved memory and start-up, a process each, in turns?
 
 ``python -m benchmarks.allocators --workload reference_gpt --rounds 200 --variants plain,expandable,pages``
 ``python -m benchmarks.allocators --workload checkpointed_gpt,unet,changing_gpt --rounds 40 --apart``

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,69 +21,6 @@ class Ratio:
     median: float
     low: float
     high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What `alternate` measured.
-
-    Attributes
-    ----------
-    seconds
-        For every variant, the time of each round.
-    sm_clocks
-        The SM clock in MHz after each round, ``None`` where there is no NVIDIA GPU.
-    """
-
-    seconds: dict[str, list[float]]
-    sm_clocks: list[int | None]
-
-    def medians(self) -> dict[str, float]:
-        """Return the median time of every variant, in seconds."""
-        return {name: float(np.median(times)) for name, times in self.seconds.items()}
-
-    def ratio(self, variant: str, base: str) -> Ratio:
-        """Return how many times as long as `base` the variant takes."""
-        return median_ratio(self.seconds[variant], self.seconds[base])
-
-
-def alternate(
-    variants: Mapping[str, Callable[[], object]],
-    rounds: int,
-    *,
-    warmup: int = 2,
-    synchronize: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Comparison:
-    """Time each variant once a round; the order turns by one from round to round.
-
-    Parameters
-    ----------
-    variants
-        What to run, by name.
-    rounds, warmup
-        How many rounds to time, and how many to run untimed before.
-    synchronize
-        Called before and after each timed run: ``torch.cuda.synchronize`` on a GPU.
-    clock
-        Returns seconds.
-    """
-    if not variants or rounds < 1:
-        raise ValueError(f"alternate needs a variant and a round, not {len(variants)} and {rounds}")
-    for _ in range(warmup):
-        for run in variants.values():
-            run()
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    sm_clocks: list[int | None] = []
-    for k in range(rounds):
-        for name in _turned(list(variants), k):
-            synchronize()
-            started = clock()
-            variants[name]()
-            synchronize()
-            seconds[name].append(clock() - started)
-        sm_clocks.append(sm_clock())
-    return Comparison(seconds, sm_clocks)
 
 
 def self_timed(variants: Mapping[str, Callable[[], float]], rounds: int, *, warmup: int = 1) -> dict[str, list[float]]:

@@ -1,4 +1,6 @@
-"""The demo: the laptop GPT without tiers and with tiers at a budget too small for it, side by side.
+"""Does a program train the same with tiers at a budget too small for it? ``scripts/demo`` shows both side by side.
+
+``python -m benchmarks.demo --json``
 
 It trains three times: without tiers; with tiers and all the memory there is, to learn what the program needs;
 and with a part of that, and so little DRAM that some of what moves goes on to NVMe. Exits with 1 if a loss

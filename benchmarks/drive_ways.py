@@ -1,4 +1,4 @@
-"""From HBM to a drive and back by the ways that groups go, beside the drive alone, in turn.
+"""How close to the speed of the drive alone do page groups go from HBM to a drive and back, way by way?
 
 ``python -m benchmarks.drive_ways --directory /mnt/nvme0 --size 4GiB --rounds 5``
 

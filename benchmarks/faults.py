@@ -1,4 +1,4 @@
-"""What becomes of a training run when its drive fails, lies, fills up or goes away, or when the run itself is killed.
+"""What becomes of a training run when its drive fails, lies, fills up or goes away, or when the run itself is killed?
 
 ``python -m benchmarks.faults --kills 50``
 

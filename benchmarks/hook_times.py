@@ -1,4 +1,4 @@
-"""Host time that the saved-tensor hooks take, per tensor that stays and per tensor that moves.
+"""How much of the host's time do the saved-tensor hooks take for a tensor that stays, and for one that moves?
 
 ``python -m benchmarks.hook_times [--profile]``
 

@@ -1,4 +1,4 @@
-"""How the kernel counts host memory of every kind that we make, and which limits it obeys.
+"""How does the kernel count host memory of every kind that we make, and which limits does it obey?
 
 ``python -m benchmarks.host_memory_accounting`` takes about a minute and a half with a GPU; kinds that need one are
 left out without.

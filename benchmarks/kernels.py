@@ -1,4 +1,4 @@
-"""Which kernels of a step take longer than the plain program's: two variants in turns, step by step, then profiled.
+"""Which kernels of a step take longer than the plain program's? Two variants run in turns, step by step, then profiled.
 
 ``python -m benchmarks.kernels --workload reference_gpt --hbm 29.15GiB``
 ``python -m benchmarks.kernels --workload resnet152 --variants expandable,expandable#2``

@@ -1,4 +1,4 @@
-"""Page groups on our lanes beside PyTorch's plain pinned copies, in turn: one direction, and both at once.
+"""How close do page groups on our lanes come to PyTorch's plain pinned copies, one direction and both at once?
 
 ``python -m benchmarks.lane_copies --json FILE`` takes about a minute on an H100.
 

@@ -1,6 +1,6 @@
-"""What replaying a block costs the host, beside running its module again, and beside its operators' own dispatch.
+"""What does replaying a block cost the host, beside running its module again and its operators' own dispatch?
 
-    nice -n -5 .venv/bin/python -m benchmarks.replay_cost
+``nice -n -5 python -m benchmarks.replay_cost``
 
 A decoder's block and a T5 layer of the zoo, so small that the host's time is all there is. *Module again* is what a
 checkpoint does: forward in Python, which builds a graph. *Dispatch* has TorchScript's interpreter, which is C++, call

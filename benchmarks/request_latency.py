@@ -1,4 +1,4 @@
-"""How long the allocator's core takes for one request and for one free, served from what is mapped; no GPU needed.
+"""How long does the allocator's core take for one request and for one free, served from what is mapped, without a GPU?
 
 ``python -m benchmarks.request_latency``
 

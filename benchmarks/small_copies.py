@@ -1,4 +1,4 @@
-"""How long a program's own small copies wait while a lane is busy in the same direction.
+"""How long do a program's own small copies wait while a lane is busy in the same direction?
 
 ``python -m benchmarks.small_copies``. A lane's copies are given to the driver long before they are due. Whoever copies
 a few bytes meanwhile, on a stream of its own, waits for some of them: a batch for the device, a loss that is read.

@@ -1,6 +1,6 @@
-"""What recording costs the host, an operator: its own time, and with its key on, for what is new and what is known.
+"""What does recording an operator cost the host, where it is new and where it is known?
 
-    nice -n -5 .venv/bin/python -m benchmarks.tape_cost
+``nice -n -5 python -m benchmarks.tape_cost``
 
 Times are those of the thread's own processor, the least of several rounds in turn: others on the machine add little.
 """

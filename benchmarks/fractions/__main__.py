@@ -55,6 +55,8 @@ def _merge(options: argparse.Namespace) -> None:
     results = Results(options.file)
     for path in options.others:
         results.merge(Results(path))
+    if options.newest:
+        results.condense()
 
 
 def _largest(options: argparse.Namespace) -> None:
@@ -117,7 +119,10 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--tiny", action="store_true", help="the small workloads: tells nothing about speed")
     merge = verbs.add_parser("merge", help="take over what other files have that is newer")
     merge.add_argument("file", type=Path)
-    merge.add_argument("others", type=Path, nargs="+")
+    merge.add_argument("others", type=Path, nargs="*")
+    merge.add_argument(
+        "--newest", action="store_true", help="keep each cell as it was measured last, without its steps"
+    )
     show = verbs.add_parser("show", help="print what was measured")
     show.add_argument("file", type=Path)
     show.add_argument("--markdown", action="store_true")

@@ -10,12 +10,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.fractions.cells import Cell
+from benchmarks.fractions.cells import Cell, parse
 
 Record = dict[str, Any]
 FORMAT = 1
 CELL = ("machine", "code", "workload", "budget", "method")
 TRY = ("machine", "code", "workload", "method", "batch")
+EACH = ("steps", "ideal_steps", "losses")  # what a record has of each step
 
 
 class Results:
@@ -94,6 +95,12 @@ class Results:
                     _replace(mine, record, names)
         self._write()
 
+    def condense(self) -> None:
+        """Keep what was measured last, and of that no single steps."""
+        for records in (self.cells, self.tries):
+            records[:] = [{k: v for k, v in record.items() if k not in EACH} for record in current(records)]
+        self._write()
+
     def _write(self) -> None:
         if self._path is None:
             return
@@ -108,6 +115,15 @@ class Results:
 def fits(record: Record, budget: int) -> bool:
     """Whether a measurement stayed within `budget` percent of what the plain program reserves."""
     return record["status"] == "ok" and bool(record["reserved"] <= record["plain_reserved"] * budget / 100)
+
+
+def current(records: Sequence[Record]) -> list[Record]:
+    """Each cell or try as it was measured last: ours on whatever machine that was, peers on each."""
+    last: dict[tuple[object, ...], Record] = {}
+    for record in sorted(records, key=lambda record: record["when"]):
+        machine = None if parse(record["method"]).ours else record["machine"]
+        last[machine, record["workload"], record.get("budget"), record["method"], record.get("batch")] = record
+    return list(last.values())
 
 
 def _key(record: Record, names: Sequence[str]) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.alternate import Ratio, alternate, host_us, median_ratio, sm_clock
+from benchmarks.alternate import host_us, median_ratio, self_timed, sm_clock
 
 
 def fake_nvidia_smi(directory: Path, body: str) -> None:
@@ -19,27 +19,14 @@ def fake_nvidia_smi(directory: Path, body: str) -> None:
 
 def test_each_variant_runs_once_a_round_and_the_order_turns() -> None:
     ran: list[str] = []
-    alternate({name: partial(ran.append, name) for name in "abc"}, rounds=3, warmup=1)
-    assert "".join(ran) == "abc" + "abc" + "bca" + "cab"
 
+    def run(name: str) -> float:
+        ran.append(name)
+        return float(len(ran))
 
-def test_only_what_lies_between_the_clock_readings_is_counted() -> None:
-    now = 0.0
-
-    def take(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    comparison = alternate({"plain": lambda: take(1.0), "slow": lambda: take(3.0)}, rounds=5, clock=lambda: now)
-    assert comparison.medians() == {"plain": 1.0, "slow": 3.0}
-    assert comparison.ratio("slow", "plain") == Ratio(3.0, 3.0, 3.0)
-    assert len(comparison.sm_clocks) == 5
-
-
-def test_the_device_is_synchronized_around_every_timed_run() -> None:
-    happened: list[str] = []
-    alternate({"a": lambda: happened.append("run")}, rounds=2, warmup=0, synchronize=lambda: happened.append("sync"))
-    assert happened == ["sync", "run", "sync"] * 2
+    seconds = self_timed({name: partial(run, name) for name in "abc"}, rounds=3, warmup=1)
+    assert "".join(ran) == "cab" + "abc" + "bca" + "cab"
+    assert seconds == {"a": [4.0, 9.0, 11.0], "b": [5.0, 7.0, 12.0], "c": [6.0, 8.0, 10.0]}  # but for the warm-up
 
 
 def test_a_drift_that_both_share_does_not_move_the_ratio() -> None:
@@ -66,8 +53,6 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 def test_rounds_that_do_not_pair_are_refused() -> None:
     with pytest.raises(ValueError, match="2 against 1"):
         median_ratio([1.0, 2.0], [1.0])
-    with pytest.raises(ValueError, match="needs a variant and a round"):
-        alternate({}, rounds=1)
 
 
 def test_the_clock_is_none_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,25 +12,13 @@ from benchmarks.fractions.__main__ import main as fractions_main
 from benchmarks.request_latency import whole_steps
 from tests.unit import warm
 
-SMALL = "--tiny --rounds 1 --steps 1 --dram 1GiB"
-
 
 @pytest.mark.parametrize(
     ("command", "shows"),
     [
-        (f"activation_path {SMALL} --moved", ["plain", "moved"]),
-        (
-            "in_place --tiny --workload resnet152 --allocator torch --policy superneurons --hbm 3MiB --dram 64MiB"
-            " --steps 2",
-            ["recomputed, 0 MiB moved", "| relu_(native_batch_norm) |", "| all |"],
-        ),
-        ("disk_store --directory . --size 8MiB --rounds 2", ["plain"]),
         ("hook_times", ["policy auto", "policy move"]),
         ("replay_cost --count 2 --rounds 1", ["llama block", "t5 layer"]),
-        (
-            "losses --tiny --steps 2 --deterministic --allocator torch --policy move --budgets 1MiB",
-            ["plain, once more", "move at 1MiB", "the same in all of 2 steps"],
-        ),
+        ("tape_cost --count 20 --rounds 1", ["addmm", "a layer's step"]),
     ],
 )
 def test_it_runs(

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.contention import FEW, LONGEST, RECOVERY, Bench, main
-from benchmarks.contention_report import NONE, Cell, middle, of_plain, promises, table
-from benchmarks.loads import Copies, images_per_second, photographs
-from benchmarks.plain import Plain
+from benchmarks.contention.__main__ import FEW, LONGEST, RECOVERY, Bench, main
+from benchmarks.contention.loads import Copies, images_per_second, photographs
+from benchmarks.contention.plain import Plain
+from benchmarks.contention.report import NONE, Cell, middle, of_plain, promises, table
+from benchmarks.contention.switch import Switch
 from benchmarks.settling import Plans
-from benchmarks.switch import Switch
 from examples.train_resnet import decode
 from torch_tiers.allocator.sizes import GiB
 from torch_tiers.monitor.calibration import Calibration
@@ -230,7 +230,7 @@ def test_steps_are_timed_when_nothing_has_changed_for_some(
     class Monitored(Switch):
         share = property(lambda self: now()[1])  # type: ignore[assignment]
 
-    monkeypatch.setattr("benchmarks.contention.plans", lambda session: now()[2])
+    monkeypatch.setattr("benchmarks.contention.__main__.plans", lambda session: now()[2])
     session = SimpleNamespace(stats=lambda: {"pages": {"maps": now()[0]}})
     bench = Bench(step, None, 8, settle=QUIET, window=8, turns=3)  # type: ignore[arg-type]
     settled, *_ = bench.settle(session, Monitored(Calibration({})))  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def test_what_the_monitor_may_yet_see_is_waited_for(
     Monitored.share = share  # type: ignore[assignment, method-assign]
     switch = Monitored(Calibration({}))
     switch.set(on)
-    monkeypatch.setattr("benchmarks.contention.plans", lambda session: Plans((), False, True))
+    monkeypatch.setattr("benchmarks.contention.__main__.plans", lambda session: Plans((), False, True))
     session = SimpleNamespace(stats=lambda: {"pages": {"maps": 0}})
     bench = Bench(step, None, 8, settle=40, window=8, turns=3)  # type: ignore[arg-type]
     bench.settle(session, switch)  # type: ignore[arg-type]
@@ -274,7 +274,7 @@ def test_it_is_counted_when_the_monitor_makes_room_and_when_it_no_longer_does(mo
         def look(self) -> float | None:
             return 1 / done
 
-    monkeypatch.setattr("benchmarks.contention.plans", lambda session: Plans((), False, True))
+    monkeypatch.setattr("benchmarks.contention.__main__.plans", lambda session: Plans((), False, True))
     session = SimpleNamespace(stats=lambda: {"pages": {"maps": 0}})
     bench = Bench(step, None, 8, settle=QUIET, window=8, turns=3)  # type: ignore[arg-type]
     switch = Monitored(Calibration({}))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fractions.__main__ import main as fractions_main
 from benchmarks.fractions.cells import cells, code, parse
 from benchmarks.fractions.driver import Run, compare
 from benchmarks.fractions.largest import Largest, largest
@@ -322,6 +323,26 @@ def test_files_are_merged_and_the_later_measurement_of_a_cell_stays() -> None:
     theirs.cells[1] |= {"when": "0000", "fraction": 0.4}
     mine.merge(theirs)
     assert sorted(record["fraction"] for record in mine.cells) == [0.3, 1.0, 1.0]
+
+
+def test_what_is_condensed_is_what_was_measured_last_without_its_steps(tmp_path: Path) -> None:
+    path = tmp_path / "fractions.json"
+    results = Results(path)
+    for when, method, machine, hashed in (
+        ("2026-01", "pages:auto", GPU, "a"),
+        ("2026-02", "pages:auto", "another", "b"),
+        ("2026-03", "checkpoint", GPU, "c"),
+        ("2026-04", "checkpoint", "another", "c"),
+    ):
+        results.put_cell(record(method, None, 0.9, when=when, machine=machine, code=hashed, steps=[0.1], losses=[1.0]))
+    fractions_main(["merge", str(path), "--newest"])
+    kept = Results(path).cells
+    assert [(one["when"], one["machine"]) for one in kept] == [
+        ("2026-02", "another"),  # ours: the code changes
+        ("2026-03", GPU),  # a peer is what it is on each card
+        ("2026-04", "another"),
+    ]
+    assert not {"steps", "losses"} & set().union(*kept)
 
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""`RESULTS.md` is what data and reports say, README says what is found there, and each script says what it is for."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results
+from benchmarks.contention.report import Cell, of_plain
+from benchmarks.fractions.table import render
+
+ROOT = Path(__file__).parents[3]
+SHELF = ROOT / "benchmarks"
+SHARED = {"alternate", "counts", "settling", "turns", "unet", "workloads", "demo_report", "kills"}  # by scripts
+FIGURE = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]|,\d)")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/*.md", "benchmarks/reports/*.md")
+
+
+def scripts() -> list[str]:
+    files = {path.stem for path in SHELF.glob("*.py")} - SHARED - {"__init__"}
+    return sorted(files | {path.parent.name for path in SHELF.glob("*/__main__.py")})
+
+
+def test_the_page_is_what_data_and_reports_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = results.PAGE.read_text()
+    monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
+    results.main([])
+    assert (tmp_path / "RESULTS.md").read_text() == written, "run python -m benchmarks.results"
+    assert "<!--" not in written
+
+
+def test_each_report_is_on_the_page_and_says_what_is_not_shown() -> None:
+    assert sorted(results.ORDER.split()) == sorted(path.stem for path in (SHELF / "reports").glob("*.md"))
+    for path in (SHELF / "reports").glob("*.md"):
+        title, *_ = text = path.read_text().splitlines()
+        assert title.startswith("# ") and title.endswith("?"), f"{path.name}: the title is the question"
+        assert text[2] == "## Result" and "## What is not shown" in text, path.name
+        _, _, result = path.read_text().partition("## Result\n")
+        result = result.partition("\n## ")[0]
+        assert re.search(r"\b11-\d\d\b|\b\d\d-\d\d\b", result), f"{path.name}: the result has its day"
+        assert re.search(r"H[12]00|A CPU", result), f"{path.name}: the result has its card"
+        assert re.search(r"python -m |\bpytest\b", result), f"{path.name}: the result has its command"
+
+
+def test_the_newest_of_each_cell_is_shown_with_its_card_and_day() -> None:
+    (row,) = (row for row in results.fractions("reference_gpt") if row[0] == "pages:auto")
+    newest = max(
+        (
+            r
+            for r in results.measured().cells
+            if (r["method"], r["budget"]) == ("pages:auto", 75) and r["workload"] == "reference_gpt"
+        ),
+        key=lambda record: record["when"],
+    )
+    assert row[1] == f"{newest['fraction']:.3f}" and newest["when"][5:10] in row[-1] and "H100" in row[-1]
+    table = render(results.contention(), markdown=True)
+    assert "nan" not in table and "copies at 120 GB/s" in table
+
+
+def test_a_load_is_told_as_what_it_keeps_of_what_it_has_beside_plain_training() -> None:
+    cells = [Cell(0, "copies", "on", 9.0, 30.0, plain_training=10.0, plain_preprocessing=40.0)]
+    assert of_plain(cells, "copies", "on", "preprocessing") == 0.75
+
+
+def test_a_figure_of_the_readme_is_found_in_the_results() -> None:
+    """As it is there, or rounded to fewer digits."""
+    readme = (ROOT / "README.md").read_text()
+    claims = readme.partition("Speed in less memory")[2].partition("It needs Linux")[0]
+    claims += readme.partition("## Results")[2].partition("## Limits")[0]
+    found = FIGURE.findall(results.PAGE.read_text())
+    known = {f"{float(figure):.{digits}f}" for figure in found for digits in range(1, 5)} | set(found)
+    assert [figure for figure in FIGURE.findall(claims) if figure not in known] == []
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_a_script_begins_with_its_question_and_its_command(name: str) -> None:
+    path = SHELF / f"{name}.py"
+    path = path if path.exists() else SHELF / name / "__init__.py"
+    said = ast.get_docstring(ast.parse(path.read_text()))
+    assert said is not None and "?" in said.partition("\n\n")[0], "the first sentence is the question"
+    assert f"python -m benchmarks.{name}" in said, "and then comes the command"
+    assert f"benchmarks.{name}" in (SHELF / "README.md").read_text(), "the table of benchmarks/README.md has it"
+
+
+def test_links_lead_to_files_and_headings_that_are_there() -> None:
+    broken = []
+    for page in [path for pattern in PAGES for path in ROOT.glob(pattern)]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if target.startswith(("http:", "https:", "mailto:")):
+                continue
+            name, _, heading = target.partition("#")
+            path = (page.parent / name).resolve() if name else page
+            if not path.exists() or (heading and heading not in headings(path)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def headings(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+    return {re.sub(r"[^a-z0-9 _-]", "", title.lower()).replace(" ", "-") for title in titles}
