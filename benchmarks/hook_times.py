@@ -111,7 +111,7 @@ def without_copies() -> Iterator[None]:
 def hook_times(step: Callable[[], torch.Tensor], arguments: dict[str, str], *, by_call: bool = False) -> str:
     """Microseconds of host time per saved tensor, pack and unpack together: the median over steps."""
     timer = HookTimer()
-    with without_copies(), timer, tiers.session(allocator="torch", **arguments):
+    with without_copies(), timer, tiers.session(allocator="torch", plan_cache=False, **arguments):
         for _ in range(LEARNING):
             step()
         of_steps: dict[str, list[float]] = {"stay": [], "move": []}

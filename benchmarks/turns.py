@@ -66,6 +66,7 @@ class Worker:
         if share is not None:
             command += ["--compiled", str(share)]
         started = time.perf_counter()
+        environ = {"TIERS_PLAN_CACHE": "0", **environ}  # what it takes to learn is a part of it
         self._process = subprocess.Popen(
             command, env={**os.environ, **environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

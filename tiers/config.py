@@ -97,7 +97,7 @@ class Config:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
     replay: bool = True
-    plan_cache: bool = False
+    plan_cache: bool = True
     ledger: Path | None = None
     run: Path | None = None
     run_force: bool = False

@@ -210,7 +210,7 @@ def _run(options: argparse.Namespace, loads: Sequence[Load], plain: Plain, start
     arguments: dict[str, Any] = {f"links_{lane}": rate for lane, rate in measured.items()}
     if options.hbm:
         arguments["hbm"] = options.hbm
-    arguments |= {"policy": options.policy, "dram": options.dram, "allocator": options.allocator}
+    arguments |= {"policy": options.policy, "dram": options.dram, "allocator": options.allocator, "plan_cache": False}
     beside: list[Load | None] = [*([None] if options.none else []), *loads]
     with tiers.session(monitor_enabled=False, **arguments) as session:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -128,6 +128,7 @@ class Bench:
                 "policy": method.policy,
                 "dram": self.dram,
                 "hbm": hbm,
+                "plan_cache": False,  # what one cell learned is no other's
             }
             if self.runs is not None:
                 arguments["run"] = _unused(self.runs / f"{method.name.replace(':', '-')}-{hbm or 'all'}")

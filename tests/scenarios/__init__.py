@@ -91,6 +91,7 @@ def main(family: str) -> None:
     """Run the scenarios named on the command line, or all of the family; exit with 1 if one did not hold."""
     # cuBLAS reads this at its first use, which may be long before the first program that wants determinism.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("TIERS_PLAN_CACHE", "0")  # what one scenario learned is no other's
     if "TIERS_LEDGER" not in os.environ:  # what other programs of this user hold is none of theirs
         directory = tempfile.TemporaryDirectory(prefix="tiers-ledger-")
         atexit.register(directory.cleanup)

@@ -134,7 +134,7 @@ def test_every_key_can_stand_in_the_file(resolve, tmp_path):
         allocator = "pages"
         policy = "flashneuron"
         replay = false
-        plan_cache = true
+        plan_cache = false
         ledger = "ledger"
         run = "out"
         run_force = true
