@@ -12,17 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.clocks import Clocks
 from torch_tiers.migrator.telemetry.transfers import Transfer
 from torch_tiers.migrator.timing import Lap
-
-if TYPE_CHECKING:
-    from torch_tiers.migrator.engine.tensors import Saved
-    from torch_tiers.migrator.lanes.meter import Measures
 
 SLOT = 512
 """Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
@@ -47,13 +44,28 @@ class Piece(NamedTuple):
     nbytes: int
 
 
+class Member(Protocol):
+    """A storage of a group, or the part of one: `nbytes` from byte `low` on, whose place is at byte `offset` of it.
+
+    Its `alias` holds the program's memory.
+    """
+
+    alias: torch.Tensor
+    offset: int
+
+    @property
+    def low(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Leaving:
     """What of a group goes out of the program's memory into a block: a piece for each member.
 
     Attributes
     ----------
-    members : list of Saved
+    members : list of Member
         Which have their places in the group, and still their memory: this is good for one call of `Lane.copy`.
     block : Tensor
         Flat and of uint8.
@@ -63,10 +75,10 @@ class Leaving:
         `Tensors.spans` of `migrator.engine.tensors`.
     """
 
-    members: list[Saved]
+    members: Sequence[Member]
     block: torch.Tensor
     nbytes: int
-    spans: Callable[[list[Saved], int], bytes]
+    spans: Callable[[Any, int], bytes]
 
     def __iter__(self) -> Iterator[Piece]:
         target, at = self.block.untyped_storage(), int(self.block.storage_offset())
@@ -100,6 +112,17 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until it has been passed; raises what the work before it raised."""
+
+
+class TimedEvent(Event, Protocol):
+    """An event of a stream, that tells when it was passed."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this one to another; both must have been passed."""
+
+
+Gap: TypeAlias = tuple[TimedEvent, TimedEvent]
+"""When a stream got to a wait, and when it went on."""
 
 
 class Lane(Protocol):
@@ -180,6 +203,18 @@ class OperatorClock(Protocol):
 
     def begin(self, device: int, stream: int) -> OperatorTimes | None:
         """Time what runs on that stream of a GPU from now on; None while somebody else's is timed."""
+
+
+class Measures(NamedTuple):
+    """A period's `times`, `seconds`, `others` and `clocks`; see `migrator.trace.Trace`.
+
+    With clocks, the times are those of the device by itself.
+    """
+
+    times: tuple[float, ...]
+    seconds: float
+    others: tuple[int, ...]
+    clocks: Clocks | None = None
 
 
 class Meter(Protocol):

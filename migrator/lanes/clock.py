@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch_tiers.migrator.lanes.laps import TimedEvent
+from torch_tiers.migrator.lanes import TimedEvent
 
 
 class DeviceClock:

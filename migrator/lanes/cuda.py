@@ -16,6 +16,7 @@ from torch_tiers.migrator.lanes import (
     TIMED,
     TIMED_EVERY,
     Event,
+    Gap,
     Leaving,
     Memory,
     OperatorClock,
@@ -24,7 +25,7 @@ from torch_tiers.migrator.lanes import (
     at_full_speed,
     peaks,
 )
-from torch_tiers.migrator.lanes.laps import Gap, Laps
+from torch_tiers.migrator.lanes.laps import Laps
 from torch_tiers.migrator.lanes.meter import CudaMeter
 from torch_tiers.migrator.lanes.promised import PromisedEvent
 from torch_tiers.migrator.telemetry.counters import Counters

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch_tiers.migrator.lanes.laps import TimedEvent
+from torch_tiers.migrator.lanes import TimedEvent
 
 BEHIND, IDLE = 5e-4, 1e-4  # seconds by which a device is behind for certain, and by which it is not
 

@@ -6,23 +6,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
-from torch_tiers.migrator.lanes import Event
+from torch_tiers.migrator.lanes import Gap, TimedEvent
 from torch_tiers.migrator.lanes.clock import DeviceClock
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.timing import CALL, Lap
-
-
-class TimedEvent(Event, Protocol):
-    """An event of a stream, that tells when it was passed."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this one to another; both must have been passed."""
-
-
-Gap: TypeAlias = tuple[TimedEvent, TimedEvent]
-"""When a stream got to a wait, and when it went on."""
 
 
 class _Period(NamedTuple):

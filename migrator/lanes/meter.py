@@ -10,41 +10,48 @@ this one wait for them, operators are timed one by one: what the device does bet
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Protocol
 
 from torch_tiers.migrator.clocks import Clocks
+from torch_tiers.migrator.lanes import Gap, Measures, OperatorClock, OperatorTimes, TimedEvent
 from torch_tiers.migrator.lanes.host_clock import HostClock
-
-if TYPE_CHECKING:
-    from torch_tiers.migrator.lanes import OperatorClock, OperatorTimes
-    from torch_tiers.migrator.lanes.cuda import CudaCompute
-    from torch_tiers.migrator.lanes.host import HostCompute
-    from torch_tiers.migrator.lanes.laps import TimedEvent
-
 
 HOLD = 5e-3  # seconds for which the device is held back at once: as many launches as its queue takes
 NEAR = 32  # ticks: when the device has passed the last but so many, it is held back
 
 
-class Measures(NamedTuple):
-    """A period's `times`, `seconds`, `others` and `clocks`; see `migrator.trace.Trace`.
+class Host(Protocol):
+    """What is asked of a program on the CPU."""
 
-    With clocks, the times are those of the device by itself.
-    """
+    static: int
 
-    times: tuple[float, ...]
-    seconds: float
-    others: tuple[int, ...]
-    clocks: Clocks | None = None
+    def stalled(self) -> float:
+        """Seconds that it has waited for lanes."""
+
+
+class Device(Protocol):
+    """What is asked of a program on a GPU; see `migrator.lanes.cuda.CudaCompute`."""
+
+    stream: Callable[[], tuple[int, int, int]]
+    capturing: Callable[[], bool]
+    aside: Callable[[], AbstractContextManager[None]]
+    waited: list[Gap] | None
+
+    @property
+    def lap(self) -> Callable[..., int]: ...
+    @property
+    def delayed(self) -> Callable[[], float]: ...
+    def mark(self, stream: tuple[int, int, int]) -> TimedEvent: ...
+    def hold_up(self, seconds: float) -> None: ...
 
 
 class HostMeter:
     """The host's clock, and the compute's count of bytes."""
 
-    def __init__(self, compute: HostCompute) -> None:
+    def __init__(self, compute: Host) -> None:
         self._compute = compute
         self._aside = 0.0
         self._begin = self.mark()
@@ -108,7 +115,7 @@ class CudaMeter:
         Times operators one by one.
     """
 
-    def __init__(self, compute: CudaCompute, *, held: bool = False, operators: OperatorClock | None = None) -> None:
+    def __init__(self, compute: Device, *, held: bool = False, operators: OperatorClock | None = None) -> None:
         self._compute = compute
         self._operators: OperatorTimes | None = None
         if operators is not None:
