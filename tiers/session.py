@@ -30,10 +30,10 @@ from torch_tiers.config import Config, ConfigError, load
 from torch_tiers.config_keys import USUAL_ALLOCATOR
 from torch_tiers.drives import Drives
 from torch_tiers.log import set_up
-from torch_tiers.migrator.engine import native
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import DirectWay
-from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.hooks import native
+from torch_tiers.migrator.hooks.tensors import HookTensors
 from torch_tiers.migrator.links import Links, links_from
 from torch_tiers.migrator.policies import recomputes
 from torch_tiers.migrator.runtime.options import Options
@@ -128,7 +128,7 @@ class Session:
         dram, nvme = (share // (shares.ranks if shares.ledger else 1) for share in (shares.dram, shares.nvme))
         return links_from(asdict(self._config.links), disk=nvme > 0, below=dram + nvme, dram=dram)
 
-    def _tensors(self) -> Tensors:
+    def _tensors(self) -> HookTensors:
         """The C++ part of the hooks.
 
         Raises

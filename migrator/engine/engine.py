@@ -25,9 +25,9 @@ from torch_tiers.allocator.errors import TierFull
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct
 from torch_tiers.migrator.engine.direct.parcel import DirectParcel, Source
-from torch_tiers.migrator.engine.group import NEVER, Claim, ClaimOn, Group, State, unclaimed
+from torch_tiers.migrator.engine.group import NEVER, Claim, ClaimOn, Group, Saved, State, unclaimed
 from torch_tiers.migrator.engine.parcel import Parcel
-from torch_tiers.migrator.engine.tensors import Saved, Tensors
+from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.lanes import Compute, Event, Lane, Leaving, Meter, Stream, whole
 from torch_tiers.migrator.lanes.promised import PromisedEvent
 from torch_tiers.migrator.plan import READ_AHEAD

@@ -9,7 +9,7 @@ The life of a group::
     HOME      one buffer in HBM holds, or is about to hold, all of it; its tensors are views of it
     GONE      nobody refers to it any more
 
-References point upwards only. What autograd holds (`tensors.Moved`) refers to a `Saved`, that to its
+References point upwards only. What autograd holds (`Moved`) refers to a `Saved`, that to its
 group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
 reference count. All that a graph holds of one group shares a `Claim`, so that the engine hears of a
 group's death once. That may come anywhere, also while the engine holds its lock; therefore it is only
@@ -24,12 +24,12 @@ import enum
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from torch_tiers.migrator.engine.direct.parcel import DirectParcel
 from torch_tiers.migrator.engine.parcel import Parcel
-from torch_tiers.migrator.engine.tensors import Saved
 from torch_tiers.migrator.lanes import Stream
 
 NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for
@@ -60,6 +60,32 @@ class ClaimOn(weakref.ref[Claim]):
 
 def unclaimed() -> None:
     """A reference to a claim that nobody makes."""
+
+
+class Saved(Protocol):
+    """A storage, or the part of one, that moves: where it lies within its group.
+
+    Attributes
+    ----------
+    alias : Tensor
+        Holds the program's memory until that is let go.
+    group : Group
+        The one it moves with.
+    low, nbytes : int
+        Which bytes of the storage: so many from byte `low` on.
+    offset : int
+        Of its first byte in the group; -1 until the group leaves.
+    """
+
+    alias: torch.Tensor
+    offset: int
+
+    @property
+    def group(self) -> Group: ...  # noqa: D102
+    @property
+    def low(self) -> int: ...  # noqa: D102
+    @property
+    def nbytes(self) -> int: ...  # noqa: D102
 
 
 @dataclass(eq=False, slots=True)

@@ -1,25 +1,54 @@
-"""What plans say of sites, in the form in which the hooks look it up."""
+"""What a plan says of a site, and what the graph holds of a tensor that goes; both know whose it is."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
-from torch_tiers.migrator.hooks.garbage import KEPT, MADE, MOVED
+import torch
+from torch import Tensor
+
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.engine.group import Saved
+from torch_tiers.migrator.hooks.dropped import Dropped
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.planner.paces import Pace
+from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.recompute.verified import Verified
+from torch_tiers.migrator.recording.record import Record
+from torch_tiers.migrator.recording.recorder import Recorder
+from torch_tiers.migrator.recording.storages import Storages
 
-if TYPE_CHECKING:
-    from torch_tiers.migrator.engine.mover import Mover
+Find: TypeAlias = Callable[[Verified, Tensor], "tuple[Replay, int] | None"]
+"""What makes a tensor again, as far as it was verified; None if nothing does now."""
+
+
+class Owner(Protocol):
+    """Who takes charge of saved tensors of one thread and device, and gives them back."""
+
+    engine: Engine
+    recorder: Recorder | None
+    storages: Storages
+
+    def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
+        """Take charge of a saved tensor."""
+
+    def drop(self, tensor: Tensor, make: Recompute, find: Find, kind: str) -> Dropped | Moved:
+        """Let go of a saved tensor that is made again; where that does not hold any more, take it."""
+
+    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
+        """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it."""
+
+    def glimpse(self, moved: Moved) -> Tensor:
+        """The same tensor for somebody who only looks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
     """Stay; with the bytes that enter and leave HBM by it. If it is `quiet`, nobody has to be told of it."""
 
-    mover: Mover
+    mover: Owner
     enter: int
     leave: int
     pace: Pace | None = None
@@ -31,7 +60,7 @@ class Stay:
 class Go:
     """Go, with this group."""
 
-    mover: Mover
+    mover: Owner
     group: PageGroup
     pace: Pace | None = None
     stays: ClassVar[Literal[False]] = False
@@ -41,7 +70,7 @@ class Go:
 class Recompute:
     """Drop what is saved at the site `key`, and make it again."""
 
-    mover: Mover
+    mover: Owner
     key: str
     verified: Verified
     pace: Pace | None = None
@@ -51,62 +80,50 @@ class Recompute:
 Action: TypeAlias = Stay | Go | Recompute
 
 
-class Agenda:
-    """What the plans say of all sites, by module.
-
-    Parameters
-    ----------
-    actions : iterable of (str, Action)
-        What to do at these sites; of two for one site the last holds.
+class Moved(Protocol):
+    """What the graph holds in place of a saved tensor that moves. There may be weak references to it.
 
     Attributes
     ----------
-    makes : bool
-        Whether anything that was dropped is made again.
-    quiet : mapping of str to bool or None
-        By module, whether the hooks need not be called in it: all that it saves stays, and is quiet. None for those
-        that save nothing and call others that do, where nothing is gained by switching. Not named here is a root, and
-        the program outside of modules: what those save often tells that a forward begins, or backward. Empty where the
-        hooks are to be called in all modules.
-    objects : int
-        How many the hooks hold under these plans; see `migrator.hooks.garbage`.
+    mover : Owner
+        Who took it.
+    saved : Saved
+        The memory it is on.
+    go : Go or None
+        What the plan says of the site.
+    record : Record or None
+        If the period is recorded.
+    was_used : bool
+        Whether backward has asked for it.
+    counter : Tensor
+        Without memory. It shares the saved tensor's version counter: tensors that `saved` stands for may have several.
+    version : int
+        What the counter said when it was saved.
+    dtype, size
+        The saved tensor's.
     """
 
-    def __init__(self, actions: Iterable[tuple[str, Action]] = ()) -> None:
-        by_path: dict[str, dict[int, Action]] = {}
-        for key, action in actions:
-            path, number = _parted(key)
-            by_path.setdefault(path, {})[number] = action
-        planned = [action for of in by_path.values() for action in of.values()]
-        busy = {path for path, of in by_path.items() if not all(type(one) is Stay and one.quiet for one in of.values())}
-        verified = [action.verified for action in planned if isinstance(action, Recompute)]
-        self.makes = bool(verified)
-        self._actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
-        self._noted: dict[str, set[int]] = {}
-        for key in frozenset[str]().union(*(one.found for one in verified)):
-            path, number = _parted(key)
-            self._noted.setdefault(path, set()).add(number)
-        busy.update(self._noted)
-        around = {path[:at] for path in by_path for at, letter in enumerate(path) if letter == "."}
-        quiet = {path: True for path in by_path.keys() - busy if "." in path}
-        between = {path: None for path in around - busy - by_path.keys() if "." in path}
-        self.quiet: Mapping[str, bool | None] = {**quiet, **between} if quiet else {}
-        self.objects = sum(
-            _TAKES[type(one)] for path in by_path.keys() - quiet.keys() for one in by_path[path].values()
-        )
+    was_used: bool
 
-    def of(self, path: str) -> Sequence[Action | None]:
-        """The actions of a module, by number; shorter than its sites where some were not foreseen."""
-        return self._actions.get(path, ())
+    @property
+    def mover(self) -> Owner: ...  # noqa: D102
+    @property
+    def saved(self) -> Saved: ...  # noqa: D102
+    @property
+    def go(self) -> Go | None: ...  # noqa: D102
+    @property
+    def record(self) -> Record | None: ...  # noqa: D102
+    @property
+    def counter(self) -> Tensor: ...  # noqa: D102
+    @property
+    def version(self) -> int: ...  # noqa: D102
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    @property
+    def size(self) -> torch.Size: ...  # noqa: D102
 
-    def noted(self, path: str) -> Collection[int]:
-        """Numbers of a module's sites from which others are made again."""
-        return self._noted.get(path, ())
+    def changed(self) -> bool:
+        """Whether what was saved has been changed in place since."""
 
-
-_TAKES = {Stay: KEPT, Go: MOVED, Recompute: MADE}
-
-
-def _parted(key: str) -> tuple[str, int]:
-    path, _, number = key.rpartition(":")
-    return path, int(number)
+    def view(self, buffer: Tensor | None) -> Tensor:
+        """The tensor, on the buffer of its group or, without one, on the program's own memory."""

@@ -6,20 +6,17 @@ again as a `Dropped`. Each holds an alias that shares the tensor's version count
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.engine.group import State
-from torch_tiers.migrator.engine.tensors import Moved
-from torch_tiers.migrator.hooks.actions import Stay
-from torch_tiers.migrator.recompute.dropped import MODIFIED, Dropped, Recomputed
-
-if TYPE_CHECKING:
-    from torch_tiers.migrator.recording.recorder import Record
-
+from torch_tiers.migrator.hooks.actions import Moved, Stay
+from torch_tiers.migrator.hooks.dropped import Dropped, Recomputed
+from torch_tiers.migrator.recompute.replays import MODIFIED
+from torch_tiers.migrator.recording.record import Record
 
 Kept: TypeAlias = "tuple[Tensor, int, Stay | None, Record | None]"
 """What the graph holds for one that stays: alias, version, what the plan says, and its record."""

@@ -15,26 +15,24 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.hooks import weights
-from torch_tiers.migrator.hooks.actions import Action, Agenda, Go, Recompute, Stay
+from torch_tiers.migrator.hooks.actions import Action, Go, Owner, Recompute, Stay
+from torch_tiers.migrator.hooks.agenda import Agenda
+from torch_tiers.migrator.hooks.dropped import Dropped
 from torch_tiers.migrator.hooks.garbage import Allowance
+from torch_tiers.migrator.hooks.mover import Mover
+from torch_tiers.migrator.hooks.observer import Observer
 from torch_tiers.migrator.hooks.packed import Look, Packed, alias_of, check, in_a_fork, keep, modified
 from torch_tiers.migrator.hooks.sites import Modules, Node
 from torch_tiers.migrator.hooks.stack import OnStack
-from torch_tiers.migrator.recompute.dropped import Dropped
+from torch_tiers.migrator.hooks.tensors import HookTensors
 from torch_tiers.migrator.recompute.replays import Replays
-from torch_tiers.migrator.recording.observer import Observer
-from torch_tiers.migrator.recording.recorder import Record
+from torch_tiers.migrator.recording.record import Record
 from torch_tiers.migrator.tape.recorder import Recorder
-
-if TYPE_CHECKING:
-    from torch_tiers.migrator.engine.mover import Mover
 
 log = logging.getLogger("tiers")
 
@@ -76,7 +74,7 @@ class Saver(OnStack):
         Called when a period is over, before the next one begins.
     allowance : Allowance
         Told how many objects the hooks will hold.
-    tensors : Tensors
+    tensors : HookTensors
         What is done with each tensor.
     recorder : Recorder, optional
         Records operators: what is recomputed is made again by those that made it.
@@ -88,7 +86,7 @@ class Saver(OnStack):
         root_begins: Callable[[Saver, nn.Module], None],
         period_over: Callable[[Saver], None],
         allowance: Allowance,
-        tensors: Tensors,
+        tensors: HookTensors,
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
@@ -413,7 +411,7 @@ class Saver(OnStack):
 
     # --------------------------------------------------------------------------------- deciding
 
-    def _record(self, mover: Mover, key: str, tensor: Tensor) -> Record | None:
+    def _record(self, mover: Owner, key: str, tensor: Tensor) -> Record | None:
         if mover.recorder is None:
             return None
         known = mover.storages.find(tensor) if self._movable(tensor) else None

@@ -9,26 +9,39 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torch_tiers.migrator.recompute.choices import Choices, choices, chosen
-from torch_tiers.migrator.recompute.dropped import MODIFIED
 from torch_tiers.migrator.tape.closure import Bound, Differs, Packs
 
 if TYPE_CHECKING:
     from torch_tiers.migrator.hooks.weights import Gathering
-    from torch_tiers.migrator.recompute.dropped import Recomputed
     from torch_tiers.migrator.tape.recorder import Recorder
 
 
 Call: TypeAlias = tuple[int, int]
 
+Peek: TypeAlias = Callable[[Any], Tensor]
+"""Hands a packed tensor out without counting that as a use."""
+
+MODIFIED = "modified by an inplace operation"  # what PyTorch says, and we do, of what was changed since it was saved
+
+_is_autocast = torch._C._is_any_autocast_enabled
+
 NAMED = 6  # operators of a closure that its name tells, besides the last
 FORWARDS = 64  # in one record, one after the other without a backward
 MOST = 4096  # names and storages that are remembered: a program of ever new ones must not fill memory with them
+
+
+class Maker(Protocol):
+    """Who is to have what a replay makes."""
+
+    @property
+    def is_wanted(self) -> bool: ...  # noqa: D102
+    def take(self, made: Tensor) -> Tensor: ...  # noqa: D102
 
 
 class Replay:
@@ -66,7 +79,7 @@ class Replay:
         gathering: Gathering | None = None,
     ) -> None:
         self.names = [name]
-        self.makes: list[weakref.ref[Recomputed] | None] = [None]
+        self.makes: list[weakref.ref[Maker] | None] = [None]
         self.inputs = closure.inputs
         self.keys = closure.keys
         self.call = call
@@ -253,3 +266,15 @@ class Replays:
             self._names.clear()
         name = self._names[found.signature] = f"{operators}#{found.signature & (1 << 64) - 1:016x}"
         return name
+
+
+def run(what: Replay, peek: Peek) -> list[Tensor]:
+    """Make tensors again.
+
+    Operators are recorded below autocast, which has cast their arguments already.
+    """
+    values = [peek(packed) for packed in what.inputs]
+    if not torch.is_grad_enabled() and not _is_autocast():  # as in most backwards; to switch them off takes longer
+        return what.run(values)
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return what.run(values)

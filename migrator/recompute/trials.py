@@ -18,8 +18,7 @@ from torch import Tensor
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.lanes import Meter, flat
-from torch_tiers.migrator.recompute.dropped import Peek, run
-from torch_tiers.migrator.recompute.replays import Replay, kind_of, operators_of
+from torch_tiers.migrator.recompute.replays import Peek, Replay, kind_of, operators_of, run
 from torch_tiers.migrator.recompute.verified import Took, Verified, layout
 from torch_tiers.migrator.trace import Recipe
 

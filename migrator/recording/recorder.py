@@ -11,14 +11,13 @@ from itertools import accumulate
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from torch_tiers.migrator.engine.group import State
-from torch_tiers.migrator.engine.tensors import Known
 from torch_tiers.migrator.lanes import Meter
-from torch_tiers.migrator.recompute.dropped import Peek
-from torch_tiers.migrator.recompute.trials import Trial, Trials
+from torch_tiers.migrator.recompute.trials import Trials
 from torch_tiers.migrator.recompute.verified import Verified
+from torch_tiers.migrator.recording.record import Record
+from torch_tiers.migrator.recording.storages import Known
 from torch_tiers.migrator.trace import Site, Trace
 
 SELDOM = 8  # what the program has held for so many positions is looked at after one more
@@ -36,29 +35,6 @@ class _Entry:
     known: Known | None
     kind: str
     uses: list[int] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Record:
-    """What the graph holds of an entry; and of its trials, whose inputs nobody else may keep alive."""
-
-    recorder: Recorder
-    known: Known | None
-    uses: list[int]
-    trials: list[Trial] = field(default_factory=list)
-
-    def used(self) -> None:
-        """Backward asks for it."""
-        self.uses.append(self.recorder.advance())
-
-    def compare(self, tensor: Tensor, peek: Peek) -> Tensor:
-        """Carry its trials out, with what backward is about to be given; returns that."""
-        trials, self.trials = self.trials, []
-        for trial in trials:
-            if self.recorder.trials is not None:
-                self.recorder.trials.attempt(trial, tensor, peek)
-        self.recorder.resume(brought=True)
-        return tensor
 
 
 @dataclass(eq=False, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.engine.mover import Mover
+from torch_tiers.migrator.hooks.mover import Mover
 from torch_tiers.migrator.lanes import Compute, Event
 from torch_tiers.migrator.links import Links
 from torch_tiers.migrator.runtime.devices import Devices

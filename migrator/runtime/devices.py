@@ -17,8 +17,8 @@ from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct
 from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.engine.mover import Mover
-from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.hooks.mover import Mover
+from torch_tiers.migrator.hooks.tensors import HookTensors
 from torch_tiers.migrator.lanes import Compute, Lane, Memory, OperatorClock
 from torch_tiers.migrator.lanes.cuda import CudaCompute, CudaLane
 from torch_tiers.migrator.lanes.host import HostCompute, HostLane
@@ -134,7 +134,7 @@ class Devices:
         self._lock = threading.Lock()  # so that each is made once
 
     def make_mover(
-        self, device: torch.device, options: Options, tensors: Tensors, operators: OperatorClock | None = None
+        self, device: torch.device, options: Options, tensors: HookTensors, operators: OperatorClock | None = None
     ) -> Mover:
         """Make one thread's mover for a device, which is opened if it is the first.
 
@@ -171,7 +171,7 @@ class Devices:
         keeps = options.policy == "keep"
         if pages is not None and not keeps:
             lent = self._to_lend(device, shared.room, self._backing, options.strict, pages)
-        return Mover(engine, learner, shared.room, keeps=keeps, spills=options.pages() is not None, lent=lent)
+        return Mover(engine, learner, shared.room, tensors, keeps=keeps, spills=options.pages() is not None, lent=lent)
 
     def _to_lend(self, device: torch.device, budget: int, backing: Backing, strict: bool, pages: PageAllocator) -> int:
         """Bytes beyond the budget for the first steps, where a drive would have to take all that they save.

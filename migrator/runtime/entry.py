@@ -21,7 +21,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.engine.mover import Mover
+from torch_tiers.migrator.hooks.mover import Mover
 from torch_tiers.migrator.hooks.saver import Saver
 from torch_tiers.migrator.lanes import peaks
 from torch_tiers.migrator.lanes.host import HostCompute

@@ -12,7 +12,7 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import DirectWay
-from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.hooks.tensors import HookTensors
 from torch_tiers.migrator.learning.remembered import Memory
 from torch_tiers.migrator.links import PCIE_GEN5, Links
 from torch_tiers.migrator.runtime.backoff import Response
@@ -79,7 +79,7 @@ class Options:
     hbm: Callable[[torch.device], int]
     enforce: bool
     backing: Callable[[Counters, bool], Backing]
-    tensors: Callable[[], Tensors]
+    tensors: Callable[[], HookTensors]
     strict: bool = False
     direct: Callable[[torch.device], DirectWay | None] = lambda device: None
     refuse: Callable[[TiersError], None] | None = None

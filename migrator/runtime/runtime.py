@@ -23,11 +23,11 @@ from torch.utils.data import get_worker_info
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.engine.mover import Mover
-from torch_tiers.migrator.engine.tensors import Tensors
 from torch_tiers.migrator.hooks import weights
 from torch_tiers.migrator.hooks.garbage import Allowance
+from torch_tiers.migrator.hooks.mover import Mover
 from torch_tiers.migrator.hooks.saver import Saver
+from torch_tiers.migrator.hooks.tensors import HookTensors
 from torch_tiers.migrator.lanes.host import HostCompute
 from torch_tiers.migrator.learning.made import Made
 from torch_tiers.migrator.plan import NoPlanFits, Plan
@@ -61,7 +61,7 @@ class Runtime:
         self.armed = False  # whether anything has trained under it
         self.closed = False
         self._learned: tuple[Trace, Plan] | None = None
-        self._tensors: Tensors | None = None
+        self._tensors: HookTensors | None = None
         self._recorder: Recorder | None = None
         self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch.utils._pytree import tree_leaves
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.migrator.tape.tape import Tape
 
-if TYPE_CHECKING:
-    from torch_tiers.migrator.tape.recorder import Recorder
-
 Call = tuple[str, list[tuple[int, ...]]]
 
 SHOWN_TO_MODES_ALONE = "aten::detach"
@@ -25,6 +22,15 @@ SHOWN_TO_MODES_ALONE = "aten::detach"
 
 IN_PLACE_WITHOUT_MODES = {"aten::add_.Tensor": "aten::add.Tensor"}
 """Where backward adds up gradients it does so in place, but not under a mode."""
+
+
+class Records(Protocol):
+    """The recorder of operators; see `migrator.tape.recorder`."""
+
+    @property
+    def is_recording(self) -> bool: ...  # noqa: D102
+    def begin(self) -> bool: ...  # noqa: D102
+    def end(self) -> Tape | None: ...  # noqa: D102
 
 
 class Untrue(TiersError):
@@ -60,7 +66,7 @@ def listed(tape: Tape) -> list[Call]:
     ]
 
 
-def check(recorder: Recorder) -> None:
+def check(recorder: Records) -> None:
     """Compare operators and bits with recording, and without.
 
     Raises

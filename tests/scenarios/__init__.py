@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import torch_tiers as tiers
 from tests.programs import deterministic_kernels
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.engine import mover
+from torch_tiers.migrator.hooks import mover
 from torch_tiers.migrator.links import Links
 from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.planner.build import plan_of

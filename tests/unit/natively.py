@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from functools import cache
 from unittest import mock
 
-from torch_tiers.migrator.engine import native
-from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.hooks import native
+from torch_tiers.migrator.hooks.tensors import HookTensors
 from torch_tiers.places import cache_directory
 
 
 @cache
-def built() -> Tensors:
+def built() -> HookTensors:
     """Return it; built once, and kept where a program would find it."""
     return native.load(native.MODULE.build(cache_directory()))
 

@@ -12,8 +12,8 @@ from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.sizes import GiB, KiB, MiB
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.engine.mover import Go, Mover, Stay
-from torch_tiers.migrator.engine.tensors import Moved
+from torch_tiers.migrator.hooks.actions import Moved
+from torch_tiers.migrator.hooks.mover import Go, Mover, Stay
 from torch_tiers.migrator.learning.learner import Learner
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.policies import POLICIES
@@ -41,7 +41,7 @@ class Rig:
         self.out, self.back = HandLane(), HandLane()
         self.engine = Engine(self.compute, self.out, self.back, self.backing, built())
         learner = Learner(POLICIES[policy], budget, recordings=recordings)
-        self.mover = Mover(self.engine, learner, budget, spills=spills, lent=lent)
+        self.mover = Mover(self.engine, learner, budget, built(), spills=spills, lent=lent)
 
     def planned(self, *groups: PageGroup, limit: int = GiB) -> list[list[Go]]:
         """As if a plan had these groups: per group what it says of each site."""

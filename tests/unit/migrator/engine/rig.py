@@ -11,8 +11,7 @@ from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.sizes import KiB, MiB
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.engine.group import Group
-from torch_tiers.migrator.engine.tensors import Saved
+from torch_tiers.migrator.engine.group import Group, Saved
 from torch_tiers.migrator.telemetry.counters import Counters
 
 NBYTES = 64 * KiB

@@ -30,8 +30,7 @@ from torch_tiers.allocator.sizes import GiB, KiB, MiB
 from torch_tiers.migrator.engine.backing import Backing
 from torch_tiers.migrator.engine.direct import Direct, DirectWay
 from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.engine.group import Group, State
-from torch_tiers.migrator.engine.tensors import Saved
+from torch_tiers.migrator.engine.group import Group, Saved, State
 from torch_tiers.migrator.lanes.host import HostCompute, HostEvent, HostLane
 from torch_tiers.migrator.telemetry.counters import Counters
 

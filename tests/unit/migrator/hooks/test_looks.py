@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_tiers as tiers
-from torch_tiers.migrator.engine.mover import Mover
+from torch_tiers.migrator.hooks.mover import Mover
 from torch_tiers.migrator.hooks.saver import LOOKS, UNRECORDED, Saver
 from torch_tiers.session import Session
 

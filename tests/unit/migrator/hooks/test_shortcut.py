@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.natively import built
-from torch_tiers.migrator.engine.tensors import Moved
-from torch_tiers.migrator.hooks.actions import Action, Go, Recompute, Stay
+from torch_tiers.migrator.hooks.actions import Action, Go, Moved, Recompute, Stay
 from torch_tiers.migrator.hooks.garbage import Allowance
 from torch_tiers.migrator.hooks.saver import MIN_BYTES, Saver
 from torch_tiers.migrator.plan import PageGroup

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tests.scenarios import moving
 from tests.unit.natively import without_shortcut
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.migrator.recompute.dropped import Dropped
+from torch_tiers.migrator.hooks.dropped import Dropped
 from torch_tiers.migrator.recompute.replays import Replay
 
 pytestmark = pytest.mark.filterwarnings("default:.* is multi-threaded, use of fork")

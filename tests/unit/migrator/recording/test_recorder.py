@@ -8,10 +8,10 @@ import torch
 
 from tests.unit.natively import built
 from torch_tiers.migrator.engine.group import Group, State
-from torch_tiers.migrator.engine.tensors import Known, Storages
 from torch_tiers.migrator.lanes.meter import Measures
 from torch_tiers.migrator.recording import recorder as module
 from torch_tiers.migrator.recording.recorder import PARTS, SELDOM, Recorder
+from torch_tiers.migrator.recording.storages import Known, Storages
 from torch_tiers.migrator.trace import Site
 
 NBYTES = 8192

@@ -18,8 +18,8 @@ import torch_tiers as tiers
 from tests.scenarios import batch, bits
 from tests.unit.migrator.runtime.test_backoff import reversals
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.engine import mover
 from torch_tiers.migrator.engine.engine import EVERY
+from torch_tiers.migrator.hooks import mover
 from torch_tiers.migrator.lanes import Event, Piece, Stream, at_full_speed, flat
 from torch_tiers.migrator.lanes.host import HostEvent
 from torch_tiers.migrator.links import PCIE_GEN5, Links

@@ -15,7 +15,7 @@ from torch import nn
 import torch_tiers as tiers
 from torch_tiers import paging
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.engine.mover import CLOSELY, Mover
+from torch_tiers.migrator.hooks.mover import CLOSELY, Mover
 from torch_tiers.migrator.runtime import optimizers
 from torch_tiers.migrator.runtime.models import BudgetTooSmall
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.scenarios import REMADE, moving
+from torch_tiers.migrator.hooks import checks
+from torch_tiers.migrator.hooks.checks import Checks
 from torch_tiers.migrator.lanes.host import HostCompute
-from torch_tiers.migrator.recompute import checks
-from torch_tiers.migrator.recompute.checks import Checks
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.telemetry.counters import Counters
 

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.native import lane
+from torch_tiers.migrator.hooks.dropped import Recomputed
 from torch_tiers.migrator.lanes import Compute, Event
-from torch_tiers.migrator.recompute.dropped import Peek, Recomputed, run
-from torch_tiers.migrator.recompute.replays import Replay, operators_of
+from torch_tiers.migrator.recompute.replays import Peek, Replay, operators_of, run
 from torch_tiers.migrator.recompute.trials import same_bits
 from torch_tiers.migrator.tape.closure import Differs
 

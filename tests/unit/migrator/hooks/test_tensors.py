@@ -16,30 +16,32 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.unit.natively import built
-from torch_tiers.migrator.engine.tensors import Known, Moved, Tensors
+from torch_tiers.migrator.hooks.actions import Moved
+from torch_tiers.migrator.hooks.tensors import HookTensors
 from torch_tiers.migrator.lanes import SLOT
+from torch_tiers.migrator.recording.storages import Known
 
 SWEEP, NEAR = 4096, 64  # `kSweep` and `kNear` of `storages.h`
 
 
 @pytest.fixture(scope="module")
-def tensors() -> Tensors:
+def tensors() -> HookTensors:
     return built()
 
 
-def moved(tensors: Tensors, tensor: Tensor, low: int = 0, nbytes: int = 0) -> Moved:
+def moved(tensors: HookTensors, tensor: Tensor, low: int = 0, nbytes: int = 0) -> Moved:
     return tensors.Moved(tensor, "mover", tensors.Saved("group", tensor, low, nbytes), object(), None, None)
 
 
 # ------------------------------------------------------------------------------------------------ storages
 
 
-def test_tensors_on_one_storage_are_one(tensors: Tensors) -> None:
+def test_tensors_on_one_storage_are_one(tensors: HookTensors) -> None:
     storages, x = tensors.Storages(), torch.zeros(8, 8)
     assert storages.find(x) is storages.find(x.t()) is storages.find(x[1:])
 
 
-def test_another_version_is_other_content(tensors: Tensors) -> None:
+def test_another_version_is_other_content(tensors: HookTensors) -> None:
     storages, x = tensors.Storages(), torch.zeros(8)
     before = storages.find(x)
     x.add_(1)
@@ -55,7 +57,7 @@ def fused(*, graph: bool = False) -> list[Tensor]:
     return list(projection.unsafe_chunk(3, dim=1))
 
 
-def test_parts_of_a_buffer_that_count_for_themselves_need_it_once(tensors: Tensors) -> None:
+def test_parts_of_a_buffer_that_count_for_themselves_need_it_once(tensors: HookTensors) -> None:
     storages, (q, k, v) = tensors.Storages(), fused()
     known = storages.find(q)
     assert storages.find(k) is storages.find(v) is known
@@ -64,13 +66,13 @@ def test_parts_of_a_buffer_that_count_for_themselves_need_it_once(tensors: Tenso
     assert storages.find(k) is known
 
 
-def test_parts_with_a_graph_are_told_apart(tensors: Tensors) -> None:
+def test_parts_with_a_graph_are_told_apart(tensors: HookTensors) -> None:
     """Each may be recomputed, by a replay that says nothing of the others."""
     storages, (q, k, _) = tensors.Storages(), fused(graph=True)
     assert storages.find(k) is not storages.find(q)
 
 
-def test_a_part_that_was_changed_is_another(tensors: Tensors) -> None:
+def test_a_part_that_was_changed_is_another(tensors: HookTensors) -> None:
     storages, (q, k, v) = tensors.Storages(), fused()
     known = storages.find(q)
     k.add_(1)
@@ -78,7 +80,7 @@ def test_a_part_that_was_changed_is_another(tensors: Tensors) -> None:
     assert storages.find(v) is known
 
 
-def test_a_part_of_what_a_replay_makes_is_another(tensors: Tensors) -> None:
+def test_a_part_of_what_a_replay_makes_is_another(tensors: HookTensors) -> None:
     """It would be made as it was when it was dropped, whatever became of it since."""
     storages, (q, k, _) = tensors.Storages(), fused()
     known = storages.find(q)
@@ -87,7 +89,7 @@ def test_a_part_of_what_a_replay_makes_is_another(tensors: Tensors) -> None:
     assert storages.find(q) is known
 
 
-def test_a_part_of_what_has_left_is_another(tensors: Tensors) -> None:
+def test_a_part_of_what_has_left_is_another(tensors: HookTensors) -> None:
     """By way of `.data` the memory may be other than what has left, and no counter tells."""
     storages, (q, k, _) = tensors.Storages(), fused()
     known = storages.find(q)
@@ -97,13 +99,13 @@ def test_a_part_of_what_has_left_is_another(tensors: Tensors) -> None:
     assert storages.find(q) is known
 
 
-def test_neighbours_without_gaps_move_alone(tensors: Tensors) -> None:
+def test_neighbours_without_gaps_move_alone(tensors: HookTensors) -> None:
     storages, (a, b) = tensors.Storages(), torch.zeros(2 * SLOT, dtype=torch.uint8).unsafe_chunk(2)
     spans = [(known.low, known.high) for known in (storages.find(a), storages.find(b))]
     assert spans == [(0, SLOT), (SLOT, 2 * SLOT)]
 
 
-def test_what_shares_memory_with_one_that_is_gone_is_another(tensors: Tensors) -> None:
+def test_what_shares_memory_with_one_that_is_gone_is_another(tensors: HookTensors) -> None:
     storages, x = tensors.Storages(), torch.zeros(8)
     other = x.data
     known = storages.find(other)
@@ -111,7 +113,7 @@ def test_what_shares_memory_with_one_that_is_gone_is_another(tensors: Tensors) -
     assert storages.find(x) is not known
 
 
-def test_a_storage_at_the_address_of_a_freed_one_is_another(tensors: Tensors) -> None:
+def test_a_storage_at_the_address_of_a_freed_one_is_another(tensors: HookTensors) -> None:
     storages = tensors.Storages()
     seen = []
     for _ in range(50):  # the allocators hand out the same addresses again and again
@@ -119,7 +121,7 @@ def test_a_storage_at_the_address_of_a_freed_one_is_another(tensors: Tensors) ->
     assert len(set(seen)) == 50
 
 
-def test_it_keeps_no_memory_alive(tensors: Tensors) -> None:
+def test_it_keeps_no_memory_alive(tensors: HookTensors) -> None:
     storages, x = tensors.Storages(), torch.zeros(4096)
     known = storages.find(x)
     assert not known.freed()
@@ -127,28 +129,28 @@ def test_it_keeps_no_memory_alive(tensors: Tensors) -> None:
     assert known.freed()
 
 
-def test_a_small_part_needs_only_its_own_bytes(tensors: Tensors) -> None:
+def test_a_small_part_needs_only_its_own_bytes(tensors: HookTensors) -> None:
     x = torch.zeros(100_000, dtype=torch.uint8)
     known = tensors.Storages().find(x[2000:3000])
     assert (known.low, known.high) == (2000 - 2000 % SLOT, 3000)
 
 
-def test_half_a_storage_needs_all_of_it(tensors: Tensors) -> None:
+def test_half_a_storage_needs_all_of_it(tensors: HookTensors) -> None:
     known = tensors.Storages().find(torch.zeros(1000, dtype=torch.uint8)[500:])
     assert (known.low, known.high) == (0, 1000)
 
 
-def test_a_part_of_what_is_known_is_known(tensors: Tensors) -> None:
+def test_a_part_of_what_is_known_is_known(tensors: HookTensors) -> None:
     storages, x = tensors.Storages(), torch.zeros(100_000, dtype=torch.uint8)
     assert storages.find(x[2000:3000]) is storages.find(x[2048:2500])
 
 
-def test_the_whole_is_more_than_a_known_part(tensors: Tensors) -> None:
+def test_the_whole_is_more_than_a_known_part(tensors: HookTensors) -> None:
     storages, x = tensors.Storages(), torch.zeros(100_000, dtype=torch.uint8)
     assert storages.find(x[2000:3000]) is not storages.find(x)
 
 
-def test_an_expanded_scalar_needs_its_storage_only(tensors: Tensors) -> None:
+def test_an_expanded_scalar_needs_its_storage_only(tensors: HookTensors) -> None:
     known = tensors.Storages().find(torch.zeros(1).expand(1000))
     assert (known.low, known.high) == (0, 4)
 
@@ -161,7 +163,7 @@ def test_an_expanded_scalar_needs_its_storage_only(tensors: Tensors) -> None:
     dtype=st.sampled_from([torch.bool, torch.bfloat16, torch.float32, torch.complex128]),
 )
 def test_no_byte_of_a_tensor_is_left_out_and_it_comes_back_the_same(
-    tensors: Tensors, size: list[int], stride: list[int], offset: int, dtype: torch.dtype
+    tensors: HookTensors, size: list[int], stride: list[int], offset: int, dtype: torch.dtype
 ) -> None:
     base = torch.arange(8000).to(dtype)
     view = base.as_strided(size, stride[: len(size)], offset)
@@ -181,7 +183,7 @@ def test_no_byte_of_a_tensor_is_left_out_and_it_comes_back_the_same(
     assert (back.dtype, back.size(), back.stride()) == (view.dtype, view.size(), view.stride())
 
 
-def test_storages_without_backward_do_not_pile_up(tensors: Tensors) -> None:
+def test_storages_without_backward_do_not_pile_up(tensors: HookTensors) -> None:
     storages, alive = tensors.Storages(), torch.zeros(8)
     known = storages.find(alive)
     for _ in range(3 * SWEEP):
@@ -196,7 +198,7 @@ class Own(Tensor):
     """A program's own kind of tensor."""
 
 
-def test_versions_that_are_gone_do_not_pile_up(tensors: Tensors) -> None:
+def test_versions_that_are_gone_do_not_pile_up(tensors: HookTensors) -> None:
     """An input that is filled anew in every step: 16,000 steps without backward made each search 0.3 ms long."""
     storages, static, other = tensors.Storages(), torch.zeros(64), torch.zeros(64)
     beside = static.detach()  # on the same memory, with a counter of its own
@@ -211,7 +213,7 @@ def test_versions_that_are_gone_do_not_pile_up(tensors: Tensors) -> None:
     assert same.cdata == last.cdata
 
 
-def test_thousands_of_slices_of_one_storage_are_found_in_no_time(tensors: Tensors) -> None:
+def test_thousands_of_slices_of_one_storage_are_found_in_no_time(tensors: HookTensors) -> None:
     """Each looked at all before it: 8,000 rows of a batch took a forward of 0.4 s 11."""
     storages, rows = tensors.Storages(), torch.zeros(8000, 1024)
     slices = [rows[k].data for k in range(len(rows))]
@@ -222,7 +224,7 @@ def test_thousands_of_slices_of_one_storage_are_found_in_no_time(tensors: Tensor
     assert storages.find(slices[-1]) is found[-1]
 
 
-def test_what_may_move_is_told_by_its_storage(tensors: Tensors) -> None:
+def test_what_may_move_is_told_by_its_storage(tensors: HookTensors) -> None:
     x = torch.zeros(64)
     assert tensors.memory_of(x, 256) == tensors.memory_of(x[3:], 256) == x.untyped_storage()._cdata
     assert not tensors.memory_of(x, 257)
@@ -243,11 +245,11 @@ def test_what_may_move_is_told_by_its_storage(tensors: Tensors) -> None:
     ],
     ids=["empty", "sparse", "subclass", "parameter", "transposed", "conj", "neg", "zero", "nested"],
 )
-def test_what_is_more_than_memory_or_a_parameter_s_may_not(tensors: Tensors, tensor: Tensor) -> None:
+def test_what_is_more_than_memory_or_a_parameter_s_may_not(tensors: HookTensors, tensor: Tensor) -> None:
     assert not tensors.memory_of(tensor, 0)
 
 
-def test_what_a_function_transform_wraps_may_not(tensors: Tensors) -> None:
+def test_what_a_function_transform_wraps_may_not(tensors: HookTensors) -> None:
     seen: list[int] = []
 
     def f(x: Tensor) -> Tensor:
@@ -262,7 +264,7 @@ def test_what_a_function_transform_wraps_may_not(tensors: Tensors) -> None:
 # -------------------------------------------------------------------------------------------- saved and moved
 
 
-def test_members_lie_one_after_the_other_as_they_were_saved(tensors: Tensors) -> None:
+def test_members_lie_one_after_the_other_as_they_were_saved(tensors: HookTensors) -> None:
     sizes = [700, 4 * SLOT + 1, 512, 1]
     memory = [torch.zeros(8 * SLOT, dtype=torch.uint8) for _ in sizes]
     members = [tensors.Saved("group", x, 512, nbytes) for x, nbytes in zip(memory, sizes, strict=True)]
@@ -276,11 +278,11 @@ def test_members_lie_one_after_the_other_as_they_were_saved(tensors: Tensors) ->
     ]
 
 
-def test_of_no_members_nothing_leaves(tensors: Tensors) -> None:
+def test_of_no_members_nothing_leaves(tensors: HookTensors) -> None:
     assert (tensors.arrange([]), tensors.spans([], 0)) == (0, b"")
 
 
-def test_what_is_let_go_leaves_memory_and_still_tells_of_changes(tensors: Tensors) -> None:
+def test_what_is_let_go_leaves_memory_and_still_tells_of_changes(tensors: HookTensors) -> None:
     x = torch.arange(6.0).reshape(2, 3)
     entry, storage = moved(tensors, x), weakref.ref(x.untyped_storage())
     assert not entry.changed()
@@ -295,7 +297,7 @@ def test_what_is_let_go_leaves_memory_and_still_tells_of_changes(tensors: Tensor
     assert storage() is None
 
 
-def test_each_of_several_on_one_memory_tells_of_its_own_changes(tensors: Tensors) -> None:
+def test_each_of_several_on_one_memory_tells_of_its_own_changes(tensors: HookTensors) -> None:
     q, k, _ = fused()
     first = moved(tensors, q)
     second = tensors.Moved(k, "mover", first.saved, object(), None, None)
@@ -305,7 +307,7 @@ def test_each_of_several_on_one_memory_tells_of_its_own_changes(tensors: Tensors
     assert torch.equal(second.view(None), k)
 
 
-def test_a_tensor_that_comes_back_shares_the_version_counter(tensors: Tensors) -> None:
+def test_a_tensor_that_comes_back_shares_the_version_counter(tensors: HookTensors) -> None:
     x = torch.arange(6.0)
     entry = moved(tensors, x)
     entry.saved.offset = 0
@@ -317,7 +319,7 @@ def test_a_tensor_that_comes_back_shares_the_version_counter(tensors: Tensors) -
     assert torch.equal(x, torch.arange(6.0))
 
 
-def test_what_was_packed_tells_what_it_was(tensors: Tensors) -> None:
+def test_what_was_packed_tells_what_it_was(tensors: HookTensors) -> None:
     x = torch.zeros(4, 6, dtype=torch.bfloat16).t()
     entry = moved(tensors, x)
     assert (entry.dtype, entry.size) == (torch.bfloat16, torch.Size([6, 4]))
@@ -327,13 +329,13 @@ def test_what_was_packed_tells_what_it_was(tensors: Tensors) -> None:
     assert weakref.ref(entry)() is entry
 
 
-def test_another_type_of_tensor_on_the_same_memory_comes_back_as_what_it_was(tensors: Tensors) -> None:
+def test_another_type_of_tensor_on_the_same_memory_comes_back_as_what_it_was(tensors: HookTensors) -> None:
     x = torch.randn(8)
     entry = tensors.Moved(x.view(torch.int32), None, tensors.Saved(None, x, 0, 32), None, None, None)
     assert torch.equal(entry.view(None), x.view(torch.int32))
 
 
-def test_a_view_lies_on_other_memory_and_shares_the_version_counter(tensors: Tensors) -> None:
+def test_a_view_lies_on_other_memory_and_shares_the_version_counter(tensors: HookTensors) -> None:
     """As a dropped tensor does, of what was made again for all on its storage."""
     x = torch.arange(6.0)
     counter, whole = tensors.counter(x), torch.arange(6.0, 12.0)
@@ -347,7 +349,7 @@ def test_a_view_lies_on_other_memory_and_shares_the_version_counter(tensors: Ten
         tensors.view(counter, whole, torch.int32)  # type: ignore[call-arg]
 
 
-def test_what_autograd_saves_comes_back_with_its_graph(tensors: Tensors) -> None:
+def test_what_autograd_saves_comes_back_with_its_graph(tensors: HookTensors) -> None:
     x = torch.randn(16, requires_grad=True)
     packed: list[Any] = []
 
@@ -369,7 +371,7 @@ def test_what_autograd_saves_comes_back_with_its_graph(tensors: Tensors) -> None
     torch.testing.assert_close(again, (2 + 4 * x * x) * (x * x).exp())
 
 
-def test_a_collection_in_the_midst_of_a_search_may_search_itself(tensors: Tensors) -> None:
+def test_a_collection_in_the_midst_of_a_search_may_search_itself(tensors: HookTensors) -> None:
     """As a finalizer does that saves tensors."""
     storages, x = tensors.Storages(), torch.zeros(8)
     storages.find(x)
@@ -397,7 +399,7 @@ class Group:
     members: list[Any]
 
 
-def test_a_saved_one_always_has_an_alias(tensors: Tensors) -> None:
+def test_a_saved_one_always_has_an_alias(tensors: HookTensors) -> None:
     saved = moved(tensors, torch.zeros(8)).saved
     with pytest.raises(TypeError, match="always an alias"):
         del saved.alias
@@ -405,11 +407,11 @@ def test_a_saved_one_always_has_an_alias(tensors: Tensors) -> None:
         tensors.Saved(saved, "no tensor", 0, 0)  # type: ignore[arg-type]
 
 
-def test_the_module_takes_no_name_of_the_program_s(tensors: Tensors) -> None:
+def test_the_module_takes_no_name_of_the_program_s(tensors: HookTensors) -> None:
     assert "tensors" not in sys.modules
 
 
-def test_nothing_leaks_and_cycles_are_collected(tensors: Tensors) -> None:
+def test_nothing_leaks_and_cycles_are_collected(tensors: HookTensors) -> None:
     group = Group()
     x = torch.zeros(1024)
     storages = tensors.Storages()
@@ -440,7 +442,7 @@ class _Found(NamedTuple):
 class _Model:
     """Searches one after the other, and what each must find."""
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: HookTensors) -> None:
         self._storages = tensors.Storages()
         self._chains: dict[int, list[_Found]] = {}  # by storage, the last first
         self._count = 0
@@ -483,7 +485,7 @@ class _Model:
         return (0, nbytes) if tensor.nbytes == nbytes or is_half else (low - low % SLOT, high)
 
 
-def test_random_programs_find_what_they_must(tensors: Tensors, seed: int) -> None:
+def test_random_programs_find_what_they_must(tensors: HookTensors, seed: int) -> None:
     rng, model = random.Random(seed), _Model(tensors)
     alive: list[Tensor] = []
     for _ in range(3000):

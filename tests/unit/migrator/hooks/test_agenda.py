@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_tiers.migrator.hooks.actions import Agenda, Go, Recompute, Stay
+from torch_tiers.migrator.hooks.actions import Go, Recompute, Stay
+from torch_tiers.migrator.hooks.agenda import Agenda
 from torch_tiers.migrator.hooks.garbage import KEPT, MADE, MOVED
 from torch_tiers.migrator.plan import PageGroup
 from torch_tiers.migrator.recompute.verified import Took, Verified

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from torch_tiers.migrator.hooks.dropped import Dropped
 from torch_tiers.migrator.hooks.packed import Packed
-from torch_tiers.migrator.recompute.dropped import Dropped
 from torch_tiers.migrator.recompute.replays import Replay, Replays
 from torch_tiers.migrator.recompute.trials import Trial
 from torch_tiers.migrator.recompute.verified import Took, Verified, base_of, layout
-from torch_tiers.migrator.recording.recorder import Recorder
+from torch_tiers.migrator.recording.record import Recording
 
 Movable = Callable[[Tensor], bool]
 
@@ -59,7 +59,7 @@ class Observer:
         return None if self.replays is None else self.replays.find(base)
 
 
-def _inputs(what: Replay, recorder: Recorder) -> tuple[int, ...] | None:
+def _inputs(what: Replay, recorder: Recording) -> tuple[int, ...] | None:
     """The storages that a replay begins with; None if one of them is not of this period."""
     idents = dict[int, None]()
     for packed in what.inputs:

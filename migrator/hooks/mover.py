@@ -6,7 +6,7 @@ Stands between the hooks, which see one tensor at a time, and the engine, which 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,19 +15,18 @@ from torch import Tensor
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.migrator.engine.engine import EVERY, Engine
 from torch_tiers.migrator.engine.filling import Filling
-from torch_tiers.migrator.engine.group import State
-from torch_tiers.migrator.engine.tensors import Moved, Saved
-from torch_tiers.migrator.hooks.actions import Action, Go, Recompute, Stay
+from torch_tiers.migrator.engine.group import Saved, State
+from torch_tiers.migrator.hooks.actions import Action, Find, Go, Moved, Recompute, Stay
+from torch_tiers.migrator.hooks.checks import Checks
+from torch_tiers.migrator.hooks.dropped import Dropped, Recomputed
 from torch_tiers.migrator.hooks.packed import Look
+from torch_tiers.migrator.hooks.tensors import HookTensors
 from torch_tiers.migrator.lanes import Stream
 from torch_tiers.migrator.learning.learner import Learner
 from torch_tiers.migrator.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.plan import Plan
 from torch_tiers.migrator.planner.paces import paces as paces_of
 from torch_tiers.migrator.planner.sizes import has_room_to_learn, learning_room, unseen
-from torch_tiers.migrator.recompute.checks import Checks
-from torch_tiers.migrator.recompute.dropped import Dropped, Recomputed
-from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.recompute.verified import Verified, base_of
 from torch_tiers.migrator.recording.recorder import Recorder
 from torch_tiers.migrator.recording.recordings import CONSIDERABLE
@@ -71,6 +70,7 @@ class Mover:
         engine: Engine,
         learner: Learner,
         budget: int,
+        tensors: HookTensors,
         *,
         keeps: bool = False,
         spills: bool = False,
@@ -80,7 +80,8 @@ class Mover:
         self.learner = learner
         self.budget = budget
         self.unmanaged = 0  # bytes that backward needs and no hook was told of
-        self.storages = engine.tensors.Storages()
+        self._tensors = tensors
+        self.storages = tensors.Storages()
         self._outlived: set[str] = set()
         self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
         self.checks = Checks(engine.compute, budget)
@@ -181,7 +182,7 @@ class Mover:
                     self.filling.may_be_unfilled(group)
             if filling is None and recorder is None:
                 self.filling.unforeseen.append(fresh)
-            moved = engine.tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
+            moved = self._tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
                 self.filling.came(filling)
             if self.filling.loose:
@@ -219,9 +220,7 @@ class Mover:
                 self.filling.send_waiting(over=True)
         self.engine.begin_backward()
 
-    def drop(
-        self, tensor: Tensor, make: Recompute, find: Callable[[Verified, Tensor], tuple[Replay, int] | None], kind: str
-    ) -> Dropped | Moved:
+    def drop(self, tensor: Tensor, make: Recompute, find: Find, kind: str) -> Dropped | Moved:
         """Let go of a saved tensor that is made again; where that does not hold any more, take it."""
         if make.key in self.checks.differing:
             return self.take(tensor, make.key, None, kind)
@@ -423,7 +422,7 @@ class Mover:
         self._taken = 0
         self._dropped.clear()
         self._held_back.clear()
-        self.storages = self.engine.tensors.Storages()
+        self.storages = self._tensors.Storages()
         self.engine.position = -1
         self.engine.limit = self._limit()
 

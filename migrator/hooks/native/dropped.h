@@ -1,5 +1,5 @@
 // What backward asks for that was dropped: `Saver.unpack` of `hooks/saver.py` for a `Dropped` of
-// `recompute/dropped.py`, where that is made of what stays or moves. Like `hooks.h` a shortcut, which leaves to Python
+// `hooks/dropped.py`, where that is made of what stays or moves. Like `hooks.h` a shortcut, which leaves to Python
 // what is not plain.
 #pragma once
 
@@ -22,7 +22,7 @@ struct DroppedSlots {
   } made;
 
   static DroppedSlots find() {
-    THPObjectPtr module(PyImport_ImportModule("torch_tiers.migrator.recompute.dropped"));
+    THPObjectPtr module(PyImport_ImportModule("torch_tiers.migrator.hooks.dropped"));
     THPObjectPtr dropped(module ? PyObject_GetAttrString(module, "Dropped") : nullptr);
     THPObjectPtr made(module ? PyObject_GetAttrString(module, "Recomputed") : nullptr);
     if (!dropped || !made) throw python_error();

@@ -1,4 +1,4 @@
-"""The C++ part of the hooks, built for the torch that is installed: what `migrator.engine.tensors` describes."""
+"""The C++ part of the hooks, built for the torch that is installed: what `migrator.hooks.tensors` describes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from torch_tiers.allocator.extension_module import ExtensionModule
-from torch_tiers.migrator.engine.tensors import Tensors
+from torch_tiers.migrator.hooks.tensors import HookTensors
 
 _HERE = Path(__file__).parent
 
@@ -20,7 +20,7 @@ MODULE = ExtensionModule(
 
 
 @cache
-def load(library: Path) -> Tensors:
+def load(library: Path) -> HookTensors:
     """The module in a library.
 
     Raises
@@ -28,4 +28,4 @@ def load(library: Path) -> Tensors:
     CannotBuild
         If it does not load.
     """
-    return cast("Tensors", MODULE.load(library))
+    return cast("HookTensors", MODULE.load(library))

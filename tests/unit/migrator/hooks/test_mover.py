@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -18,7 +19,7 @@ from torch_tiers.migrator.engine import filling
 from torch_tiers.migrator.engine.backing import Backing, log
 from torch_tiers.migrator.engine.engine import EVERY, Engine
 from torch_tiers.migrator.engine.group import State
-from torch_tiers.migrator.engine.mover import CLOSELY, SAMPLED, Go, Mover, Stay
+from torch_tiers.migrator.hooks.mover import CLOSELY, SAMPLED, Go, Mover, Stay
 from torch_tiers.migrator.lanes import SLOT
 from torch_tiers.migrator.lanes.host import HostCompute, HostLane
 from torch_tiers.migrator.learning.feedback import Feedback
@@ -28,6 +29,12 @@ from torch_tiers.migrator.plan import PageGroup, Plan
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.recording.recordings import PERIODS_AFTER_DRIFT
 from torch_tiers.migrator.telemetry.counters import Counters
+
+
+@pytest.fixture(autouse=True)
+def every_save_is_an_operation_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved here no operation makes."""
+    monkeypatch.setattr(filling, "_operation", count().__next__)
 
 
 @pytest.fixture
@@ -534,7 +541,7 @@ def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_pat
     rig.engine = Engine(HostCompute(counters), lanes[0], lanes[1], rig.backing, built())
     budget = rng.choice([4, 12, 64]) * MiB
     # Some of these budgets no plan meets: then the one that comes closest is carried out.
-    rig.mover = Mover(rig.engine, Learner(POLICIES[policy], budget, must_fit=False), budget)
+    rig.mover = Mover(rig.engine, Learner(POLICIES[policy], budget, must_fit=False), budget, built())
     rig.give_back = rig.mover.give_back  # type: ignore[method-assign]
     rig.settle = lambda: None  # type: ignore[method-assign]
     kinds = [

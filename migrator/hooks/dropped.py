@@ -9,29 +9,32 @@ backward has released meanwhile.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch_tiers.migrator.engine.engine import Engine
-    from torch_tiers.migrator.hooks.actions import Recompute
-    from torch_tiers.migrator.recompute.replays import Replay
-    from torch_tiers.migrator.recording.recorder import Record
+from torch_tiers.migrator.engine.engine import Engine
+from torch_tiers.migrator.planner.paces import Pace
+from torch_tiers.migrator.recompute.replays import MODIFIED, Peek, Replay, run
+from torch_tiers.migrator.recording.record import Record
 
-Peek = Callable[[Any], Tensor]
-"""Hands a packed tensor out without counting that as a use."""
-
-_is_autocast = torch._C._is_any_autocast_enabled
-
-
-MODIFIED = "modified by an inplace operation"  # what PyTorch says, and we do, of what was changed since it was saved
 FOR_RECOMPUTING = (
     "A tensor that tiers dropped to save memory is recomputed from it. If the program is to change it between "
     "forward and backward, choose a policy that recomputes nothing, such as TIERS_POLICY=flashneuron."
 )
+
+
+class _Owner(Protocol):
+    engine: Engine
+
+
+class Planned(Protocol):
+    """What a plan says of the site at which something was dropped."""
+
+    @property
+    def mover(self) -> _Owner: ...  # noqa: D102
+    @property
+    def pace(self) -> Pace | None: ...  # noqa: D102
 
 
 class Recomputed:
@@ -92,15 +95,16 @@ class Recomputed:
         for ref, tensor in zip(self.replay.makes, made, strict=False):  # one more may have joined meanwhile
             other = None if ref is None else ref()
             if other is not None and other is not self and other.is_wanted:
-                other._take(tensor)
-        return self._take(made[self.index])
+                other.take(tensor)
+        return self.take(made[self.index])
 
     @property
     def is_wanted(self) -> bool:
         """Whether backward will ask for it, and it is not there."""
         return self.tensor is None and self.unused > 0 and self.counter._version == self.version
 
-    def _take(self, made: Tensor) -> Tensor:
+    def take(self, made: Tensor) -> Tensor:
+        """All of it was made; kept, if backward asks for it."""
         tensor = self.counter.detach()  # a change in place is noticed there
         tensor.data = made
         if not self.over:
@@ -121,7 +125,7 @@ class Dropped:
 
     __slots__ = ("__weakref__", "dtype", "first", "go", "made", "record", "size", "stride", "was_used")
 
-    def __init__(self, tensor: Tensor, made: Recomputed, go: Recompute, record: Record | None) -> None:
+    def __init__(self, tensor: Tensor, made: Recomputed, go: Planned, record: Record | None) -> None:
         made.unused += 1
         self.go = go
         self.made = made
@@ -165,15 +169,3 @@ class Dropped:
             return tensor  # as most are
         view = made.engine.tensors.view
         return view(made.counter, tensor, self.dtype, self.size, self.stride, self.first)
-
-
-def run(what: Replay, peek: Peek) -> list[Tensor]:
-    """Make tensors again.
-
-    Operators are recorded below autocast, which has cast their arguments already.
-    """
-    values = [peek(packed) for packed in what.inputs]
-    if not torch.is_grad_enabled() and not _is_autocast():  # as in most backwards; to switch them off takes longer
-        return what.run(values)
-    with torch.no_grad(), torch._C._DisableAutocast():
-        return what.run(values)

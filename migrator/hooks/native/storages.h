@@ -89,7 +89,7 @@ PyMethodDef known_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyTypeObject known_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.engine.native.Known", sizeof(Known)};
+PyTypeObject known_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.hooks.native.Known", sizeof(Known)};
 
 struct Storages {
   PyObject_HEAD
@@ -111,7 +111,7 @@ struct Storages {
   }
 };
 
-PyTypeObject storages_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.engine.native.Storages",
+PyTypeObject storages_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.hooks.native.Storages",
                               sizeof(Storages)};
 
 PyObject *make_storages(PyObject *, PyObject *) {

@@ -65,7 +65,7 @@ PyMemberDef hook_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
-PyTypeObject hook_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.engine.native.Hook", sizeof(Hook)};
+PyTypeObject hook_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.hooks.native.Hook", sizeof(Hook)};
 
 enum Kind { kStays, kMoves, kRemade, kGroups, kKinds };  // the fields of `timing.HookTime`
 

@@ -94,7 +94,7 @@ PyGetSetDef saved_getters[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-PyTypeObject saved_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.engine.native.Saved", sizeof(Saved)};
+PyTypeObject saved_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.hooks.native.Saved", sizeof(Saved)};
 
 // Saved(group, tensor, low, nbytes)
 PyObject *make_saved(PyObject *, PyObject *const *args, Py_ssize_t count) {
@@ -207,7 +207,7 @@ PyMemberDef moved_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
-PyTypeObject moved_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.engine.native.Moved", sizeof(Moved)};
+PyTypeObject moved_type = {PyVarObject_HEAD_INIT(nullptr, 0) "torch_tiers.migrator.hooks.native.Moved", sizeof(Moved)};
 
 // Moved(tensor, mover, saved, claim, go, record)
 PyObject *make_moved(PyObject *, PyObject *const *args, Py_ssize_t count) {
