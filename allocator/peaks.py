@@ -14,7 +14,7 @@ from torch_tiers.allocator.native import PERIODS, Core
 
 
 class PeaksOfCore:
-    """Peaks of periods, and of the parts of them that are measured, whichever thread asks; `migrator.lanes.Peaks`.
+    """Peaks of periods, and of the parts of them that are measured, whichever thread asks; `migrator.streams.Peaks`.
 
     Parameters
     ----------

@@ -30,13 +30,13 @@ from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import DEPTH, STRIPE, NvmeStore
 from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
 from torch_tiers.allocator.sizes import GiB, format_size, parse_size
-from torch_tiers.migrator.engine.backing import Backing
-from torch_tiers.migrator.engine.direct import Direct, DirectWay
-from torch_tiers.migrator.engine.direct.parcel import DirectParcel
-from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.engine.group import NEVER, Group, Saved
-from torch_tiers.migrator.hooks import native
+from torch_tiers.migrator.offload.backing import Backing
+from torch_tiers.migrator.offload.direct import Direct, DirectWay
+from torch_tiers.migrator.offload.direct.parcel import DirectParcel
+from torch_tiers.migrator.offload.engine import Engine
+from torch_tiers.migrator.offload.group import NEVER, Group, Saved
 from torch_tiers.migrator.runtime.devices import lanes, open_device
+from torch_tiers.migrator.saved import native
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.places import cache_directory
 

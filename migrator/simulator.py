@@ -7,8 +7,8 @@ group was used for the last time whose copy is still under way: the lane reads m
 the first use on, groups come back in the order of needs, as soon as their in-trigger and the limit allow, behind
 whatever the stream was given before. What is needed while it is away stalls compute. What is recomputed takes its
 time at the position at which it is needed. While a lane is busy, compute is a little slower.
-Two clocks run, `migrator.clocks`: moves and recomputations cost the host calls, which cost the step where it waits
-for the host. Pure functions on plain data.
+Two clocks run, `migrator.model.clocks`: moves and recomputations cost the host calls, which cost the step where it
+waits for the host. Pure functions on plain data.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from itertools import chain, islice
 import numpy as np
 
 from torch_tiers.allocator.sizes import PAGE, round_up
-from torch_tiers.migrator.clocks import Clocks
-from torch_tiers.migrator.links import LANES, OPPOSITE, STAGED, Links
-from torch_tiers.migrator.plan import READ_AHEAD, PageGroup, Plan
+from torch_tiers.migrator.model.clocks import Clocks
+from torch_tiers.migrator.model.links import LANES, OPPOSITE, STAGED, Links
+from torch_tiers.migrator.model.plan import READ_AHEAD, PageGroup, Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.effects import Effect, Work, effect
 from torch_tiers.migrator.planner.intervals import Bytes, durations
 from torch_tiers.migrator.planner.schedule import Span, limits_by_position, spans_of
-from torch_tiers.migrator.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

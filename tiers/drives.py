@@ -18,7 +18,7 @@ from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
 from torch_tiers.allocator.room import Room
 from torch_tiers.config import NvmeConfig
-from torch_tiers.migrator.engine.direct import DirectWay
+from torch_tiers.migrator.offload.direct import DirectWay
 
 log = logging.getLogger("tiers")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import xxhash
 
-from torch_tiers.migrator.learning.remembered import Remembered, fingerprint
-from torch_tiers.migrator.trace import Site
+from torch_tiers.migrator.controller.remembered import Remembered, fingerprint
+from torch_tiers.migrator.model.trace import Site
 
 log = logging.getLogger("tiers")
 

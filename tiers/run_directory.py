@@ -13,9 +13,9 @@ from typing import Any
 
 from torch_tiers.config import Config, ConfigError
 from torch_tiers.launcher import is_started_beside_others, processes
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.telemetry.timeline import Timeline
-from torch_tiers.migrator.trace import Trace
 
 STATS = "stats.json"
 TRACE = "trace.json"

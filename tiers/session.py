@@ -30,14 +30,14 @@ from torch_tiers.config import Config, ConfigError, load
 from torch_tiers.config_keys import USUAL_ALLOCATOR
 from torch_tiers.drives import Drives
 from torch_tiers.log import set_up
-from torch_tiers.migrator.engine.backing import Backing
-from torch_tiers.migrator.engine.direct import DirectWay
-from torch_tiers.migrator.hooks import native
-from torch_tiers.migrator.hooks.tensors import HookTensors
-from torch_tiers.migrator.links import Links, links_from
+from torch_tiers.migrator.model.links import Links, links_from
+from torch_tiers.migrator.offload.backing import Backing
+from torch_tiers.migrator.offload.direct import DirectWay
 from torch_tiers.migrator.policies import recomputes
 from torch_tiers.migrator.runtime.options import Options
 from torch_tiers.migrator.runtime.runtime import Runtime
+from torch_tiers.migrator.saved import native
+from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.tape import recorder as tape
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters

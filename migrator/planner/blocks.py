@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.effects import obtainable
-from torch_tiers.migrator.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_tiers.migrator.links import LANES, OPPOSITE, Links
+from torch_tiers.migrator.model.links import LANES, OPPOSITE, Links
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.intervals import Bytes, Floats, occupancy, room
-from torch_tiers.migrator.trace import Trace
 
 
 class Lane:

@@ -7,10 +7,10 @@ from types import MappingProxyType
 
 from torch_tiers.allocator.groups import group_by_death
 from torch_tiers.allocator.lifetimes import Lifetime
-from torch_tiers.migrator.plan import Keep, PageGroup, Plan
+from torch_tiers.migrator.model.plan import Keep, PageGroup, Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.effects import Effect, effect
 from torch_tiers.migrator.planner.sizes import group_bytes
-from torch_tiers.migrator.trace import Trace
 
 _NOWHERE: Mapping[int, str] = MappingProxyType({})
 

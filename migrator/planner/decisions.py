@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from torch_tiers.migrator.plan import PageGroup, Plan
+from torch_tiers.migrator.model.plan import PageGroup, Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.schedule import fit
-from torch_tiers.migrator.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

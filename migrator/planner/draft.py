@@ -14,14 +14,14 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.booking import Lanes, Memory, Transfer
 from torch_tiers.migrator.planner.decisions import Trip, assemble
 from torch_tiers.migrator.planner.effects import scratch
 from torch_tiers.migrator.planner.intervals import Floats, Interval, durations, inactive
 from torch_tiers.migrator.planner.sizes import least_room, look_ahead
-from torch_tiers.migrator.trace import Trace
 
 CLOSE = 0.1  # worths that differ by less count as equal
 

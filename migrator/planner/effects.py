@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.planner.intervals import Bytes
-from torch_tiers.migrator.trace import Site, Trace
 
 
 class Unobtainable(ValueError):

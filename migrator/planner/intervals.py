@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from torch_tiers.allocator.lifetimes import Lifetime
 from torch_tiers.allocator.sizes import format_size
-from torch_tiers.migrator.trace import Trace
+from torch_tiers.migrator.model.trace import Trace
 
 Floats = NDArray[np.float64]
 Bytes = NDArray[np.int64]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from torch_tiers.migrator.trace import Site, Trace
+from torch_tiers.migrator.model.trace import Site, Trace
 
 CONVOLUTIONS = frozenset(f"{name}{n}d" for name in ("Conv", "ConvTranspose", "LazyConv") for n in (1, 2, 3))
 ACTIVATIONS = frozenset(

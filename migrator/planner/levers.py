@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_tiers.migrator.clocks import host_bound
-from torch_tiers.migrator.links import Calls, Links
+from torch_tiers.migrator.model.clocks import host_bound
+from torch_tiers.migrator.model.links import Calls, Links
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.blocks import blocks, bounds, segments, within
 from torch_tiers.migrator.planner.intervals import Bytes, Floats, in_hbm, room
 from torch_tiers.migrator.planner.sizes import group_bytes
-from torch_tiers.migrator.trace import Trace
 
 KEEP, MOVE, DROP = range(3)
 HIDDEN = 0.1  # of a second that the other clock hides, what it costs: it may be the one that is waited for later

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch_tiers.migrator.fields import BadField
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.fields import BadField
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.effects import Unobtainable, effect
-from torch_tiers.migrator.trace import Trace
 
 
 def check_match(plan: Plan, trace: Trace) -> None:

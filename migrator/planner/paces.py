@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torch_tiers.migrator.plan import Plan
-from torch_tiers.migrator.trace import Trace
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 
 COARSE = 64  # one part in so many of the room: as closely as it is followed where no group waits for it
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
 
 QUIET = 1 / 12
 """Of what both lanes give together: who moves no more a second need not move less for others' sake.

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torch_tiers.migrator.plan import PageGroup, Plan
+from torch_tiers.migrator.model.plan import PageGroup, Plan
+from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.planner.build import plan_of
 from torch_tiers.migrator.planner.effects import Effect, Held, effect
 from torch_tiers.migrator.planner.intervals import Bytes, room
-from torch_tiers.migrator.trace import Site, Trace
 
 
 def scheduled(plan: Plan, trace: Trace, outcome: Effect, budget: int, lingering: Bytes | int = 0) -> Plan:

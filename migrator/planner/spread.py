@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.booking import Lanes
 from torch_tiers.migrator.planner.intervals import Interval, inactive
-from torch_tiers.migrator.trace import Trace
 
 
 def spread(trace: Trace, moved: Collection[int], links: Links) -> dict[int, str]:

@@ -20,9 +20,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # the configuration reads the names inside `import torch`, and must load nothing for them
-    from torch_tiers.migrator.links import Links
-    from torch_tiers.migrator.plan import Plan
-    from torch_tiers.migrator.trace import Trace
+    from torch_tiers.migrator.model.links import Links
+    from torch_tiers.migrator.model.plan import Plan
+    from torch_tiers.migrator.model.trace import Trace
 
 Policy: TypeAlias = Callable[["Trace", int, "Links"], "Plan"]
 

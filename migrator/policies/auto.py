@@ -15,8 +15,9 @@ from functools import partial
 
 import numpy as np
 
-from torch_tiers.migrator.links import PCIE_GEN5, Links
-from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.model.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.effects import effect, obtainable
 from torch_tiers.migrator.planner.intervals import Bytes, where_fullest
 from torch_tiers.migrator.planner.levers import Choice, State, extremes
@@ -26,7 +27,6 @@ from torch_tiers.migrator.planner.search import PLAIN, How, Search
 from torch_tiers.migrator.planner.spread import spread
 from torch_tiers.migrator.policies import capuchin, flashneuron, superneurons
 from torch_tiers.migrator.simulator import Simulated, simulate
-from torch_tiers.migrator.trace import Trace
 
 RECOMPUTES = True
 

@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.draft import Draft
 from torch_tiers.migrator.planner.intervals import Interval
-from torch_tiers.migrator.trace import Trace
 
 NODES = 40
 REACH = 10  # nodes

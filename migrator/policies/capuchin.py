@@ -15,7 +15,7 @@ it. The in-trigger is the last access before SwapInStart, not within the peak wi
 
 The paper learns the accesses in an iteration that swaps on demand; ours come with the trace. Its feedback, an
 in-trigger 5% of SwapTime earlier where a tensor came late, is not here: for every policy alike, a lane that was late
-is planned with as a slower one (`migrator.learning.feedback`). Nor are targets chosen before priced anew when
+is planned with as a slower one (`migrator.controller.feedback`). Nor are targets chosen before priced anew when
 something that they are made from is chosen, too: what is made for one stays for the others. Tensors are accessed for
 backward once, as a rule; later accesses find them in HBM.
 """
@@ -27,11 +27,11 @@ from collections import deque
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.draft import Draft
 from torch_tiers.migrator.planner.intervals import Interval
-from torch_tiers.migrator.trace import Trace
 
 RECOMPUTES = True
 

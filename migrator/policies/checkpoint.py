@@ -11,13 +11,13 @@ the budget with the least time spent on recomputation; if none fits, the one wit
 
 from __future__ import annotations
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.blocks import blocks, bounds, segments, within
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.intervals import room
 from torch_tiers.migrator.planner.schedule import fit, occupied
-from torch_tiers.migrator.trace import Trace
 
 RECOMPUTES = True
 

@@ -5,11 +5,11 @@ They go to the drive, past the host's memory, as in the paper; where there is no
 
 from __future__ import annotations
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.schedule import fit
 from torch_tiers.migrator.planner.sizes import least_room, look_ahead
-from torch_tiers.migrator.trace import Trace
 
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.draft import Draft, Window
 from torch_tiers.migrator.planner.intervals import Interval
-from torch_tiers.migrator.trace import Trace
 
 TARGET = 0.99  # of the budget
 DELTA = 0.5  # margin for transfers that take longer than profiled

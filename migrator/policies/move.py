@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.planner.sizes import GROUPS_AHEAD, WORTH, learning_room, least_room
-from torch_tiers.migrator.trace import Trace
 
 GROUPS = 2 * GROUPS_AHEAD  # as many at least lie in HBM, on their way out and on their way back
 

@@ -26,13 +26,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.draft import Draft
 from torch_tiers.migrator.planner.layers import layers
 from torch_tiers.migrator.planner.sizes import least_room
 from torch_tiers.migrator.simulator import simulate
-from torch_tiers.migrator.trace import Trace
 
 TRIALS = 16  # lengths that are tried at most
 

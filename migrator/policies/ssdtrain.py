@@ -19,11 +19,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.draft import Draft
 from torch_tiers.migrator.planner.layers import Layer, layers
-from torch_tiers.migrator.trace import Trace
 
 SMALL = MiB  # tensors below this many bytes stay
 

@@ -19,12 +19,12 @@ from collections import deque
 
 import numpy as np
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.timing import product_in
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.draft import Draft
 from torch_tiers.migrator.planner.layers import layers
-from torch_tiers.migrator.timing import product_in
-from torch_tiers.migrator.trace import Trace
 
 RECOMPUTES = True
 

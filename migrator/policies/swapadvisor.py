@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.decisions import Trip
 from torch_tiers.migrator.planner.draft import Draft
 from torch_tiers.migrator.simulator import simulate
-from torch_tiers.migrator.trace import Trace
 
 SECONDS = 1.5
 POPULATION = 12

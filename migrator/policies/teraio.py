@@ -13,11 +13,11 @@ hides any more, tensors go in the order of creation and the step waits for them.
 
 from __future__ import annotations
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.draft import Draft, Window
 from torch_tiers.migrator.planner.intervals import Interval
-from torch_tiers.migrator.trace import Trace
 
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:

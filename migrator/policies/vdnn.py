@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.decisions import Trip, assemble
 from torch_tiers.migrator.planner.draft import Draft
 from torch_tiers.migrator.planner.layers import ACTIVATIONS, CONVOLUTIONS, Layer, layers
-from torch_tiers.migrator.trace import Trace
 
 
 def plan_all(trace: Trace, budget: int, links: Links) -> Plan:

@@ -8,11 +8,11 @@ fragmentation, and pinned host memory is not compressed.
 
 from __future__ import annotations
 
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.decisions import assemble
 from torch_tiers.migrator.policies import vdnn
-from torch_tiers.migrator.trace import Trace
 
 
 def plan(trace: Trace, budget: int, links: Links) -> Plan:

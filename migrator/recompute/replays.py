@@ -18,7 +18,7 @@ from torch_tiers.migrator.recompute.choices import Choices, choices, chosen
 from torch_tiers.migrator.tape.closure import Bound, Differs, Packs
 
 if TYPE_CHECKING:
-    from torch_tiers.migrator.hooks.weights import Gathering
+    from torch_tiers.migrator.program.weights import Gathering
     from torch_tiers.migrator.tape.recorder import Recorder
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.migrator.lanes import Meter, flat
+from torch_tiers.migrator.model.trace import Recipe
 from torch_tiers.migrator.recompute.replays import Peek, Replay, kind_of, operators_of, run
 from torch_tiers.migrator.recompute.verified import Took, Verified, layout
-from torch_tiers.migrator.trace import Recipe
+from torch_tiers.migrator.streams import Meter, flat
 
 
 @dataclass(slots=True)

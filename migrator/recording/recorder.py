@@ -12,13 +12,13 @@ from types import MappingProxyType
 
 import torch
 
-from torch_tiers.migrator.engine.group import State
-from torch_tiers.migrator.lanes import Meter
+from torch_tiers.migrator.model.trace import Site, Trace
+from torch_tiers.migrator.offload.group import State
 from torch_tiers.migrator.recompute.trials import Trials
 from torch_tiers.migrator.recompute.verified import Verified
 from torch_tiers.migrator.recording.record import Record
 from torch_tiers.migrator.recording.storages import Known
-from torch_tiers.migrator.trace import Site, Trace
+from torch_tiers.migrator.streams import Meter
 
 SELDOM = 8  # what the program has held for so many positions is looked at after one more
 PARTS = 64  # of one storage, of which each moves alone, that are gone through to see who else holds it

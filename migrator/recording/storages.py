@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from torch_tiers.migrator.engine.group import Saved
+from torch_tiers.migrator.offload.group import Saved
 
 
 class Known(Protocol):

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.hooks.mover import Mover
-from torch_tiers.migrator.lanes import Compute, Event
-from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.runtime.devices import Devices
 from torch_tiers.migrator.runtime.options import Advisor
+from torch_tiers.migrator.saved.mover import Mover
+from torch_tiers.migrator.streams import Compute, Event
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from torch_tiers.migrator.links import WORSE
+from torch_tiers.migrator.model.links import WORSE
 
 State = Literal["free", "saturated", "recovering"]
 Cause = Literal["nobody", "us", "others", "workers", "unknown"]

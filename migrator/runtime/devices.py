@@ -14,21 +14,21 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.native import aside, lane
 from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.allocator.sizes import format_size
-from torch_tiers.migrator.engine.backing import Backing
-from torch_tiers.migrator.engine.direct import Direct
-from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.hooks.mover import Mover
-from torch_tiers.migrator.hooks.tensors import HookTensors
-from torch_tiers.migrator.lanes import Compute, Lane, Memory, OperatorClock
-from torch_tiers.migrator.lanes.cuda import CudaCompute, CudaLane
-from torch_tiers.migrator.lanes.host import HostCompute, HostLane
-from torch_tiers.migrator.learning.background import in_background
-from torch_tiers.migrator.learning.feedback import SETTLED
-from torch_tiers.migrator.learning.learner import Learner
-from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.controller.background import in_background
+from torch_tiers.migrator.controller.feedback import SETTLED
+from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.offload.backing import Backing
+from torch_tiers.migrator.offload.direct import Direct
+from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.planner.sizes import has_room_to_learn
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.runtime.options import Options
+from torch_tiers.migrator.saved.mover import Mover
+from torch_tiers.migrator.saved.tensors import HookTensors
+from torch_tiers.migrator.streams import Compute, Lane, Memory, OperatorClock
+from torch_tiers.migrator.streams.cuda import CudaCompute, CudaLane
+from torch_tiers.migrator.streams.host import HostCompute, HostLane
 from torch_tiers.migrator.telemetry.counters import Counters
 
 FRAGMENTS = 0.05  # of the budget, on a GPU: what PyTorch's allocator reserves beyond what it allocates

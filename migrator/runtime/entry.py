@@ -20,13 +20,13 @@ from torch.compiler import is_compiling
 from torch.optim import optimizer as optimizer_hooks
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.hooks.mover import Mover
-from torch_tiers.migrator.hooks.saver import Saver
-from torch_tiers.migrator.lanes import peaks
-from torch_tiers.migrator.lanes.host import HostCompute
+from torch_tiers.migrator.offload.engine import Engine
+from torch_tiers.migrator.program import process_groups
 from torch_tiers.migrator.recompute.replays import Replay
-from torch_tiers.migrator.runtime import process_groups
+from torch_tiers.migrator.saved.mover import Mover
+from torch_tiers.migrator.saved.saver import Saver
+from torch_tiers.migrator.streams import peaks
+from torch_tiers.migrator.streams.host import HostCompute
 
 log = logging.getLogger("tiers")
 

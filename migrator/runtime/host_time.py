@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch_tiers.migrator.timing import HookTime, HostLap
+from torch_tiers.migrator.model.timing import HookTime, HostLap
 
 Answer = TypeVar("Answer")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import format_at_least, format_size
-from torch_tiers.migrator.hooks import weights
+from torch_tiers.migrator.program import weights
 from torch_tiers.migrator.runtime.devices import has_tiers
 
 

@@ -10,12 +10,12 @@ import torch
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.engine.backing import Backing
-from torch_tiers.migrator.engine.direct import DirectWay
-from torch_tiers.migrator.hooks.tensors import HookTensors
-from torch_tiers.migrator.learning.remembered import Memory
-from torch_tiers.migrator.links import PCIE_GEN5, Links
+from torch_tiers.migrator.controller.remembered import Memory
+from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.offload.backing import Backing
+from torch_tiers.migrator.offload.direct import DirectWay
 from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.timeline import Timeline

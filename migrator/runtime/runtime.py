@@ -23,25 +23,25 @@ from torch.utils.data import get_worker_info
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.hooks import weights
-from torch_tiers.migrator.hooks.garbage import Allowance
-from torch_tiers.migrator.hooks.mover import Mover
-from torch_tiers.migrator.hooks.saver import Saver
-from torch_tiers.migrator.hooks.tensors import HookTensors
-from torch_tiers.migrator.lanes.host import HostCompute
-from torch_tiers.migrator.learning.made import Made
-from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.controller.made import Made
+from torch_tiers.migrator.model.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.program import weights
+from torch_tiers.migrator.program.optimizers import Optimizers
 from torch_tiers.migrator.runtime import entry
 from torch_tiers.migrator.runtime.advice import Advice
 from torch_tiers.migrator.runtime.devices import Devices, has_tiers, name_of
 from torch_tiers.migrator.runtime.host_time import HostTime
 from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
-from torch_tiers.migrator.runtime.optimizers import Optimizers
 from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.steps import StepTimes
+from torch_tiers.migrator.saved.garbage import Allowance
+from torch_tiers.migrator.saved.mover import Mover
+from torch_tiers.migrator.saved.saver import Saver
+from torch_tiers.migrator.saved.tensors import HookTensors
+from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.migrator.tape.recorder import Recorder
 from torch_tiers.migrator.telemetry.counters import Counters
-from torch_tiers.migrator.trace import Trace
 
 log = logging.getLogger("tiers")
 

@@ -9,7 +9,7 @@ CLOCK = "clock"  # what `Compiled` is installed for
 
 
 class OperatorClock:
-    """The clock of this process; `migrator.lanes.OperatorClock`.
+    """The clock of this process; `migrator.streams.OperatorClock`.
 
     Parameters
     ----------

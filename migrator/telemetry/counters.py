@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_tiers.migrator.links import LANES
+from torch_tiers.migrator.model.links import LANES
 from torch_tiers.migrator.telemetry.timeline import HOST, Timeline
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
-from torch_tiers.migrator.links import LANES
+from torch_tiers.migrator.model.links import LANES
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
 MOST = 100_000  # events that are kept: some tens of MB, and hours of a program that moves much

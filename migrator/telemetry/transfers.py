@@ -12,7 +12,7 @@ class Transfer:
     Attributes
     ----------
     lane : str
-        One of `migrator.links.LANES`.
+        One of `migrator.model.links.LANES`.
     nbytes : int
         Size.
     begin, end : float

@@ -30,15 +30,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import torch_tiers as tiers
 from tests.programs import deterministic_kernels
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.hooks import mover
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.build import plan_of
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.policies import POLICIES, Policy
 from torch_tiers.migrator.runtime import devices
-from torch_tiers.migrator.trace import Trace
+from torch_tiers.migrator.saved import mover
 from torch_tiers.session import Session
 
 PAGES_HBM = "1GiB"  # of the allocator, in families that run on it

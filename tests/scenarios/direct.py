@@ -30,7 +30,7 @@ from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.sizes import KiB
 from torch_tiers.drives import Drives
-from torch_tiers.migrator.engine.direct import DirectWay
+from torch_tiers.migrator.offload.direct import DirectWay
 
 _SLOT, _SLOTS = 256 * KiB, 3  # a layer of the programs here saves four slots
 

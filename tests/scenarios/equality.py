@@ -14,10 +14,10 @@ from typing import Any
 from tests.programs import PROGRAMS, run
 from tests.scenarios import REMADE, moving
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import POLICIES
-from torch_tiers.migrator.trace import Trace
 
 STEPS = {"cpu": 10, "cuda": 20}
 """On a CPU plans are in force from the third step on."""

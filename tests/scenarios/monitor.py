@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 
 from tests.scenarios import Program, assert_same, main, moving, perceptron, train
-from torch_tiers.migrator.lanes import cuda as lanes_of_gpu
 from torch_tiers.migrator.runtime.backoff import Response
+from torch_tiers.migrator.streams import cuda as lanes_of_gpu
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
 LEFT = {"d2h": 0.5, "h2d": 0.4, "bus": 0.4}

@@ -14,13 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from tests.scenarios import assert_same, batch, main, moving, train
-from torch_tiers.migrator.hooks import saver
-from torch_tiers.migrator.hooks.actions import Stay
-from torch_tiers.migrator.lanes.host import HostCompute
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.build import make_plan
-from torch_tiers.migrator.trace import Trace
+from torch_tiers.migrator.saved import saver
+from torch_tiers.migrator.saved.actions import Stay
+from torch_tiers.migrator.streams.host import HostCompute
 from torch_tiers.session import Session
 
 STEPS = 8  # the first two are recorded

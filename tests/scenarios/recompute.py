@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from tests.scenarios import REMADE, assert_same, batch, gradients, main, moving, train
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.hooks.dropped import Dropped
 from torch_tiers.migrator.recompute.replays import operators_of
+from torch_tiers.migrator.saved.dropped import Dropped
 from torch_tiers.session import Session
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from tests.scenarios import main, moving, perceptron, train
-from torch_tiers.migrator.lanes import cuda as lanes_of_gpu
+from torch_tiers.migrator.streams import cuda as lanes_of_gpu
 
 OFF = 2e-3  # seconds by which a device's events may be misplaced
 

@@ -12,9 +12,9 @@ import torch
 
 from torch_tiers.allocator.nvme.store import NvmeExtent
 from torch_tiers.allocator.sizes import KiB, round_up
-from torch_tiers.migrator.lanes import Event, Piece, Stream, flat
-from torch_tiers.migrator.lanes.host import HostCompute, HostEvent
-from torch_tiers.migrator.lanes.meter import HostMeter
+from torch_tiers.migrator.streams import Event, Piece, Stream, flat
+from torch_tiers.migrator.streams.host import HostCompute, HostEvent
+from torch_tiers.migrator.streams.meter import HostMeter
 from torch_tiers.migrator.telemetry.counters import Counters
 
 

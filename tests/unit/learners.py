@@ -10,14 +10,14 @@ import numpy as np
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.learning.learner import Learner
-from torch_tiers.migrator.learning.made import Made
-from torch_tiers.migrator.learning.orders import Job
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.controller.made import Made
+from torch_tiers.migrator.controller.orders import Job
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.intervals import occupancy
 from torch_tiers.migrator.planner.sizes import look_ahead
 from torch_tiers.migrator.policies import POLICIES, Policy
-from torch_tiers.migrator.trace import Trace
 
 TARGET = 1000 * MiB
 FLASHNEURON = POLICIES["flashneuron"]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_tiers.allocator.sizes import KiB
-from torch_tiers.migrator.trace import Recipe, Site, Trace
+from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 
 MATMUL = 620e12  # floating-point operations a second
 ATTENTION = 380e12

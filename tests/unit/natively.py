@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from functools import cache
 from unittest import mock
 
-from torch_tiers.migrator.hooks import native
-from torch_tiers.migrator.hooks.tensors import HookTensors
+from torch_tiers.migrator.saved import native
+from torch_tiers.migrator.saved.tensors import HookTensors
 from torch_tiers.places import cache_directory
 
 

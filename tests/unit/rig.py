@@ -10,13 +10,13 @@ from tests.unit.by_hand import HandLane, StreamCompute
 from tests.unit.natively import built
 from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.sizes import GiB, KiB, MiB
-from torch_tiers.migrator.engine.backing import Backing
-from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.hooks.actions import Moved
-from torch_tiers.migrator.hooks.mover import Go, Mover, Stay
-from torch_tiers.migrator.learning.learner import Learner
-from torch_tiers.migrator.plan import PageGroup
+from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.model.plan import PageGroup
+from torch_tiers.migrator.offload.backing import Backing
+from torch_tiers.migrator.offload.engine import Engine
 from torch_tiers.migrator.policies import POLICIES
+from torch_tiers.migrator.saved.actions import Moved
+from torch_tiers.migrator.saved.mover import Go, Mover, Stay
 from torch_tiers.migrator.telemetry.counters import Counters
 
 NBYTES = 64 * KiB

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tests.unit import modelled
 from torch_tiers.allocator.sizes import GiB, MiB
-from torch_tiers.migrator.trace import Recipe, Site, Trace
+from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 
 FLOPS = 450e12  # a second, bf16, as matrix products reach it
 STREAMED = 2.0e12  # bytes a second that an elementwise kernel reads and writes

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_tiers as tiers
-from torch_tiers.migrator.learning.learner import Learner
+from torch_tiers.migrator.controller.learner import Learner
 
 STEPS = 10
 Scale = Callable[[], float]

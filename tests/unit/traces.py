@@ -8,7 +8,7 @@ from itertools import accumulate
 from hypothesis import strategies as st
 
 from torch_tiers.allocator.sizes import KiB, MiB
-from torch_tiers.migrator.trace import Recipe, Site, Trace
+from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 
 
 def chain(sizes: Sequence[int], name: str = "layer") -> Trace:

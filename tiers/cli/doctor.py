@@ -85,7 +85,7 @@ def _torch_facts() -> TorchFacts | None:
     from torch_tiers.allocator import adapter
     from torch_tiers.allocator.extension import obstacle_to
     from torch_tiers.allocator.native import lane
-    from torch_tiers.migrator.hooks import native
+    from torch_tiers.migrator.saved import native
 
     return TorchFacts(
         version=torch.__version__,

@@ -9,9 +9,9 @@ from torch_tiers.allocator.sizes import parse_size
 from torch_tiers.cli.run_files import known_below, known_links, read_json
 from torch_tiers.cli.verb import FAILED, CliError, print_json, print_tables
 from torch_tiers.config_keys import RATE, nearest
-from torch_tiers.migrator.links import LANES
+from torch_tiers.migrator.model.links import LANES
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import MODULES
-from torch_tiers.migrator.trace import Trace
 from torch_tiers.run_directory import TRACE
 
 

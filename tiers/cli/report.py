@@ -14,10 +14,10 @@ from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.cli.run_files import known_links, read_json
 from torch_tiers.cli.verb import CliError, print_json, print_tables
-from torch_tiers.migrator.fields import BadField
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.fields import BadField
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
-from torch_tiers.migrator.trace import Trace
 from torch_tiers.planning import why
 from torch_tiers.planning.stats import stats_from_json
 from torch_tiers.run_directory import ENOUGH, PLAN, TRACE, by_period

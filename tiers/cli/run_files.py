@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch_tiers.allocator.sizes import MiB, format_size
 from torch_tiers.cli.verb import CliError
 from torch_tiers.config import load
-from torch_tiers.migrator.links import LANES, Links, links_from
+from torch_tiers.migrator.model.links import LANES, Links, links_from
 
 MOST_UNPACKED = 256 * MiB
 """Bytes of a file, unpacked: those of the longest period that is recorded are a fifth of that."""

@@ -11,11 +11,11 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 
 from torch_tiers.allocator.sizes import format_at_least, format_size
-from torch_tiers.migrator.links import BOUNDLESS, Links
-from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.links import BOUNDLESS, Links
+from torch_tiers.migrator.model.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import Simulated, simulate
-from torch_tiers.migrator.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from difflib import get_close_matches
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import format_size
-from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.planner.intervals import inactive
-from torch_tiers.migrator.trace import Site, Trace
 from torch_tiers.planning.compare import Candidate, Outcomes
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import GiB, MiB
-from torch_tiers.migrator.trace import Trace
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.planning.compare import Candidate, Outcomes
 
 _ACROSS = 4  # more charts than that go into further rows

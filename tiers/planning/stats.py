@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch_tiers.migrator.fields import MOST_SECONDS, field, finite, items, mapping, parse, record, text, whole
+from torch_tiers.migrator.model.fields import MOST_SECONDS, field, finite, items, mapping, parse, record, text, whole
 
 _MOST_COUNTED = 1 << 63  # of what is counted: bytes moved in a year, and more
 _MOST_NAMES = 256  # lanes, causes of stalls, tiers

@@ -11,11 +11,11 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from torch_tiers.allocator.sizes import format_size
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.intervals import where_fullest
 from torch_tiers.migrator.simulator import Simulated, simulate
-from torch_tiers.migrator.trace import Trace
 from torch_tiers.run_directory import step_seconds
 
 CLOSE = 0.98  # of ideal: nothing worth a word is left

@@ -12,7 +12,7 @@ from torch_tiers.allocator.nvme.backend import Backend
 from torch_tiers.allocator.nvme.kvikio import KvikioFile, kvikio_refusal
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.migrator.links import LANES
+from torch_tiers.migrator.model.links import LANES
 from torch_tiers.probe.affinity import Node
 from torch_tiers.probe.buffers import BouncedBuffer, Buffer, DramBuffer, HbmBuffer
 from torch_tiers.probe.disk import STEP, DiskPath, Way

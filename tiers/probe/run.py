@@ -13,7 +13,7 @@ from pathlib import Path as Folder
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.sizes import GiB
-from torch_tiers.migrator.links import LANES
+from torch_tiers.migrator.model.links import LANES
 from torch_tiers.probe.affinity import nodes
 from torch_tiers.probe.catalogue import Disks, catalogue, selected
 from torch_tiers.probe.contention import under_load, workers_that_fit

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torch_tiers.allocator.extension import CannotBuild, Extension, compiler
-from torch_tiers.migrator.hooks import native
+from torch_tiers.migrator.saved import native
 from torch_tiers.session import session
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.unit.traces import chain, traces
 from torch_tiers.allocator.groups import group_by_death
 from torch_tiers.allocator.lifetimes import Lifetime
-from torch_tiers.migrator.trace import Trace
+from torch_tiers.migrator.model.trace import Trace
 
 LIMITS = st.integers(1, 1 << 29)
 

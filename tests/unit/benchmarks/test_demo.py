@@ -16,7 +16,7 @@ from benchmarks.demo import Demo, DemoError, Training, choose_budget, main, read
 from benchmarks.demo_report import bar, render
 from tests.unit import warm
 from torch_tiers.allocator.sizes import PAGE, MiB
-from torch_tiers.migrator.links import LANES
+from torch_tiers.migrator.model.links import LANES
 
 STATS = {
     "device": "cpu",

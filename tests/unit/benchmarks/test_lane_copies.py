@@ -26,8 +26,8 @@ from benchmarks.lane_copies import (
     table,
 )
 from torch_tiers.allocator.sizes import KiB, MiB
-from torch_tiers.migrator.lanes import SLOT
 from torch_tiers.migrator.runtime.devices import open_device
+from torch_tiers.migrator.streams import SLOT
 from torch_tiers.migrator.telemetry.counters import Counters
 
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli.main import main
 from torch_tiers.config import ConfigError, load
 from torch_tiers.config_keys import BY_ENV
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.printable import printable
 

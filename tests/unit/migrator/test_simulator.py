@@ -12,13 +12,13 @@ from tests.unit.modelled import gpt
 from tests.unit.quick import quickest
 from tests.unit.traces import chain, programs
 from torch_tiers.allocator.sizes import PAGE, GiB
-from torch_tiers.migrator.links import PCIE_GEN5, Calls, Costs, Links
-from torch_tiers.migrator.plan import PageGroup, Plan
+from torch_tiers.migrator.model.links import PCIE_GEN5, Calls, Costs, Links
+from torch_tiers.migrator.model.plan import PageGroup, Plan
+from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import scheduled
 from torch_tiers.migrator.simulator import Simulated, past_dram, simulate
-from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 FREE = Costs(d2h=0.0, h2d=0.0)
 NO_CALLS = Calls(0.0, 0.0, 0.0)

@@ -214,10 +214,10 @@ def test_the_gate_is_not_missed_where_our_session_is_what_imports_torch() -> Non
 def test_a_part_of_ours_that_imports_torch_first_is_named() -> None:
     """What the session needs is half-made then; who compares policies in code may do so."""
     budget = {"TIERS_ALLOCATOR": "torch", "TIERS_HBM": "64MiB"}
-    done = python("import torch_tiers.migrator.lanes", **budget)
+    done = python("import torch_tiers.migrator.streams", **budget)
     assert done.returncode == 2
-    assert "; import torch before torch_tiers.migrator.lanes; " in done.stderr
-    assert python("import torch, torch_tiers.migrator.lanes", **budget).stderr == ""
+    assert "; import torch before torch_tiers.migrator.streams; " in done.stderr
+    assert python("import torch, torch_tiers.migrator.streams", **budget).stderr == ""
 
 
 @pytest.mark.skipif(

@@ -23,7 +23,7 @@ from torch_tiers.cli import doctor as doctor_verb
 from torch_tiers.cli.main import VERBS, main
 from torch_tiers.config import Config, DramConfig, HbmConfig, NvmeConfig
 from torch_tiers.doctor import Finding, TorchFacts, examine
-from torch_tiers.migrator.links import links_from
+from torch_tiers.migrator.model.links import links_from
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.monitor.sensors import Choice
 from torch_tiers.monitor.sensors.pressure import Pressure

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.learners import MODEL, peak_of
 from torch_tiers import plan_cache
-from torch_tiers.migrator.learning.remembered import Corrections, Remembered
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.controller.remembered import Corrections, Remembered
+from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.plan_cache import PlanCache
 

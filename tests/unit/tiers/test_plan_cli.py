@@ -12,7 +12,7 @@ from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli.main import main
-from torch_tiers.migrator.links import PCIE_GEN5, links_from
+from torch_tiers.migrator.model.links import PCIE_GEN5, links_from
 from torch_tiers.migrator.policies import MODULES
 
 MODEL = gpt(blocks=6)

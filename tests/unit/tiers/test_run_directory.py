@@ -13,9 +13,9 @@ import pytest
 
 from torch_tiers import run_directory
 from torch_tiers.config import Config, ConfigError
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.telemetry.timeline import Timeline
-from torch_tiers.migrator.trace import Trace
 
 PROCESSES = 6
 ROUNDS = 20

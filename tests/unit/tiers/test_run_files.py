@@ -19,11 +19,11 @@ from torch_tiers.cli import run_files
 from torch_tiers.cli.main import main
 from torch_tiers.cli.run_files import read_json
 from torch_tiers.cli.verb import CliError
-from torch_tiers.migrator.links import PCIE_GEN5
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import PCIE_GEN5
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.match import check_match
 from torch_tiers.migrator.policies import POLICIES
-from torch_tiers.migrator.trace import Trace
 from torch_tiers.planning.stats import stats_from_json
 
 Change = Callable[[Any], object]

@@ -15,9 +15,9 @@ from tests.unit.tiers.test_cli import STATS
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import GiB, MiB
 from torch_tiers.cli.main import main
-from torch_tiers.migrator.clocks import Clocks
-from torch_tiers.migrator.links import PCIE_GEN5, links_from
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.clocks import Clocks
+from torch_tiers.migrator.model.links import PCIE_GEN5, links_from
+from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.planning.why import Why, render, why
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
-from torch_tiers.migrator.links import DIRECT
+from torch_tiers.migrator.model.links import DIRECT
 from torch_tiers.migrator.telemetry.transfers import Transfer
 from torch_tiers.monitor.calibration import Calibration, Kind, kind_of
 from torch_tiers.monitor.sensors import Clock, Rate, Reading

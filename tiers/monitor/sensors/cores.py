@@ -11,7 +11,7 @@ from statistics import median
 import psutil
 
 from torch_tiers.launcher import processes
-from torch_tiers.migrator.learning.background import planners
+from torch_tiers.migrator.controller.background import planners
 from torch_tiers.monitor.sensors import Clock, Rate, Reading, rates
 from torch_tiers.topology.memory import cores_of_rank
 

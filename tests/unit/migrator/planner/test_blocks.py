@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 
 from tests.unit.traces import programs
+from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 from torch_tiers.migrator.planner.blocks import Block, blocks, segments, within
 from torch_tiers.migrator.planner.effects import effect
-from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 
 def saved(*keys: str) -> Trace:

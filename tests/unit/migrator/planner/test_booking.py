@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.traces import chain, traces
-from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.booking import Lane, Lanes, Memory
-from torch_tiers.migrator.trace import Trace
 
 LINKS = Links(d2h=10.0, h2d=10.0, both=15.0, disk_write=2.0, disk_read=4.0, latency=0.0)
 TIMES = st.floats(0, 100).map(lambda t: round(t, 3))

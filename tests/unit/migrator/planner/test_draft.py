@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tests.unit.traces import chain, programs
 from torch_tiers.allocator.sizes import GiB, MiB
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.model.links import PCIE_GEN5
+from torch_tiers.migrator.model.trace import Recipe, Trace
 from torch_tiers.migrator.planner.draft import Draft, timed
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.schedule import occupied
-from torch_tiers.migrator.trace import Recipe, Trace
 
 BUDGET = 1 << 60
 

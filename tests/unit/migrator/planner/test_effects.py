@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.unit.quick import quickest
 from tests.unit.traces import chain, programs, traces
 from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 from torch_tiers.migrator.planner.effects import Unobtainable, Work, effect, obtainable
 from torch_tiers.migrator.planner.intervals import occupancy
 from torch_tiers.migrator.planner.schedule import occupied
-from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 # x -> y -> z, and w: saved at 0 to 3, used at 7 to 4; y is made from x, and z from y.
 SITES = tuple(Site(f"{name}:0", k, 10 + k, k, (7 - k,)) for k, name in enumerate("xyzw"))

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 
 from tests.unit.traces import chain, traces
+from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.planner.intervals import Interval, durations, inactive, room
-from torch_tiers.migrator.trace import Site, Trace
 
 
 def test_a_storage_lies_idle_from_its_last_save_to_each_use() -> None:

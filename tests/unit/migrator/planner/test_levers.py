@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from torch_tiers.allocator.sizes import GiB
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.model.links import PCIE_GEN5
+from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.levers import DROP, Levers
 from torch_tiers.migrator.planner.schedule import occupied
-from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 # x -> y, and z: saved at 0 to 2, used at 9 to 7.
 SITES = tuple(Site(f"{name}:0", k, 10 + k, k, (9 - k,)) for k, name in enumerate("xyz"))

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.plan import Keep, PageGroup, Plan
+from torch_tiers.migrator.model.plan import Keep, PageGroup, Plan
+from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.planner.paces import COARSE, paces
-from torch_tiers.migrator.trace import Site, Trace
 
 ROOM = 64 * MiB
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from torch_tiers.allocator.sizes import GiB
-from torch_tiers.migrator.links import PCIE_GEN5, Links
-from torch_tiers.migrator.plan import PageGroup, Plan
+from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.model.plan import PageGroup, Plan
 from torch_tiers.migrator.planner.quiet import QUIET, crossing, is_quiet
 
 PLAN = Plan("", 0, {}, tuple(PageGroup((f"{k}:0",), GiB, 0, 10 - k) for k in range(3)))

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.migrator.policies.worked import LINKS, worked
 from tests.unit.modelled import gpt
 from torch_tiers.allocator.sizes import GiB, MiB
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.model.links import PCIE_GEN5
 from torch_tiers.migrator.planner.spread import spread
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import simulate

@@ -12,15 +12,15 @@ from tests.unit.modelled import gpt, long_context_gpt, resnet
 from tests.unit.quick import quickest
 from tests.unit.traces import chain, programs
 from torch_tiers.allocator.sizes import GiB, MiB
-from torch_tiers.migrator.links import PCIE_GEN5, Links
-from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.model.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.planner.intervals import occupancy
 from torch_tiers.migrator.planner.levers import DROP, MOVE, Choice, extremes
 from torch_tiers.migrator.planner.search import How, Search
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import Simulated, simulate
-from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 auto, flashneuron = POLICIES["auto"], POLICIES["flashneuron"]
 RESERVED = 1.05  # of the peak allocated: what PyTorch's allocator makes of it

@@ -4,8 +4,8 @@ import pytest
 
 from tests.unit.migrator.policies.worked import LINKS, remade
 from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 from torch_tiers.migrator.policies import POLICIES
-from torch_tiers.migrator.trace import Recipe, Site, Trace
 
 # Modules s.0, s.1 and t of two layers each; every layer's storage is made in a second from the one before it.
 SIZES = {"s.0.a": 4, "s.0.b": 4, "s.1.c": 8, "s.1.d": 4, "t.e": 4, "t.f": 4}

@@ -13,12 +13,12 @@ from tests.unit.quick import quickest
 from tests.unit.samples import SAMPLES
 from tests.unit.traces import chain, programs, traces
 from torch_tiers.allocator.sizes import GiB, MiB
-from torch_tiers.migrator.links import PCIE_GEN5, Links
-from torch_tiers.migrator.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.model.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.trace import Recipe, Trace
 from torch_tiers.migrator.planner.effects import effect
 from torch_tiers.migrator.policies import POLICIES, autotm, swapadvisor
 from torch_tiers.migrator.simulator import Simulated, simulate
-from torch_tiers.migrator.trace import Recipe, Trace
 
 WITH_DISK = replace(PCIE_GEN5, disk_write=2.9e9, disk_read=2.9e9)
 PAST_THE_HOST = WITH_DISK.with_direct_way(0.0, 0.0)

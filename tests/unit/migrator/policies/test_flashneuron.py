@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tests.unit.traces import chain, traces
 from torch_tiers.allocator.sizes import GiB, MiB
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.model.links import PCIE_GEN5
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.sizes import look_ahead
 from torch_tiers.migrator.policies import flashneuron as policy
 from torch_tiers.migrator.simulator import simulate
-from torch_tiers.migrator.trace import Trace
 
 ROOMS = st.integers(0, 2 * GiB)
 flashneuron = partial(policy.plan, links=PCIE_GEN5)

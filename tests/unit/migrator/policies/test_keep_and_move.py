@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from tests.unit.traces import traces
 from torch_tiers.allocator.sizes import GiB
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.model.links import PCIE_GEN5
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.sizes import look_ahead
 from torch_tiers.migrator.policies import keep, move
-from torch_tiers.migrator.trace import Trace
 
 ROOMS = st.integers(0, 2 * GiB)
 

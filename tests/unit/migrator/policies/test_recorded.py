@@ -11,15 +11,15 @@ import pytest
 
 from tests.unit.samples import SAMPLES
 from torch_tiers.allocator.sizes import GiB
-from torch_tiers.migrator.links import PCIE_GEN5, Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.effects import obtainable
 from torch_tiers.migrator.planner.levers import extremes
 from torch_tiers.migrator.planner.quiet import is_quiet
 from torch_tiers.migrator.planner.schedule import fit
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import simulate
-from torch_tiers.migrator.trace import Trace
 
 TRACES = Path(__file__).parents[3] / "data" / "traces"
 CELLS = {

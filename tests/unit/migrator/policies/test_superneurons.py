@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from tests.unit.migrator.policies.worked import LINKS, moves, remade, worked
 from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.model.trace import Recipe
 from torch_tiers.migrator.policies import POLICIES
-from torch_tiers.migrator.trace import Recipe
 
 TRACE = worked(
     [4] * 8,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.links import Links
-from torch_tiers.migrator.plan import Plan
-from torch_tiers.migrator.trace import Recipe, Site, Trace
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Recipe, Site, Trace
 
 LINKS = Links(d2h=MiB, h2d=MiB, both=2 * MiB, latency=0.0)
 

@@ -15,17 +15,17 @@ from torch.nn import functional as F
 
 import torch_tiers as tiers
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.migrator.engine.engine import Engine
-from torch_tiers.migrator.engine.group import Group, Saved
-from torch_tiers.migrator.hooks.dropped import Dropped, Recomputed
-from torch_tiers.migrator.hooks.packed import Look, keep
-from torch_tiers.migrator.lanes.host import HostCompute
-from torch_tiers.migrator.lanes.meter import HostMeter
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.offload.engine import Engine
+from torch_tiers.migrator.offload.group import Group, Saved
 from torch_tiers.migrator.recompute.replays import Replay
 from torch_tiers.migrator.recompute.trials import Trial, Trials
 from torch_tiers.migrator.recompute.verified import Took, Verified, layout
+from torch_tiers.migrator.saved.dropped import Dropped, Recomputed
+from torch_tiers.migrator.saved.packed import Look, keep
+from torch_tiers.migrator.streams.host import HostCompute
+from torch_tiers.migrator.streams.meter import HostMeter
 from torch_tiers.migrator.telemetry.counters import Counters
-from torch_tiers.migrator.trace import Trace
 
 
 class Model(nn.Module):

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.unit.natively import built
-from torch_tiers.migrator.engine.group import Group, State
-from torch_tiers.migrator.lanes.meter import Measures
+from torch_tiers.migrator.model.trace import Site
+from torch_tiers.migrator.offload.group import Group, State
 from torch_tiers.migrator.recording import recorder as module
 from torch_tiers.migrator.recording.recorder import PARTS, SELDOM, Recorder
 from torch_tiers.migrator.recording.storages import Known, Storages
-from torch_tiers.migrator.trace import Site
+from torch_tiers.migrator.streams.meter import Measures
 
 NBYTES = 8192
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_tiers.migrator.links import Links
+from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.runtime.backoff import FLOOR, GROUPS, LEAST_GROUPS, WARY, Backoff, Response, Verdict
 
 FREE = Verdict()

@@ -18,20 +18,20 @@ import torch_tiers as tiers
 from tests.scenarios import batch, bits
 from tests.unit.migrator.runtime.test_backoff import reversals
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.engine.engine import EVERY
-from torch_tiers.migrator.hooks import mover
-from torch_tiers.migrator.lanes import Event, Piece, Stream, at_full_speed, flat
-from torch_tiers.migrator.lanes.host import HostEvent
-from torch_tiers.migrator.links import PCIE_GEN5, Links
-from torch_tiers.migrator.plan import Plan
+from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.offload.engine import EVERY
 from torch_tiers.migrator.planner import quiet
 from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.runtime import devices
 from torch_tiers.migrator.runtime.backoff import LEAST_GROUPS, Response
+from torch_tiers.migrator.saved import mover
+from torch_tiers.migrator.streams import Event, Piece, Stream, at_full_speed, flat
+from torch_tiers.migrator.streams.host import HostEvent
 from torch_tiers.migrator.telemetry.counters import Counters
 from torch_tiers.migrator.telemetry.transfers import Transfer
-from torch_tiers.migrator.trace import Trace
 from torch_tiers.monitor.calibration import Calibration
 from torch_tiers.monitor.sensors import Choice
 from torch_tiers.monitor.sensors.copies import Copies

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.migrator.engine.direct import DirectWay
-from torch_tiers.migrator.lanes.host import HostCompute, HostLane
-from torch_tiers.migrator.links import PCIE_GEN5
+from torch_tiers.migrator.model.links import PCIE_GEN5
+from torch_tiers.migrator.offload.direct import DirectWay
 from torch_tiers.migrator.runtime import devices
 from torch_tiers.migrator.runtime.devices import Device, Devices, holes
+from torch_tiers.migrator.streams.host import HostCompute, HostLane
 from torch_tiers.migrator.telemetry.counters import Counters
 
 GPU = torch.device("cuda", 0)

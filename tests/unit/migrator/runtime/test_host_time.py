@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
+from torch_tiers.migrator.model.timing import HookTime
 from torch_tiers.migrator.runtime.host_time import HostTime
-from torch_tiers.migrator.timing import HookTime
 
 NOTHING = HookTime(0.0, 0.0, 0.0, 0.0)
 

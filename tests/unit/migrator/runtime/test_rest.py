@@ -15,9 +15,9 @@ from torch import nn
 import torch_tiers as tiers
 from torch_tiers import paging
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.hooks.mover import CLOSELY, Mover
-from torch_tiers.migrator.runtime import optimizers
+from torch_tiers.migrator.program import optimizers
 from torch_tiers.migrator.runtime.models import BudgetTooSmall
+from torch_tiers.migrator.saved.mover import CLOSELY, Mover
 
 _top = torch._C._autograd._top_saved_tensors_default_hooks
 

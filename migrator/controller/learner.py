@@ -1,0 +1,441 @@
+"""Learns a program: what its plans are made for, when to plan anew, and which plans hold.
+
+Pure: it is fed traces and measurements and hands back plans; who carries its jobs out is for the caller to say. Which
+periods are to be recorded `migrator.controller.recordings` says.
+
+A trace that tells what else lies in HBM is planned for the target itself. For one that does not, the budget is the
+room that the rest of the program leaves: the first estimate takes the learning period's peak as if nothing saved had
+been part of it. From then on both are corrected by `feedback`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from operator import is_
+
+from torch_tiers.migrator.controller.background import DEADLINE, at_once
+from torch_tiers.migrator.controller.feedback import SETTLED, SETTLING, Feedback
+from torch_tiers.migrator.controller.made import GAIN, Made, after, are_the_same, foresee
+from torch_tiers.migrator.controller.orders import Orders, PlanningFailed, Submit
+from torch_tiers.migrator.controller.recordings import Recordings
+from torch_tiers.migrator.controller.remembered import Memory, Remembered
+from torch_tiers.migrator.model.links import PCIE_GEN5, Links
+from torch_tiers.migrator.model.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.timing import HostLap, Lap, alike
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.policies import Policy
+from torch_tiers.migrator.simulator import Simulated, simulate
+
+log = logging.getLogger("tiers")
+
+REFUSED, FAILED = "no plan fits", "planning failed"  # what a user is warned of once
+AT_THE_END = 10.0  # seconds for which a program's end waits for plans that are only to be told of
+PATIENCE = 3  # periods without an optimizer step after which the program is taken to have none
+
+
+class Learner:
+    """Decides over the periods of one device.
+
+    Parameters
+    ----------
+    policy : Policy
+        Makes the plans.
+    target : int
+        The peak to aim for, in bytes.
+    links : Links
+        What the policy takes the lanes to give.
+    submit : callable
+        Has a job done that takes longer than some milliseconds. Its plans are adopted at the end of the period in
+        which they are there.
+    recordings : int
+        Periods that are recorded before there is a plan; see `migrator.model.timing`.
+    must_fit : bool
+        Whether a target that no plan meets is an error. Where what exceeds it has another place to be, the plan that
+        comes closest is carried out, and that is said once.
+    budget : int, optional
+        What the target is a part of, which the user has set and is told of; the target without it.
+    memory : Memory, optional
+        What earlier runs of the program learned.
+    told : set of str, optional
+        What its user was warned of already: of a device's threads, which come and go, one warning is enough.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        target: int,
+        links: Links = PCIE_GEN5,
+        submit: Submit = at_once,
+        recordings: int = 1,
+        *,
+        must_fit: bool = True,
+        budget: int | None = None,
+        memory: Memory | None = None,
+        told: set[str] | None = None,
+    ) -> None:
+        self._target = target
+        self._budget = target if budget is None else budget
+        self._told = set[str]() if told is None else told
+        self._memory = memory
+        self._is_kept = False  # what there is, in that memory
+        self._static: Callable[[], int] = int  # bytes in use between periods
+        self._orders = Orders(policy, submit, must_fit=must_fit)
+        self._feedback = Feedback(target, links)
+        self._recordings = Recordings(recordings)
+        self._room: int | None = None  # for saved tensors, before any correction; from the first trace on
+        self._periods = 0
+        self._under = 0  # of these, under the plans that there are
+        self._whole = False  # whether any period was
+        self._remembers = False  # whether this run began with what another learned
+        self._verifies = False  # whether the next recorded period is to tell that this is right
+        self._unseen = False  # whether it is still to be seen that some of that can be recomputed
+        self._afresh = False  # whether something was recorded since: replays may hold for more than they did
+        self._due = False  # whether plans are to be asked for, for what was recorded
+        self._has_planned = False  # ever
+        self._may_stay = False  # the present plans, where those that were asked for are no better
+        self._made: tuple[Made, ...] = ()
+        self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
+        self._recorded: tuple[Trace, ...] = ()  # and that as it was recorded
+        self._asked_for: tuple[Trace, ...] = ()  # the same of what is being made
+
+    @property
+    def records_next(self) -> bool:
+        """Whether the next period is to be recorded."""
+        return self._recordings.due
+
+    @property
+    def holds_device(self) -> bool:
+        """Whether the host is to be ahead of the device in that period, which so tells the device's own pace.
+
+        Only in the last one of those recorded in a row: a program that is slow to learn is not to be slower.
+        """
+        return self._recordings.last
+
+    @property
+    def planning(self) -> bool:
+        """Whether plans are being made in the background."""
+        return self._orders.under_way
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are plans for all that the program has, and no others on their way."""
+        return self._whole and self._has_all
+
+    @property
+    def settled(self) -> bool:
+        """Whether these plans stay, as far as anybody can say: laps bore them out.
+
+        Also of programs that make no optimizer step, as far as is known.
+        """
+        return self._has_all and self._feedback.settled
+
+    @property
+    def _has_all(self) -> bool:
+        return bool(self._made) and not self._orders.asked and not self._recordings.due
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """One plan for each of `traces`."""
+        return tuple(made.plan for made in self._made)
+
+    @property
+    def predictions(self) -> tuple[Simulated | None, ...]:
+        """What each of `plans` comes to, as far as its trace tells."""
+        return tuple(made.predicted for made in self._made)
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """One trace per kind of period that there are plans for, the one recorded last at the end."""
+        return self._planned
+
+    def period_over(
+        self,
+        trace: Trace | None,
+        peak: int,
+        *,
+        whole: bool,
+        drifted: bool,
+        pressed: bool,
+        overflow: int = 0,
+        lap: Lap | None = None,
+        host: HostLap | None = None,
+        refused: bool = False,
+        static: Callable[[], int] = int,
+    ) -> bool:
+        """Take in one period; whether `plans` changed.
+
+        Parameters
+        ----------
+        trace : Trace or None
+            What was recorded, if it was.
+        peak : int
+            Highest use of HBM in the period, in bytes.
+        whole : bool
+            Whether everything that lives as long as the program existed when the period began: the
+            optimizer makes its state in the first step, so peaks before that are too low.
+        pressed : bool
+            Whether the allocator had to flush its cache to stay within the budget.
+        overflow : int
+            Bytes for which HBM had no room, and which the allocator had to put elsewhere.
+        drifted : bool
+            Whether what was saved, or was not, is considerably more than what any plan foresees.
+        lap : Lap, optional
+            What this period took, or the one before it, and for how long compute waited for each lane.
+        host : HostLap, optional
+            What this period took the host.
+        refused : bool
+            Whether a tier had no room for what the plan moves, so that it stayed in HBM: what the period took, of
+            memory and of time, tells nothing of the plan.
+        static : callable
+            Bytes in use now, between two periods; 0 where nobody counts them. To ask takes a tenth of a millisecond.
+
+        Raises
+        ------
+        NoPlanFits
+            If the target is too small for any plan, and there was none yet.
+        """
+        self._periods += 1
+        self._under += 1
+        self._static = static
+        if lap is not None and lap.age >= self._under:
+            lap = None  # of a period under other plans
+        if whole and not self._whole:
+            self._whole = True
+            # The patience was too short: what was recorded lacks the optimizer's state. What is remembered does not.
+            if self._recordings.traces and not self._remembers:
+                self._record_anew()
+        planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
+        changed = self._adopt()
+        if trace is not None and not (planned or changed) and self._recall(trace):
+            return True
+        if not (whole or self._periods >= PATIENCE):
+            return changed
+        if trace is not None and trace.sites:
+            return self._learn(trace, peak) or changed
+        # What departs while plans are made is what they are made for.
+        self._recordings.pass_by(self._periods, drifted=drifted and planned and not self._orders.asked)
+        if lap is not None and self._under > SETTLING and not (refused or drifted):
+            self._feedback.note(lap)  # also while plans are made, which are to be better than that
+        if changed or refused or self._orders.asked or self._recordings.learning or not self._made:
+            return changed  # the measurements are those of a plan that is, or is about to be, replaced
+        lap = None if drifted else lap
+        base = max(self._before_correction(trace) for trace in self._planned)
+        host = None if lap is None else host
+        if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap, host=host):
+            log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
+            return self._plan(present=self._made)
+        if self.settled:
+            self._keep()
+        return False
+
+    def _recall(self, trace: Trace) -> bool:
+        """Begin with what an earlier run of this program learned; whether there is anything."""
+        found = None if self._memory is None or self._has_planned else self._memory.recall(trace.sites)
+        if found is None or not found.holds_for(self._feedback.given, self._static(), int(SETTLED * self._target)):
+            return False
+        self._feedback.resume(found.corrections)
+        self._recordings.resume(found.traces)
+        self._planned, budgets = self._to_plan()
+        kinds = zip(found.plans, self._planned, budgets, strict=True)
+        correction, links = self._feedback.correction, self._feedback.links
+        self._carry_out(
+            tuple(
+                Made(plan, simulate(trace, links, plan), asked=max(0, budget + correction))
+                for plan, trace, budget in kinds
+            )
+        )
+        self._recorded, self._verifies = found.traces, True
+        log.info("period %d, the program begins with the plans of an earlier run", self._periods)
+        self._remembers = self._is_kept = True
+        dropped = {key for plan in found.plans for key in plan.recompute}
+        self._unseen = not dropped <= _obtainable(trace)
+        return True
+
+    def _is_as_remembered(self, trace: Trace, peak: int) -> bool:
+        """Whether the first whole period is as in the run before: no larger, and as much of it can be recomputed."""
+        known = {key for of in self._planned for key in of.by_key}
+        if not trace.by_key.keys() <= known:
+            return True  # another kind, of which nothing was said
+        dropped = {key for plan in self.plans for key in plan.recompute} & trace.by_key.keys()
+        most = max((made.peak() for made in self._made), default=0)
+        return dropped <= _obtainable(trace) and peak <= max(most, self._target) + int(SETTLED * self._target)
+
+    def _keep(self) -> None:
+        """Have what was learned kept for the next run, once; not beside others, who may not be there then."""
+        if self._memory is None or self._is_kept or self._feedback.given.contended or not self._is_current:
+            return
+        self._is_kept = True
+        if not any(each.least or each.refused for each in self._made):  # else it is to be said again what does not fit
+            found = self._feedback.corrections, self._feedback.given, self._static()
+            self._memory.keep(Remembered(self._recordings.traces, self.plans, *found))
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the plans are for what is recorded: that may be newer, where no plan could be made for it."""
+        traces = self._recordings.traces
+        return len(traces) == len(self._recorded) and all(map(is_, traces, self._recorded))
+
+    def _learn(self, trace: Trace, peak: int) -> bool:
+        verifies, self._verifies = self._verifies, False
+        if verifies and not self._is_as_remembered(trace, peak):
+            log.info("period %d, the program is another than that which plans were kept of", self._periods)
+            self._record_anew()
+        if self._recordings.add(trace, self._periods):
+            self._afresh = self._due = True
+            self._feedback.news()
+            if self._room is None:
+                self._room = max(0, self._target - peak)
+        if self._recordings.due or not self._due:  # to make plans and to begin with them takes longer than to look
+            return verifies and self._unseen  # by now it can be recomputed
+        return self._plan()
+
+    def _before_correction(self, trace: Trace) -> int:
+        return self._target if trace.others else self._room or 0
+
+    def relink(self, links: Links) -> bool:
+        """From now on plan with `links`, corrected as before; whether `plans` changed.
+
+        The present plans hold until others are there. Beside others who need the memory bus they stay where the new
+        ones are no better; once these are gone, plans are what they would be without them.
+
+        Raises
+        ------
+        NoPlanFits
+            If the target is too small for any plan, and there was none yet.
+        """
+        if links == self._feedback.given:
+            return False
+        self._feedback = self._feedback.under(links)
+        # Where traces are missing, what is recorded now is planned with them.
+        if self._recordings.learning or not (self._made or self._orders.asked):
+            return False
+        return self._plan(present=self._made if links.contended and self._is_current else ())
+
+    def rearranged(self) -> None:
+        """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order."""
+        self._feedback.rearranged()
+
+    def plan_for_less(self, below: int) -> None:
+        """The tiers below HBM hold `below` bytes by now, and less than the plans move: wait for others that fit.
+
+        Raises
+        ------
+        NoPlanFits
+            If the target is too small for any plan then, and there was none yet.
+        """
+        given = self._feedback.given
+        self._feedback = self._feedback.under(replace(given, below=below, dram=min(below, given.dram)))
+        if self._recordings.learning:
+            return  # what is recorded now is planned with these
+        self._plan()
+        waited = self._orders.asked
+        if waited and not self._orders.wait(DEADLINE) and not self._orders.asked:
+            self._say_failed(f"no plan could be made within {DEADLINE:g} s")
+        self._adopt()
+
+    def finish(self) -> None:
+        """Wait for plans that are being made; for what is told of the program at its end."""
+        if self._orders.wait(AT_THE_END):
+            self._adopt()
+        if self.settled:
+            self._keep()
+
+    def forget(self) -> None:
+        """Begin anew: what was learned cannot be carried out."""
+        self._made, self._planned = (), ()
+        self._record_anew()
+
+    def _record_anew(self) -> None:
+        """Forget the traces; the plans that there are hold until there are others."""
+        self._recordings.begin_anew()
+        self._remembers = self._verifies = False
+        self._orders.drop()
+        self._room = None
+        self._feedback = Feedback(self._target, self._feedback.given)
+
+    def _plan(self, present: tuple[Made, ...] = ()) -> bool:
+        """Ask for plans; whether there are others already. What was asked for before is of no use any more.
+
+        Those that are `present`, and for the same traces, stay where what was corrected since makes none better.
+        """
+        traces, budgets = self._to_plan()
+        self._may_stay, self._due = bool(present), False
+        self._asked_for = self._recordings.traces
+        self._orders.ask(traces, budgets, self._feedback.correction, self._feedback.links, present)
+        return self._adopt()
+
+    def _to_plan(self) -> tuple[tuple[Trace, ...], tuple[int, ...]]:
+        """What plans are made for, and the budget of each before correction."""
+        traces = tuple(self._feedback.corrected(alike(trace)) for trace in self._recordings.traces)
+        return traces, tuple(self._before_correction(trace) for trace in traces)
+
+    def _adopt(self) -> bool:
+        """Take plans over that are there now; whether they are others than there were."""
+        try:
+            taken = self._orders.take()
+        except NoPlanFits as error:
+            if not self._has_planned:
+                raise
+            self._warn_once(REFUSED, f"{error.out_of(self._budget)}; the plans there are stay")
+            return False
+        except PlanningFailed as error:
+            self._say_failed(str(error))
+            return False
+        if taken is None:
+            return False
+        made, self._planned = taken
+        self._recorded = self._asked_for
+        afresh, self._afresh = self._afresh, False
+        made = after(made, self._made, afresh=afresh)
+        if self._may_stay and not afresh and self._takes_longer(made):
+            stay = (replace(new, plan=old.plan, asked=old.asked) for new, old in zip(made, self._made, strict=True))
+            made = foresee(tuple(stay), self._planned, self._feedback.links)
+        if not afresh and are_the_same(made, self._made):
+            # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
+            self._stay(made)
+            log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, made)))
+            return False
+        self._carry_out(made)
+        return True
+
+    def _takes_longer(self, made: tuple[Made, ...]) -> bool:
+        """Whether a plan is predicted to take longer than the present one was measured to, and may have no less room.
+
+        What the present one is predicted to take may be far from that, on a host whose pace changes.
+        """
+        took = self._feedback.took
+        if took is None or len(made) != 1 or len(self._made) != 1:
+            return False
+        (new,), (present,) = made, self._made
+        return new.predicted is not None and new.asked >= present.asked and new.predicted.seconds > took * (1 - GAIN)
+
+    def _say_failed(self, why: str) -> None:
+        stays = "the plans there are stay" if self._made else "all that is saved moves, as before the first plan"
+        self._warn_once(FAILED, f"{why}; {stays}")
+
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("%s", text)
+
+    def _stay(self, made: tuple[Made, ...]) -> None:
+        """The very plans there are, by what is known now; what periods under them took is yet to be told."""
+        self._made, self._under, self._is_kept = made, 0, False
+        self._feedback.stayed()
+
+    def _carry_out(self, plans: tuple[Made, ...]) -> None:
+        """From now on these hold, and are to be borne out."""
+        self._made, self._under, self._has_planned = plans, 0, True
+        self._is_kept = False
+        self._feedback.adopted()
+        for made in plans:
+            log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
+            if made.refused is not None:
+                self._warn_once(REFUSED, f"{made.refused.out_of(self._budget)}; it runs anyway, using more hbm")
+
+
+def _obtainable(trace: Trace) -> set[str]:
+    """Sites whose storages were seen to be recomputed bit for bit."""
+    return {site.key for site in trace.sites if site.storage in trace.recipes}

@@ -1,0 +1,140 @@
+"""Plans, and what they come to: what a policy is asked for, in this process or beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch_tiers.allocator.sizes import format_size
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import NoPlanFits, Plan
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.planner.quiet import crossing, is_quiet
+from torch_tiers.migrator.policies import Policy
+from torch_tiers.migrator.simulator import Simulated, simulate
+
+GAIN = 0.002  # of the step: what other plans have to promise, as to begin with one costs steps of seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan, and what it comes to.
+
+    Attributes
+    ----------
+    predicted : Simulated or None
+        None where the trace does not tell enough to say.
+    refused : NoPlanFits or None
+        Why the plan is for more than the budget, if it is.
+    least : bool
+        Whether no plan holds less.
+    asked : int
+        The budget that the policy was given, in bytes.
+    stays : bool
+        It is the plan there was. From another process comes a copy, with groups of its own.
+    """
+
+    plan: Plan
+    predicted: Simulated | None
+    refused: NoPlanFits | None = None
+    least: bool = False
+    asked: int = 0
+    stays: bool = False
+
+    def after(self, before: Made, *, afresh: bool = False) -> Made:
+        """The same; with the very plan there was if that stays, or the new one is no other.
+
+        And `least` where a policy that never refuses was asked for less than `before`, in vain; or for no more than
+        `before`, which was that, unless it is of something else (`afresh`).
+        """
+        in_vain = self.asked < before.asked and self.peak() >= max(before.peak(), self.asked + 1)
+        as_before = before.least and not afresh and self.asked <= before.asked and self.peak() >= before.peak()
+        unchanged = self.stays or self.plan.is_the_same_as(before.plan)
+        plan = before.plan if unchanged else self.plan
+        return replace(self, plan=plan, least=self.least or in_vain or as_before)
+
+    def peak(self) -> int:
+        """Most bytes in HBM; 0 where that was not predicted."""
+        return 0 if self.predicted is None else self.predicted.peak["hbm"]
+
+    def __str__(self) -> str:
+        plan, predicted = self.plan, self.predicted
+        does = (
+            f"{format_size(plan.kept_bytes)} stay, {format_size(plan.moved_bytes)} move in {len(plan.groups)} groups, "
+            f"{len(plan.recompute)} tensors are recomputed"
+        )
+        if predicted is None:
+            return does
+        step = f"{predicted.seconds * 1e3:.1f} ms, {predicted.fraction:.3f} of ideal, in " if predicted.ideal else ""
+        return f"{does}; predicted: {step}{format_size(predicted.peak['hbm'])} of hbm"
+
+
+def make_all(
+    policy: Policy,
+    traces: tuple[Trace, ...],
+    budgets: tuple[int, ...],
+    correction: int,
+    links: Links,
+    *,
+    must_fit: bool = True,
+    present: tuple[Made, ...] = (),
+) -> tuple[Made, ...]:
+    """A plan for each trace, for its budget with the correction; NoPlanFits if there is none and it `must_fit`.
+
+    Parameters
+    ----------
+    present
+        The plans there are for these traces, of which each stays unless the new one is better; none: all are new.
+    """
+    pairs = zip(traces, budgets, strict=True)
+    made = [_make(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs]
+    if present:
+        made = [_better(*each, links) for each in zip(made, present, traces, strict=True)]
+    return tuple(made)
+
+
+def foresee(made: tuple[Made, ...], traces: tuple[Trace, ...], links: Links) -> tuple[Made, ...]:
+    """Plans, and what they come to under `links`, as far as their traces tell: measured is what they take there."""
+    return tuple(
+        each if each.predicted is None else replace(each, predicted=simulate(trace, links, each.plan))
+        for each, trace in zip(made, traces, strict=True)
+    )
+
+
+def after(made: tuple[Made, ...], before: tuple[Made, ...], *, afresh: bool = False) -> tuple[Made, ...]:
+    """What comes after `before`, of the same kinds of periods; see `Made.after`."""
+    if len(made) != len(before):
+        return made
+    return tuple(new.after(old, afresh=afresh) for new, old in zip(made, before, strict=True))
+
+
+def are_the_same(made: tuple[Made, ...], before: tuple[Made, ...]) -> bool:
+    """Whether these are the very plans there were before."""
+    return [each.plan for each in made] == [each.plan for each in before]
+
+
+def _better(made: Made, present: Made, trace: Trace, links: Links) -> Made:
+    """The new plan; or the present one, if that is as good by what is known now, and was asked for no more room."""
+    if made.predicted is None or made.asked < present.asked:
+        return made
+    predicted = simulate(trace, links, present.plan)
+    fits = predicted.peak["hbm"] <= max(made.asked, made.peak()) and present.plan.parcel_bytes <= links.below
+    moves_more = crossing(present.plan, links) > crossing(made.plan, links)
+    if links.contended and moves_more and not is_quiet(present.plan, links, predicted.seconds):
+        return made  # of plans that are about as fast, one that moves less
+    if not fits or predicted.seconds > made.predicted.seconds * (1 + GAIN):
+        return made
+    return replace(made, plan=present.plan, predicted=predicted, stays=True)
+
+
+def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool) -> Made:
+    refused, least, asked = None, False, max(0, budget + correction)
+    try:
+        plan = policy(trace, asked, links)
+    except NoPlanFits as error:
+        least = True
+        if error.smallest > budget:
+            refused = NoPlanFits(budget, error.smallest, error.holds)
+            if must_fit:
+                raise refused from None
+        plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
+    return Made(plan, simulate(trace, links, plan) if trace.others else None, refused, least, asked)

@@ -1,0 +1,109 @@
+"""Has plans made: here and now where that takes some milliseconds, else beside the program. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.migrator.controller.background import at_once, give_up
+from torch_tiers.migrator.controller.made import Made, make_all
+from torch_tiers.migrator.model.links import Links
+from torch_tiers.migrator.model.plan import NoPlanFits
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.policies import Policy
+
+AT_ONCE = 100  # sites with times, up to which planning takes but some milliseconds
+
+
+class PlanningFailed(TiersError):
+    """No plan was made, for a reason that is none of the program's; `__cause__` tells which."""
+
+
+Job = Callable[[], tuple[Made, ...]]
+Submit = Callable[[Job], "Future[tuple[Made, ...]]"]
+
+
+class Orders:
+    """The plans that one device has asked for; the last ones alone, as what was asked for before is of no use any more.
+
+    Parameters
+    ----------
+    policy : Policy
+        Makes them.
+    submit : callable
+        Has a job done that takes long.
+    must_fit : bool
+        Whether a budget that no plan meets is an error.
+    """
+
+    def __init__(self, policy: Policy, submit: Submit, *, must_fit: bool) -> None:
+        self._policy = policy
+        self._submit = submit
+        self._must_fit = must_fit
+        self._made: Future[tuple[Made, ...]] | None = None
+        self._traces: tuple[Trace, ...] = ()  # what they are for
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is something to be taken over, now or later."""
+        return self._made is not None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether plans are being made."""
+        return self._made is not None and not self._made.done()
+
+    def ask(
+        self,
+        traces: tuple[Trace, ...],
+        budgets: tuple[int, ...],
+        correction: int,
+        links: Links,
+        present: tuple[Made, ...] = (),
+    ) -> None:
+        """Ask for a plan for each trace, for its budget with the correction; or for the `present` one if as good."""
+        job = partial(
+            make_all, self._policy, traces, budgets, correction, links, must_fit=self._must_fit, present=present
+        )
+        self.drop()
+        self._traces = traces
+        self._made = self._have_done(job, traces)
+
+    def take(self) -> tuple[tuple[Made, ...], tuple[Trace, ...]] | None:
+        """The plans, and what they are for, once they are there.
+
+        Raises
+        ------
+        NoPlanFits
+            If there are none, and there must be.
+        PlanningFailed
+            If who makes them failed, or took too long.
+        """
+        if self._made is None or not self._made.done():
+            return None
+        made, self._made = self._made, None
+        if (error := made.exception()) is None:
+            return made.result(), self._traces
+        if isinstance(error, NoPlanFits):
+            raise error
+        raise PlanningFailed(f"no plan could be made: {error!r}") from error
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until they are there, or for so long; whether they are. What is not there by then is not wanted."""
+        try:
+            return self._made is not None and self._made.exception(seconds) is None
+        except TimeoutError:
+            self.drop()
+            return False
+
+    def drop(self) -> None:
+        """They are not wanted any more."""
+        # Else a program of ever new kinds of periods has ever more processes that compute what nobody takes.
+        give_up(self._made)
+        self._made = None
+
+    def _have_done(self, job: Job, traces: tuple[Trace, ...]) -> Future[tuple[Made, ...]]:
+        quick = sum(len(trace.sites) for trace in traces if trace.times) <= AT_ONCE
+        return (at_once if quick else self._submit)(job)

@@ -1,0 +1,119 @@
+"""Which periods are recorded, and what was recorded: a trace for each kind of period.
+
+The first periods, for the first plans; a few when a considerable part of one departed from the plans, as programs
+alternate between kinds of periods. A program that is new in every period (routing, shapes) must not be recorded in
+every period: periods that share most of their bytes are of one kind, and the pauses between two looks grow longer.
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch_tiers.migrator.model.timing import together
+from torch_tiers.migrator.model.trace import Trace
+
+CONSIDERABLE = 1 / 8  # of a period's sites, or of its saved bytes: one with more that another lacks is of another kind
+PERIODS_AFTER_DRIFT = 4  # recorded when one was of another kind: programs alternate between kinds of periods
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # periods from one look to the next
+LONGER = 4  # times as long is each pause as the one before
+KINDS = 8  # kinds of periods that are remembered
+
+
+class Recordings:
+    """The recordings of one device.
+
+    Parameters
+    ----------
+    first : int
+        Periods that are recorded before there is a plan; see `migrator.model.timing`.
+
+    Attributes
+    ----------
+    learning : bool
+        Whether these are not all there: the first plans are for what they tell together.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.learning = True
+        self._traces: list[Trace] = []
+        self._first = self._to_record = first
+        self._steady = 0  # periods as foreseen since the last drift
+        self._pause = FIRST_PAUSE  # from one look at a drift to the next, longer each time
+        self._look_again = 0  # the period from which on
+        self._news = False  # whether what was recorded since the last drift was anything new
+
+    @property
+    def due(self) -> bool:
+        """Whether the next period is to be recorded."""
+        return self._to_record > 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the next period is the last of those that are recorded in a row."""
+        return self._to_record == 1
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """One for each kind of period, the one recorded last at the end."""
+        return tuple(self._traces)
+
+    def resume(self, traces: Sequence[Trace]) -> None:
+        """Begin with what an earlier run recorded; one period tells whether it is so, and what is made again."""
+        self._traces = list(traces)
+        self._to_record = 1
+        self.learning = False
+
+    def begin_anew(self) -> None:
+        """Forget what was recorded."""
+        self._traces.clear()
+        self._to_record = self._first
+        self.learning = True
+
+    def add(self, trace: Trace, period: int) -> bool:
+        """Take in what was recorded in period number `period`; whether it is anything new."""
+        self._to_record -= 1
+        before = next((kept for kept in reversed(self._traces) if are_of_one_kind(kept, trace)), None)
+        if before is not None and not self.learning and trace.saved_bytes < before.saved_bytes:
+            self._news = True  # what can be made again in it was seen; the plan is for the largest of its kind
+            return False
+        if before is not None and not self.learning and _is_alike(before, trace):
+            if not self._to_record and not self._news:
+                # What departed from the plan is nothing that a trace tells of. To record costs time, and the memory
+                # of what is otherwise recomputed: this is looked at again, but rarely.
+                self._look_again = period + LONGEST_PAUSE
+            return False
+        self._news = True
+        self.learning &= self._to_record > 0
+        self._traces = [kept for kept in self._traces if kept is not before]
+        if before is None:
+            self._traces.append(trace)
+        elif before.saved_bytes == trace.saved_bytes:
+            self._traces.append(together(before, trace))
+        else:  # of two periods of one kind that differ in size, the plan must fit the larger
+            self._traces.append(max(before, trace, key=lambda of: of.saved_bytes))
+        del self._traces[:-KINDS]
+        return True
+
+    def pass_by(self, period: int, *, drifted: bool) -> None:
+        """Take note of a period that was not recorded, and whether it `drifted` from the plans."""
+        if not drifted:
+            self._steady += 1
+            if self._steady > self._pause:
+                self._pause = FIRST_PAUSE
+        elif period >= self._look_again:
+            self._steady = 0
+            self._news = False
+            self._to_record = PERIODS_AFTER_DRIFT
+            self._look_again = period + self._pause
+            self._pause = min(LONGER * self._pause, LONGEST_PAUSE)
+
+
+def are_of_one_kind(one: Trace, other: Trace) -> bool:
+    """Whether neither has a considerable part that the other has not."""
+    return max(one.part_besides(other), other.part_besides(one)) <= CONSIDERABLE
+
+
+def _is_alike(one: Trace, other: Trace) -> bool:
+    """Whether the other tells nothing new but times."""
+    return one.sites == other.sites and one.recipes.keys() >= other.recipes.keys()

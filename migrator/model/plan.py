@@ -1,0 +1,227 @@
+"""The plan: for each site keep, move or recompute, and which sites travel together. Plain data, `plan.json`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from operator import attrgetter
+
+from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.sizes import PAGE, format_at_least, format_size, round_up
+from torch_tiers.migrator.model.fields import MOST_BYTES, BadField, items, mapping, no_others, parse, record, whole
+from torch_tiers.migrator.model.fields import field as value_of
+from torch_tiers.migrator.model.fields import text as string
+from torch_tiers.migrator.model.trace import MOST_POSITIONS, MOST_SITES
+
+_MOST_OF_ALL = MOST_SITES * MOST_BYTES  # bytes of all of a plan
+READ_AHEAD = 8  # groups that may be on their way from disk before HBM has room for them
+
+
+class NoPlanFits(TiersError):
+    """No plan for the period stays within the budget.
+
+    Attributes
+    ----------
+    budget : int
+        What was asked for, in bytes.
+    smallest : int
+        The smallest budget for which there is one.
+    holds : str
+        What lies in HBM then where it holds most, and where that is.
+    """
+
+    def __init__(self, budget: int, smallest: int, holds: str) -> None:
+        super().__init__(
+            f"no plan keeps this program within {format_size(budget)} of hbm: it needs {format_at_least(smallest)} "
+            f"({holds}); raise TIERS_HBM above that, or make the batch smaller"
+        )
+        self.budget = budget
+        self.smallest = smallest
+        self.holds = holds
+
+    def __reduce__(self) -> tuple[type[NoPlanFits], tuple[int, int, str]]:
+        return NoPlanFits, (self.budget, self.smallest, self.holds)  # plans are made in another process
+
+    def out_of(self, budget: int) -> NoPlanFits:
+        """Say the same of the budget that `self.budget` was a part of."""
+        return NoPlanFits(budget, -(-self.smallest * budget // max(1, self.budget)), self.holds)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A site whose tensor stays in HBM.
+
+    Attributes
+    ----------
+    enter : int
+        Bytes it adds to HBM when saved: its storage's, 0 if an earlier site brought that.
+    leave : int
+        Bytes that leave HBM when it was used: its storage's at the last use, else 0.
+    """
+
+    enter: int
+    leave: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageGroup:
+    """Sites that leave as one and come back as one. Told apart by identity, as each is looked up often.
+
+    Attributes
+    ----------
+    sites : tuple of str
+        Keys of the sites.
+    nbytes : int
+        Bytes of their storages.
+    last_birth : int
+        Position of the last save of any of them, with which the group is complete.
+    first_use : int or None
+        Position at which backward first asks for one of them; None if it never does.
+    bring_at : int or None
+        In-trigger: the position from which it may come back; None as soon as there is room.
+    tier : str or None
+        Where it goes: ``dram`` or ``nvme``; None leaves it to what is free.
+    """
+
+    sites: tuple[str, ...]
+    nbytes: int
+    last_birth: int
+    first_use: int | None
+    bring_at: int | None = None
+    tier: str | None = None
+
+
+_SAID = attrgetter(*(each.name for each in fields(PageGroup)))  # all that a group says
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one policy decided for one trace.
+
+    Attributes
+    ----------
+    policy : str
+        Who decided.
+    room : int
+        Saved bytes that may lie in HBM at once: those kept, those leaving and those back.
+    keep : mapping of str to Keep
+        Sites that stay.
+    groups : tuple of PageGroup
+        Sites that move, in the order of their deaths.
+    recompute : tuple of str
+        Sites whose tensor is dropped and recomputed by its recipe: once, when one of its storage's sites is first
+        asked for, or something else is made from it; it then stays until the last of them was asked for.
+    limits : mapping of str to (int, int)
+        How `room` changes on the way: from this site's birth on, and from its first use on. Empty: it does not.
+        What is recomputed is taken off already: it does not count as saved bytes in HBM.
+
+    A site that is nowhere was not foreseen; it moves, in a group of its period's own.
+    """
+
+    policy: str
+    room: int
+    keep: Mapping[str, Keep]
+    groups: tuple[PageGroup, ...]
+    recompute: tuple[str, ...] = ()
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether nothing moves, and nothing is recomputed."""
+        return not (self.groups or self.recompute)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay in HBM."""
+        return sum(keep.enter for keep in self.keep.values())
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that leave HBM, and come back, once a period."""
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def parcel_bytes(self) -> int:
+        """Bytes that the groups take below HBM, in whole pages."""
+        return sum(round_up(group.nbytes, PAGE) for group in self.groups)
+
+    def is_the_same_as(self, other: Plan) -> bool:
+        """Whether both say the same; groups are told apart by identity, and so are plans by ``==``."""
+        if replace(self, groups=()) != replace(other, groups=()):
+            return False
+        return [*map(_SAID, self.groups)] == [*map(_SAID, other.groups)]
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote. Whether it is a plan of a certain trace `check_match` tells.
+
+        Raises
+        ------
+        ValueError
+            If the text is no JSON, or a `BadField` if it says what no run writes.
+        """
+        data = record(parse(text), "plan")
+        plan = cls(
+            policy=string(value_of(data, "policy"), "policy"),
+            room=whole(value_of(data, "room"), "room", 0, _MOST_OF_ALL),
+            keep=mapping(value_of(data, "keep"), "keep", _keep, MOST_SITES),
+            groups=items(value_of(data, "groups"), "groups", _group, MOST_SITES),
+            recompute=items(value_of(data, "recompute"), "recompute", string, MOST_SITES),
+            limits=mapping(value_of(data, "limits"), "limits", _limit, MOST_SITES),
+        )
+        _check_places(plan)
+        return plan
+
+
+def _keep(value: object, where: str) -> Keep:
+    said = record(value, where)
+    no_others(said, ("enter", "leave"), where)
+    return Keep(*(whole(value_of(said, name, where), f"{where}.{name}") for name in ("enter", "leave")))
+
+
+def _group(value: object, where: str) -> PageGroup:
+    said = record(value, where)
+    no_others(said, tuple(each.name for each in fields(PageGroup)), where)
+    if said.get("tier") not in (None, "dram", "nvme"):
+        raise BadField(f"{where}.tier", "is neither dram, nor nvme, nor null")
+    first_use, bring_at = (_position_or_none(said.get(name), f"{where}.{name}") for name in ("first_use", "bring_at"))
+    return PageGroup(
+        sites=items(value_of(said, "sites", where), f"{where}.sites", string, MOST_SITES),
+        nbytes=whole(value_of(said, "nbytes", where), f"{where}.nbytes", 0, _MOST_OF_ALL),
+        last_birth=whole(value_of(said, "last_birth", where), f"{where}.last_birth", 0, MOST_POSITIONS),
+        first_use=first_use,
+        bring_at=bring_at,
+        tier=said.get("tier"),
+    )
+
+
+def _position_or_none(value: object, where: str) -> int | None:
+    return None if value is None else whole(value, where, 0, MOST_POSITIONS)
+
+
+def _limit(value: object, where: str) -> tuple[int, int]:
+    limits = items(value, where, partial(whole, high=_MOST_OF_ALL), 2)
+    if len(limits) < 2:
+        raise BadField(where, "is not two numbers")
+    return limits[0], limits[1]
+
+
+def _check_places(plan: Plan) -> None:
+    """Every site has one place."""
+    for number, group in enumerate(plan.groups):
+        if not group.sites:
+            raise BadField(f"groups[{number}].sites", "is empty")
+    grouped = [key for group in plan.groups for key in group.sites]
+    placed = [*plan.keep, *grouped, *plan.recompute]
+    if len(set(placed)) < len(placed):
+        twice = next(key for key, count in Counter(placed).items() if count > 1)
+        raise BadField("plan", f"has two places for {twice!r}")
+    if sum(group.nbytes for group in plan.groups) > _MOST_OF_ALL:
+        raise BadField("groups", "have more bytes than a run can")

@@ -1,0 +1,405 @@
+"""Where groups lie when they are not in HBM: a block of the DRAM arena, and past its capacity a file extent.
+
+A *parcel* is the bytes of one group. It starts in a DRAM block, into which the engine copies. When
+DRAM runs short, the parcel that is needed last is written to NVMe and its block is given back; it
+is read into a block again before it is needed. What has an extent keeps it until the parcel is
+dropped, so a block that was only read into is dropped again at no cost.
+
+Engines call from whatever threads the program runs in; `_lock` lets them in one at a time. A block
+that is given back while a copy on a lane still touches it is *guarded*: whoever gets that memory next
+waits for the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from concurrent.futures import wait
+from typing import Any, Protocol
+
+from torch_tiers.allocator.dram import LOOK_CLOSELY, DramArena, DramBlock
+from torch_tiers.allocator.errors import StoreError, TierFull, TiersError, TierTooSmall
+from torch_tiers.allocator.nvme.store import NvmeStore
+from torch_tiers.allocator.sizes import PAGE
+from torch_tiers.migrator.offload.disk import Disk
+from torch_tiers.migrator.offload.guards import Guards
+from torch_tiers.migrator.offload.parcel import Parcel
+from torch_tiers.migrator.streams import Event
+from torch_tiers.migrator.telemetry.counters import Counters
+
+log = logging.getLogger("tiers")
+
+LONGEST_WAIT = 10.0  # seconds for others to give memory back that a plan counts on
+ROUNDING = 16  # one part in so many: what rounding to pages and the ends of the arena's steps take
+
+
+class User(Protocol):
+    """An engine, as another one's sees it."""
+
+    @property
+    def lock(self) -> Any:
+        """Held while it works."""
+
+    @property
+    def dead(self) -> Collection[object]:
+        """What it has not heard of yet."""
+
+    def collect(self) -> None:
+        """Forget what nobody refers to any more; with `lock`."""
+
+
+class Backing:
+    """Places parcels in DRAM first and NVMe after that.
+
+    Parameters
+    ----------
+    dram : DramArena
+        The arena.
+    nvme : NvmeStore or None
+        The store past it, if there is one.
+    counters : Counters
+        Receives disk bytes and the host's waits for the disk.
+    """
+
+    def __init__(self, dram: DramArena, nvme: NvmeStore | None, counters: Counters) -> None:
+        self._dram = dram
+        self._nvme = nvme
+        self._disk = None if nvme is None else Disk(nvme, counters)
+        self._counters = counters
+        self._in_dram: dict[Parcel, None] = {}  # an ordered set: victims must not depend on addresses
+        self._dropped: list[Parcel] = []
+        self._on_nvme: dict[Parcel, None] = {}  # what has an extent and was not dropped
+        self._guards = Guards()
+        self._largest = 0
+        self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._closed = False
+        self._waited = False  # for others, which is said once
+        self._in_vain = False  # it was: what they hold they hold for long
+        self._full_is_told = False  # once for all threads, too
+        self._beyond_is_told = False
+        self.at_shortage: Callable[[], None] = lambda: None  # called when it is told
+        self._lock = threading.RLock()
+        self._later = threading.Condition(self._lock)  # nobody notifies: to wait for it lets others in
+        self.has_disk = nvme is not None
+        self.users: set[User] = set()  # which have parcels here; held, or what they have here would outlive them
+
+    # ------------------------------------------------------------------------------------- places
+
+    def new(self, nbytes: int, next_use: int, tier: str | None = None, *, insist: bool = False) -> Parcel:
+        """Make a parcel with a block of its own; for NVMe it starts there, too.
+
+        With `insist` it waits for a while where other processes use the memory: what they take for a moment is no
+        reason to leave the plan. Once that was in vain it is not done again. Meanwhile others may use the backing,
+        though not whose engine this is for.
+
+        Raises
+        ------
+        TierFull
+            If neither DRAM nor NVMe has room for it.
+        """
+        parcel = Parcel(nbytes, next_use, tier=tier)
+        with self._lock:
+            self._largest = max(self._largest, nbytes)
+            deadline = time.monotonic() + LONGEST_WAIT if insist and not self._in_vain else 0.0
+            block = self._find_block(nbytes, deadline)
+            while not self._can_come_back():
+                most = max(other.nbytes for other in self._on_nvme)
+                if not (self._reap() or self._wait_for_disk() or self._wait_for_others(most, deadline)):
+                    self._dram.free(block)
+                    raise self._full(nbytes)
+            parcel.after = self._put(parcel, block)
+            self._counters.groups += 1
+            self._demote_ahead()
+        return parcel
+
+    def filled(self, parcel: Parcel) -> None:
+        """Take note that the copy into the parcel's block was asked for: what is for NVMe may go on."""
+        if parcel.tier == "nvme" and self._nvme is not None:
+            with self._lock:
+                self._write_out(parcel)
+
+    def drop(self, parcel: Parcel) -> None:
+        """Forget a parcel, also while copies or disk requests are under way."""
+        with self._lock:
+            self._in_dram.pop(parcel, None)
+            self._on_nvme.pop(parcel, None)
+            self._dropped.append(parcel)
+            if parcel.writing is not None:
+                parcel.writing.cancel()  # if it has not begun, nobody needs it any more
+            self._reap()
+
+    def _find_block(self, nbytes: int, deadline: float = 0.0) -> DramBlock:
+        while (block := self._dram.allocate(nbytes)) is None:
+            if not (self._reap() or self._forget_copy() or self._wait_for_disk() or self._demote()):
+                # Asked before as well: what others gave back in between is found by the next look.
+                lacked = self._dram.lacks_room(nbytes)
+                block = self._dram.allocate(nbytes, in_need=True)
+                if block is not None:
+                    return block
+                if not self._wait_for_others(nbytes, deadline, lacked=lacked):
+                    raise self._full(nbytes)
+        return block
+
+    def _find_block_for_what_is_needed(self, nbytes: int) -> DramBlock:
+        """A block for what backward reads now: the last resort, rather than to end training, is one outside the cap."""
+        try:
+            return self._find_block(nbytes)
+        except TierFull as full:
+            block = self._dram.beyond(nbytes)
+            if block is None:
+                raise
+            if not self._beyond_is_told:
+                self._beyond_is_told = True
+                log.warning("%s; what backward needs from nvme comes back through memory beyond that", str(full))
+            return block
+
+    def _wait_for_others(self, nbytes: int, deadline: float, *, lacked: bool = False) -> bool:
+        """Let other threads in for a moment if it is others' memory that is missing; False if not, or for too long."""
+        if not deadline or not (lacked or self._dram.lacks_room(nbytes)):
+            return False
+        if time.monotonic() >= deadline:
+            self._in_vain |= self._waited
+            return False
+        if not self._waited:
+            self._waited = True
+            log.warning("dram: others use the host's memory; waiting up to %.0f s for room", LONGEST_WAIT)
+        self._later.wait(LOOK_CLOSELY)
+        return True
+
+    def _can_come_back(self) -> bool:
+        """Whether any parcel on NVMe finds a block when it is needed: what is new must not take the last one."""
+        nvme, most = self._nvme, max((parcel.nbytes for parcel in self._on_nvme), default=0)
+        if nvme is None or not most or nvme.capacity - nvme.used >= most:
+            return True  # nothing is there, or it can take what is in the way
+        if any(p.extent and p.block is not None and p.block.room >= most for p in self._in_dram):
+            return True  # a block whose bytes are there as well, or will be
+        block = self._dram.allocate(most, in_need=True)
+        if block is not None:
+            self._dram.free(block)
+        return block is not None
+
+    def _put(self, parcel: Parcel, block: DramBlock) -> tuple[Event, ...]:
+        """Place `parcel` in `block`; the copies that must be over before the block is written to."""
+        parcel.block = block
+        self._in_dram[parcel] = None
+        return self._guards.over(block)
+
+    def _free_block(self, parcel: Parcel) -> bool:
+        block = parcel.block
+        if block is None:
+            return False
+        last = parcel.returned or parcel.filled  # what is copied out was waited for until it had been copied in
+        if last is not None and not last.query():
+            self._guards.add(block, last)
+        self._in_dram.pop(parcel, None)
+        parcel.block = None
+        self._dram.free(block)
+        return True
+
+    @property
+    def dram_capacity(self) -> int:
+        """Bytes of DRAM."""
+        return self._dram.capacity
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that DRAM and NVMe hold together, as far as others leave them now."""
+        return self._dram.capacity + (0 if self._nvme is None else self._nvme.capacity)
+
+    def check(self, needed: int) -> None:
+        """Raise TierTooSmall if `needed` bytes at once are more than DRAM and NVMe hold together."""
+        holds = self.capacity
+        if needed > holds:
+            where = None if self._nvme is None else self._nvme.where
+            tiers = "dram" if self._nvme is None else "dram and nvme"
+            raise TierTooSmall(tiers, where, needed, 0, holds, self._dram.others)
+
+    def say_what_stays(self, full: TierFull) -> None:
+        """Say, once, that groups stay in HBM which the tiers below have no room for."""
+        if not self._full_is_told:
+            self._full_is_told = True
+            # Its text only: a handler that keeps the exception keeps its frames, and their tensors.
+            log.warning("%s; what it has no room for stays in hbm, beyond its budget if need be", str(full))
+            self.at_shortage()
+
+    def say_if_nothing_fits(self) -> None:
+        """Say so before training where not even the smallest group would get room."""
+        with self._lock:
+            block = self._dram.allocate(PAGE)
+            if block is None:
+                self.say_what_stays(self._full(PAGE))
+            else:
+                self._dram.free(block)
+
+    def reserve(self, owner: object, nbytes: int, largest: int = 0) -> None:
+        """Have DRAM grow in the background to what all owners say they need at once, in blocks up to `largest`."""
+        with self._lock:
+            self._reserved[owner] = nbytes
+            needed = sum(self._reserved.values())
+        self._dram.reserve(needed + needed // ROUNDING, largest)
+
+    def _full(self, nbytes: int) -> TierFull:
+        nvme, dram = self._nvme, self._dram
+        if nvme is None or nbytes > dram.capacity:
+            return TierFull("dram", None, nbytes, dram.used, dram.capacity, dram.others)
+        used, capacity = dram.used + nvme.used, dram.capacity + nvme.capacity
+        return TierFull("dram and nvme", nvme.where, nbytes, used, capacity, dram.others)
+
+    # ------------------------------------------------------------------------------ DRAM to NVMe
+
+    def _demote_ahead(self) -> None:
+        """Start writing before DRAM is full, so that the next groups find room without waiting for the disk.
+
+        Not where DRAM holds all that the plans keep in it at once: each group would go to disk, and back, for nothing.
+        """
+        if self._nvme is None or 0 < sum(self._reserved.values()) <= self._dram.capacity:
+            return
+        reserve = min(2 * self._largest, self._dram.capacity // 4)
+        leaving = sum(parcel.nbytes for parcel in self._in_dram if parcel.writing)
+        while self._dram.capacity - self._dram.used + leaving < reserve:
+            parcel = self._demote()
+            if parcel is None:
+                return
+            leaving += parcel.nbytes
+
+    def _demote(self) -> Parcel | None:
+        """Start writing out the parcel that is needed last; None if nothing can go."""
+        movable = [p for p in self._in_dram if p.filled and not (p.writing or p.extent or p.stuck)]
+        if self._nvme is None or not movable:
+            return None
+        return self._write_out(max(movable, key=lambda p: (p.tier != "dram", p.next_use)))
+
+    def _write_out(self, parcel: Parcel) -> Parcel | None:
+        """Start writing a parcel out; None if NVMe has no room."""
+        if self._nvme is None or self._disk is None or parcel.block is None or parcel.filled is None:
+            return None
+        if parcel.writing is not None or parcel.extent is not None:  # another device's engine was here first
+            return None
+        extent = self._nvme.allocate(parcel.nbytes)
+        if extent is None:
+            return None
+        try:
+            parcel.writing = self._disk.write(extent, parcel.block, parcel.filled)
+        except BaseException:
+            self._nvme.free(extent)
+            raise
+        parcel.extent = extent
+        self._on_nvme[parcel] = None
+        return parcel
+
+    def _reap(self) -> bool:
+        """Give back blocks that no disk request uses any more; whether there was one."""
+        reaped = False
+        if self.has_disk:
+            for parcel in [p for p in self._in_dram if p.writing and p.writing.done()]:
+                reaped |= self._written(parcel)
+        for parcel in [p for p in self._dropped if not p.on_disk_lane()]:
+            self._dropped.remove(parcel)
+            reaped |= self._free_block(parcel)
+            self._free_extent(parcel)
+        return reaped
+
+    def _written(self, parcel: Parcel) -> bool:
+        assert parcel.writing is not None
+        error = parcel.writing.exception()
+        parcel.writing = None
+        if error is None:
+            return self._free_block(parcel)
+        # The bytes are still in their block: nothing is lost, the parcel just stays in DRAM.
+        self._free_extent(parcel)
+        parcel.stuck = True
+        if not isinstance(error, StoreError):
+            raise error
+        return False  # the store has said what happened, once for its directory
+
+    def _free_extent(self, parcel: Parcel) -> None:
+        if parcel.extent is not None and self._nvme is not None:
+            self._nvme.free(parcel.extent)
+            parcel.extent = None
+            self._on_nvme.pop(parcel, None)
+
+    def _wait_for_disk(self) -> bool:
+        """Block the host until a request that holds a block is over, writes first; whether there was one."""
+        parcels = (*self._dropped, *self._in_dram)
+        for cause, requests in (
+            ("disk_write", [p.writing for p in parcels]),
+            ("disk_read", [p.reading for p in parcels]),
+        ):
+            request = next((r for r in requests if r is not None and not r.done()), None)
+            if request is not None:
+                with self._counters.waiting(cause):
+                    wait([request])
+                self._reap()
+                return True
+        return False
+
+    def _forget_copy(self) -> bool:
+        """Give back a block whose bytes are on NVMe as well: of those, the one needed last."""
+        copies = [p for p in self._in_dram if p.extent and not p.on_disk_lane() and not p.writing]
+        if not copies:
+            return False
+        return self._free_block(max(copies, key=lambda p: p.next_use))
+
+    # ------------------------------------------------------------------------------ NVMe to DRAM
+
+    def at_hand(self, parcel: Parcel) -> bool:
+        """Whether `lend` would return without waiting for the disk."""
+        return parcel.block is not None and (parcel.reading is None or parcel.reading.done())
+
+    def read_ahead(self, parcel: Parcel) -> bool:
+        """Start reading a parcel back if DRAM has room without pushing anything out; False if it has not."""
+        with self._lock:
+            self._reap()
+            if parcel.block is None:
+                block = self._dram.allocate(parcel.nbytes)
+                if block is None:
+                    return False
+                self._read_into(parcel, block)
+        return True
+
+    def lend(self, parcel: Parcel, copy: Callable[[DramBlock], Event]) -> None:
+        """Have the parcel's bytes copied out of its block; blocks the host while they are still on disk.
+
+        `copy` is called with the lock held: nobody may take the block away before `Parcel.returned` says that
+        it is in use.
+
+        Raises
+        ------
+        StoreError
+            If the disk does not give back what was written.
+        """
+        with self._lock:
+            self._reap()
+            if parcel.block is None:
+                self._read_into(parcel, self._find_block_for_what_is_needed(parcel.nbytes))
+            if parcel.reading is not None:
+                if not parcel.reading.done():
+                    with self._counters.waiting("disk_read"):
+                        parcel.reading.exception()
+                parcel.reading.result()
+            assert parcel.block is not None
+            parcel.returned = copy(parcel.block)
+
+    def _read_into(self, parcel: Parcel, block: DramBlock) -> None:
+        assert self._disk is not None and parcel.extent is not None
+        if self._closed:
+            self._dram.free(block)
+            raise TiersError("the session is over, and what it had put on NVMe with it: run backward inside it")
+        after = self._put(parcel, block)
+        try:
+            parcel.reading = self._disk.read(parcel.extent, block, after)
+        except BaseException:  # such as no thread to be had
+            self._free_block(parcel)  # or somebody would take it for what was to be read into it
+            raise
+
+    # ---------------------------------------------------------------------------------------- end
+
+    def close(self) -> None:
+        """Wait for the disk, and give back everything that was dropped."""
+        self._closed = True
+        if self._disk is not None:
+            self._disk.close()
+        self._reap()

@@ -1,0 +1,504 @@
+"""The engine: takes groups of saved storages (`group`) out of HBM and back. It executes and decides nothing.
+
+HBM is let go *stream-ordered*: the compute stream waits for the copy's event and then the references
+are dropped, so the caching allocator may hand the memory out again at once, to work that the stream
+runs after the copy. The host does not wait. It is let go late, only when the room is needed: what is
+still here when backward begins does not have to come back.
+
+A group comes back as soon as the room allows, in the order in which it will be needed. Its buffer is
+allocated on the compute stream and filled on the lane, which first waits for all the stream was given
+before: that memory may have been in use until there.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+import torch
+
+from torch_tiers.allocator.errors import TierFull
+from torch_tiers.migrator.model.plan import READ_AHEAD
+from torch_tiers.migrator.model.timing import HookTime, Lap
+from torch_tiers.migrator.offload.backing import Backing
+from torch_tiers.migrator.offload.direct import Direct
+from torch_tiers.migrator.offload.direct.parcel import DirectParcel, Source
+from torch_tiers.migrator.offload.group import NEVER, Claim, ClaimOn, Group, Saved, State, unclaimed
+from torch_tiers.migrator.offload.parcel import Parcel
+from torch_tiers.migrator.offload.tensors import Tensors
+from torch_tiers.migrator.planner.paces import Pace
+from torch_tiers.migrator.streams import Compute, Event, Lane, Leaving, Meter, Stream, whole
+from torch_tiers.migrator.streams.promised import PromisedEvent
+
+EVERY = 1 << 30  # `Engine.ahead` while nothing but the room bounds it
+_GROUPS = HookTime._fields.index("groups")
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def _for_a_group(method: Method) -> Method:
+    """Have the host's time in a method counted as spent for a group, not for the tensor whose hook came to it."""
+
+    @functools.wraps(method)
+    def charged(self: Engine, *args: Any, **kwargs: Any) -> None:
+        before = self.tensors.charge(_GROUPS)
+        try:
+            method(self, *args, **kwargs)
+        finally:
+            self.tensors.charge(before)
+
+    return cast("Method", charged)
+
+
+class Engine:
+    """Moves the groups of one device.
+
+    Parameters
+    ----------
+    compute, out, back
+        The program's stream, and the two lanes.
+    backing : Backing
+        Where groups go.
+    tensors : Tensors
+        What is done with each tensor.
+    direct : Direct, optional
+        The way to NVMe past the host's memory, where there is one: of groups whose plan says ``"nvme"``.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        out: Lane,
+        back: Lane,
+        backing: Backing,
+        tensors: Tensors,
+        direct: Direct | None = None,
+    ) -> None:
+        self.compute = compute
+        self.tensors = tensors
+        self.lock = threading.RLock()
+        self.limit = 0
+        self.position = -1  # in the plan's period, as far as the sites that came tell
+        self.ahead = EVERY  # groups that may be back before backward asks for the first of them
+        self._early: dict[Group, None] = {}  # those that are
+        self.lap: Lap | None = None  # what the last period took that the device is through with
+        self.resident = 0
+        self.used_up = 0  # bytes that left `resident` at their last use, when somebody begins to work with them
+        self._peak = 0
+        self.alive = 0  # claims: groups that are still part of a graph
+        self._stayed = 0
+        self._again: Group | None = None  # the last one that came back a second time
+        self._in_hbm: dict[Group, None] = {}  # all with bytes in `resident`
+        self.dead: deque[ClaimOn] = deque()
+        self._dying: deque[Group] = deque()  # that no graph holds, and that a thread may still ask a lane to copy
+        self.meter: Meter | None = None  # of the period under way, if it is recorded
+        self._out = out
+        self._back = back
+        self.backing = backing
+        self._direct = direct
+        self._leaving: dict[Group, None] = {}  # in the order in which their copies end
+        self._waiting: dict[Group, None] = {}  # not in HBM, or leaving it; in the order of creation
+        self._order: deque[Group] = deque()
+        self.unsettled = True  # a look at what may come back next could find something new
+
+    # -------------------------------------------------------------------------------------- out
+
+    def add(self, group: Group, tensor: torch.Tensor, low: int, nbytes: int) -> Saved:
+        """Put `nbytes` bytes of a tensor's storage, from byte `low` on, into a group that is filling."""
+        saved = self.tensors.Saved(group, tensor, low, nbytes)
+        if not group.counted:
+            self._in_hbm[group] = None
+        group.members.append(saved)
+        group.nbytes += nbytes
+        group.counted += nbytes
+        self.resident += nbytes
+        if self.resident > self._peak:
+            self._peak = self.resident
+        if self.resident > self.limit and self._leaving:
+            self.relieve()  # others, at once: this group may take long to fill
+        return saved
+
+    def hold(self, saved: Saved) -> Claim:
+        """Take note that the graph holds one more tensor on `saved`, and what it is to hold with it."""
+        group = saved.group
+        group.unused += 1
+        claim = group.claim()
+        if claim is None:
+            claim = Claim()
+            group.claim = on = ClaimOn(claim, self.dead.append)
+            on.group = group
+            group.claims += 1
+            self.alive += 1
+        return claim
+
+    @_for_a_group
+    def send(self, group: Group, *, insist: bool = False) -> None:
+        """Start the group's copy to DRAM; `insist` as in `Backing.new`.
+
+        Raises
+        ------
+        TierFull
+            If no tier has room; the group then stays where it is.
+        """
+        self.collect()
+        self._collect_for_others()
+        if group.state is not State.FILLING or not group.members:
+            return
+        nbytes = self.tensors.arrange(group.members)
+        if group.tier != "nvme" or not self._send_directly(group, nbytes):
+            self._send_by_dram(group, nbytes, insist=insist)
+        group.state = State.LEAVING
+        self._leaving[group] = None
+        self._waiting[group] = None
+        self.backing.users.add(self)
+        self.relieve()
+
+    def _send_directly(self, group: Group, nbytes: int) -> bool:
+        """Start the group's way to NVMe past DRAM; False if there is none, or no room."""
+        if self._direct is None:
+            return False
+        sources = [
+            Source(saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes) for saved in group.members
+        ]
+        parcel = self._direct.send(nbytes, sources, (self.compute.mark(group.stream),))
+        if parcel is not None:
+            group.parcel = parcel
+        return parcel is not None
+
+    def _send_by_dram(self, group: Group, nbytes: int, *, insist: bool) -> None:
+        parcel = self.backing.new(nbytes, group.next_use, group.tier, insist=insist)
+        assert parcel.block is not None
+        leaving = Leaving(group.members, parcel.block.tensor, group.nbytes, self.tensors.spans)
+        try:
+            parcel.filled = self._out.copy(leaving, parcel.after, group.stream)
+        except BaseException:
+            self.backing.drop(parcel)
+            raise
+        self.backing.filled(parcel)
+        group.parcel = parcel
+
+    def relieve(self) -> None:
+        """Let go of groups whose copy was asked for until what is left is within the limit."""
+        if self._leaving and self.compute.capturing():
+            return
+        before = self.resident
+        while self.resident > self.limit and self._leaving:
+            self._let_go(next(iter(self._leaving)))
+        if self.meter is not None and self.resident < before:
+            # Told once: after the first of several the program may still hold what left, as if it were its own.
+            self.meter.part(before + self.used_up)
+
+    def over_limit(self) -> bool:
+        """Whether there is more in HBM than the limit and nothing under way that would make it less."""
+        return self.resident > self.limit and not self._leaving
+
+    @_for_a_group
+    def _let_go(self, group: Group) -> None:
+        parcel = group.parcel
+        assert parcel is not None and parcel.filled is not None
+        try:
+            self._wait(parcel.filled, "d2h", group.stream)
+        except Exception as error:  # the bytes are still in HBM
+            if not isinstance(parcel, DirectParcel):
+                raise
+            self._send_after_all(group, parcel, error)
+            return
+        del self._leaving[group]
+        self.tensors.let_go(group.members)
+        group.members.clear()
+        group.state = State.AWAY
+        self._count(group, 0)
+
+    def _send_after_all(self, group: Group, parcel: DirectParcel, error: Exception) -> None:
+        """Start a group's copy to DRAM, as the direct way failed; what has no room there either stays."""
+        assert self._direct is not None
+        self._direct.say_failed(error)
+        del self._leaving[group]
+        self._waiting.pop(group, None)
+        group.state, group.parcel = State.FILLING, None
+        self._direct.drop(parcel)
+        try:
+            self._send_by_dram(group, parcel.nbytes, insist=False)
+        except TierFull as full:
+            self.backing.say_what_stays(full)
+            return
+        group.state = State.LEAVING
+        self._leaving[group] = self._waiting[group] = None
+
+    # ------------------------------------------------------------------------------------- back
+
+    def begin_backward(self) -> None:
+        """Fix the order in which groups come back, and start bringing them."""
+        with self.lock:
+            self.collect()
+            self._peak = max(self._peak, self.resident)
+            needed = (group for group in self._waiting if group.next_use != NEVER)
+            self._order = deque(sorted(needed, key=lambda group: group.next_use))
+            self._early.clear()
+            self.prefetch()
+
+    def prefetch(self) -> None:
+        """Bring groups back, in order, while the limit allows; read ahead from disk those after them.
+
+        What the engine does not see happen may make room, too: disks, and the program's own memory. It is looked for
+        whenever a group is first or last asked for, or dies, and where there are disks at every tensor.
+        """
+        self.unsettled = self.backing.has_disk
+        while self._order:
+            group = self._order[0]
+            if group.state is State.AWAY and group.unused and not self._bring_early(group):
+                break
+            self._order.popleft()
+        if self.backing.has_disk and self._order and not self.compute.capturing():
+            for group in islice(self._order, min(READ_AHEAD, self.ahead)):
+                parcel = group.parcel
+                if isinstance(parcel, Parcel) and group.state is State.AWAY and not self.backing.read_ahead(parcel):
+                    break
+
+    def _bring_early(self, group: Group) -> bool:
+        """Bring a group back before it is asked for, if there is room for it; whether it comes."""
+        assert group.parcel is not None
+        if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
+            return False
+        if len(self._early) >= self.ahead or self.compute.capturing():
+            return False
+        if isinstance(group.parcel, Parcel) and not self.backing.at_hand(group.parcel):
+            return False
+        try:
+            self._bring(group)
+        except torch.OutOfMemoryError:
+            return False  # nobody needs it yet; by then there may be room
+        self._early[group] = None
+        return True
+
+    def source(self, saved: Saved) -> torch.Tensor | None:
+        """The buffer on which `saved` lies, ready for the compute stream; None if it never left.
+
+        Raises
+        ------
+        StoreError
+            If the disk does not give back what was written.
+        """
+        group = saved.group
+        if group.state in (State.FILLING, State.LEAVING):
+            return None
+        if group.state is State.AWAY:
+            if not group.unused:
+                # Asked for again (retain_graph), and nobody can say how often: one such group at a time.
+                if self._again is not None and self._again.state is State.HOME:
+                    self._leave_home(self._again)
+                self._again = group
+            self._bring(group)
+            self.unsettled = True
+        if group in self._early:
+            del self._early[group]
+            self.unsettled = True
+        return self._make_ready(group)
+
+    def glimpse(self, saved: Saved) -> torch.Tensor | None:
+        """The same for somebody who only looks: what comes back to HBM, and when, is as without it.
+
+        What is away is copied to a buffer of its own, which the present stream may read at once.
+        """
+        group = saved.group
+        if group.state in (State.FILLING, State.LEAVING):
+            return None
+        if group.state is not State.AWAY:
+            return self._make_ready(group)
+        self._fetch(group)  # and there it stays if this is interrupted: the lane may still write to it
+        buffer = self._make_ready(group)
+        self._leave_home(group)
+        return buffer
+
+    def used(self, group: Group) -> None:
+        """Take note that backward asked for one more tensor of the group, for the first time."""
+        group.unused -= 1
+        if group.unused == 0:
+            # Whoever asked holds the buffer, or the program's memory, until it is done with it. Should
+            # it be asked for again (retain_graph), an AWAY group comes back a second time.
+            self.used_up += group.counted
+            self._count(group, 0)
+            self.unsettled = True
+            if group.state is State.HOME:
+                self._leave_home(group)
+
+    def _bring(self, group: Group) -> None:
+        self._fetch(group)
+        if group.unused:
+            self._count(group, group.nbytes)
+
+    @_for_a_group
+    def _fetch(self, group: Group) -> None:
+        assert group.parcel is not None
+        group.stream = self.compute.stream()
+        group.buffer = self._copy_back(group.parcel, group.stream)
+        group.ready_on = []
+        group.state = State.HOME
+
+    def _make_ready(self, group: Group) -> torch.Tensor:
+        """The buffer of a group that is HOME, which the present stream may read."""
+        assert group.buffer is not None and group.parcel is not None and group.parcel.returned is not None
+        stream = self.compute.stream()
+        if stream not in group.ready_on:
+            self._wait(group.parcel.returned, "h2d", stream)
+            group.ready_on.append(stream)
+            if stream != group.stream:
+                self.compute.hand_over(group.buffer)
+        return group.buffer
+
+    def _copy_back(self, parcel: Parcel | DirectParcel, stream: Stream) -> torch.Tensor:
+        """A new buffer of `stream` that a parcel is on its way to; `Parcel.returned` says when it has come."""
+        buffer = self.compute.empty(parcel.nbytes)
+        if isinstance(parcel, DirectParcel):
+            assert self._direct is not None
+            self._direct.read(parcel, buffer, (self.compute.mark(stream),))
+            return buffer
+        after = () if parcel.filled is None else (parcel.filled,)
+        self.backing.lend(parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
+        return buffer
+
+    def _wait(self, event: Event | PromisedEvent, cause: str, stream: Stream) -> None:
+        """Let `stream` go on only after `event`; the host waits until that is there."""
+        self.compute.wait(event, event.lane if isinstance(event, PromisedEvent) else cause, stream)
+
+    def _leave_home(self, group: Group) -> None:
+        if group.stream not in group.ready_on and group.parcel is not None and group.parcel.returned is not None:
+            # The lane may still write into the buffer; the stream that gets this memory next must not.
+            returned = group.parcel.returned
+            event = returned.settled() if isinstance(returned, PromisedEvent) else returned
+            if event is not None:
+                self._wait(event, "h2d", group.stream)
+        group.buffer = None
+        group.state = State.AWAY
+
+    # ------------------------------------------------------------------------------------- ends
+
+    def collect(self) -> None:
+        """Forget groups that nobody refers to any more."""
+        while self.dead:
+            group = self.dead.popleft().group
+            self.alive -= 1
+            group.claims -= 1
+            if group.claims == 0:
+                group.claim = unclaimed  # which holds the group
+                self._waiting.pop(group, None)
+                self._dying.append(group)
+                if isinstance(group.parcel, DirectParcel):
+                    group.parcel.dropped = True  # so that the rest of it is not written
+        for _ in range(len(self._dying)):
+            group = self._dying.popleft()
+            if isinstance(group.parcel, DirectParcel) and not group.parcel.is_asked_for:
+                self._dying.append(group)  # to wait for the thread would have the program wait
+            else:
+                self._forget(group)
+                self.unsettled = True
+        if not (self._waiting or self._dying):
+            self.backing.users.discard(self)
+
+    def _collect_for_others(self) -> None:
+        """Have engines forget what is dead that nobody calls any more: their threads have ended, or idle."""
+        if self.compute.capturing():
+            return
+        for other in tuple(self.backing.users):
+            # Two may look at each other: neither waits.
+            if other is not self and other.dead and other.lock.acquire(blocking=False):
+                try:
+                    other.collect()
+                finally:
+                    other.lock.release()
+
+    def _forget(self, group: Group) -> None:
+        self._count(group, 0)
+        self._waiting.pop(group, None)
+        self._leaving.pop(group, None)
+        self._early.pop(group, None)
+        if self._again is group:
+            self._again = None
+        try:
+            if group.state is State.HOME:
+                self._leave_home(group)
+            elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
+                filled = group.parcel.filled
+                event = filled.settled() if isinstance(filled, PromisedEvent) else filled
+                if event is not None:
+                    self.compute.outlast(event, group.stream)
+        finally:  # Ctrl-C, for one
+            group.buffer = None
+            self.tensors.let_go(group.members)  # which the period's list of storages knows until its end
+            group.members.clear()
+            group.state = State.GONE
+            parcel, group.parcel = group.parcel, None
+            if isinstance(parcel, DirectParcel):
+                assert self._direct is not None
+                self._direct.drop(parcel)
+            elif parcel is not None:
+                self.backing.drop(parcel)
+
+    def _count(self, group: Group, nbytes: int) -> None:
+        self.resident += nbytes - group.counted
+        group.counted = nbytes
+        if nbytes:
+            self._in_hbm[group] = None
+        else:
+            self._in_hbm.pop(group, None)
+        if self.resident > self._peak:
+            self._peak = self.resident
+
+    def entered(self, nbytes: int) -> None:
+        """Count bytes that were saved and stay.
+
+        On the way of every tensor that stays, and so without the lock: should two threads meet here, the
+        count is off until the period ends, and with it the time at which groups leave or come back.
+        """
+        self._stayed += nbytes
+        self.resident += nbytes
+        if self.resident > self.limit and self._leaving:
+            with self.lock:
+                self.relieve()
+
+    def born(self, pace: Pace) -> None:
+        """A site of the plan comes: from here on its room holds."""
+        self.position = pace.birth
+        if pace.from_birth is not None:
+            self.limit = pace.from_birth
+            if self.resident > self.limit and self._leaving:
+                with self.lock:
+                    self.relieve()
+
+    def reached(self, pace: Pace) -> None:
+        """Backward asks for a site of the plan: from here on its room holds, and its triggers."""
+        if pace.use <= self.position:
+            return  # asked for again, or not in the plan's order
+        self.position = pace.use
+        if pace.from_use is not None:
+            self.limit = pace.from_use
+        if self._order:
+            with self.lock:
+                self.prefetch()
+
+    def left(self, nbytes: int) -> None:
+        """Count bytes that had stayed and were used for the last time."""
+        # What is unpacked twice (retain_graph) leaves twice by this count, but never more than had stayed.
+        nbytes = min(nbytes, self._stayed)
+        self._stayed -= nbytes
+        self.resident -= nbytes
+        self.used_up += nbytes
+        if self._order:
+            with self.lock:
+                self.prefetch()
+
+    def end_period(self) -> int:
+        """Take stock; the highest use of the device in the period, in bytes.
+
+        What is in HBM is counted afresh: bytes that stayed were only ever estimated, and are gone.
+        """
+        self.collect()
+        self.lap = self.compute.settle()
+        peak = self.compute.peak(self._peak)
+        self._stayed = 0
+        self.resident = self._peak = sum(group.counted for group in self._in_hbm)
+        return peak

@@ -1,0 +1,122 @@
+"""A group: storages that travel together, and who holds on to them.
+
+The life of a group::
+
+    FILLING   its storages are collected; they lie where the program made them
+    LEAVING   the copy to DRAM is under way; the program's memory is still held, so a tensor that is
+              needed now is simply handed back
+    AWAY      the program's memory was let go; the bytes are in the group's parcel
+    HOME      one buffer in HBM holds, or is about to hold, all of it; its tensors are views of it
+    GONE      nobody refers to it any more
+
+References point upwards only. What autograd holds (`Moved`) refers to a `Saved`, that to its
+group; a group knows its members, never who asked for them. So when the graph dies, it all dies by
+reference count. All that a graph holds of one group shares a `Claim`, so that the engine hears of a
+group's death once. That may come anywhere, also while the engine holds its lock; therefore it is only
+appended to `Engine.dead`, and the engine looks there when it is next called. No function of Python's
+runs then: an exception that a signal's handler raises, Ctrl-C's for one, would come first in there,
+as in any that is called while a graph is freed, and Python drops what a callback raises.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from torch_tiers.migrator.offload.direct.parcel import DirectParcel
+from torch_tiers.migrator.offload.parcel import Parcel
+from torch_tiers.migrator.streams import Stream
+
+NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for
+
+
+class State(enum.Enum):
+    """Where a group is; see the module's text."""
+
+    FILLING = enum.auto()
+    LEAVING = enum.auto()
+    AWAY = enum.auto()
+    HOME = enum.auto()
+    GONE = enum.auto()
+
+
+class Claim:
+    """What all saved tensors of a group hold on it; the last of them that dies takes it along."""
+
+    __slots__ = ("__weakref__",)
+
+
+class ClaimOn(weakref.ref[Claim]):
+    """A weak reference to a claim, which tells of which group; `Engine.dead` is given it once the claim has died."""
+
+    __slots__ = ("group",)
+    group: Group
+
+
+def unclaimed() -> None:
+    """A reference to a claim that nobody makes."""
+
+
+class Saved(Protocol):
+    """A storage, or the part of one, that moves: where it lies within its group.
+
+    Attributes
+    ----------
+    alias : Tensor
+        Holds the program's memory until that is let go.
+    group : Group
+        The one it moves with.
+    low, nbytes : int
+        Which bytes of the storage: so many from byte `low` on.
+    offset : int
+        Of its first byte in the group; -1 until the group leaves.
+    """
+
+    alias: torch.Tensor
+    offset: int
+
+    @property
+    def group(self) -> Group: ...  # noqa: D102
+    @property
+    def low(self) -> int: ...  # noqa: D102
+    @property
+    def nbytes(self) -> int: ...  # noqa: D102
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Storages that travel together.
+
+    Attributes
+    ----------
+    next_use : int
+        Groups are brought back in ascending order of it.
+    claim : weak reference
+        To the claim of the saved tensors that refer to the group, if there are any.
+    claims : int
+        Claims whose death the engine has not heard of. Two, should one be made just after the last died.
+    unused : int
+        Saved tensors that backward has not asked for yet.
+    members : list of Saved
+        What holds the program's memory on our behalf; empty once it was let go.
+    """
+
+    next_use: int
+    stream: Stream  # of all its members; lets go of their memory, and owns the buffer's
+    state: State = State.FILLING
+    nbytes: int = 0
+    claim: Callable[[], Claim | None] = unclaimed
+    claims: int = 0
+    unused: int = 0
+    members: list[Saved] = field(default_factory=list)
+    counted: int = 0  # its bytes in Engine.resident
+    parcel: Parcel | DirectParcel | None = None
+    buffer: torch.Tensor | None = None
+    ready_on: list[Stream] = field(default_factory=list)  # streams that have waited for the buffer's copy
+    bring_at: int = -1  # position from which it may come back
+    tier: str | None = None  # where it is to go

@@ -1,0 +1,1 @@
+"""What is asked of the program itself: its modules, parameters, optimizers and process groups."""

@@ -1,0 +1,58 @@
+"""The optimizers of a program: which of them leads, and what their gradients and state take."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from torch_tiers.migrator.program import weights
+
+LEADERLESS = 2048  # steps of others, after which one of them leads: there may be one for each parameter
+FEW = 8  # of these the last ends what a period trains; of more the first few tell enough
+_HOST = torch.device("cpu")
+
+
+class Optimizers:
+    """Every optimizer that has stepped, as long as it lives. Steps of the one that leads end the allocator's periods.
+
+    One of several does, or a program that trains two models in turn had two kinds of periods.
+
+    Attributes
+    ----------
+    period_due : bool
+        Whether the leader has stepped since a period began. Before the first step, too, one begins.
+    """
+
+    def __init__(self) -> None:
+        self.period_due = True
+        self._state: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._leader: weakref.ref[torch.optim.Optimizer] | None = None
+        self._followed = 0  # steps of others since the leader's last
+
+    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+        return optimizer in self._state
+
+    @property
+    def ending(self) -> bool:
+        """Whether the one that has stepped may have been the period's last."""
+        return self.period_due and self._followed <= FEW
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of gradients and state in host memory, as far as they were counted."""
+        return sum(self._state.values())
+
+    def count(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count gradients and state of an optimizer, perhaps anew."""
+        self._state[optimizer] = weights.bytes_on(_HOST, weights.of_optimizer(optimizer))
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer has made a step; whether it leads."""
+        leader = self._leader and self._leader()
+        self._followed = 0 if leader in (None, optimizer) else self._followed + 1
+        if leader is None or self._followed > LEADERLESS:
+            leader, self._leader, self._followed = optimizer, weakref.ref(optimizer), 0
+        leads = leader is optimizer
+        self.period_due |= leads
+        return leads

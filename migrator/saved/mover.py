@@ -1,0 +1,513 @@
+"""One device's share of a thread's program: gathers what a period saves into groups, and gives it back.
+
+Stands between the hooks, which see one tensor at a time, and the engine, which sees groups.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torch_tiers.allocator.errors import TierFull
+from torch_tiers.migrator.controller.learner import Learner
+from torch_tiers.migrator.controller.recordings import CONSIDERABLE
+from torch_tiers.migrator.model.links import BOUNDLESS, Links, usable
+from torch_tiers.migrator.model.plan import Plan
+from torch_tiers.migrator.model.timing import HostLap
+from torch_tiers.migrator.model.trace import Trace
+from torch_tiers.migrator.offload.engine import EVERY, Engine
+from torch_tiers.migrator.offload.filling import Filling
+from torch_tiers.migrator.offload.group import Saved, State
+from torch_tiers.migrator.planner.paces import paces as paces_of
+from torch_tiers.migrator.planner.sizes import has_room_to_learn, learning_room, unseen
+from torch_tiers.migrator.recompute.verified import Verified, base_of
+from torch_tiers.migrator.recording.recorder import Recorder
+from torch_tiers.migrator.saved.actions import Action, Find, Go, Moved, Recompute, Stay
+from torch_tiers.migrator.saved.checks import Checks
+from torch_tiers.migrator.saved.dropped import Dropped, Recomputed
+from torch_tiers.migrator.saved.packed import Look
+from torch_tiers.migrator.saved.tensors import HookTensors
+from torch_tiers.migrator.streams import Stream
+
+CLOSELY = 16  # periods under new plans in which waits are timed, or until these settle: that corrects the plans
+SAMPLED = 7
+"""Periods, after those, of which one is: with 2, 4 or 8 micro-batches another one each time."""
+
+
+class _Whole(NamedTuple):
+    """All of a storage, as it was at one version of its tensor, and how that is made again."""
+
+    base: weakref.ref[Tensor]
+    version: int
+    made: weakref.ref[Recomputed]
+
+
+class Mover:
+    """Carries the plans for one device out.
+
+    Parameters
+    ----------
+    engine : Engine
+        The device's engine.
+    learner : Learner
+        Decides what is recorded and planned.
+    budget : int
+        HBM budget, in bytes.
+    keeps : bool
+        The policy moves and recomputes nothing: before there is a plan nothing is to leave HBM either, nor to be tried.
+    spills : bool
+        The allocator goes on in DRAM where HBM is full, so that the program survives what nobody has foreseen.
+    lent : int
+        Bytes of HBM beyond the budget that the program may take before there is a plan.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        learner: Learner,
+        budget: int,
+        tensors: HookTensors,
+        *,
+        keeps: bool = False,
+        spills: bool = False,
+        lent: int = 0,
+    ) -> None:
+        self.engine = engine
+        self.learner = learner
+        self.budget = budget
+        self.unmanaged = 0  # bytes that backward needs and no hook was told of
+        self._tensors = tensors
+        self.storages = tensors.Storages()
+        self._outlived: set[str] = set()
+        self.verified: dict[str, Verified] = {}  # by site: what held when it was tried
+        self.checks = Checks(engine.compute, budget)
+        self._keeps = keeps
+        self._spills = spills
+        self.recorder: Recorder | None = self._new_recorder()
+        # The program may fit without a plan. To find that it does not does no harm where the allocator goes on in DRAM.
+        patient = spills and not keeps and (lent > 0 or has_room_to_learn(engine.backing.dram_capacity, budget))
+        beside = unseen(budget, engine.compute.allocated()) if patient else None
+        self._lent = lent if patient else 0
+        self.filling = Filling(engine, budget if keeps else learning_room(budget + self._lent, beside))
+        self.filling.patient = patient
+        self._stayed = True  # since there were news everything stayed, and nothing was recomputed
+        self._news = False  # for the allocator: the program is to ask for other memory than it did
+        self._below = BOUNDLESS  # bytes that the tiers below HBM hold, if that was less than plans took it to be
+        self._taken = 0  # storages, in this period
+        self._dropped: dict[int, _Whole] = {}  # what was dropped last of each storage
+        self._held_back: set[Stream] = set()  # whose unforeseen groups wait for the next storage
+        self._unchanged = 0  # periods under the plans that there are
+        self._fitting = 0  # periods, one after the other, that HBM had room for
+        self._allocated_before = engine.compute.allocated()
+        engine.limit = self.filling.room
+
+    def pays_back(self) -> bool:
+        """Whether what was lent beyond the budget is needed no longer, since this was last asked."""
+        if self.filling.patient or not self._lent:
+            return False
+        self._lent = 0
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be done with what is saved: ever, or until HBM is full."""
+        if self.recorder is not None or not self.learner.complete:
+            return False
+        if self._keeps:
+            return True
+        # Not before it was seen that the program fits: what HBM has no room for corrects the plans.
+        fits = self._spills and self.learner.settled and min(self._unchanged, self._fitting) > CLOSELY
+        return fits and all(plan.keeps_everything for plan in self.learner.plans)
+
+    def wake(self) -> bool:
+        """HBM is full: record what is saved from now on, unless it is to be kept all the same; whether it is."""
+        if self._keeps:
+            return False
+        with self.engine.lock:
+            self._fitting = 0
+            self.learner.forget()
+            self.recorder = self._new_recorder()
+            self._expect_too_much()
+            self._begin()
+            self._allocated_before = self.engine.compute.allocated()
+        return True
+
+    def _new_recorder(self, *, held: bool = False) -> Recorder:
+        self.engine.used_up = 0
+        meter = self.engine.meter = self.engine.compute.meter(held=held)
+        return Recorder(
+            self._outlived, meter, self._resident, self.verified, self.checks.differing, tries=not self._keeps
+        )
+
+    def _resident(self) -> int:
+        engine = self.engine
+        with engine.lock:
+            engine.collect()
+            nbytes, engine.used_up = engine.resident + engine.used_up, 0
+            return nbytes
+
+    # -------------------------------------------------------------------------------------- out
+
+    def take(self, tensor: Tensor, key: str, go: Go | None, kind: str = "") -> Moved:
+        """Take charge of a saved tensor.
+
+        What the plan has leave HBM stays there if no tier has room.
+        """
+        engine = self.engine
+        with engine.lock:
+            if self.filling.waits:
+                self.filling.send_waiting()
+            known = self.storages.find(tensor)
+            recorder = self.recorder
+            record = None if recorder is None else recorder.save(key, known, kind)
+            # A group takes members of one stream only: its copy waits for that one, and that one lets go of
+            # their memory.
+            stream = engine.compute.stream()
+            filling = None if go is None else self.filling.planned(go.group, stream)
+            saved, fresh = known.saved, 0
+            if saved is None or saved.group.state is State.GONE or _is_another_stream_s(saved, tensor, stream):
+                for waiting in tuple(self._held_back):
+                    self._send_unforeseen(waiting)
+                # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
+                # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
+                group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
+                saved = known.saved = engine.add(group, tensor, known.low, known.high - known.low)
+                self._taken += 1
+                fresh = saved.nbytes
+                if not tensor.requires_grad:  # and so has no `grad_fn`, to ask for which makes an object
+                    self.filling.may_be_unfilled(group)
+            if filling is None and recorder is None:
+                self.filling.unforeseen.append(fresh)
+            moved = self._tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
+            if filling is not None:
+                self.filling.came(filling)
+            if self.filling.loose:
+                if _is_part(tensor, saved):
+                    # Others may come right after, which share what has not left: it goes once another storage comes.
+                    self._held_back.add(stream)
+                else:
+                    self._send_unforeseen(stream)
+        return moved
+
+    def _send_unforeseen(self, stream: Stream) -> None:
+        """Send what no plan has foreseen, unless there may be room for it."""
+        self._held_back.discard(stream)
+        if self.filling.loose and not self._keeps:
+            if self.filling.patient and self.engine.resident > self.filling.room:
+                self._expect_too_much()
+            self.filling.send_loose(stream)
+
+    # ------------------------------------------------------------------------------------- back
+
+    def pass_by(self) -> None:
+        """A training forward begins: what was in use since the last optimizer's step is no part of its period."""
+        self.engine.compute.pass_by(counts=False)
+        if self.recorder is not None:
+            self.recorder.resume()
+
+    def begin_backward(self) -> None:
+        """The first tensor of the period is asked for."""
+        if self.recorder is not None:
+            self.recorder.turn()
+            grown = self.engine.compute.allocated() - self._allocated_before
+            self.unmanaged = max(self.unmanaged, grown - self.engine.resident)
+        if self.filling.waits:
+            with self.engine.lock:
+                self.filling.send_waiting(over=True)
+        self.engine.begin_backward()
+
+    def drop(self, tensor: Tensor, make: Recompute, find: Find, kind: str) -> Dropped | Moved:
+        """Let go of a saved tensor that is made again; where that does not hold any more, take it."""
+        if make.key in self.checks.differing:
+            return self.take(tensor, make.key, None, kind)
+        fresh = None
+        with self.engine.lock:
+            known = self.storages.find(tensor)
+            base = base_of(tensor)
+            made = None if known.made is None else known.made()
+            if made is None:  # its neighbour may be dropped: parts of a fused projection are made at once
+                before = self._dropped.get(known.cdata)
+                if before is not None and before.base() is base and before.version == base._version:
+                    made = before.made()
+            if made is None:
+                # What was seen since may be other than what the plan was made with, and the plan the same.
+                found = find(self.verified.get(make.key, make.verified), base)
+                if found is None:
+                    return self.take(tensor, make.key, None, kind)
+                made = fresh = Recomputed(base, *found, self.engine)
+                self._dropped[known.cdata] = _Whole(weakref.ref(base), base._version, weakref.ref(made))
+            known.made = weakref.ref(made)
+            record = None if self.recorder is None else self.recorder.save(make.key, known, kind)
+            dropped = Dropped(tensor, made, make, record)
+        if fresh is not None and self.checks.on and not self.engine.compute.capturing():
+            self.checks.look(make.key, base, fresh, Look)
+            if make.key in self.checks.differing:
+                return self.take(tensor, make.key, None, kind)
+        return dropped
+
+    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
+        """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it.
+
+        Raises
+        ------
+        StoreError
+            If the disk does not give back what was written.
+        """
+        saved, engine = moved.saved, self.engine
+        with engine.lock:
+            if engine.dead:
+                engine.collect()
+            tensor = moved.view(engine.source(saved))
+            if count and not moved.was_used:
+                moved.was_used = True
+                engine.used(saved.group)
+            if engine.unsettled:
+                engine.prefetch()
+        return tensor
+
+    def glimpse(self, moved: Moved) -> Tensor:
+        """The same tensor for somebody who only looks, see `Engine.glimpse`."""
+        with self.engine.lock:
+            return moved.view(self.engine.glimpse(moved.saved))
+
+    # ---------------------------------------------------------------------------------- periods
+
+    def end_period(self, *, whole: bool, alone: bool = True, overflow: int = 0, host: HostLap | None = None) -> bool:
+        """The period is over; whether there are new plans.
+
+        Parameters
+        ----------
+        whole : bool
+            See `Learner.period_over`.
+        alone : bool
+            Whether no other thread trains on this device, so that periods do not overlap.
+        overflow : int
+            Bytes for which the allocator had no room in HBM.
+        host : HostLap, optional
+            See `Learner.period_over`.
+        """
+        self._fitting = 0 if overflow else self._fitting + 1
+        self._stayed &= not self.filling.sent and all(plan.keeps_everything for plan in self.learner.plans)
+        with self.engine.lock:
+            trace = None
+            if self.recorder is not None:
+                trace = self.recorder.trace()  # which waits for the device
+                if not self.engine.compute.capturing():
+                    self.engine.compute.tidy()
+                for key, verified in self.recorder.verified.items():
+                    self.verified[key] = verified.besides(self.verified.get(key))
+                self._see_beside(trace)
+            peak = self.engine.end_period()
+            granted, refused = self.filling.granted, self.filling.refused
+            drifted = self._departs()
+            self._begin()
+            pressed = self.engine.compute.pressed()
+            # Groups that are held back on purpose are late on purpose.
+            lap = self.engine.lap if alone and self.engine.ahead == EVERY else None
+            changed = self.learner.period_over(
+                trace,
+                peak,
+                whole=whole,
+                drifted=drifted,
+                pressed=pressed,
+                overflow=overflow,
+                lap=lap,
+                host=None if lap is None else host,
+                refused=refused,
+                static=self.engine.compute.allocated,
+            )
+            if refused and trace is None and not (changed or drifted):  # else it may not have been these plans'
+                changed = self._plans_for_less(granted)
+            if self.checks.period_over():
+                self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
+                self.learner.forget()
+            self.recorder = self.engine.meter = None
+            if overflow and self.filling.patient:
+                self._expect_too_much()
+            if self.learner.records_next:
+                self.recorder = self._new_recorder(held=self.learner.holds_device)
+            if changed:
+                self._adopt()
+            if self.recorder is not None:
+                self._allocated_before = self.engine.compute.allocated()
+            self.engine.limit = self._limit()
+            self.engine.compute.time_waits(stands_for := self._to_stand_for())
+            self.checks.on = self.recorder is None and not stands_for
+        return changed
+
+    def _departs(self) -> bool:
+        """Whether a considerable part of the period was not as any plan has it."""
+        traces, unforeseen = self.learner.traces, self.filling.unforeseen
+        sites = max((len(trace.sites) for trace in traces), default=0)
+        nbytes = max((trace.saved_bytes for trace in traces), default=0)
+        others = len(unforeseen) + self.filling.lacking(self.learner.plans)
+        return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes
+
+    def _see_beside(self, trace: Trace) -> None:
+        """Take note of what lay in HBM besides saved tensors, and of what lives on since: an optimizer's state."""
+        if self.filling.patient and trace.others:
+            lives_on = self.engine.compute.allocated() - self._allocated_before
+            self.filling.room = learning_room(self.budget + self._lent, max(trace.others) + max(0, lives_on))
+
+    def _expect_too_much(self) -> None:
+        """It does not fit without a plan: all that none has foreseen is to go."""
+        self._news |= self.filling.patient  # what stayed so far needs no memory from now on
+        self.filling.patient = False
+        self.filling.room = learning_room(self.budget)
+        self.engine.limit = self._limit()
+
+    def take_news(self) -> bool:
+        """Whether what the program asks for is other than before, since this was last asked.
+
+        The allocator then lays it out anew, at the cost of some steps of a second.
+        """
+        news, self._news = self._news, False
+        self._stayed |= news
+        return news
+
+    def _to_stand_for(self) -> int:
+        """For how many periods the waits of the next one are to stand; 0 if they are not to be timed."""
+        self._unchanged += 1
+        if self.recorder is not None or self._unchanged <= CLOSELY or not self.learner.settled:
+            return 1
+        return 0 if self._unchanged % SAMPLED else SAMPLED
+
+    def heed(self, ahead: int | None, links: Links) -> bool:
+        """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
+        before, self.engine.ahead = self.engine.ahead, EVERY if ahead is None else ahead
+        if self.engine.ahead != before:
+            self.learner.rearranged()
+        less = replace(links, below=min(links.below, self._below), dram=min(links.dram, self._below))
+        changed = self.learner.relink(less)
+        if changed:
+            with self.engine.lock:
+                self._adopt()
+        return changed
+
+    def collect(self) -> None:
+        """Give back the memory of what is part of no graph any more."""
+        if self.engine.dead and not self.engine.compute.capturing():
+            with self.engine.lock:
+                self.engine.collect()
+
+    def forward_is_dead(self) -> bool:
+        """Whether tensors were taken in this period and none of them is part of a graph any more."""
+        with self.engine.lock:
+            self.engine.collect()
+            return self._taken > 0 and self.engine.alive == 0
+
+    def begin_again(self) -> None:
+        """Nothing of what was saved in this period is of any use: its graphs are gone. Start over."""
+        with self.engine.lock:
+            self._begin()
+            if self.recorder is not None:  # without a head start: to begin again may be the program's habit
+                self.recorder.abandon()  # whose meter has the clock of operators
+                self.recorder = self._new_recorder()
+
+    def record_no_more(self) -> None:
+        """Go on with this period without recording it."""
+        with self.engine.lock:
+            if self.recorder is not None:
+                self.recorder.abandon()
+            self.recorder = self.engine.meter = None
+            if not self.engine.compute.capturing():
+                self.engine.compute.tidy()
+
+    def _begin(self) -> None:
+        self.filling.begin()
+        self._taken = 0
+        self._dropped.clear()
+        self._held_back.clear()
+        self.storages = self._tensors.Storages()
+        self.engine.position = -1
+        self.engine.limit = self._limit()
+
+    def _limit(self) -> int:
+        """Bytes that may lie in HBM when a period begins."""
+        if self.recorder is None and self._is_quiet():  # what stays is not all counted: it might all be there
+            return self.filling.room - max((plan.kept_bytes for plan in self.learner.plans), default=0)
+        return self.filling.room
+
+    def _is_quiet(self) -> bool:
+        """Whether what stays need not be counted: nothing waits for the room that it leaves."""
+        plans = self.learner.plans
+        return self.engine.compute.counts and bool(plans) and not any(plan.groups for plan in plans)
+
+    def _adopt(self) -> None:
+        while (refusal := self._refusal(self.learner.plans)) is not None:
+            # Others take their share of a node's memory, disks fill up.
+            if not self._plans_for_less(usable(self.engine.backing.capacity)):
+                self.engine.backing.say_what_stays(refusal)
+                break
+        plans = self.learner.plans
+        largest = max((group.nbytes for plan in plans for group in plan.groups), default=0)
+        self.engine.backing.reserve(self, max(plan.parcel_bytes for plan in plans), largest)
+        self.filling.patient = False
+        self.filling.room = max(plan.room for plan in plans)
+        self.engine.limit = self._limit()
+        self._unchanged = 0
+        if not self.engine.compute.capturing():
+            self.engine.compute.renew()
+        self._news |= not (self._stayed and all(plan.keeps_everything for plan in plans))
+
+    def _refusal(self, plans: tuple[Plan, ...]) -> TierFull | None:
+        """Why the tiers below HBM cannot hold what plans move at once; None if they can."""
+        try:
+            self.engine.backing.check(max(plan.parcel_bytes for plan in plans))
+        except TierFull as refusal:
+            return refusal
+        return None
+
+    def _plans_for_less(self, holds: int) -> bool:
+        """Plan for what the tiers below HBM hold by now, or grant; whether there are other plans for that."""
+        if holds >= self._below:  # that is what the plans were made for already
+            return False
+        self._below = holds
+        before = self.learner.plans
+        self.learner.plan_for_less(holds)
+        return self.learner.plans != before
+
+    def actions(self) -> Iterator[tuple[str, Action]]:
+        """What the plans say of every site. A site that comes twice goes: that always fits."""
+        quiet = self._is_quiet()
+        pairs = list(zip(self.learner.plans, self.learner.traces, strict=True))
+        # What one plan is to hear of is heard under all of them: which kind of period this is nobody knows.
+        heard = set[str]().union(*(_heard(plan, trace) for plan, trace in pairs))
+        paced = [(plan, {} if quiet else paces_of(plan, trace)) for plan, trace in pairs]
+        for plan, paces in paced:
+            for key, keep in plan.keep.items():
+                yield key, Stay(self, keep.enter, keep.leave, paces.get(key), quiet and key not in heard)
+        for plan, paces in paced:
+            for key in plan.recompute:
+                if key in self.verified:
+                    yield key, Recompute(self, key, self.verified[key], paces.get(key))
+        for plan, paces in paced:
+            for group in plan.groups:
+                for key in group.sites:
+                    yield key, Go(self, group, paces.get(key))
+
+
+def _is_part(tensor: Tensor, saved: Saved) -> bool:
+    """Whether others may share its bytes that come right after it: see `is_beside` of `native/storages.h`."""
+    return tensor._base is None and tensor.grad_fn is None and tensor.nbytes < saved.nbytes
+
+
+def _is_another_stream_s(saved: Saved, tensor: Tensor, stream: Stream) -> bool:
+    """Whether another stream wrote the tensor than that for which the copy of its storage's group waits."""
+    return saved.group.stream != stream and tensor._base is None
+
+
+def _heard(plan: Plan, trace: Trace) -> set[str]:
+    """Sites that stay and of which the hooks are to know all the same.
+
+    That which backward asks for first: by it backward is known to begin. And those of what the plan recomputes from:
+    the hooks see whether somebody changes it, also where PyTorch has no reason to look.
+    """
+    first = min((site for site in trace.sites if site.uses), key=lambda site: site.uses[0], default=None)
+    recomputed = {site.storage for site in trace.sites if site.key in frozenset(plan.recompute)}
+    inputs = {ident for made in recomputed for ident in trace.recipes[made].inputs}
+    return {site.key for site in trace.sites if site is first or site.storage in inputs}

@@ -1,0 +1,73 @@
+"""What the hooks do besides while a period is recorded: find out what could be recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from torch_tiers.migrator.recompute.replays import Replay, Replays
+from torch_tiers.migrator.recompute.trials import Trial
+from torch_tiers.migrator.recompute.verified import Took, Verified, base_of, layout
+from torch_tiers.migrator.recording.record import Recording
+from torch_tiers.migrator.saved.dropped import Dropped
+from torch_tiers.migrator.saved.packed import Packed
+
+Movable = Callable[[Tensor], bool]
+
+
+class Observer:
+    """Looks on for one thread's hooks.
+
+    Parameters
+    ----------
+    movable : callable
+        Whether a tensor may move.
+    replays : Replays, optional
+        What makes tensors again; without it none is.
+    """
+
+    def __init__(self, movable: Movable, replays: Replays | None = None) -> None:
+        self.replays = replays
+        self._movable = movable
+
+    def find(self, verified: Verified, base: Tensor) -> tuple[Replay, int] | None:
+        """What makes a tensor again that a plan drops, as far as it was `verified`; None if nothing does now."""
+        return None if self.replays is None else verified.find(base, self.replays)
+
+    def prepare(self, tensor: Tensor, key: str, packed: Packed) -> None:
+        """See whether the tensor could be recomputed, if this is the first of its storage."""
+        record = packed[3] if isinstance(packed, tuple) else packed.record
+        if record is None or record.known is None:
+            return
+        trials, ident, base = record.recorder.trials, record.known.ident, base_of(tensor)
+        if trials is None or not trials.is_new(ident, key) or not self._movable(base):
+            return
+        dropped = packed.made if isinstance(packed, Dropped) else None
+        what, index = (self._find(base), 0) if dropped is None else (dropped.replay, dropped.index)
+        inputs = None if what is None else _inputs(what, record.recorder)
+        if what is None or inputs is None or self.replays is None:
+            return
+        if trials.knows(ident, key, base, what, index, inputs, self.replays.choices):
+            return
+        took = {what.names[index]: Took(0.0, 0)}
+        verified = Verified(took, layout(base), base._version, frozenset(what.keys), self.replays.choices)
+        first, nbytes = int(tensor.storage_offset()), base.untyped_storage().nbytes()
+        record.trials.append(Trial(ident, what, index, verified, inputs, base.size(), base.stride(), first, nbytes))
+
+    def _find(self, base: Tensor) -> Replay | None:
+        return None if self.replays is None else self.replays.find(base)
+
+
+def _inputs(what: Replay, recorder: Recording) -> tuple[int, ...] | None:
+    """The storages that a replay begins with; None if one of them is not of this period."""
+    idents = dict[int, None]()
+    for packed in what.inputs:
+        record = packed[3] if isinstance(packed, tuple) else packed.record
+        if record is None:
+            continue  # a leaf of the graph: the program keeps it
+        if record.recorder is not recorder:
+            return None
+        if record.known is not None:
+            idents[record.known.ident] = None
+    return tuple(idents)

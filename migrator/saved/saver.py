@@ -1,0 +1,467 @@
+"""Where PyTorch hands over what it saves for backward, and asks for it back.
+
+PyTorch calls `Saver.pack` for every tensor saved while the hooks are on, and `Saver.unpack` when
+backward needs it. Whatever becomes of a tensor, an alias of it is held that shares its version counter:
+saved-tensor hooks switch off PyTorch's own check for in-place modification, and the alias puts it back,
+for tensors that stay, move, or have long left HBM.
+
+The hooks belong to a thread (PyTorch hands them on to the threads of backward), and so does a `Saver`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from torch_tiers.migrator.program import weights
+from torch_tiers.migrator.program.sites import Modules, Node
+from torch_tiers.migrator.recompute.replays import Replays
+from torch_tiers.migrator.recording.record import Record
+from torch_tiers.migrator.saved.actions import Action, Go, Owner, Recompute, Stay
+from torch_tiers.migrator.saved.agenda import Agenda
+from torch_tiers.migrator.saved.dropped import Dropped
+from torch_tiers.migrator.saved.garbage import Allowance
+from torch_tiers.migrator.saved.mover import Mover
+from torch_tiers.migrator.saved.observer import Observer
+from torch_tiers.migrator.saved.packed import Look, Packed, alias_of, check, in_a_fork, keep, modified
+from torch_tiers.migrator.saved.stack import OnStack
+from torch_tiers.migrator.saved.tensors import HookTensors
+from torch_tiers.migrator.tape.recorder import Recorder
+
+log = logging.getLogger("tiers")
+
+MIN_BYTES = 4096
+"""Storages smaller than this stay: to look after one costs more than its memory is worth."""
+
+LOOKS = 16
+"""Forwards in a row without a backward, after which a period is recorded no more."""
+
+UNRECORDED = 2
+"""Periods in a row that may end so; a program all of whose periods begin with such forwards is to have plans, too."""
+
+LISTENS = 31
+"""Periods of which one goes by the hooks in all modules: with 2, 4 or 8 micro-batches another one each time."""
+
+_graph_task = torch._C._current_graph_task_id
+
+_forks = 0  # between this process and the first; a saver of another one has neither its threads nor its locks
+
+
+def _after_fork_in_child() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class Saver(OnStack):
+    """The saved-tensor hooks of one thread.
+
+    Parameters
+    ----------
+    make_mover : callable
+        Makes the mover of a device, or returns None where nothing moves.
+    root_begins : callable
+        Called when an outermost module's forward begins.
+    period_over : callable
+        Called when a period is over, before the next one begins.
+    allowance : Allowance
+        Told how many objects the hooks will hold.
+    tensors : HookTensors
+        What is done with each tensor.
+    recorder : Recorder, optional
+        Records operators: what is recomputed is made again by those that made it.
+    """
+
+    def __init__(
+        self,
+        make_mover: Callable[[torch.device], Mover | None],
+        root_begins: Callable[[Saver, nn.Module], None],
+        period_over: Callable[[Saver], None],
+        allowance: Allowance,
+        tensors: HookTensors,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__()
+        self._replays = None if recorder is None else Replays(recorder, lambda storage: storage in self._parameters())
+        self._tensors = tensors
+        self._forks = _forks
+        self.modules: Modules[Action] = Modules()
+        self.place = self.modules.place
+        self.hooks = tensors.hooks(self, self.place, MIN_BYTES)
+        self.movers: dict[torch.device, Mover | None] = {}
+        self._agenda = self.place.agenda = Agenda()  # what the plans say, and what the period under way goes by
+        self.steps_before = 0  # optimizer steps made before the period began
+        self._looks = 0  # forwards in a row, while recording, through which no backward went
+        self._unrecorded = 0  # periods in a row of which nothing was recorded for that
+        self._make_mover = make_mover
+        self._root_begins = root_begins
+        self._period_over = period_over
+        self._allowance = allowance
+        self._root: weakref.ref[nn.Module] | None = None  # whose forward is the outermost
+        self._fixed: set[int] | None = set()  # storages of its parameters and buffers, once somebody has asked
+        self._gathered = weights.Gathered()  # and those that are filled with parameters for a while
+        self._changing = False  # whether it is not known which
+        self._observer = Observer(self._movable, self._replays)
+
+    # ----------------------------------------------------------------------------------- on, off
+
+    @property
+    def armed_movers(self) -> list[Mover]:
+        """The movers of the devices on which anything was saved."""
+        return [mover for mover in self.movers.values() if mover is not None]
+
+    def pop(self) -> None:
+        """Switch the hooks off; where somebody else's lie on top of them, from now on everything stays."""
+        self.take_off()
+        if self._replays is not None:
+            self._replays.end()
+        self._agenda = self.place.agenda = Agenda()
+        for mover in self.armed_movers:
+            if mover.recorder is not None:
+                mover.recorder.abandon()
+        self.movers = {}
+        self.place.recording = False
+        self._listen()
+        self.place.period += 1  # the modules look their actions up anew
+        self._make_mover = lambda device: None
+
+    def rest_if_idle(self) -> None:
+        """Leave what is saved to PyTorch from now on, if nothing is to be done with it. Between two periods only."""
+        if self.armed_movers and all(mover.idle for mover in self.armed_movers) and self.rest():
+            self._allowance.hold(self, 0)
+
+    def wake(self) -> bool:
+        """HBM is full: look at what is saved again, if that is of use. Before the first forward of a period only."""
+        if not self.is_free() or not any([mover.wake() for mover in self.armed_movers]):
+            return False
+        log.info("hbm is full: what is saved is looked at again")
+        self.resting = self.place.in_backward = False
+        self.push()
+        self.adopt(())
+        self.place.recording = True
+        self.place.period += 1
+        return True
+
+    def enter(self, module: nn.Module) -> None:
+        """A forward begins."""
+        # A model has hundreds of modules and the device waits for none of them: each call of a function that is spared
+        # here, and in `leave`, is a tenth of a millisecond of a step.
+        modules, place = self.modules, self.place
+        node = modules.nodes.get(id(module))
+        if place.recording:
+            with self._between():
+                self._enter(module)
+        elif node is None or not modules.stack:
+            self._enter(module)
+        else:
+            modules.stack.append(place.here)
+            place.here = node
+        if place.quiet or self.hushed:
+            self._hush_or_not()
+
+    def _enter(self, module: nn.Module) -> None:
+        if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
+            for armed in self.armed_movers:  # a forward that raised, before one that saves nothing, such as validation
+                armed.collect()
+            if self.place.recording and self._replays is not None:
+                self._replays.forget_dead()
+            self._forget_dead_forward()
+            # Afresh for every outermost forward: `.data` swaps and sharding replace storages. But not before somebody
+            # asks: to visit hundreds of parameters takes milliseconds, in which the device has nothing to do.
+            self._root, self._fixed = weakref.ref(module), None
+            # Before a device has a mover nothing is recorded, but will be with the first tensor that is saved.
+            finds = self.place.recording or self._agenda.makes or not self.movers
+            if self._replays is not None:
+                gathering = self._gathered.of(module, afresh=self.place.recording) if finds else None
+                self._replays.forward_begins(gathering)
+            self._root_begins(self, module)
+        self.modules.enter(module)
+
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
+        if self._replays is not None:  # where modules are quiet backward may not have been heard of
+            self._replays.end()
+
+    def leave(self) -> None:
+        """A forward ends, also by an exception."""
+        place, stack = self.place, self.modules.stack
+        if stack:
+            place.here = stack.pop()
+        if place.quiet or self.hushed:
+            self._hush_or_not()
+
+    def _hush_or_not(self) -> None:
+        place = self.place
+        hush = place.quiet.get(place.here.path, False) if not place.in_backward else False
+        if hush is not None and hush is not self.hushed:
+            self.hush(hush)
+
+    def leave_all(self) -> None:
+        """The thread is in no module; see `Modules.leave_all`."""
+        self.modules.leave_all()
+        if self.hushed:
+            self.hush(on=False)
+
+    def capturing(self) -> bool:
+        """Whether what the program does now goes into a CUDA graph."""
+        return any(mover.engine.compute.capturing() for mover in self.armed_movers)
+
+    def adopt(self, actions: Iterable[tuple[str, Action]]) -> None:
+        """From the next period on, do this at these sites."""
+        self._agenda = self.place.agenda = Agenda(actions)
+        self._listen()
+        self._allowance.hold(self, self._agenda.objects)
+
+    def _forget_dead_forward(self) -> None:
+        """Start the period over if all that it saved is dead: a forward that raised, or was only looked at.
+
+        Only while recording. Then we hold everything, so what is dead is known; and only then does it matter:
+        a trace with sites that do not come again makes plans that wait for them. After many such forwards in a row the
+        period is recorded no more: who only looks at outputs would be ten times slower for as long as that goes on.
+        """
+        if not self.place.recording or self.place.in_backward:
+            return
+        dead = False
+        for mover in self.armed_movers:
+            if mover.recorder is None:
+                continue
+            if mover.forward_is_dead():
+                mover.begin_again()
+                self.place.period += 1
+                dead = True
+            else:
+                dead |= mover.recorder.forward_begins()
+        self._looks = self._looks + 1 if dead else 0
+        if self._looks == LOOKS and self._unrecorded < UNRECORDED:
+            self._unrecorded += 1
+            for mover in self.armed_movers:
+                mover.record_no_more()
+            self.place.recording = False
+
+    def end_period(self, *, stepped: bool = False) -> None:
+        """End the period, if backward has begun in it; optimizer steps and the next forward do.
+
+        Where modules are quiet backward may not be heard of. The optimizer that leads has `stepped` all the same.
+        """
+        if self.place.in_backward or (stepped and self.place.quiet):
+            self.place.in_backward = False
+            self.place.period += 1
+            if self.place.recording and self._looks < LOOKS:
+                self._unrecorded = 0
+            self._looks = 0
+            try:
+                self._period_over(self)
+            finally:  # whoever catches what it raises may go on
+                self._begin_period()
+
+    def _begin_period(self) -> None:
+        recorders = [mover.recorder for mover in self.armed_movers]
+        self.place.recording = any(recorder is not None for recorder in recorders)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Choose the modules in which the hooks need not be called in the period that begins.
+
+        Now and then they are called in all of them: one may save what no plan has foreseen.
+        """
+        listens = self.place.recording or self.place.period % LISTENS == 0
+        self.place.quiet = {} if listens else self._agenda.quiet
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is not the program's, and not measured with it."""
+        with ExitStack() as stack:
+            for mover in self.armed_movers:
+                if mover.recorder is not None and not mover.engine.compute.capturing():
+                    stack.enter_context(mover.recorder.aside())
+            yield
+
+    def _arrive(self) -> None:
+        """The host came from the program to us."""
+        for mover in self.armed_movers:
+            if mover.recorder is not None:
+                mover.recorder.arrive()
+
+    @contextmanager
+    def _between(self) -> Iterator[None]:
+        """What is done inside takes the host time that is not the program's; nothing of it is recorded."""
+        self._arrive()
+        try:
+            yield
+        finally:
+            for mover in self.armed_movers:
+                if mover.recorder is not None:
+                    mover.recorder.depart()
+
+    # ------------------------------------------------------------------------------------- hooks
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """PyTorch saves `tensor`."""
+        if _graph_task() != -1:
+            # Saved within backward: recomputed by a checkpoint, or for a second derivative. It is used
+            # at once, or soon, and the order of this period is being played back already.
+            return keep(tensor)
+        if self.place.in_backward:
+            self.end_period()
+        node = self.place.here
+        if node.period != self.place.period:
+            node.begin(self.place)
+        number = node.count
+        node.count = number + 1
+        action = node.actions[number] if number < len(node.actions) else None
+        if action is not None and action.pace is not None:
+            action.mover.engine.born(action.pace)
+        if self.place.recording:
+            return self._pack_recorded(tensor, node, number, action)
+        packed: Packed
+        if action is not None and action.stays:
+            if action.enter:
+                action.mover.engine.entered(action.enter)
+            alias = alias_of(tensor)
+            packed = (alias, alias._version, action, None)
+        else:
+            packed = self._move(tensor, node, number, action)
+        if number in node.noted or self.place.recording:  # with the first tensor of a device that begins
+            self.note(tensor, packed, f"{node.path}:{number}")
+        return packed
+
+    def note(self, tensor: Tensor, packed: Packed, key: str) -> None:
+        """Remember what was packed: others may be made from it."""
+        if self._replays is not None:
+            self._replays.note(tensor, packed, key)
+
+    def _pack_recorded(self, tensor: Tensor, node: Node[Action], number: int, action: Action | None) -> Packed:
+        """Pack as ever, and remember what became of the tensor; have a replay of it tried."""
+        packed: Packed
+        self._arrive()
+        key = f"{node.path}:{number}"
+        if isinstance(action, Stay):
+            if action.enter:
+                action.mover.engine.entered(action.enter)
+            packed = keep(tensor, action, self._record(action.mover, key, tensor))
+        else:
+            packed = self._move(tensor, node, number, action)
+        self._observer.prepare(tensor, key, packed)
+        self.note(tensor, packed, key)
+        record = packed[3] if isinstance(packed, tuple) else packed.record
+        if record is not None:
+            record.recorder.resume()
+        return packed
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """Backward needs a tensor that `pack` was given."""
+        if self._forks != _forks:
+            return in_a_fork(packed)
+        if self.place.recording:
+            self._arrive()
+        if isinstance(packed, tuple):
+            alias, version, stay, record = packed
+            if alias._version != version:
+                raise modified(alias, alias.dtype, alias.size(), version)
+            record = _asked(record)
+            if not self.place.in_backward and (stay is not None or record is not None):
+                self._turn()  # while it is recorded, too: all that a program saves may be too small to move
+            if record is not None:
+                record.used()
+            if stay is not None:
+                if stay.pace is not None:
+                    stay.mover.engine.reached(stay.pace)
+                if stay.leave:
+                    stay.mover.engine.left(stay.leave)
+            return alias if record is None else record.compare(alias, Look())
+        check(packed)
+        if not self.place.in_backward:
+            self._turn()
+        record = _asked(packed.record)
+        if record is not None:
+            record.used()
+        if packed.go is not None and packed.go.pace is not None:
+            packed.go.mover.engine.reached(packed.go.pace)
+        if isinstance(packed, Dropped):
+            # Again what it is made from is over as well, and made once for all that has it.
+            return Look()(packed) if packed.made.over else packed.view(self._peek, count=True)
+        tensor = packed.mover.give_back(packed)
+        return tensor if record is None else record.compare(tensor, Look())
+
+    def _peek(self, packed: Packed) -> Tensor:
+        """What `unpack` returns; but nobody has asked for it, it is needed to make another."""
+        check(packed)
+        if isinstance(packed, tuple):
+            return packed[0]
+        if isinstance(packed, Dropped):
+            return packed.view(self._peek, count=False)
+        return packed.mover.give_back(packed, count=False)
+
+    def _turn(self) -> None:
+        if _graph_task() == -1:
+            return  # somebody looks at `grad_fn._saved_*`
+        self.place.in_backward = True
+        if self._replays is not None:
+            self._replays.end()
+        for mover in self.armed_movers:
+            mover.begin_backward()
+
+    # --------------------------------------------------------------------------------- deciding
+
+    def _record(self, mover: Owner, key: str, tensor: Tensor) -> Record | None:
+        if mover.recorder is None:
+            return None
+        known = mover.storages.find(tensor) if self._movable(tensor) else None
+        return mover.recorder.save(key, known, self.place.here.kind, stays=True)
+
+    def _move(self, tensor: Tensor, node: Node[Action], number: int, go: Action | None) -> Packed:
+        mover = go.mover if go is not None else self._mover(tensor.device)
+        if mover is None or mover.engine.compute.capturing():
+            return keep(tensor)  # a CUDA graph replays addresses: nothing of it may move
+        movable = self._movable(tensor, planned=go is not None and mover.recorder is None)
+        if type(go) is Go and movable and mover.recorder is None:
+            return mover.take(tensor, "", go)
+        key = f"{node.path}:{number}"
+        if not movable:
+            return keep(tensor, None, self._record(mover, key, tensor))
+        if type(go) is Recompute:
+            return self.drop(tensor, go)
+        return mover.take(tensor, key, go if type(go) is Go else None, node.kind)
+
+    def drop(self, tensor: Tensor, make: Recompute) -> Packed:
+        """Pack a tensor that is made again, if it can be."""
+        return make.mover.drop(tensor, make, self._observer.find, self.place.here.kind)
+
+    def _mover(self, device: torch.device) -> Mover | None:
+        if device not in self.movers:
+            mover = self.movers[device] = self._make_mover(device)
+            self.place.recording |= mover is not None and mover.recorder is not None
+            self._listen()
+        return self.movers[device]
+
+    def _movable(self, tensor: Tensor, *, planned: bool = False) -> bool:
+        """Whether the tensor may move: it has memory of its own that is no parameter's and no buffer's.
+
+        At a site that is planned to move that was seen when it was recorded.
+        """
+        storage = self._tensors.memory_of(tensor, MIN_BYTES)
+        return storage != 0 and (planned or storage not in self._parameters())
+
+    def _parameters(self) -> set[int]:
+        """Storages that belong to the module whose forward is the outermost."""
+        if self._fixed is None or self._changing:  # FSDP gathers a layer's parameters right before its forward
+            root = self._root() if self._root is not None else None
+            self._fixed = set()
+            if root is not None:
+                gathering = self._gathered.of(root)
+                self._changing = not self._gathered.is_known(root)
+                self._fixed.update(weights.storages(weights.of_module(root)), gathering.storages if gathering else ())
+        return self._fixed
+
+
+def _asked(record: Record | None) -> Record | None:
+    """The record of what backward asks for; None where it is the program that looks at `grad_fn._saved_*`."""
+    return None if record is None or _graph_task() == -1 else record

@@ -1,0 +1,354 @@
+"""Lanes and the compute stream: the one place where the migrator touches streams and events.
+
+A *lane* is one direction of the link between HBM and DRAM. It takes copies, carries them out in
+order beside the program, and hands back an event for each. *Compute* is the program's own stream.
+Both exist twice: on a GPU (`cuda`) they are CUDA streams, and nothing here ever blocks the host;
+without one (`host`) a lane is a thread, host memory plays HBM, and a wait of the compute stream is a
+wait of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.model.clocks import Clocks
+from torch_tiers.migrator.model.timing import Lap
+from torch_tiers.migrator.telemetry.transfers import Transfer
+
+SLOT = 512
+"""Alignment of a storage within its group, in bytes: PyTorch's own for CUDA blocks. Kernels choose
+their code path by alignment, so a tensor that comes back must be aligned as it was, or results differ."""
+
+FULL_SPEED = 1 * MiB  # a plain copy of this size, a call of its own, reaches 90% of the link
+
+TIMED = 32  # copies between two calls of `Lane.over`: enough to tell
+TIMED_EVERY = 64 * MiB  # copied, at least, between two that are timed: that costs a lane 3 us on an H100, 1/400 of it
+
+Stream = Hashable
+"""One of the program's streams."""
+
+
+class Piece(NamedTuple):
+    """Bytes to copy: `nbytes` of them from byte `start` of `source` to byte `at` of `target`."""
+
+    target: torch.UntypedStorage
+    at: int
+    source: torch.UntypedStorage
+    start: int
+    nbytes: int
+
+
+class Member(Protocol):
+    """A storage of a group, or the part of one: `nbytes` from byte `low` on, whose place is at byte `offset` of it.
+
+    Its `alias` holds the program's memory.
+    """
+
+    alias: torch.Tensor
+    offset: int
+
+    @property
+    def low(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """What of a group goes out of the program's memory into a block: a piece for each member.
+
+    Attributes
+    ----------
+    members : list of Member
+        Which have their places in the group, and still their memory: this is good for one call of `Lane.copy`.
+    block : Tensor
+        Flat and of uint8.
+    nbytes : int
+        Of all members.
+    spans : callable
+        `Tensors.spans` of `migrator.offload.tensors`.
+    """
+
+    members: Sequence[Member]
+    block: torch.Tensor
+    nbytes: int
+    spans: Callable[[Any, int], bytes]
+
+    def __iter__(self) -> Iterator[Piece]:
+        target, at = self.block.untyped_storage(), int(self.block.storage_offset())
+        for saved in self.members:
+            yield Piece(target, at + saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes)
+
+
+def whole(target: torch.Tensor, source: torch.Tensor) -> Piece:
+    """All of `source`, to `target`: flat uint8 tensors of one size."""
+    at, start = int(target.storage_offset()), int(source.storage_offset())
+    return Piece(target.untyped_storage(), at, source.untyped_storage(), start, target.numel())
+
+
+def flat(storage: torch.UntypedStorage, first: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """The bytes ``[first, first + nbytes)`` of a storage as a flat tensor."""
+    size = dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first // size, (nbytes // size,), (1,))
+
+
+def at_full_speed(pieces: Iterable[Piece]) -> bool:
+    """Whether the time that copying `pieces` takes is that of the link, and not of what there is around it."""
+    small = sum(piece.nbytes for piece in pieces if piece.nbytes < FULL_SPEED)
+    return 8 * small <= sum(piece.nbytes for piece in pieces)
+
+
+class Event(Protocol):
+    """A point in the order of a lane or of the compute stream."""
+
+    def query(self) -> bool:
+        """Whether it has been passed."""
+
+    def synchronize(self) -> None:
+        """Block the host until it has been passed; raises what the work before it raised."""
+
+
+class TimedEvent(Event, Protocol):
+    """An event of a stream, that tells when it was passed."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this one to another; both must have been passed."""
+
+
+Gap: TypeAlias = tuple[TimedEvent, TimedEvent]
+"""When a stream got to a wait, and when it went on."""
+
+
+class Lane(Protocol):
+    """One direction of one link."""
+
+    def copy(self, pieces: Iterable[Piece], after: Sequence[Event], behind: Stream = None) -> Event:
+        """Copy every piece once all events of `after` have been passed; the event says when it is done.
+
+        And once the program's stream `behind`, if there is one, is through with all that it was given so far.
+        """
+
+    def over(self, since: Event) -> list[Transfer]:
+        """Copies that ended since this was last called, as far as they were timed; times count from `since`.
+
+        That must have been passed. At most `TIMED` between two calls are timed, of those that run at the lane's
+        speed: none of small pieces. On a GPU at most one in `TIMED_EVERY` bytes.
+        """
+
+    def close(self) -> None:
+        """Wait for what was submitted and end."""
+
+
+class Peaks(Protocol):
+    """Tells the most bytes that were in use: of periods, and of laps, the parts of a period that are measured."""
+
+    def lap(self, *, with_present: bool = ...) -> int:
+        """The most since the last lap, or now.
+
+        What is in use now need not count the next time, unless this is called `with_present`.
+        """
+
+    def restart(self) -> tuple[int, int]:
+        """Begin a new peak, at what is in use; the one since the last restart, and what `retries` tells."""
+
+    def delayed(self) -> float:
+        """Seconds that requests have waited so far, in all threads, while memory was taken from the device."""
+
+    def retries(self) -> int:
+        """How often the allocator gave back what it had cached, as there was no room."""
+
+
+class Memory(NamedTuple):
+    """Who hands out a GPU's memory.
+
+    Attributes
+    ----------
+    peaks : Peaks
+        Of what it hands out.
+    aside : callable
+        Within it this thread asks for memory that the program alone would not, and gives all of it back.
+    tidy : callable
+        Has what that took return to the system, as far as it is cached.
+    renew : callable
+        Has all that is cached return to the system.
+    """
+
+    peaks: Peaks
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    tidy: Callable[[], None] = lambda: None
+    renew: Callable[[], None] = lambda: None
+
+
+class OperatorTimes(Protocol):
+    """Times the operators of a stream."""
+
+    def tick(self, stream: int, /) -> None:
+        """The next stretch begins, on that stream."""
+
+    def end(self) -> list[float]:
+        """Seconds of operators in each stretch, once the device is through with them; none where that is not known."""
+
+    def drop(self) -> None:
+        """Nobody wants to know."""
+
+
+class OperatorClock(Protocol):
+    """What times operators, of one GPU at a time."""
+
+    def begin(self, device: int, stream: int) -> OperatorTimes | None:
+        """Time what runs on that stream of a GPU from now on; None while somebody else's is timed."""
+
+
+class Measures(NamedTuple):
+    """A period's `times`, `seconds`, `others` and `clocks`; see `migrator.model.trace.Trace`.
+
+    With clocks, the times are those of the device by itself.
+    """
+
+    times: tuple[float, ...]
+    seconds: float
+    others: tuple[int, ...]
+    clocks: Clocks | None = None
+
+
+class Meter(Protocol):
+    """Measures one period; see `migrator.streams.meter`."""
+
+    def mark(self) -> Any:
+        """A point in the program's time."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds from one point to another, once the device has passed both."""
+
+    def tick(self, resident: int) -> None:
+        """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
+
+    def arrive(self) -> None:
+        """The host came from the program to us: what it does until it departs is not the program's."""
+
+    def depart(self) -> None:
+        """The host goes on with the program, as it does after `resume`, too."""
+
+    def part(self, resident: int) -> None:
+        """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then."""
+
+    def abandon(self) -> None:
+        """Nobody wants to know what the period takes, nor to have it finished."""
+
+    def resume(self, *, brought: bool = False) -> None:
+        """Our own work at a position is over, in which something was `brought` back, or let go.
+
+        What that did to memory belongs to neither stretch beside it.
+        """
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is done inside is not the program's."""
+
+    def most(self) -> int:
+        """The most bytes in use since this was last called, aside; 0 where nobody counts them."""
+
+    def finish(self, resident: int, held: Sequence[int]) -> Measures:
+        """The period is over; waits until the device has passed its end.
+
+        `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
+        """
+
+
+class Compute(Protocol):
+    """The program's own stream on one device.
+
+    Attributes
+    ----------
+    device : torch.device
+        That device.
+    counts : bool
+        Whether its allocator tells what is in use: else it is what was counted of what is saved, tensor by tensor.
+    operators : OperatorClock or None
+        What its meters may time operators with.
+    """
+
+    device: torch.device
+    counts: bool
+    operators: OperatorClock | None
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """HBM that may be written once `mark` (taken afterwards) has been passed."""
+
+    def stream(self) -> Stream:
+        """The stream the program is on now. What is true of one stream says nothing about another."""
+
+    def mark(self, stream: Stream) -> Event:
+        """The end of everything that `stream` was given so far."""
+
+    def wait(self, event: Event, cause: str, stream: Stream) -> None:
+        """Let `stream` go on only after `event`; what it waits counts as a stall of `cause`."""
+
+    def time_waits(self, periods: int) -> None:
+        """Let the waits of the period that begins stand for those of so many periods; 0: do not time them.
+
+        Where waits are not events of a stream, all of them are timed.
+        """
+
+    def outlast(self, event: Event, stream: Stream) -> None:
+        """Memory of `stream` that a lane reads until `event` is about to be given back to the allocator."""
+
+    def hand_over(self, buffer: torch.Tensor) -> None:
+        """Tell the allocator that `buffer` is used on the present stream as well as on its own."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Within it this thread asks for memory that the program alone would not, and gives all of it back."""
+
+    def capturing(self) -> bool:
+        """Whether the program is being captured into a graph, which no lane may become a part of."""
+
+    def tidy(self) -> None:
+        """A period with work of ours aside is over: give back what is cached for that alone. Not within a capture."""
+
+    def renew(self) -> None:
+        """Other plans are carried out from now on: what is cached fits those before, and goes. Not within a capture.
+
+        Else it goes when HBM is full, in the middle of a step, from between what is in use; and what is then taken anew
+        lies in pieces for good: after two changes of plans a GPT's allocator went on flushing, step after step.
+        """
+
+    def settle(self) -> Lap | None:
+        """A period ends. What the last one took that the device is through with; None where that was not timed."""
+
+    def idle(self) -> bool:
+        """Whether the device is through with the last period; not within a capture."""
+
+    def when(self, event: Event, recorded: float) -> float:
+        """Where on the host's clock times that lanes count from `event` begin; to within a millisecond or so.
+
+        It must have been passed, and was put into its stream not before `recorded`.
+        """
+
+    def close(self) -> None:
+        """No more periods: add up the waits of those that are over by now."""
+
+    def allocated(self) -> int:
+        """Bytes of HBM in use now, without what is cached; 0 where nobody counts them."""
+
+    def meter(self, *, held: bool = False) -> Meter:
+        """A meter of what happens from now on; where there is a device, it may be `held` back behind the host."""
+
+    def peak(self, resident: int) -> int:
+        """The most that was in use since this was last called; `resident` is the most of it that was saved bytes."""
+
+    def pass_by(self, *, counts: bool) -> None:
+        """What was in use since the last period ended, or since the last call, is of the next one only if it `counts`.
+
+        An evaluation between two periods does not: it finds the room that saved tensors take later.
+        """
+
+    def pressed(self) -> bool:
+        """Whether the allocator had to give up cached memory to stay within the budget since this was last called."""
+
+    def reserved(self) -> int:
+        """The most HBM that was ever taken from the device, cached memory included."""

@@ -1,0 +1,279 @@
+"""What a period takes: device seconds and HBM at each of its positions, on a GPU and without one.
+
+A meter runs while a period is recorded. What the lanes and our own trials add to the period is taken out again: waits
+of the compute stream for a lane, and everything *aside*. On a GPU there are two clocks: the device's events, and the
+host's own time between our hooks. Where the device waits for the host, events tell the host's pace. So the device can
+be *held* back, again and again, so that the host is always ahead of it. Where other ranks would wait for that, and have
+this one wait for them, operators are timed one by one: what the device does between two of them is not the program's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+from torch_tiers.migrator.model.clocks import Clocks
+from torch_tiers.migrator.streams import Gap, Measures, OperatorClock, OperatorTimes, TimedEvent
+from torch_tiers.migrator.streams.host_clock import HostClock
+
+HOLD = 5e-3  # seconds for which the device is held back at once: as many launches as its queue takes
+NEAR = 32  # ticks: when the device has passed the last but so many, it is held back
+
+
+class Host(Protocol):
+    """What is asked of a program on the CPU."""
+
+    static: int
+
+    def stalled(self) -> float:
+        """Seconds that it has waited for lanes."""
+
+
+class Device(Protocol):
+    """What is asked of a program on a GPU; see `migrator.streams.cuda.CudaCompute`."""
+
+    stream: Callable[[], tuple[int, int, int]]
+    capturing: Callable[[], bool]
+    aside: Callable[[], AbstractContextManager[None]]
+    waited: list[Gap] | None
+
+    @property
+    def lap(self) -> Callable[..., int]: ...
+    @property
+    def delayed(self) -> Callable[[], float]: ...
+    def mark(self, stream: tuple[int, int, int]) -> TimedEvent: ...
+    def hold_up(self, seconds: float) -> None: ...
+
+
+class HostMeter:
+    """The host's clock, and the compute's count of bytes."""
+
+    def __init__(self, compute: Host) -> None:
+        self._compute = compute
+        self._aside = 0.0
+        self._begin = self.mark()
+        self._times: list[float] = []
+        self._others: list[int] = []
+
+    def mark(self) -> float:
+        """A point in the program's time, in seconds."""
+        return time.perf_counter() - self._compute.stalled() - self._aside
+
+    def seconds(self, start: float, end: float) -> float:
+        """Seconds from one point to another."""
+        return end - start
+
+    def tick(self, resident: int) -> None:
+        """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
+        self._times.append(self.mark() - self._begin)
+        self._others.append(self._compute.static)
+
+    def arrive(self) -> None:
+        """There is one clock."""
+
+    def depart(self) -> None:
+        """There is one clock."""
+
+    def part(self, resident: int) -> None:
+        """Nothing here measures memory."""
+
+    def resume(self, *, brought: bool = False) -> None:
+        """Nothing here measures memory."""
+
+    def abandon(self) -> None:
+        """Nothing is under way."""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is not the program's."""
+        start = self.mark()
+        try:
+            yield
+        finally:
+            self._aside += self.mark() - start
+
+    def most(self) -> int:
+        """Nothing here measures memory."""
+        return 0
+
+    def finish(self, resident: int, held: Sequence[int]) -> Measures:
+        """The period is over. To be called once."""
+        return Measures(tuple(self._times), self.mark() - self._begin, (*self._others, self._compute.static))
+
+
+class CudaMeter:
+    """Events on the compute stream, the host's clock, and the peaks of the allocator.
+
+    Parameters
+    ----------
+    held : bool
+        Whether the device is held back whenever it has nearly caught up with the host.
+    operators : OperatorClock, optional
+        Times operators one by one.
+    """
+
+    def __init__(self, compute: Device, *, held: bool = False, operators: OperatorClock | None = None) -> None:
+        self._compute = compute
+        self._operators: OperatorTimes | None = None
+        if operators is not None:
+            stream, device, _ = compute.stream()
+            self._operators = operators.begin(device, stream)
+        self._held = held
+        if held:
+            compute.hold_up(HOLD)  # before the period begins, so that it is no part of it
+        self._begin = self.mark()
+        self._ticks: list[TimedEvent] = []
+        self._host = HostClock(self._begin, compute.delayed)
+        self._others: list[tuple[int, int]] = []  # of a stretch: the most in its parts, and after the last of them
+        self._left_out: list[tuple[TimedEvent, TimedEvent]] = []  # what is not the program's
+        self._highest = 0  # bytes in use, since the last tick or part
+        self._parted = 0  # the most that were not saved, of the parts since the last tick
+        compute.waited = self._left_out
+        compute.lap()
+
+    def mark(self) -> TimedEvent:
+        """A point of the present stream."""
+        return self._compute.mark(self._compute.stream())
+
+    def seconds(self, start: TimedEvent, end: TimedEvent) -> float:
+        """Seconds from one point to another; both must have been passed."""
+        return float(start.elapsed_time(end)) / 1e3
+
+    def tick(self, resident: int) -> None:
+        """A position is reached; `resident` bytes of saved storages have been in HBM since the one before."""
+        self.arrive()
+        # Into a graph that is being captured no event of ours may go.
+        capturing = self._compute.capturing()
+        tick = self._ticks[-1] if capturing and self._ticks else self.mark()
+        self._ticks.append(tick)
+        self._others.append(self._stretch(resident))
+        if self._operators is not None:
+            self._operators.tick(self._compute.stream()[0])
+        if self._held and not capturing and self._ticks[-NEAR:][0].query():
+            tick = self._hold_back()
+        self._host.stretch_over(tick)
+        self.depart()  # at the latest: who departs once more has the program go on from then
+
+    def arrive(self) -> None:
+        """The host came from the program to us: what it does from now on, until it departs, is not the program's."""
+        self._host.arrive()
+
+    def depart(self) -> None:
+        """The host goes on with the program."""
+        self._host.depart()
+
+    def _hold_back(self) -> TimedEvent:
+        """Hold the device, which has come near to the host, so that the host gets ahead again; when that is over."""
+        start = self.mark()
+        self._compute.hold_up(HOLD)
+        over = self.mark()
+        self._left_out.append((start, over))
+        return over
+
+    def part(self, resident: int) -> None:
+        """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then.
+
+        Else they would count as others' for as long as the stretch lasts, though nobody could use them.
+        """
+        self._parted = max(self._parted, self._without(resident))
+
+    def _without(self, resident: int) -> int:
+        highest, self._highest = max(self._highest, self._compute.lap(with_present=True)), 0
+        return highest - resident
+
+    def _stretch(self, resident: int) -> tuple[int, int]:
+        parted, self._parted = self._parted, 0
+        return parted, self._without(resident)
+
+    def resume(self, *, brought: bool = False) -> None:
+        """Our own work at a position is over: what it did to memory belongs to neither stretch beside it.
+
+        What lies there as a stretch begins counted for the one before. It counts once more where something may be
+        `brought` back beside it, and not where something was saved: what was saved and let go of would count, too, for
+        as long as the operation that is saving it has it in its hands, and so would all that the loss's function had
+        until it returned.
+        """
+        self._highest = self._parted = 0
+        self._compute.lap(with_present=brought)
+        self.depart()
+
+    def abandon(self) -> None:
+        """Nobody wants to know what the period takes: waits are left out of nothing any more."""
+        self._compute.waited = None
+        self._drop_operators()
+
+    def _drop_operators(self) -> None:
+        operators, self._operators = self._operators, None
+        if operators is not None:
+            operators.drop()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is not the program's."""
+        self.arrive()
+        self._highest = max(self._highest, self._compute.lap())
+        start = self.mark()
+        try:
+            with self._compute.aside():
+                yield
+        finally:
+            self._left_out.append((start, self.mark()))
+            self._compute.lap()
+            self.depart()
+
+    def most(self) -> int:
+        """The most bytes in use since this was last called, aside."""
+        return self._compute.lap()
+
+    def finish(self, resident: int, held: Sequence[int]) -> Measures:
+        """The period is over; waits until the device has passed its end. To be called once.
+
+        `held` says for every stretch how many bytes of saved storages that are not `resident` the program held.
+        Within the capture of a graph nothing is known: 0 seconds.
+        """
+        self._compute.waited = None
+        self.arrive()
+        if self._compute.capturing():
+            self._drop_operators()
+            return Measures((), 0.0, ())  # nobody may wait for the device now
+        stretches = (*self._others, self._stretch(resident))
+        others = tuple(
+            # What left in the course of a stretch was `resident` in the parts of it before.
+            max(0, parted - min(before, theirs), last - theirs)
+            for (parted, last), before, theirs in zip(stretches, (0, *held[:-1]), held, strict=True)
+        )
+        end = self.mark()
+        end.synchronize()
+        now = time.perf_counter()
+        self._host.stretch_over(end)
+        gaps = []
+        for start, over in self._left_out:
+            over.synchronize()  # another stream's may lie behind the end
+            gaps.append((self.seconds(self._begin, start), self.seconds(self._begin, over)))
+        *times, seconds = without(gaps, [self.seconds(self._begin, tick) for tick in (*self._ticks, end)])
+        device = tuple(max(0.0, after - before) for before, after in pairwise((0.0, *times, seconds)))
+        timed = [] if self._operators is None else self._operators.end()
+        if any(timed) and len(timed) == len(device):  # else none came by
+            device = tuple(map(min, device, timed))
+            *times, seconds = accumulate(device)
+        host, joins = self._host.told(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
+        return Measures(tuple(times), seconds, others, Clocks(device, host, joins))
+
+
+def without(gaps: list[tuple[float, float]], times: list[float]) -> list[float]:
+    """`times` on a clock that stands still in the gaps, which may overlap and come in any order."""
+    apart: list[tuple[float, float]] = []
+    for start, end in sorted(gaps):
+        start = max(start, apart[-1][1]) if apart else start
+        if end > start:
+            apart.append((start, end))
+    shifted, lost, k = {}, 0.0, 0
+    for at in sorted(times):
+        while k < len(apart) and apart[k][1] <= at:
+            lost += apart[k][1] - apart[k][0]
+            k += 1
+        shifted[at] = at - lost - (max(0.0, at - apart[k][0]) if k < len(apart) else 0.0)
+    return [shifted[at] for at in times]

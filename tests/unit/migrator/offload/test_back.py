@@ -1,0 +1,306 @@
+"""Groups that come back: in order, in time, bit for bit, and never past the limit but for what is needed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.unit.migrator.offload.rig import NBYTES, Held, Rig
+from tests.unit.natively import built
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.sizes import MiB
+from torch_tiers.migrator.offload.backing import Backing
+from torch_tiers.migrator.offload.engine import Engine
+from torch_tiers.migrator.offload.group import Group, State
+from torch_tiers.migrator.planner.paces import Pace
+from torch_tiers.migrator.streams.host import HostCompute, HostLane
+from torch_tiers.migrator.telemetry.counters import Counters
+
+
+def test_what_is_needed_on_its_way_out_is_handed_back(rig: Rig) -> None:
+    rig.engine.limit = NBYTES
+    (held,) = rig.sent()
+    assert torch.equal(held.use(), held.expected)
+    assert rig.back.copies == 0
+
+
+def test_what_was_handed_back_stays_whole_when_its_group_is_let_go(rig: Rig) -> None:
+    rig.engine.limit = NBYTES
+    (held,) = rig.sent()
+    given = held.use()
+    rig.engine.limit = 0
+    rig.sent()
+    rig.engine.relieve()
+    assert torch.equal(given, held.expected)
+
+
+def test_a_group_that_cannot_come_back_holds_no_hbm_and_can_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise TierFull("dram", None, NBYTES, 0, 0)
+
+    (held,) = rig.sent()
+    rig.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.backing, "lend", full)
+        with pytest.raises(TierFull):
+            rig.engine.source(held.saved)
+    assert held.saved.group.buffer is None
+    given = held.use()
+    rig.run()
+    assert torch.equal(given, held.expected)
+
+
+def test_a_group_comes_back_bit_for_bit_in_one_copy(rig: Rig) -> None:
+    members = rig.sent(count=3)
+    rig.out.run()
+    views = [held.use() for held in members]
+    rig.back.run()
+    assert all(torch.equal(view, held.expected) for view, held in zip(views, members, strict=True))
+    assert rig.back.copies == 1
+
+
+def test_a_group_that_comes_back_waits_for_its_own_copy_out(rig: Rig) -> None:
+    (held,) = rig.sent()
+    held.use()
+    _, after, _ = rig.back.jobs[0]
+    assert held.group.parcel is not None and held.group.parcel.filled in after
+
+
+def test_a_glimpse_of_a_group_brings_nothing_back(rig: Rig) -> None:
+    (held,), (other,) = rig.sent(next_use=1), rig.sent(next_use=0)
+    rig.run()
+    before = (rig.engine.resident, held.saved.group.state, rig.engine.unsettled)
+    seen = rig.engine.glimpse(held.saved)
+    rig.back.run()
+    assert seen is not None
+    assert torch.equal(seen[held.saved.offset :][:NBYTES], held.expected)
+    assert (rig.engine.resident, held.saved.group.state, rig.engine.unsettled) == before
+    assert held.saved.group.buffer is None
+    for late in (other, held):  # as they would have come back without it
+        given = late.use()
+        rig.back.run()
+        assert torch.equal(given, late.expected)
+
+
+def test_a_glimpse_of_what_is_here_is_of_what_is_here(rig: Rig) -> None:
+    rig.engine.limit = 2 * NBYTES
+    (held,) = rig.sent()
+    assert rig.engine.glimpse(held.saved) is None  # the program's own memory is still there
+    rig.engine.limit = 0
+    rig.engine.relieve()
+    rig.run()
+    rig.engine.limit = NBYTES
+    rig.engine.begin_backward()  # which brings it back early
+    rig.back.run()
+    assert rig.engine.glimpse(held.saved) is held.saved.group.buffer
+    assert held.saved.group in rig.engine._early  # and there is no room for another yet
+    assert rig.back.copies == 1
+
+
+def test_the_stream_waits_for_a_buffer_once(rig: Rig) -> None:
+    members = rig.sent(count=3)
+    rig.out.run()
+    rig.compute.waits.clear()
+    for held in members:
+        held.use()
+    assert len(rig.compute.waits) == 1
+
+
+def test_every_stream_that_uses_a_buffer_waits_for_it(rig: Rig) -> None:
+    one, other, _ = rig.sent(count=3)
+    rig.out.run()
+    rig.compute.waits.clear()
+    one.use()
+    rig.compute.current = 2
+    other.use()
+    assert [stream for _, stream in rig.compute.waits] == [1, 2]
+    assert [stream for _, stream in rig.compute.handed_over] == [2]
+
+
+def test_a_buffer_is_handed_over_to_a_first_user_on_another_stream(rig: Rig) -> None:
+    held, _ = rig.sent(count=2)
+    rig.out.run()
+    rig.engine.limit = 2 * NBYTES
+    rig.engine.begin_backward()
+    rig.compute.current = 2
+    held.use()
+    assert [stream for _, stream in rig.compute.handed_over] == [2]
+
+
+def test_groups_come_back_in_the_order_in_which_they_are_needed(rig: Rig) -> None:
+    groups = {next_use: rig.sent(next_use)[0] for next_use in (5, 1, 9, 3)}
+    rig.out.run()
+    rig.engine.limit = 2 * NBYTES
+    rig.engine.begin_backward()
+    home = [next_use for next_use, held in groups.items() if held.group.state is State.HOME]
+    assert sorted(home) == [1, 3]
+    groups[1].use()
+    assert groups[5].group.state is State.HOME
+    assert groups[9].group.state is State.AWAY
+
+
+def test_prefetching_stays_within_the_limit(rig: Rig) -> None:
+    for next_use in range(6):
+        rig.sent(next_use)
+    rig.out.run()
+    rig.engine.limit = 3 * NBYTES
+    rig.engine.begin_backward()
+    assert rig.engine.resident == 3 * NBYTES
+
+
+def test_no_more_groups_come_back_early_than_may(rig: Rig) -> None:
+    groups = [rig.sent(next_use=k)[0] for k in range(6)]
+    rig.out.run()
+    rig.engine.limit = 10 * NBYTES
+    rig.engine.ahead = 2
+    rig.engine.begin_backward()
+    assert [held.group.state for held in groups[:3]] == [State.HOME, State.HOME, State.AWAY]
+    groups[0].use()
+    assert [held.group.state for held in groups[2:4]] == [State.HOME, State.AWAY]
+
+
+def test_a_group_that_died_before_its_use_makes_way_for_the_next(rig: Rig) -> None:
+    groups = [rig.sent(next_use=k)[0] for k in range(3)]
+    rig.out.run()
+    rig.engine.limit = 10 * NBYTES
+    rig.engine.ahead = 1
+    rig.engine.begin_backward()
+    groups[0].die()
+    rig.back.run()
+    rig.engine.collect()
+    rig.engine.prefetch()
+    assert [held.group.state for held in groups[1:]] == [State.HOME, State.AWAY]
+
+
+def test_prefetching_waits_for_bytes_that_stay(rig: Rig) -> None:
+    rig.sent()
+    rig.out.run()
+    rig.engine.limit = NBYTES
+    rig.engine.entered(1)
+    rig.engine.begin_backward()
+    assert rig.back.copies == 0
+    rig.engine.left(1)
+    assert rig.back.copies == 1
+
+
+def test_a_group_comes_back_when_its_position_is_reached(rig: Rig) -> None:
+    (held,) = rig.sent(7)
+    rig.out.run()
+    held.group.bring_at = 5
+    rig.engine.limit = NBYTES
+    rig.engine.begin_backward()
+    rig.engine.reached(Pace(birth=0, use=4, from_birth=None, from_use=None))
+    assert rig.back.copies == 0
+    rig.engine.reached(Pace(birth=0, use=5, from_birth=None, from_use=None))
+    assert rig.back.copies == 1
+
+
+def test_what_is_needed_before_its_position_comes_back_all_the_same(rig: Rig) -> None:
+    (held,) = rig.sent()
+    held.group.bring_at = 100
+    rig.out.run()
+    view = held.use()
+    rig.back.run()
+    assert torch.equal(view, held.expected)
+
+
+def test_the_room_of_a_site_holds_from_its_birth_and_from_its_use(rig: Rig) -> None:
+    rig.engine.limit = 4 * NBYTES
+    groups = [rig.sent(next_use)[0].group for next_use in range(3)]
+    rig.engine.born(Pace(birth=3, use=4, from_birth=NBYTES, from_use=3 * NBYTES))
+    assert [group.state for group in groups] == [State.AWAY, State.AWAY, State.LEAVING]
+    rig.out.run()
+    rig.engine.begin_backward()
+    assert rig.back.copies == 0
+    rig.engine.reached(Pace(birth=3, use=4, from_birth=NBYTES, from_use=3 * NBYTES))
+    assert rig.back.copies == 2
+
+
+def test_what_is_asked_for_again_does_not_turn_the_room_back(rig: Rig) -> None:
+    first, second = (Pace(0, use, None, use * NBYTES) for use in (4, 5))
+    for pace in (first, second, first):
+        rig.engine.reached(pace)
+    assert rig.engine.limit == 5 * NBYTES
+
+
+def test_what_is_needed_comes_back_whatever_the_limit(rig: Rig) -> None:
+    (held,) = rig.sent()
+    rig.out.run()
+    rig.engine.begin_backward()
+    view = held.use()
+    rig.back.run()
+    assert torch.equal(view, held.expected)
+
+
+def test_a_buffer_goes_with_the_last_tensor_that_was_asked_for(rig: Rig) -> None:
+    one, other = rig.sent(count=2)
+    rig.out.run()
+    one.use()
+    assert one.group.state is State.HOME and one.group.buffer is not None
+    buffer = StorageWeakRef(one.group.buffer.untyped_storage())
+    view = other.use()
+    assert rig.engine.resident == 0
+    rig.back.run()
+    assert torch.equal(view, other.expected)
+    del view
+    assert buffer.expired()
+
+
+def test_no_room_for_a_prefetch_is_no_error(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    (held,) = rig.sent()
+    rig.out.run()
+    rig.engine.limit = NBYTES
+
+    def refuse(nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.compute, "empty", refuse)
+        rig.engine.begin_backward()
+        with pytest.raises(torch.OutOfMemoryError):
+            held.use()
+    view = held.use()
+    rig.back.run()
+    assert torch.equal(view, held.expected)
+
+
+def test_a_second_backward_brings_groups_back_again(rig: Rig) -> None:
+    members = rig.sent(count=2)
+    rig.out.run()
+    for _ in range(3):
+        views = [held.use() for held in members]
+        rig.back.run()
+        assert all(torch.equal(view, held.expected) for view, held in zip(views, members, strict=True))
+
+
+def test_a_second_backward_does_not_keep_all_groups_in_hbm(rig: Rig) -> None:
+    groups = [rig.sent(next_use)[0] for next_use in range(8)]
+    rig.out.run()
+    for _ in range(3):
+        for held in groups:
+            held.use()
+            rig.back.run()
+    assert sum(held.group.buffer is not None for held in groups) <= 1
+
+
+def test_a_graph_outlives_the_lanes() -> None:
+    arena = DramArena(64 * MiB, pinned=False)
+    backing = Backing(arena, None, Counters())
+    lanes = [HostLane(name, Counters()) for name in ("d2h", "h2d")]
+    engine = Engine(HostCompute(Counters()), lanes[0], lanes[1], backing, built())
+    group = Group(0, engine.compute.stream())
+    held = Held(engine, group, torch.randint(256, (NBYTES,), dtype=torch.uint8))
+    engine.send(group)
+    for lane in lanes:
+        lane.close()
+    backing.close()
+    arena.close()
+    given: list[torch.Tensor] = []
+    backward = threading.Thread(target=lambda: given.append(held.use()), daemon=True)
+    backward.start()
+    backward.join(5)
+    assert given and torch.equal(given[0], held.expected)

@@ -1,0 +1,402 @@
+"""Groups that go to NVMe past the host's memory: what comes back is what left, whatever the drives do."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.by_hand import eventually
+from tests.unit.natively import built
+from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.errors import StoreError, TierFull
+from torch_tiers.allocator.nvme.posix import PosixFile
+from torch_tiers.allocator.nvme.ring import Ring
+from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
+from torch_tiers.allocator.sizes import GiB, KiB, MiB
+from torch_tiers.migrator.offload.backing import Backing
+from torch_tiers.migrator.offload.direct import Direct, DirectWay
+from torch_tiers.migrator.offload.engine import Engine
+from torch_tiers.migrator.offload.group import Group, Saved, State
+from torch_tiers.migrator.streams.host import HostCompute, HostEvent, HostLane
+from torch_tiers.migrator.telemetry.counters import Counters
+
+SLOT, SLOTS = 64 * KiB, 3
+CPU = torch.device("cpu")
+
+
+class Drives(NvmeStore):
+    """A store whose requests fail, or wait, as a test says."""
+
+    fails: Callable[[str], bool] = staticmethod(lambda action: False)
+    go_on: threading.Event | None = None
+
+    def write(self, extent: NvmeExtent, block: torch.Tensor) -> Future[None]:
+        return self._failed("write") or super().write(extent, block)
+
+    def read(self, extent: NvmeExtent, block: torch.Tensor, arrived: object = None) -> Future[None]:
+        return self._failed("read") or super().read(extent, block)
+
+    def _failed(self, action: str) -> Future[None] | None:
+        if self.go_on is not None:
+            self.go_on.wait()
+        if not self.fails(action):
+            return None
+        future: Future[None] = Future()
+        future.set_exception(StoreError(self.where, 0, 1, action, "as the test says"))
+        return future
+
+
+class Rig:
+    """An engine of the host, whose memory plays HBM, with a direct way."""
+
+    def __init__(self, directory: Path, capacity: int = 64 * MiB) -> None:
+        self.counters = Counters()
+        self.store = Drives([directory], capacity, gds="off", step=MiB, backend=PosixFile)
+        self.arena = DramArena(64 * MiB, pinned=False, step=MiB)
+        self.backing = Backing(self.arena, self.store, self.counters)
+        out, back = HostLane("gds_write", Counters()), HostLane("gds_read", Counters())
+        self.rings = Ring(CPU, SLOTS, SLOT), Ring(CPU, SLOTS, SLOT)
+        self.direct = Direct(DirectWay(self.store, *self.rings), out, back, self.counters)
+        self.out = out
+        lanes = HostLane("d2h", self.counters), HostLane("h2d", self.counters)
+        self.engine = Engine(HostCompute(self.counters), *lanes, self.backing, built(), self.direct)
+        self.engine.limit = GiB
+        self._lanes = lanes
+        self.held: list[object] = []
+
+    def send(self, *sizes: int, tier: str | None = "nvme") -> tuple[Group, list[Saved], list[torch.Tensor]]:
+        """A group of storages of `sizes` bytes with random contents, which is on its way."""
+        group = Group(0, None, tier=tier)
+        tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+        saved = [self.engine.add(group, tensor, 0, tensor.numel()) for tensor in tensors]
+        self.held += [self.engine.hold(each) for each in saved]
+        with self.engine.lock:
+            self.engine.send(group)
+        return group, saved, [tensor.clone() for tensor in tensors]
+
+    def let_go(self) -> None:
+        with self.engine.lock:
+            self.engine.limit = 0
+            self.engine.relieve()
+            self.engine.limit = GiB
+
+    def back(self, saved: Saved) -> torch.Tensor:
+        with self.engine.lock:
+            buffer = self.engine.source(saved)
+        assert buffer is not None
+        return buffer[saved.offset : saved.offset + saved.nbytes]
+
+    def forget(self) -> None:
+        """The graph dies."""
+        self.held = []
+        with self.engine.lock:
+            self.engine.collect()
+
+    def close(self) -> None:
+        if self.store.go_on is not None:  # of a test that failed before it said so
+            self.store.go_on.set()
+        for lane in self._lanes:
+            lane.close()
+        self.direct.close()
+        self.backing.close()
+        self.store.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+
+
+def test_a_group_comes_back_bit_for_bit_and_never_lies_in_dram(rig: Rig) -> None:
+    group, saved, contents = rig.send(5000, 3 * SLOT, 1, 512, 2 * SLOT + 700)  # across slots, and longer than the ring
+    rig.let_go()
+    assert group.state is State.AWAY
+    assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
+    assert rig.arena.peak == 0
+    assert group.parcel is not None
+    moved = rig.counters.moved
+    assert moved["gds_read"] >= moved["gds_write"] == group.parcel.nbytes and moved["d2h"] == moved["h2d"] == 0
+    assert rig.store.used >= group.nbytes
+
+
+def test_many_groups_are_under_way_at_once(rig: Rig, seed: int) -> None:
+    random.seed(seed)
+    sent = [rig.send(*(random.randrange(1, 2 * SLOT) for _ in range(random.randrange(1, 5)))) for _ in range(40)]
+    rig.let_go()
+    random.shuffle(sent)
+    for _, saved, contents in sent:
+        assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
+
+
+def test_what_the_drives_do_not_take_stays_in_the_hosts_memory_which_is_said_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = iter(range(10**6))
+    rig.store.fails = lambda action: action == "write" and next(turns) % 3 == 0
+    with caplog.at_level(logging.WARNING):
+        _, saved, contents = rig.send(7 * SLOT)
+        _, more, others = rig.send(4 * SLOT)
+        rig.let_go()
+        assert torch.equal(rig.back(saved[0]), contents[0])
+        assert torch.equal(rig.back(more[0]), others[0])
+    moved, kept = rig.counters.moved, 4 * SLOT
+    assert moved["d2h"] == moved["h2d"] == kept and moved["gds_write"] == moved["gds_read"] == 11 * SLOT - kept
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "what nvme does not take is kept in the host's memory, beyond its budget"
+    ]
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_read_that_fails_raises_and_leaves_nothing_behind(rig: Rig, failing: int) -> None:
+    _, saved, _ = rig.send(4 * SLOT)
+    rig.let_go()
+    turns = iter(range(10**6))
+    rig.store.fails = lambda action: action == "read" and next(turns) == failing
+    with pytest.raises(StoreError, match="as the test says"):
+        rig.back(saved[0])
+    rig.forget()
+    assert eventually(lambda: rig.store.used == 0)
+
+
+def test_a_drive_without_room_sends_groups_by_dram(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, capacity=2 * SLOT)
+    _, saved, contents = rig.send(3 * SLOT)
+    rig.let_go()
+    assert rig.arena.peak > 0 and rig.counters.moved["gds_write"] == 0
+    assert torch.equal(rig.back(saved[0]), contents[0])
+    rig.close()
+
+
+def test_a_group_that_the_direct_way_fails_on_goes_by_dram_which_is_said_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended training, and the bytes were still in HBM."""
+
+    def refuse(*_: object) -> HostEvent:
+        raise torch.OutOfMemoryError("no room to gather in")
+
+    monkeypatch.setattr(rig.out, "copy", refuse)
+    with caplog.at_level(logging.WARNING):
+        sent = [rig.send(2 * SLOT, 100) for _ in range(2)]
+        rig.let_go()
+    assert [group.state for group, *_ in sent] == 2 * [State.AWAY]
+    for _, saved, contents in sent:
+        assert all(torch.equal(rig.back(each), content) for each, content in zip(saved, contents, strict=True))
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("the direct way to nvme fails" in text and "no room to gather in" in text for text in told) == 1
+    rig.forget()
+
+    def given_back() -> bool:
+        """Going by DRAM they were on their way to a drive: such extents are given back when another group is."""
+        rig.send(100, tier="dram")
+        rig.let_go()
+        rig.forget()
+        return rig.store.used == 0
+
+    assert eventually(given_back)
+
+
+def test_a_group_that_finds_no_way_out_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> HostEvent:
+        raise TierFull("dram", None, 1, 0, 0)
+
+    monkeypatch.setattr(rig.out, "copy", refuse)
+    monkeypatch.setattr(rig.backing, "new", refuse)
+    group, saved, contents = rig.send(2 * SLOT)
+    rig.let_go()
+    assert group.members and rig.engine.resident == group.nbytes and rig.engine.source(saved[0]) is None
+    assert torch.equal(saved[0].alias, contents[0])
+    rig.forget()
+    assert not group.members and rig.engine.resident == 0
+
+
+def test_a_write_that_cannot_be_asked_for_is_kept_in_the_hosts_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Future[None]:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rig.store, "write", refuse)
+    _, saved, contents = rig.send(2 * SLOT)
+    rig.let_go()
+    assert torch.equal(rig.back(saved[0]), contents[0])
+
+
+def test_room_on_the_drives_is_there_again_once_a_dropped_group_is_written(rig: Rig) -> None:
+    """Nobody looked before the next group was sent or dropped: a tier looked full that was not."""
+    rig.store.go_on = threading.Event()
+    rig.send(SLOT)
+    rig.let_go()  # a slot was free
+    rig.forget()
+    assert rig.store.used > 0
+    rig.store.go_on.set()
+    assert eventually(lambda: rig.store.used == 0)
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Ctrl-C once what is done inside waits for another thread."""
+    main, inside, waits = threading.main_thread().ident, threading.Event(), 0
+
+    def interrupt() -> None:
+        nonlocal waits
+        inside.wait()
+        while waits < 3:  # looks, one after the other
+            time.sleep(0.02)
+            frame = sys._current_frames()[main]
+            waits = waits + 1 if frame.f_code.co_filename == threading.__file__ else 0
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        inside.set()
+        yield
+    thread.join()
+
+
+def test_a_buffer_that_is_read_into_outlives_an_interrupted_glimpse(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory was the next tensor's, and the lane wrote there."""
+    buffers: list[weakref.ref[torch.UntypedStorage]] = []
+    empty = rig.engine.compute.empty
+
+    def watched(nbytes: int) -> torch.Tensor:
+        buffer = empty(nbytes)
+        buffers.append(weakref.ref(buffer.untyped_storage()))
+        return buffer
+
+    monkeypatch.setattr(rig.engine.compute, "empty", watched)
+    group, saved, contents = rig.send(2 * SLOT)
+    rig.let_go()
+    assert eventually(lambda: rig.counters.moved["gds_write"] == 2 * SLOT)
+    rig.store.go_on = threading.Event()
+    with interrupted(), rig.engine.lock:
+        rig.engine.glimpse(saved[0])
+    rig.store.go_on.set()
+    assert eventually(lambda: rig.counters.moved["gds_read"] == 2 * SLOT)
+    gc.collect()
+    assert buffers[0]() is not None
+    assert torch.equal(rig.back(saved[0]), contents[0])
+    del group, saved
+    rig.forget()
+    gc.collect()
+    assert buffers[0]() is None and eventually(lambda: rig.store.used == 0)
+
+
+def test_a_group_whose_end_is_interrupted_leaves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, *_ = rig.send(2 * SLOT)
+    rig.let_go()
+    with rig.engine.lock:
+        rig.engine._bring(group)
+        assert group.parcel is not None and group.parcel.returned is not None
+        group.parcel.returned.synchronize()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.compute, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rig.forget()
+    assert group.state is State.GONE and group.buffer is None and rig.engine.resident == 0
+    assert eventually(lambda: rig.store.used == 0)
+
+
+def test_an_end_that_is_interrupted_leaves_no_thread_and_no_slot(rig: Rig) -> None:
+    rig.store.go_on = threading.Event()
+    group, *_ = rig.send(9 * SLOT)
+    with interrupted():
+        rig.direct.close()
+    rig.store.go_on.set()
+    assert eventually(lambda: not any(thread.is_alive() for thread in rig.direct._threads))
+    rig.direct.close()
+    assert eventually(lambda: all(ring._freed for ring in rig.rings))
+    assert group.members  # what did not get into a slot is where it was
+
+
+def test_only_what_is_for_nvme_goes_the_direct_way(rig: Rig) -> None:
+    for tier in ("dram", None):
+        rig.send(SLOT, tier=tier)
+    assert rig.counters.moved["gds_write"] == 0 and rig.counters.moved["d2h"] == 2 * SLOT
+
+
+def test_a_graph_that_dies_meanwhile_gives_memory_slots_and_extents_back(rig: Rig) -> None:
+    rig.store.go_on = threading.Event()
+    group, saved, _ = rig.send(9 * SLOT)
+    memory = weakref.ref(saved[0].alias.untyped_storage())
+    del saved, group
+    rig.forget()
+    gc.collect()
+    assert memory() is not None  # a thread is still to copy from it
+    assert rig.counters.stalls == {}
+    rig.store.go_on.set()
+    assert eventually(lambda: rig.forget() or memory() is None)
+    assert eventually(lambda: rig.store.used == 0)
+    rig.store.go_on = None
+    _, saved, contents = rig.send(9 * SLOT)  # the slots are there again
+    rig.let_go()
+    assert torch.equal(rig.back(saved[0]), contents[0])
+    rig.forget()
+    assert eventually(lambda: rig.store.used == 0)
+
+
+def test_memory_is_let_go_of_once_it_is_in_slots_though_the_drive_is_still_at_work(rig: Rig) -> None:
+    rig.store.go_on = threading.Event()
+    group, saved, contents = rig.send(SLOT)  # a slot is free
+    rig.let_go()
+    assert group.state is State.AWAY and not group.members
+    rig.store.go_on.set()
+    assert torch.equal(rig.back(saved[0]), contents[0])
+
+
+def test_the_end_waits_for_what_is_under_way(rig: Rig) -> None:
+    rig.send(20 * SLOT)
+    rig.direct.close()
+    rig.direct.close()
+    assert rig.counters.moved["gds_write"] == 20 * SLOT
+
+
+def test_a_slot_that_may_still_be_read_is_used_no_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy failed, or says so: the next chunk in it would have been what came back."""
+    _, saved, _ = rig.send(SLOT)
+    _, more, others = rig.send(2 * SLOT)
+    rig.let_go()
+    refusing = threading.Event()
+    refusing.set()
+    synchronize, query = HostEvent.synchronize, HostEvent.query
+
+    def refused(event: HostEvent) -> bool:
+        return refusing.is_set() and threading.current_thread().name == "tiers-gds-read"
+
+    def wait(event: HostEvent) -> None:
+        if refused(event):
+            raise RuntimeError("not permitted")
+        synchronize(event)
+
+    def ask(event: HostEvent) -> bool:
+        if refused(event):
+            raise RuntimeError("not permitted")
+        return query(event)
+
+    monkeypatch.setattr(HostEvent, "synchronize", wait)
+    monkeypatch.setattr(HostEvent, "query", ask)
+    rig.back(saved[0])
+    assert torch.equal(rig.back(more[0]), others[0])  # in the two slots that are left
+    refusing.clear()

@@ -1,0 +1,134 @@
+"""Groups that die, wherever they are: nothing is left of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.unit.migrator.offload.rig import NBYTES, Held, Rig, assert_nothing_left
+from torch_tiers.allocator.sizes import PAGE
+from torch_tiers.migrator.offload.group import State
+
+
+def filling(rig: Rig) -> Held:
+    return rig.held(rig.group())
+
+
+def leaving(rig: Rig) -> Held:
+    rig.engine.limit = NBYTES
+    return rig.sent()[0]
+
+
+def away(rig: Rig) -> Held:
+    return rig.sent()[0]
+
+
+def away_for_good(rig: Rig) -> Held:
+    held = away(rig)
+    rig.out.run()
+    return held
+
+
+def coming_home(rig: Rig) -> Held:
+    held = away_for_good(rig)
+    rig.engine.limit = NBYTES
+    rig.engine.begin_backward()
+    assert held.group.state is State.HOME
+    return held
+
+
+def home_again(rig: Rig) -> Held:
+    held = away_for_good(rig)
+    for _ in range(2):
+        held.use()
+        rig.back.run()
+    assert held.group.state is State.HOME
+    return held
+
+
+@pytest.mark.parametrize("reach", [filling, leaving, away, away_for_good, coming_home, home_again])
+def test_a_group_that_dies_leaves_nothing(rig: Rig, reach: Callable[[Rig], Held]) -> None:
+    held = reach(rig)
+    held.die()
+    assert_nothing_left(rig)
+    assert held.group.state is State.GONE
+    assert held.memory.expired()
+    assert held.group.buffer is None
+
+
+def test_a_group_that_dies_while_it_fills_gives_its_memory_back(rig: Rig) -> None:
+    held = filling(rig)
+    held.die()
+    rig.engine.collect()
+    assert held.memory.expired()
+
+
+def test_a_group_that_dies_on_its_way_out_makes_nobody_wait(rig: Rig) -> None:
+    held = leaving(rig)
+    assert held.group.parcel is not None
+    filled = held.group.parcel.filled
+    held.use()
+    held.die()
+    rig.engine.collect()
+    assert rig.compute.waits == []
+    assert rig.compute.outlasted == [(filled, 1)]  # whoever owns the memory is told that the lane still reads it
+
+
+def test_memory_that_a_lane_still_fills_is_not_reused_before(rig: Rig) -> None:
+    held = coming_home(rig)
+    assert held.group.parcel is not None
+    returned = held.group.parcel.returned
+    held.die()
+    rig.engine.collect()
+    assert returned in [event for event, _ in rig.compute.waits]
+
+
+def test_a_block_that_a_lane_still_reads_is_guarded(rig: Rig) -> None:
+    rig = Rig(dram=PAGE)
+    held = coming_home(rig)
+    assert held.group.parcel is not None
+    returned = held.group.parcel.returned
+    held.die()
+    rig.sent()
+    _, after, _ = rig.out.jobs[-1]
+    assert returned in after
+    rig.back.run()
+    rig.close()
+
+
+def test_a_group_lives_as_long_as_one_of_its_tensors(rig: Rig) -> None:
+    one, other = rig.sent(count=2)
+    rig.out.run()
+    one.use()
+    one.die()
+    rig.engine.collect()
+    view = other.use()
+    rig.back.run()
+    assert torch.equal(view, other.expected)
+    other.die()
+    assert_nothing_left(rig)
+
+
+def test_what_is_never_used_leaves_with_its_graph(rig: Rig) -> None:
+    used, unused = rig.sent(count=2)
+    rig.out.run()
+    used.use()
+    for held in (used, unused):
+        held.die()
+    assert_nothing_left(rig)
+
+
+def test_a_failed_copy_keeps_no_block(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room to gather in")
+
+    group = rig.group()
+    held = rig.held(group)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.out, "copy", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            rig.engine.send(group)
+    assert rig.arena.used == 0
+    assert torch.equal(held.use(), held.expected)

@@ -1,0 +1,94 @@
+"""The host's own time between our hooks, and where it waited for the device."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from torch_tiers.migrator.streams.host_clock import HostClock
+
+
+class Program:
+    """A host that works for so long at a time, and a device that passes events when it is told to."""
+
+    def __init__(self, clock: mock.Mock) -> None:
+        self._clock = clock
+        self._passed: dict[object, float] = {}
+        self._ticks: list[Any] = []
+        self._busy: list[float] = []
+        self._delayed = 0.0
+        self._host = HostClock(self._event(0.0), lambda: self._delayed)
+
+    def _event(self, at: float) -> Any:
+        event = object()
+        self._passed[event] = at
+        return event
+
+    def goes_on(self, seconds: float, *, device: float, busy: float = 1.0, ours: float = 0.0) -> None:
+        """Work for some seconds, of which the device passes the end at `device`; then we do."""
+        self._clock.return_value += seconds
+        self._host.arrive()
+        self._ticks.append(self._event(device))
+        self._busy.append(busy)
+        self._host.stretch_over(self._ticks[-1])
+        self._clock.return_value += ours
+        self._host.depart()
+
+    def is_kept_for_memory(self, seconds: float) -> None:
+        """Have pages mapped, in the middle of a stretch."""
+        self._clock.return_value += seconds
+        self._delayed += seconds
+
+    def told(self) -> tuple[tuple[float, ...], frozenset[int]]:
+        return self._host.told(self._busy, self._passed.__getitem__, self._ticks)
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Program:
+    clock = mock.Mock(return_value=0.0)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return Program(clock)
+
+
+def test_what_hooks_take_is_not_the_program_s(program: Program) -> None:
+    program.goes_on(1.0, device=5.0, ours=3.0)
+    program.goes_on(2.0, device=9.0)
+    assert program.told() == ((1.0, 2.0), frozenset())
+
+
+def test_a_host_that_is_ahead_waits_for_nothing(program: Program) -> None:
+    program.goes_on(1.0, device=10.0)
+    program.goes_on(1.0, device=11.0)
+    assert program.told()[1] == frozenset()
+
+
+def test_a_host_that_finds_a_device_idle_which_was_behind_has_waited_for_it(program: Program) -> None:
+    program.goes_on(1.0, device=10.0)  # nine seconds behind
+    program.goes_on(12.0, device=13.0, busy=2.0)  # which it is through with at 10, and with what came then at 12
+    own, joins = program.told()
+    assert joins == {1}
+    assert own == (1.0, 1.0), "what the device did not hide"
+
+
+def test_a_host_that_is_slower_than_the_device_all_along_has_not_waited(program: Program) -> None:
+    for second in range(1, 5):
+        program.goes_on(1.0, device=float(second))
+    assert program.told() == ((1.0,) * 4, frozenset())
+
+
+def test_what_pages_take_to_map_is_not_the_program_s(program: Program) -> None:
+    program.goes_on(1.0, device=1.0)
+    program.is_kept_for_memory(4.0)
+    program.goes_on(2.0, device=7.0)
+    assert program.told() == ((1.0, 2.0), frozenset())
+
+
+def test_a_host_that_is_kept_until_the_device_is_idle_has_not_waited_for_it(program: Program) -> None:
+    """As to unmap pages is to wait for whoever reads them."""
+    program.goes_on(1.0, device=6.0)
+    program.is_kept_for_memory(5.0)
+    program.goes_on(1.0, device=7.0)
+    assert program.told() == ((1.0, 1.0), frozenset())

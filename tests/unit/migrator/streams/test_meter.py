@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_tiers.migrator.streams.cuda import CLOCK, CudaCompute
+from torch_tiers.migrator.streams.host import HostCompute
+from torch_tiers.migrator.streams.meter import HOLD, CudaMeter, without
+from torch_tiers.migrator.telemetry.counters import Counters
+
+
+def test_a_clock_stands_still_in_gaps() -> None:
+    assert without([(1, 2), (5, 6)], [0, 1, 1.5, 3, 7]) == [0, 1, 1, 2, 5]
+
+
+def test_gaps_that_overlap_count_once() -> None:
+    assert without([(2, 4), (1, 3), (2.5, 2.75)], [1, 5]) == [1, 2]
+
+
+def test_a_wait_that_was_none_changes_nothing() -> None:
+    assert without([(3, 2)], [1, 5]) == [1, 5]
+
+
+gaps = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=10)
+
+
+@given(gaps=gaps, times=st.lists(st.integers(0, 60), max_size=20))
+def test_time_left_out_is_that_covered_by_gaps(gaps: list[tuple[float, float]], times: list[float]) -> None:
+    covered = {second for start, end in gaps for second in range(int(start), int(end))}
+    assert without(gaps, times) == [at - sum(second < at for second in covered) for at in times]
+
+
+def test_what_is_done_aside_and_waits_for_lanes_take_no_time() -> None:
+    counters = Counters()
+    compute = HostCompute(counters)
+    meter = compute.meter()
+    meter.tick(0)
+    with meter.aside():
+        time.sleep(0.05)
+    with counters.waiting("d2h"):
+        time.sleep(0.05)
+    meter.tick(0)
+    time.sleep(0.02)
+    compute.static = 7
+    measures = meter.finish(0, [0, 0, 0])
+    assert measures.times[1] - measures.times[0] < 0.02
+    assert measures.seconds == pytest.approx(0.02, abs=0.015)
+    assert measures.others == (0, 0, 7)
+
+
+class FakeCompute:
+    """A device that is always through with everything, and whose memory a test sets."""
+
+    waited: object = None
+
+    def __init__(self) -> None:
+        self.highest = 0  # bytes since the last look
+        self.with_present = True
+        self.stream_has: list[str] = []
+        self.has_passed_all = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self.stream_has.append("aside")
+        yield
+        self.stream_has.append("no more")
+
+    def lap(self, *, with_present: bool = False) -> int:
+        self.with_present = with_present
+        peak, self.highest = self.highest, 0
+        return peak
+
+    def delayed(self) -> float:
+        return 0.0
+
+    class Point:
+        def __init__(self, compute: FakeCompute) -> None:
+            self._compute = compute
+
+        def query(self) -> bool:
+            return self._compute.has_passed_all
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: object) -> float:
+            return 1.0
+
+    def mark(self, stream: object) -> Point:
+        self.stream_has.append("mark")
+        return self.Point(self)
+
+    def hold_up(self, seconds: float) -> None:
+        self.stream_has.append(f"hold up {seconds} s")
+
+    def stream(self) -> tuple[int, int, int]:
+        return 7, 0, 1
+
+    def capturing(self) -> bool:
+        return False
+
+
+def test_what_our_own_work_does_to_memory_is_no_stretch_s() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 100
+    meter.tick(30)
+    compute.highest = 500  # the hook lets go of one group, and brings another
+    meter.resume()
+    compute.highest = 80
+    assert meter.finish(0, [0, 0]).others == (70, 80)
+
+
+def test_what_is_let_go_of_in_a_stretch_is_nobody_else_s_until_then() -> None:
+    """As a group leaves at a save: memory that the peak of the stretch begins with, and nobody could use before."""
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 100
+    meter.tick(60)
+    compute.highest = 100
+    meter.part(60)
+    compute.highest = 70
+    assert meter.finish(20, [0, 0]).others == (40, 50)
+
+
+def test_what_left_in_a_stretch_and_is_held_by_the_program_counts_off_once() -> None:
+    """Before it left it was resident there: taken off again, a plan let in as much too much."""
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 30
+    meter.tick(10)
+    compute.highest = 30
+    meter.part(10)
+    compute.highest = 30  # the eight bytes that left are still there
+    meter.tick(2)
+    assert meter.finish(2, [0, 8, 8]).others == (20, 20, 0)
+
+
+def test_our_own_work_at_a_position_is_no_part_of_the_stretch_after_it() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    meter.tick(0)
+    compute.highest = 300
+    meter.part(0)
+    meter.resume()
+    compute.highest = 10
+    assert meter.finish(0, [0, 0]).others == (0, 10)
+
+
+def test_what_the_stretch_took_before_something_was_let_go_counts_too() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 300
+    meter.part(60)
+    compute.highest = 70
+    meter.tick(20)
+    assert meter.finish(0, [0, 0]).others == (240, 0)
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_what_lies_there_as_a_stretch_begins_counts_where_something_may_come_beside_it(*, brought: bool) -> None:
+    """At a save it counted for the stretch before. What the loss's function holds until it returns counted twice."""
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    meter.tick(0)
+    assert compute.with_present
+    meter.resume(brought=brought)
+    assert compute.with_present is brought
+
+
+def test_the_allocator_is_told_what_is_not_the_program_s() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    with meter.aside():
+        compute.stream_has.append("work")
+    assert compute.stream_has == ["mark", "mark", "aside", "work", "no more", "mark"]
+
+
+def test_what_the_program_holds_of_its_saved_tensors_is_theirs() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.highest = 100
+    meter.tick(0)
+    compute.highest = 100
+    assert meter.finish(0, [0, 60]).others == (100, 40)
+
+
+def test_the_device_is_held_back_before_the_period_begins() -> None:
+    compute = FakeCompute()
+    CudaMeter(compute, held=True)  # type: ignore[arg-type]
+    assert compute.stream_has == [f"hold up {HOLD} s", "mark"]
+    compute = FakeCompute()
+    CudaMeter(compute)  # type: ignore[arg-type]
+    assert compute.stream_has == ["mark"]
+
+
+def test_the_device_is_held_back_again_when_it_has_come_near_to_the_host() -> None:
+    meter = CudaMeter(compute := FakeCompute(), held=True)  # type: ignore[arg-type]
+    meter.tick(0)
+    assert compute.stream_has.count(f"hold up {HOLD} s") == 1, "it is far behind"
+    compute.has_passed_all = True
+    meter.tick(0)
+    assert compute.stream_has.count(f"hold up {HOLD} s") == 2
+    assert len(meter.finish(0, [0, 0, 0]).times) == 2
+
+
+def test_a_device_that_is_not_to_be_held_back_is_not_however_near_it_comes() -> None:
+    meter = CudaMeter(compute := FakeCompute())  # type: ignore[arg-type]
+    compute.has_passed_all = True
+    meter.tick(0)
+    assert compute.stream_has == ["mark", "mark"]
+
+
+class FakeOperators:
+    """A clock of operators, which has timed as much as a test says; it is its own times."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds = seconds
+        self.on: list[tuple[int, ...]] = []
+        self.ends = self.drops = 0
+
+    def begin(self, device: int, stream: int) -> FakeOperators:
+        self.on.append((device, stream))
+        return self
+
+    def tick(self, stream: int) -> None:
+        self.on.append((stream,))
+
+    def end(self) -> list[float]:
+        self.ends += 1
+        return self.seconds
+
+    def drop(self) -> None:
+        self.drops += 1
+
+
+def test_what_the_device_does_between_operators_is_not_the_program_s() -> None:
+    """It waits there: for a late host, or for other ranks."""
+    operators = FakeOperators([0.001, 0.0, 0.5])  # an event is a second after another here, whichever these are
+    meter = CudaMeter(FakeCompute(), operators=operators)  # type: ignore[arg-type]
+    meter.tick(0)
+    meter.tick(0)
+    measures = meter.finish(0, [0, 0, 0])
+    assert measures.clocks is not None
+    wall = [1e-3, 0.0, 0.0]
+    assert list(measures.clocks.device) == [min(each) for each in zip(wall, operators.seconds, strict=True)]
+    assert (*measures.times, measures.seconds) == (1e-3, 1e-3, 1e-3)
+    assert (operators.on, operators.ends) == ([(0, 7), (7,), (7,)], 1)
+
+
+def test_where_no_operator_came_by_the_device_s_own_time_is_told() -> None:
+    meter = CudaMeter(FakeCompute(), operators=FakeOperators([0.0, 0.0]))  # type: ignore[arg-type]
+    meter.tick(0)
+    assert meter.finish(0, [0, 0]).seconds == 1e-3
+
+
+def test_operators_are_timed_no_longer_than_somebody_wants_to_know() -> None:
+    operators = FakeOperators([])
+    meter = CudaMeter(FakeCompute(), operators=operators)  # type: ignore[arg-type]
+    meter.tick(0)
+    meter.abandon()
+    meter.tick(0)
+    assert (len(operators.on), operators.ends, operators.drops) == (2, 0, 1)
+
+
+def test_without_a_gpu_there_is_nobody_to_hold_back() -> None:
+    begin = time.perf_counter()
+    HostCompute(Counters()).meter(held=True).finish(0, [0])
+    assert time.perf_counter() - begin < 5
+
+
+@pytest.mark.parametrize(("told", "rate"), [({"clock_rate": 2_000_000}, 2e9), ({}, CLOCK)], ids=["told", "not told"])
+def test_the_device_is_held_up_by_cycles_of_its_clock(
+    told: dict[str, int], rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[int] = []
+    entered: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
+    compute = CudaCompute.__new__(CudaCompute)
+    compute.device = torch.device("cuda", 1)
+    compute.capturing = lambda: False
+    compute.hold_up(0.1)
+    assert (slept, entered) == ([int(0.1 * rate)], [compute.device])
+    compute.capturing = lambda: True
+    compute.hold_up(0.1)
+    assert len(slept) == 1, "what is captured would wait in every replay"

@@ -1,0 +1,74 @@
+"""Events that a thread has yet to ask a lane for, on a device whose events are the host's clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from torch_tiers.migrator.streams.cuda import CudaCompute
+from torch_tiers.migrator.streams.laps import Laps
+from torch_tiers.migrator.streams.promised import PromisedEvent
+from torch_tiers.migrator.telemetry.counters import Counters
+
+LATE = 0.05  # seconds
+
+
+class Mark:
+    """An event that is passed when it is made."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Mark) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.fixture
+def compute() -> Any:
+    compute: Any = CudaCompute.__new__(CudaCompute)  # without a device
+    compute._laps, compute.waited = Laps("cuda:0", Counters()), None
+    compute.capturing, compute.stream = (lambda: False), (lambda: 1)
+    compute.held = []
+    compute.mark, compute.hold = (lambda stream: Mark()), (lambda stream, event: compute.held.append(event))
+    compute.follow = lambda stream, event: None
+    return compute
+
+
+def promised(event: Mark | None) -> PromisedEvent:
+    made = PromisedEvent("gds_read")
+    threading.Timer(LATE, made.set, (event,)).start()
+    return made
+
+
+def test_what_the_device_idles_while_the_host_waits_for_a_thread_is_a_stall_of_the_lane(compute: Any) -> None:
+    """It counted for the program's own time, and plans took the lane for as fast as it was told to be."""
+    compute.settle()
+    event = Mark()
+    compute.wait(promised(event), "gds_read", 1)
+    lap = compute.settle()
+    assert lap is not None and lap.stalls["gds_read"] == pytest.approx(lap.seconds, rel=0.5)
+    assert lap.stalls["gds_read"] >= LATE / 2 and compute.held == [event]
+
+
+def test_it_is_left_out_of_what_a_recorded_period_takes(compute: Any) -> None:
+    compute.waited = []
+    compute.wait(promised(Mark()), "gds_read", 1)
+    ((reached, on),) = compute.waited
+    assert reached.elapsed_time(on) / 1e3 >= LATE / 2
+
+
+def test_where_waits_are_not_timed_the_stream_waits_all_the_same(compute: Any) -> None:
+    compute.time_waits(0)
+    event = Mark()
+    compute.wait(promised(event), "gds_read", 1)
+    compute.wait(promised(None), "gds_read", 1)  # there was nothing to copy
+    assert compute.held == [event]
