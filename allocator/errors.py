@@ -5,7 +5,7 @@ The facts travel as ``args`` and the text is made from them, so an error survive
 
 from __future__ import annotations
 
-from torch_tiers.allocator.ledger import Holder, tell
+from torch_tiers.allocator.holders import Holder, describe_holders
 from torch_tiers.allocator.sizes import format_size
 
 _REMEDIES = {
@@ -63,7 +63,7 @@ class TierFull(TiersError):
 
     @property
     def _held_elsewhere(self) -> str:
-        return f", held elsewhere on the node: {tell(self.others)}" if self.others else ""
+        return f", held elsewhere on the node: {describe_holders(self.others)}" if self.others else ""
 
     @property
     def _where(self) -> str:

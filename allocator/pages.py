@@ -1,7 +1,7 @@
 """The page-grouping allocator of a process: PyTorch's CUDA memory on our pages.
 
 Installs the core under PyTorch, and tells it where periods end; what is decided then is each GPU's own
-(`allocator.periods`). Pages lie in HBM while its budget lasts, and in DRAM that the GPU addresses after that.
+(`allocator.layout.periods`). Pages lie in HBM while its budget lasts, and in DRAM that the GPU addresses after that.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from torch_tiers.allocator import adapter
-from torch_tiers.allocator.claims import DramClaims
-from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.host.claims import DramClaims
+from torch_tiers.allocator.host.ledger import Account
+from torch_tiers.allocator.host.room import Room
+from torch_tiers.allocator.layout.periods import Periods
 from torch_tiers.allocator.native import Core, is_aside
-from torch_tiers.allocator.peaks import PeaksOfCore
-from torch_tiers.allocator.periods import Periods
-from torch_tiers.allocator.room import Room
+from torch_tiers.allocator.native.peaks import PeaksOfCore
+from torch_tiers.allocator.native.pytorch import adapter
 from torch_tiers.allocator.sizes import GiB
 
 MARGIN = GiB  # of a GPU, for contexts and libraries of this process and of others
@@ -29,7 +29,7 @@ class PageAllocator:
     Parameters
     ----------
     library : Path
-        The adapter, as `allocator.adapter.build` returns it.
+        The adapter, as `allocator.native.pytorch.adapter.build` returns it.
     hbm : int
         Budget per GPU, in bytes; 0 for all that is free.
     dram : int

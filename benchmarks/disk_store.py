@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.alternate import alternate
-from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.nvme.backend import Backend
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.store import DEPTH, STRIPE, NvmeStore

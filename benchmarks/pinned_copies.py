@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.alternate import median_ratio, self_timed, sm_clock
-from torch_tiers.allocator.pinning import Pages, map_pages, pin, touch
+from torch_tiers.allocator.host.pinning import Pages, map_pages, pin, touch
 from torch_tiers.allocator.sizes import MiB, format_size
 
 SIZES = (4 * MiB, 16 * MiB, 64 * MiB, 256 * MiB)

@@ -6,16 +6,13 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_tiers.allocator.native.binding import BLOCK, PARTS, PLAIN, REQUEST, U64, Glance, Stats, checked, library
-
-if TYPE_CHECKING:
-    from torch_tiers.allocator.sequence import Foreseen
-
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 
 COUNTED = ("maps", "unmaps", "waits", "retries", "planned", "departed", "misplaced")
 
@@ -166,12 +163,12 @@ class Core:
         there = self._library.tn_log(self._core, ago, requests.ctypes.data, count, ctypes.byref(events))
         return requests[: min(count, there)], events.value  # another thread may have ended a period in between
 
-    def plan(self, *foreseen: Foreseen) -> None:
+    def plan(self, *foreseen: SequenceLayout) -> None:
         """Lay out the periods to come, the present one included; each is one of those foreseen.
 
         Parameters
         ----------
-        foreseen : Foreseen
+        foreseen : SequenceLayout
             On one stream. They share a region: there is no telling which comes next before its first requests.
 
         Raises

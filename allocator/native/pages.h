@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "primitives.h"
+#include "driver/primitives.h"
 
 namespace tiers {
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torch_tiers.allocator.pinning import PinningRefused, map_pages, pin
+from torch_tiers.allocator.host.pinning import PinningRefused, map_pages, pin
 from torch_tiers.allocator.sizes import PAGE, round_up
 
 log = logging.getLogger("tiers")

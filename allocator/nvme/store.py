@@ -19,7 +19,8 @@ import torch
 
 from torch_tiers.allocator.at_exit import close_at_exit
 from torch_tiers.allocator.errors import CorruptionError, StoreError
-from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.host.ledger import Account
+from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.nvme.backend import BLOCK, Backend, read_all, write_all
 from torch_tiers.allocator.nvme.checksum import SCRATCH
 from torch_tiers.allocator.nvme.choose import Gds, choose_backend
@@ -27,7 +28,6 @@ from torch_tiers.allocator.nvme.requests import Request, RequestPool, Rest, Tran
 from torch_tiers.allocator.nvme.stripe import Stripe
 from torch_tiers.allocator.nvme.volume import Volume
 from torch_tiers.allocator.nvme.watch import Watch
-from torch_tiers.allocator.room import Room
 from torch_tiers.allocator.sizes import GiB, MiB, round_up
 
 _SUMMING_THREADS = 4  # or half of the cores; reads are summed up by the threads that read

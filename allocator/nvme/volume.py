@@ -10,9 +10,9 @@ from contextlib import suppress
 
 from torch_tiers.allocator.errors import StoreError
 from torch_tiers.allocator.extents import Extent, ExtentMap
-from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.host.ledger import Account
+from torch_tiers.allocator.host.room import Room, RoomWatch
 from torch_tiers.allocator.nvme.backend import BLOCK, Backend
-from torch_tiers.allocator.room import Room, RoomWatch
 from torch_tiers.allocator.sizes import format_size
 
 log = logging.getLogger("tiers")

@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from torch_tiers.allocator.native import lane
+from torch_tiers.allocator.native.copy import lane
 from torch_tiers.migrator.lanes import (
     TIMED,
     TIMED_EVERY,

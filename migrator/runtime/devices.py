@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.allocator.native import aside, lane
+from torch_tiers.allocator.native import aside
+from torch_tiers.allocator.native.copy import lane
 from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.engine.backing import Backing

@@ -61,9 +61,9 @@ def test_idle_pages_are_unmapped_when_no_stream_that_is_known_reads_them_any_mor
     FSDP2 frees gradients while the optimizer reads them on another stream: unmapped, that was an illegal access.
     """
     layout = """
-from torch_tiers.allocator.sequence import Foreseen
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 import numpy as np
-layout = [Foreseen(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64))]
+layout = [SequenceLayout(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64))]
 """
     before = "core.plan(*layout)\n" if "beside" in asked_for else ""
     holds(built, layout + before + FREED + ASKS[asked_for] + "\nassert not fake.fake_pending(9)")
@@ -91,10 +91,10 @@ def test_what_other_streams_gave_back_is_needed_as_long_as_it_lies_in_hbm(
     built: Path, given_back: str, needed: int
 ) -> None:
     program = f"""
-from torch_tiers.allocator.sequence import Foreseen
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 import numpy as np
 core.allocate(16 * MiB, stream=7)
-core.plan(Foreseen(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64)))
+core.plan(SequenceLayout(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64)))
 block = {given_back}
 core.free(block); core.lap()
 assert core.lap() == {needed} * MiB, core.lap()
@@ -293,8 +293,8 @@ assert held() == 1
 def test_while_a_stream_is_captured_nothing_moves_and_the_layout_stays(built: Path) -> None:
     program = """
 import numpy as np
-from torch_tiers.allocator.sequence import Foreseen
-def plan(): core.plan(Foreseen(7, np.array([4 * MiB]), np.array([0], np.uint64), np.array([1, 1])))
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
+def plan(): core.plan(SequenceLayout(7, np.array([4 * MiB]), np.array([0], np.uint64), np.array([1, 1])))
 plan()
 block = core.allocate(4 * MiB, stream=7)
 fake.fake_capture(7, True)
@@ -326,9 +326,9 @@ def test_what_the_device_refuses_of_a_layout_lies_in_dram(built: Path) -> None:
     """And nobody claims more and more dram, to be told again that hbm is full."""
     program = """
 import numpy as np
-from torch_tiers.allocator.sequence import Foreseen
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 fake.fake_has_pages(4)
-core.plan(Foreseen(7, np.array([16 * MiB]), np.array([0], np.uint64), np.arange(8)))
+core.plan(SequenceLayout(7, np.array([16 * MiB]), np.array([0], np.uint64), np.arange(8)))
 block = core.allocate(16 * MiB, stream=7)
 assert (core.on(block, HBM), core.on(block, DRAM)) == (8 * MiB, 8 * MiB) and core.counts().planned == 1
 """
@@ -432,7 +432,7 @@ STORM = """
 import random
 import numpy as np
 from torch_tiers.allocator.native import CoreFull
-from torch_tiers.allocator.sequence import Foreseen
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 
 SEED = int(sys.argv[2])
 dice = random.Random(SEED)
@@ -485,7 +485,7 @@ def move():
 def plan():
     sizes = [dice.choice((MiB, 2 * MiB, 3 * MiB)) for _ in range(3)]
     offsets = np.cumsum([0, *sizes[:-1]]).astype(np.uint64)
-    core.plan(Foreseen(dice.choice(streams), np.array(sizes), offsets, np.arange(-(-sum(sizes) // (2 * MiB)))))
+    core.plan(SequenceLayout(dice.choice(streams), np.array(sizes), offsets, np.arange(-(-sum(sizes) // (2 * MiB)))))
 
 capturing = False
 def capture():

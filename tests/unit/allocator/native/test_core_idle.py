@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.cores import DRAM, HBM, PAGE, holds, opened, plan
 from torch_tiers.allocator.native import Core, CoreFull, aside
-from torch_tiers.allocator.sequence import Foreseen
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 from torch_tiers.allocator.sizes import GiB, MiB
 
 
@@ -142,7 +142,7 @@ def test_what_is_idle_goes_back_to_the_system_when_asked(core: Core) -> None:
 
 
 def test_what_a_forgotten_layout_had_mapped_serves_whatever_comes(core: Core) -> None:
-    core.plan(Foreseen(0, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(8 * MiB // PAGE, np.int64)))
+    core.plan(SequenceLayout(0, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(8 * MiB // PAGE, np.int64)))
     assert core.counts().planned == 0
     core.forget_plan()
     mapped = core.counts().maps

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.cores import DRAM, HBM, PAGE, fill, foreseen, holds, plan
 from torch_tiers.allocator.native import Core, CoreError, CoreFull, aside, is_aside
-from torch_tiers.allocator.sequence import ELSEWHERE
+from torch_tiers.allocator.native.sequence_layout import ELSEWHERE
 from torch_tiers.allocator.sizes import GiB, MiB
 
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from tests.unit.one_core import OnOneCore
+from torch_tiers.allocator.layout.packing import pack
+from torch_tiers.allocator.layout.sequence import Log, foresee
+from torch_tiers.allocator.layout.sharing import shared_share
 from torch_tiers.allocator.native import Core, Counts
-from torch_tiers.allocator.packing import pack
-from torch_tiers.allocator.sequence import Log, foresee
-from torch_tiers.allocator.sharing import shared_share
 from torch_tiers.allocator.sizes import PAGE, GiB, MiB, round_up
 
 SEQUENCES = Path(__file__).parents[3] / "data" / "sequences"
