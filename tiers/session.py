@@ -179,7 +179,7 @@ class Session:
             idle_after=IDLE_SECONDS,
         )
         if (pages := paging.installed()) is not None:
-            pages.borrow(self._dram.give_back)
+            pages.borrow(self._dram.release_idle)
         if shares.nvme:
             self._drives = Drives(
                 nvme,

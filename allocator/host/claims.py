@@ -1,4 +1,7 @@
-"""What the cores of a process may map of DRAM: claimed from the node when HBM is full, given back when unused."""
+"""How much DRAM the cores of a process may map for blocks that HBM has no room for.
+
+It is claimed from the node when HBM is full, and released when it has not been used for a while.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from torch_tiers.allocator.sizes import PAGE, MiB, format_size, round_up
 log = logging.getLogger("tiers")
 
 STEP = 256 * MiB  # to claim at a time
-UNUSED = 64  # periods after which goes back what none of them used
+UNUSED = 64  # periods after which what none of them used is released
 
 
 class DramClaims:
-    """Claims for the cores of all GPUs. For any thread.
+    """Claims DRAM for the cores of all GPUs. For any thread.
 
     Parameters
     ----------
@@ -39,12 +42,20 @@ class DramClaims:
         self._periods: dict[int, int] = {}
         self._lock = threading.Lock()
         self.lender: Callable[[int], int] | None = None
-        """Gives back so many bytes that this process holds elsewhere, and does not use, or what it has of them."""
+        """Releases up to so many bytes of DRAM that lie idle elsewhere in this process; returns how many."""
 
     def more(self, device: int, core: Core, nbytes: int, least: int = 0, *, in_need: bool = False) -> bool:
-        """Let a core map more: `nbytes`, or what there is of them, if that is a page and `least`; whether it may.
+        """Let a core map `nbytes` more, or as much as there is, if that is at least `least` and a page.
 
-        In need the program is out of memory without: then what lies idle elsewhere is asked for, too.
+        Parameters
+        ----------
+        in_need
+            Without it the program is out of memory: DRAM that lies idle elsewhere in this process is released for it.
+
+        Returns
+        -------
+        bool
+            Whether the core may map more now.
         """
         page = core.page_bytes
         nbytes, least = (round_up(max(one, page), page) for one in (nbytes, least))
@@ -54,7 +65,7 @@ class DramClaims:
                 return True
             if lender is None or self._left() < least:
                 return False
-            # The arena keeps what recorded periods needed, in which all moves: plans move less.
+            # The arena keeps what recorded periods needed. In those everything moves; under plans less does.
             lent = lender(max(nbytes, least) + self._room.missing)
             self._room.taken(-lent)
             return self._claim(device, core, nbytes, least, last=True)
@@ -63,7 +74,7 @@ class DramClaims:
         return self._capacity - sum(self._granted.values())
 
     def _claim(self, device: int, core: Core, nbytes: int, least: int, *, last: bool) -> bool:
-        """Claim so much, and say why it cannot be had if that was the `last` try."""
+        """Claim it; if that fails and this was the `last` try, log why."""
         wanted = min(max(STEP, nbytes), self._left())
         if wanted < least:
             return False
@@ -94,7 +105,7 @@ class DramClaims:
         return self._granted.get(device, 0)
 
     def period_over(self, device: int, core: Core, used: int) -> None:
-        """A period ends in which a core had mapped `used` bytes: what was not used for long is somebody else's."""
+        """A period has ended in which a core had `used` bytes mapped: release what was not used in `UNUSED` of them."""
         if not self.granted(device):
             return
         self._most[device] = max(used, self._most.get(device, 0))
@@ -105,9 +116,9 @@ class DramClaims:
         self._keep(device, core, self._most.pop(device))
 
     def trimmed(self, device: int, core: Core) -> None:
-        """What a core had mapped and does not need now went back to the system.
+        """A core has released to the system what it does not need: release the claim as well.
 
-        Others may take it, so whether it can be had again is to be asked then.
+        Other processes may take that memory now, so the core has to claim it anew when it needs it again.
         """
         if self.granted(device):
             self._keep(device, core, core.counts().dram)

@@ -3,8 +3,8 @@
 PyTorch's own pinned allocator rounds a request up to a power of two; this one rounds it up to a page. Memory
 comes from the system in steps, each a mapping with its own extent map (`mappings`), so a block never crosses them.
 
-A keeper grows the arena ahead of need, and gives back what lies idle or what others need more: the memory of a
-cgroup is shared with the program and its other processes, and the kernel ends one of them when it is used up.
+A background thread (`Keeper`) grows the arena ahead of need, and releases to the system what lies idle or what others
+need more: a cgroup's memory is shared by all processes in it, and the kernel kills one of them when it is used up.
 
 Locks: those of the mappings; `lock` also guards what is used.
 """
@@ -30,7 +30,7 @@ from torch_tiers.allocator.sizes import PAGE, GiB, round_up
 
 LOOK_EVERY = 0.5  # seconds between two looks of the keeper
 LOOK_CLOSELY = 0.05  # the same while little is left
-PATIENCE = 1.0  # seconds for another thread that has it grow, when it is to give something back
+PATIENCE = 1.0  # seconds that `release_idle` waits for a thread that grows the arena
 AT_ONCE = 16  # blocks of the largest size in a mapping that is made ahead: as much of one may be left over at its end
 LITTLE = 2 * GiB  # others might take so much within `LOOK_EVERY`
 
@@ -86,10 +86,10 @@ class DramArena:
     node
         The NUMA node to take memory from while it has any, best the GPU's; None leaves it to the kernel.
     room
-        Tells what the system leaves now. The arena takes no more than that, and what it has idle goes back when
-        that is less than nothing.
+        Tells what the system leaves now. The arena takes no more than that, and when it is below 0 the arena
+        releases what it has idle.
     idle_after
-        Seconds after which a step that lies idle goes back to the system; None is never.
+        Seconds after which a step that lies idle is released to the system; None is never.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DramArena:
         self._peak = 0
         self._largest = 0  # request
         self._goal = 0
-        self._resting = False  # gave memory back: it grows on demand until it is asked for more than it has
+        self._resting = False  # it has released memory: it grows on demand until it is asked for more than it has
         self._keeper = Keeper(self._tend)
         close_at_exit(self)
 
@@ -185,7 +185,7 @@ class DramArena:
             return self._cut(mapping, nbytes)
 
     def free(self, block: DramBlock) -> None:
-        """Give `block` back.
+        """Free `block`.
 
         Raises
         ------
@@ -203,23 +203,23 @@ class DramArena:
     def reserve(self, nbytes: int, largest: int = 0) -> None:
         """Grow to `nbytes` (or the capacity) in the background, so that `allocate` need not, in blocks up to `largest`.
 
-        That is the goal until the next call, also after memory was given back and is asked for again.
+        That is the goal until the next call, also after memory was released and is asked for again.
         """
         if not self._mappings.closed:
             self._goal, self._resting = nbytes, False
             self._largest = max(self._largest, largest)
             self._keeper.wake()
 
-    def give_back(self, nbytes: int) -> int:
-        """Return what lies idle to the system, `nbytes` if there is so much, for somebody who needs it more.
+    def release_idle(self, nbytes: int) -> int:
+        """Release up to `nbytes` of what lies idle to the system, for somebody who needs it more.
 
-        What was last reserved stays: plans need it again. What goes does so at once, or with the last copy that still
-        reads it. The arena then grows on demand until it is asked for more than it has.
+        What was last reserved stays: plans need it again. Memory is released at once, or after the last copy that still
+        reads it. From then on the arena grows on demand only, until it is asked for more than it has.
 
         Returns
         -------
         int
-            Bytes given back; 0 also while another thread has the arena grow for long.
+            Bytes released; 0 also if another thread is growing the arena and takes too long.
         """
         if not self._mappings.growing.acquire(timeout=PATIENCE):
             return 0
@@ -245,7 +245,7 @@ class DramArena:
 
     def _take(self, nbytes: int, in_need: bool) -> DramBlock | None:
         with self._mappings.lock:
-            # What others need is not used again, or its step would never lie idle and go back to them.
+            # What others need is not used again, or its step would never lie idle and be released to them.
             used = self._used + round_up(nbytes, PAGE)
             if not in_need and self._mappings.room.seen < 0 and used > max(self.capacity, 2 * self._largest):
                 return None
@@ -267,7 +267,7 @@ class DramArena:
                 # No smaller than what was asked for: a mapping that holds no group takes the room of one that does.
                 least = max(PAGE, round_up(self._largest, PAGE))
                 lacks = min(self._goal, self._mappings.limit) - self._mappings.grown
-                # By now it may have given something back, which is not to be taken again.
+                # By now it may have released something, which is not to be taken again.
                 if lacks <= 0 or self._resting or not self._mappings.grow(least, min(lacks, AT_ONCE * least)):
                     break
         with self._mappings.growing:

@@ -1,4 +1,4 @@
-"""The thread that looks after something in the background, as long as there is something to look after."""
+"""A background thread that calls one method again and again; the arena grows and shrinks its memory in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AFTER_AN_ERROR = 0.5  # seconds until it is tried again
 class Keeper:
     """Calls `tend` when woken, and again after as many seconds as it says. It starts with the first `wake`.
 
-    An error of `tend` is said once and does not end it: what it keeps for others must go back to them some time.
+    An error of `tend` is logged once and does not end the thread: what it keeps has to be released some time.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What our processes of one user hold of a node's memory, so that together they stay within its capacity.
+"""Counts what all processes of one user hold of the node's memory, so that together they stay within its capacity.
 
 The ledger is a private directory, and an account that holds something is a file in it, whose name tells the owner:
 sparse, as long as the bytes that are held (``ls -l`` shows who has what), and flock'ed by its process. The kernel
@@ -37,7 +37,7 @@ PATIENCE = 2.0  # seconds for others to count, which takes them some ten microse
 PATIENCE_AFTER = 0.02  # the same for who has waited in vain, until the lock can be had again
 
 BUSY = frozenset({errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EBUSY})
-"""What does not tell that a ledger cannot be: by and by it can be used."""
+"""Errors that do not mean that there can be no ledger: it can be used later."""
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 _LONGEST_PAUSE = 0.005  # seconds between two tries
@@ -120,7 +120,7 @@ class Account:
         least
             `nbytes` if not given: all or nothing.
         say
-            Whether a refusal is told, once.
+            Whether a refusal is logged, once.
 
         Returns
         -------
@@ -154,7 +154,7 @@ class Account:
         return granted
 
     def release(self, nbytes: int) -> None:
-        """Give back `nbytes` of what was claimed."""
+        """Release `nbytes` of what was claimed."""
         with _lock:
             self._held = max(self._held - nbytes, 0)  # a forked child may release what only its parent holds
             if self._file is None:

@@ -1,4 +1,4 @@
-"""The memory of an arena: mapped from the system a step at a time, touched, pinned, and given back when it lies idle.
+"""The memory of an arena: mapped from the system a step at a time, touched, pinned, and released when it lies idle.
 
 Locks, which the arena takes: `lock` guards the accounts and is held for microseconds. `growing` is held while a step
 is mapped, touched and pinned (0.1 s a GiB), so that two growers never overshoot the limit; it is taken first.
@@ -30,7 +30,7 @@ AGAIN = 10.0  # seconds after which the system is asked once more for what it ga
 
 @dataclass(slots=True, eq=False)
 class Mapping:
-    """One step: its memory, what of it is taken, and since when nothing is."""
+    """One step: its memory, which extents of it are in use, and since when none is."""
 
     memory: torch.Tensor
     extents: ExtentMap
@@ -38,7 +38,9 @@ class Mapping:
 
 
 class Mappings:
-    """What an arena has of the system, up to a hard cap. See `allocator.host.dram.DramArena` for the parameters.
+    """The steps of memory that an arena has taken from the system, up to a hard cap.
+
+    See `allocator.host.dram.DramArena` for the parameters.
 
     Attributes
     ----------
@@ -189,7 +191,7 @@ class Mappings:
         return surplus
 
     def drop(self, mappings: list[Mapping]) -> int:
-        """Return `mappings` to the system, with the last reference to them; under `lock`. The bytes given back."""
+        """Return `mappings` to the system, with the last reference to them; under `lock`. The bytes released."""
         nbytes = _bytes_of(mappings)
         self._mappings = [mapping for mapping in self._mappings if mapping not in mappings]
         self._has_grown(-nbytes)

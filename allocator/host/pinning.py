@@ -1,4 +1,4 @@
-"""Host pages from the system, and pinning them: what calls the C library and the CUDA runtime for it lies here."""
+"""Maps host pages, makes them resident, and pins them, through the C library and the CUDA runtime."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped.values()))
 
 
 class PinningRefused(TiersError):
-    """The driver would not pin host memory; the text is its reason."""
+    """The driver refused to pin host memory; the text is its reason."""
 
 
 def map_pages(nbytes: int, node: int | None = None) -> Pages:
     """Map `nbytes` of private zeroed memory, its address a multiple of `PAGE`; nothing is resident yet.
 
     The system takes the memory back when the last reference to the result is gone. A forked child does not
-    have it, and keeps what it has of the result: to let go of that would unmap what lies there by then.
+    have the memory. It keeps its reference to the result: without it, what lies at these addresses would be unmapped.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the system leaves of memory that is shared with the program and its other processes."""
+"""How much memory (or disk) the system has left that other processes take from as well."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch_tiers.allocator.sizes import format_size
 log = logging.getLogger("tiers")
 
 FRESH = 0.02  # seconds for which a look is good
-_SHARE = 32  # a step takes one part in so many of what is left: others take theirs, and only whole steps go back
+_SHARE = 32  # a step takes one part in so many of what is left: others take theirs, and only whole steps are released
 
 
 class Room(NamedTuple):
-    """What the system leaves.
+    """How many bytes the system has left.
 
     Attributes
     ----------
     nbytes
-        Bytes; negative: so much is in use already of what is kept for others.
+        Bytes; negative if that much is in use already of what is kept for others.
     reason
         What limits them, for a message.
     slack
-        Bytes of what is kept that may come into use before anything should be given back: what the program takes
-        and gives back all the time is no reason to.
+        Bytes of what is kept for others that may be in use before anything should be released: what the program
+        allocates and frees all the time is no reason to.
     """
 
     nbytes: int
@@ -36,13 +36,13 @@ class Room(NamedTuple):
 
 
 class RoomWatch:
-    """Looks at the room, not too often. The owner locks.
+    """Asks the system how much is left, at most every `FRESH` seconds. Not thread-safe: the owner locks.
 
     Parameters
     ----------
     look
-        Tells what the system leaves now; None where nothing limits. Until it has told once, nothing is left: a tier
-        that waits goes on with the next look, but a program that took more than there is would be ended by the kernel.
+        Returns what the system has left now; None where nothing limits. Until it has returned once, nothing is left:
+        a tier that waits goes on with the next look, but a program that took too much would be killed by the kernel.
     """
 
     def __init__(self, look: Callable[[], Room] | None) -> None:
@@ -55,7 +55,7 @@ class RoomWatch:
 
     @property
     def seen(self) -> int:
-        """Bytes that were left at the last look, less what was taken since. Negative: to be given back."""
+        """Bytes that were left at the last look, less what was taken since. Negative: to be released."""
         nbytes = self._seen.nbytes
         return nbytes if nbytes >= 0 else min(nbytes + self._seen.slack, 0)
 
@@ -87,11 +87,11 @@ class RoomWatch:
         return 0 if left < least else max(part - part % least, least)
 
     def taken(self, nbytes: int) -> None:
-        """Take note of what the owner took since the last look, or gave back."""
+        """Count `nbytes` that the owner took since the last look; negative: released."""
         self._seen = self._seen._replace(nbytes=self._seen.nbytes - nbytes)
 
     def say_once(self, tier: str, has: int, limit: int) -> None:
-        """Say why `tier` stays at what it has."""
+        """Log, once, why `tier` stays at what it has."""
         if not self._said:
             self._said = True
             reason = self._seen.reason

@@ -1,6 +1,7 @@
-"""What comes after the steps of a period and is none of it, such as an evaluation: where HBM cannot hold it at all.
+"""Cuts an evaluation off a period's log, where HBM cannot hold the evaluation at all.
 
-Laid out with the rest it would have a part of the region lie in DRAM from then on, for training, too.
+An evaluation comes after the last optimizer's step and before the next forward. Laid out with the training step, one
+that is larger than HBM would put a part of the region into DRAM, for training, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch_tiers.allocator.native import DRAM, USED, Core
 
 
 class _AtStep(NamedTuple):
-    """What there was when an optimizer had stepped: requests of the period, departures so far, bytes of DRAM."""
+    """Counts at an optimizer's step: requests of the period, departures so far, bytes of DRAM."""
 
     requests: int
     departed: int
@@ -20,31 +21,31 @@ class _AtStep(NamedTuple):
 
 
 class Evaluations:
-    """Tells them from the periods of one GPU."""
+    """Finds evaluations in the periods of one GPU."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._at_step: _AtStep | None = None  # when the last optimizer had stepped
-        self._last: Log | None = None  # of the last period, where it was cut, what is left
+        self._last: Log | None = None  # the last period's log without what was cut off; None if it was not cut
         self._before: Log | None = None  # the same of the one before
 
     def step_over(self) -> None:
-        """An optimizer has stepped: if it was the last, what comes until the period is over may be an evaluation's."""
+        """An optimizer has stepped. If it is the period's last, the requests until its end may be an evaluation's."""
         now = self._core.glance()
         self._at_step = _AtStep(now.requests, now.departed, now.dram)
 
     def period_over(self, dram: int, *, may_be: bool) -> int | None:
-        """The period ends, with `dram` bytes of DRAM mapped; whether it is cut where its steps were over.
+        """The period has ended, with `dram` bytes of DRAM mapped: cut off what came after its steps, if it has to be.
 
         Parameters
         ----------
         may_be : bool
-            Whether what came after these steps was not another thread's, nor may be asked for by other plans.
+            Whether it can be an evaluation: no other thread trains, and plans do not change.
 
         Returns
         -------
         int or None
-            Departures, since the core was opened, until these were over; None if it is not cut.
+            Departures since the core was opened, up to the cut; None if the period is not cut.
         """
         at_step, self._at_step = self._at_step, None
         before, self._before, self._last = self._last, self._last, None
@@ -60,16 +61,16 @@ class Evaluations:
         return at_step.departed
 
     def forget_step(self) -> None:
-        """A period ends that is not cut, nor was the one before."""
+        """A period has ended that is not cut, nor was the one before."""
         self._at_step = None
 
     @property
     def has_cut(self) -> bool:
-        """Whether the last period or the one before it was cut: then the core's own logs are not theirs."""
+        """Whether the last period or the one before was cut: then `logs` differ from the core's own."""
         return self._last is not None or self._before is not None
 
     def logs(self) -> tuple[Log, Log]:
-        """The last period's log and that of the one before, without what was cut."""
+        """The logs of the last period and of the one before, without what was cut off."""
         return self._last or Log(*self._core.log(0)), self._before or Log(*self._core.log(1))
 
 

@@ -1,4 +1,7 @@
-"""The kinds of periods that a program goes through, and the layouts of those that come back. Pure."""
+"""Which kinds of periods a program has, where they are not all alike, and which of them to lay out. Pure.
+
+A program with sequences of several lengths has a kind for each. A kind is its requests' sizes, in order.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ REMEMBERED = 64  # periods without a kind until it is forgotten, and what it alo
 @dataclass(eq=False)
 class _Kind:
     sizes: Ints
-    foreseen: SequenceLayout
+    predicted: SequenceLayout
     seen: int  # the period in which it came last
     returned: bool = False
 
 
 class Kinds:
-    """What a program's periods are like, where they are not all alike: lengths that change, an evaluation now and then.
+    """Remembers the last kinds of periods, and what each is predicted to request.
 
-    A kind has returned when it came again after others had come between. Those that have are laid out together with the
-    last; one that came and went, as the first steps of a program do, takes no memory from what is laid out.
+    A kind has *returned* when it came again after another. The layout is made for the last kind and all that have
+    returned. Kinds that came and went, as a program's first steps do, take no memory in it.
     """
 
     def __init__(self) -> None:
@@ -36,39 +39,39 @@ class Kinds:
         self._present: _Kind | None = None  # of the last period
 
     def period_over(self, log: Log) -> bool:
-        """Take note of a period; whether a kind that was laid out is forgotten, so that its memory can go back."""
+        """Count a period; whether a kind that was laid out is forgotten, so that its memory can be released."""
         self._period += 1
         self._present = self._kind_of(log)
         return self._came()
 
     def forget(self) -> None:
-        """None of those that were known comes again: else their memory would be the least that all layouts take."""
+        """Forget all kinds: none comes again, and each would take its memory in every layout."""
         self._known.clear()
         self._laid_out.clear()
         self._present = None
 
     def is_whole(self, number: int, requests: int) -> bool:
-        """Whether so many requests are all of the layout of that `number`: another may begin with the same."""
-        return number < len(self._laid_out) and len(self._laid_out[number].foreseen.sizes) == requests
+        """Whether layout `number` has exactly so many requests. If not, it was the begin of another with the same."""
+        return number < len(self._laid_out) and len(self._laid_out[number].predicted.sizes) == requests
 
     def came_as_laid_out(self, number: int) -> bool:
-        """Take note of a period that was that layout's, whole; see `period_over`."""
+        """Count a period that came exactly as layout `number`; see `period_over`."""
         self._period += 1
         self._present = self._laid_out[number]
         return self._came()
 
     def came_as_before(self) -> bool:
-        """Take note of a period that was like the last; see `period_over`."""
+        """Count a period that repeated the last; see `period_over`."""
         self._period += 1
         return self._came()
 
     @property
     def may_return(self) -> bool:
-        """Whether a kind that has returned is not the last period's: its memory may have to go back one day."""
+        """Whether a kind other than the last period's has returned: it may be forgotten, and its memory released."""
         return any(kind.returned and kind is not self._present for kind in self._known)
 
     def repeated_often(self, periods: int) -> None:
-        """Take note of so many periods that were like the last, while no other could return (`may_return`)."""
+        """Count so many periods that repeated the last, while no other kind had returned (`may_return`)."""
         self._period += periods
         self._came()
 
@@ -79,26 +82,26 @@ class Kinds:
         self._known = [kind for kind in self._known if kind not in stale]
         return any(kind.returned for kind in stale)
 
-    def learn(self, log: Log, foreseen: SequenceLayout) -> None:
-        """Remember what the period that has just ended foretells of its kind."""
+    def learn(self, log: Log, predicted: SequenceLayout) -> None:
+        """Remember the prediction made from the period that has just ended, for its kind."""
         kind = self._kind_of(log)
         if kind is None:
-            kind = _Kind(log.requests["bytes"].astype(np.int64), foreseen, self._period)
+            kind = _Kind(log.requests["bytes"].astype(np.int64), predicted, self._period)
         else:
-            kind.foreseen = foreseen
+            kind.predicted = predicted
             kind.returned |= kind is not self._known[-1]
         self._present = kind
         others = sorted((other for other in self._known if other is not kind), key=lambda other: other.seen)
         self._known = [*others[1 - MOST :], kind]
 
     def layouts(self) -> list[SequenceLayout]:
-        """What the periods to come may be: the kind that was learned last, and those that have returned."""
+        """The layouts to set: that of the kind that was learned last, and of those that have returned."""
         if not self._known:
             return []
         *others, last = (kind for kind in self._known if kind.returned or kind is self._known[-1])
-        stream = last.foreseen.stream
-        self._laid_out = [last, *(other for other in others if other.foreseen.stream == stream)]
-        return [kind.foreseen for kind in self._laid_out]
+        stream = last.predicted.stream
+        self._laid_out = [last, *(other for other in others if other.predicted.stream == stream)]
+        return [kind.predicted for kind in self._laid_out]
 
     def _kind_of(self, log: Log) -> _Kind | None:
         sizes = log.requests["bytes"]

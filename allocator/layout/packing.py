@@ -1,4 +1,4 @@
-"""Packing: where in a region each request of a period lies, when its lifetime is known. Pure functions.
+"""Packing: gives each request of a period an offset in a region, when all lifetimes are known. Pure functions.
 
 A period's sequence of requests repeats, and so do its lifetimes. Placed with all of them known, the
 requests of real training steps fit into their peak live bytes, where an allocator that sees one request
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each request lies.
+    """The offsets of all requests, and how large the region is.
 
     Attributes
     ----------
@@ -43,27 +43,26 @@ def pack(
 ) -> Layout:
     """Place requests so that none overlaps another in both time and space.
 
-    In a fixed order first, each in a gap that is free throughout its life; then the region is made lower step by step,
-    and what no longer fits pushes out what is easier to place elsewhere. Of two that overlap in no event, one may lie
-    where the other does.
+    At first each goes, in a fixed order, into a gap that is free throughout its life. Then the region is made smaller
+    step by step, and what no longer fits pushes out what is easier to place elsewhere. Two requests that are not alive
+    at the same time may lie at the same place.
 
     Parameters
     ----------
     sizes : sequence of int
         Bytes of each request.
     births, deaths : sequence of int
-        Events of the period at which each is made and given back; a death past `events` lies in the next period, so
+        Events of the period at which each is allocated and freed; a death past `events` lies in the next period, so
         that the request is alive at the end and at the begin of every period.
     events : int
         Events of the period.
     room : int
-        Bytes that there are for the region: for one that fits the search is soon over, else it takes half a second.
+        Bytes available for the region. The search soon ends with one that fits; else it takes half a second.
 
     Raises
     ------
     CoreError
-        If a request outlives the next period's event of its own birth: it would meet itself. Or if the native library
-        is missing.
+        If a request lives longer than a period, as it would overlap itself; or if the native library is missing.
     """
     size = np.ascontiguousarray(sizes, np.uint64)
     birth, death = (np.ascontiguousarray(values, np.int64) for values in (births, deaths))

@@ -1,4 +1,8 @@
-"""What happens on one GPU between two periods: the next one's layout, and what lies on which tier."""
+"""What the allocator does on one GPU between two steps.
+
+It sets the next step's layout where the last one did not come as predicted, demotes optimizer state to DRAM or promotes
+it to HBM, and unmaps what is not needed any more. A *period* of the allocator is a step of the program.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +12,30 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch_tiers.allocator.host.claims import DramClaims
+from torch_tiers.allocator.layout.demotion import State, demote_or_promote
 from torch_tiers.allocator.layout.evaluations import Evaluations
 from torch_tiers.allocator.layout.kinds import Kinds
-from torch_tiers.allocator.layout.sequence import Watch, foresee, repeats
-from torch_tiers.allocator.layout.sinking import State, sink_or_rise
+from torch_tiers.allocator.layout.sequence import Watch, predict, repeats
 from torch_tiers.allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, Glance
 from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 from torch_tiers.allocator.sizes import PAGE, GiB, round_up
 
 log = logging.getLogger("tiers")
 
-ENDS = 8  # pages of heaps that are used in part, at most
-PATIENCE = 8  # periods with something in DRAM before state sinks: a migrator makes do with less by then, if it can
+ENDS = 8  # pages at the ends of heaps that are used in part, at most
+PATIENCE = 8  # periods with something in DRAM before state is demoted: a migrator needs less by then, if it can
 
 
 @dataclass(slots=True)
 class _Calm:
-    """A row of periods that were all as the one before them, for which nothing had to be done."""
+    """A run of periods that each repeated the one before, and after which there was nothing to do."""
 
-    departed: int  # requests in each
-    periods: int = 0  # that those who count periods do not know of yet
+    departed: int  # unpredicted requests in each period
+    periods: int = 0  # of them that `Watch` and `Kinds` have not counted yet
 
 
 class Periods:
-    """The periods of one GPU.
+    """What the allocator does between the periods of one GPU.
 
     Parameters
     ----------
@@ -45,7 +49,7 @@ class Periods:
     Attributes
     ----------
     overflow : int
-        Bytes for which the last period had no room in HBM: what lay in DRAM, without the state that sank there.
+        Bytes for which the last period had no room in HBM: what lay in DRAM, without the state that was demoted.
     """
 
     def __init__(self, device: int, core: Core, claims: DramClaims) -> None:
@@ -56,14 +60,14 @@ class Periods:
         self._watch = Watch()
         self._kinds = Kinds()
         self._evaluations = Evaluations(core)
-        self._departed = 0  # requests, until the last period ended
+        self._departed = 0  # unpredicted requests, until the last period ended
         self._calm: _Calm | None = None
         self._spilled = 0  # periods in a row that had something in DRAM
-        self._refused = False  # whether it was said that there is no layout
-        self._news: int | None = None  # the next period's peak, if the layout is of no use to it
+        self._refused = False  # whether it was logged that there is no layout
+        self._news: int | None = None  # if plans change with the next period: its expected peak
         self._lent = 0  # bytes of HBM beyond the budget
         self._withheld = 0  # bytes of the budget
-        self._bare = False  # whether this period has no layout: the first after news
+        self._has_no_layout = False  # in this period: the first after plans changed
 
     @property
     def spilled(self) -> bool:
@@ -71,51 +75,51 @@ class Periods:
         return self._spilled > 0
 
     def lend(self, nbytes: int) -> None:
-        """Let the program take so many bytes of HBM beyond its budget, in whole pages; 0 takes that back."""
+        """Raise the limit by `nbytes` beyond the budget, in whole pages; 0 restores it."""
         nbytes -= nbytes % self.core.page_bytes  # as the core rounds limits down: else each loan would cost a page
         if nbytes != self._lent:
             self.core.limit(HBM, self.core.counts().hbm_limit - self._lent + nbytes)
             self._lent = nbytes
 
     def withhold(self, nbytes: int) -> None:
-        """Keep so many bytes of the budget, in whole pages, for what does not come from here; 0 takes that back."""
+        """Lower the limit by `nbytes`, in whole pages, for what is not allocated here; 0 restores it."""
         nbytes = round_up(nbytes, self.core.page_bytes)
         self.core.limit(HBM, self.core.counts().hbm_limit + self._withheld - nbytes)
         self._withheld = nbytes
 
     def begin(self) -> None:
-        """The first one begins: what was asked for so far was of none."""
+        """The first period begins: requests before it belong to none."""
         self.core.mark()
 
     def step_over(self) -> None:
-        """An optimizer has stepped: if it was the last, what comes until the period is over may be an evaluation's."""
+        """An optimizer has stepped. If it is the period's last, the requests until its end may be an evaluation's."""
         self._evaluations.step_over()
 
     def tidy(self) -> None:
-        """What was asked for aside has been given back: let go of what was mapped for it beside the layout.
+        """Unmap what was mapped beside the layout for requests off the sequence, which have been freed by now.
 
-        Where that one is of no use any more and there is no other, all that lies idle goes.
+        In a period without a layout, everything idle is unmapped.
         """
-        self._let_go(self.core.trim if self._bare else self.core.trim_outside)
+        self._trim(self.core.trim if self._has_no_layout else self.core.trim_outside)
 
     def expect_news(self, peak: int, *, now: bool) -> None:
-        """From the next period on other tensors stay and move; see `PageAllocator.expect_news`. From any thread."""
+        """Plans change with the next period; see `PageAllocator.expect_news`. From any thread."""
         self._news, self._spilled = peak, 0
         if now:
-            self._let_go(partial(self.core.trim, peak))
+            self._trim(partial(self.core.trim, peak))
 
     def period_over(self, *, alone: bool) -> None:
-        """One ends: where its sequence of requests is new, plan the next one's layout after it.
+        """A period has ended: set the next one's layout, if this one's sequence of requests was new.
 
-        The device has nothing to do meanwhile, and most periods of most programs are as the one before, after which
-        nothing was done. To find that out takes microseconds, where a whole look took 0.1 ms with caches as cold as
-        they are then. Anything may have changed by another thread's doing, so it is asked for here, not remembered.
+        The device is idle meanwhile, so this has to be quick. Most periods repeat the one before, after which nothing
+        had to be done: to see that takes microseconds, where a whole look takes 0.1 ms. Another thread may have changed
+        anything, so the core is asked each time.
 
         Parameters
         ----------
         alone : bool
-            No other thread trains. One that does may launch kernels on state that is mapped nowhere while it moves: no
-            wait for the device helps against what it launches after that.
+            No other thread trains. If one does, no state moves: that thread may launch kernels that read the state at
+            any time, and while it moves it is mapped nowhere.
         """
         now = self.core.mark()
         before, self._departed = self._departed, now.departed
@@ -134,64 +138,64 @@ class Periods:
             self._calm = _Calm(since)
 
     def _look(self, now: Glance, departed_before: int, alone: bool) -> bool:
-        """Do what is to be done after a period; True if that was nothing, and found out without its log."""
+        """Do what is to be done after a period; True if that was nothing, and the log was not needed to see it."""
         core, watch, kinds = self.core, self._watch, self._kinds
         departed, dram = now.departed, now.dram
-        news = self._news  # once: what another thread says from here on is of the period after
+        news = self._news  # read once: what another thread sets from here on is for the period after
         until_steps = self._evaluations.period_over(dram, may_be=alone and news is None)
         if until_steps is not None:
             self._lay_out_again()
             departed, dram = until_steps, core.glance().dram
         since = departed - departed_before
         self._claims.period_over(self._device, core, dram)
-        sank = self._sink(dram, alone)
-        self._bare = news is not None
+        demoted = self._move_state(dram, alone)
+        self._has_no_layout = news is not None
         if news is not None:
             self._news = None
-            core.forget_plan(news)
-            self._let_go(partial(core.trim, news))  # gradients, too, are gone by now
+            core.forget_layout(news)
+            self._trim(partial(core.trim, news))  # gradients, too, are freed by now
             watch.expect_news()
             kinds.forget()
             return False
         repeated = bool(now.repeated) and not self._evaluations.has_cut
-        forgot = None if sank else _forgot_after(now, since, watch, kinds, repeated=repeated)
+        forgot = None if demoted else _forgot_after(now, since, watch, kinds, repeated=repeated)
         if forgot is not None:
             if forgot:
-                self._plan(kinds.layouts())
+                self._set_layout(kinds.layouts())
             return not forgot
         last, before = self._evaluations.logs()
         look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
         forgot = kinds.period_over(last)
-        if sank or look:
+        if demoted or look:
             counts = core.counts()
             # What is in use now lives on; and heaps end with pages that are used in part.
             room = counts.hbm_limit - counts.allocated - ENDS * core.page_bytes
-            foreseen = foresee(last, before, max(0, room))
-            if foreseen is not None:
-                kinds.learn(last, foreseen)
-                self._plan(kinds.layouts())
+            predicted = predict(last, before, max(0, room))
+            if predicted is not None:
+                kinds.learn(last, predicted)
+                self._set_layout(kinds.layouts())
         elif forgot:
-            self._plan(kinds.layouts())
+            self._set_layout(kinds.layouts())
         return False
 
     # ----------------------------------------------------------------------------------- layouts
 
     def _lay_out_again(self) -> None:
-        """Give back what an evaluation left, and follow the layout from its begin.
+        """Unmap what an evaluation left idle in DRAM, and begin the layout anew.
 
-        Idle, that would pass for what periods have no room for, and state would make room for it.
+        Left mapped, it would be taken for what periods have no room for in HBM, and state would be demoted for it.
         """
         layouts = self._kinds.layouts()
         if layouts:
-            self._plan(layouts)
+            self._set_layout(layouts)
             self._claims.trimmed(self._device, self.core)
         else:
-            self._let_go(self.core.trim)
+            self._trim(self.core.trim)
 
-    def _plan(self, layouts: list[SequenceLayout]) -> None:
+    def _set_layout(self, layouts: list[SequenceLayout]) -> None:
         while layouts:
             try:
-                self.core.plan(*layouts)
+                self.core.set_layout(*layouts)
             except CoreBusy:
                 self._watch = Watch()  # which is to look anew once the graph is captured
             except CoreFull as full:
@@ -208,13 +212,13 @@ class Periods:
             return
 
     def _do_without(self, error: CoreError) -> None:
-        """There is no layout, for now: what is in the way, such as an evaluation's memory, may be gone later."""
+        """Go on without a layout for now: what is in the way, such as an evaluation's memory, may be freed later."""
         self._watch.refused()
         if not self._refused:
             self._refused = True
             log.warning("no layout for now (%s): blocks go where they fit best", error)
 
-    def _let_go(self, trim: Callable[[], None]) -> None:
+    def _trim(self, trim: Callable[[], None]) -> None:
         try:
             trim()
         except CoreBusy:
@@ -224,18 +228,18 @@ class Periods:
         self._claims.trimmed(self._device, self.core)
 
     def _more(self) -> bool:
-        """Claim more DRAM, for what can do without; whether there was some.
+        """Claim more DRAM; whether there was some.
 
-        It is claimed between two periods, when all lies idle that the next one needs.
+        The program is not out of memory without it: between two periods, all that the next one needs lies idle.
         """
         return self._claims.more(self._device, self.core, GiB)
 
     # ------------------------------------------------------------------------------------- state
 
-    def _sink(self, dram: int, alone: bool) -> bool:
-        """Have state make room in HBM for the `dram` bytes that lie there, or take it back; whether it made room.
+    def _move_state(self, dram: int, alone: bool) -> bool:
+        """Demote state to make room in HBM for the `dram` bytes in DRAM, or promote some; whether any was demoted.
 
-        What rises goes where nothing lies, so that the layout stays as it is: another one costs a step of a second.
+        Promoted state goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
         """
         self._spilled = self._spilled + 1 if dram else 0
         self.overflow = 0
@@ -243,7 +247,7 @@ class Periods:
             return False
         core = self.core
         blocks = core.blocks()
-        # Smaller ones are many and hold little; they move with those that they share a page with.
+        # Smaller ones are many and have few bytes; they move with those that they share a page with.
         blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
         state = [State(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
         self.overflow = max(0, dram - core.glance().dram_state)
@@ -251,19 +255,19 @@ class Periods:
             return False
         counts = core.counts()
         spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
-        sink, rise = sink_or_rise(
+        demote, promote = demote_or_promote(
             state, short=self.overflow, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
         )
         moved = 0
-        for tier, addresses in ((DRAM, sink), (HBM, rise)):
+        for tier, addresses in ((DRAM, demote), (HBM, promote)):
             for address in addresses:
                 if not self._move(address, tier):
                     break
                 moved += 1
         if moved:
             text = "%d blocks of optimizer state now lie in %s, to keep in hbm what is used more"
-            log.info(text, moved, "dram" if sink else "hbm")
-        return bool(moved and sink)
+            log.info(text, moved, "dram" if demote else "hbm")
+        return bool(moved and demote)
 
     def _move(self, address: int, tier: int) -> bool:
         """Put a block on a tier, claiming DRAM for it as long as there is some; whether all of it lies there."""
@@ -282,9 +286,9 @@ class Periods:
 
 
 def _forgot_after(now: Glance, departed: int, watch: Watch, kinds: Kinds, *, repeated: bool) -> bool | None:
-    """Take note of a period without its log; see `Kinds.period_over`, or None where its log has to be read.
+    """Count a period without reading its log; see `Kinds.period_over`. None if the log has to be read.
 
-    Thousands of requests take half a millisecond to read, in which the device has nothing to do.
+    To read the log of thousands of requests takes half a millisecond, in which the device is idle.
     """
     if not departed and kinds.is_whole(now.present, now.came) and watch.nothing_departed():
         return kinds.came_as_laid_out(now.present)

@@ -1,8 +1,8 @@
-"""The sequence of a period's requests, and what it foretells of the next period. Pure functions.
+"""Predicts the requests of the next period from the log of the last, and decides when to do so anew. Pure.
 
-The requests of a training step repeat, size by size, and so do their deaths. So the log of one period
-is the layout of those that follow (Sentinel, HPCA'21, groups by lifetime what it has seen in
-profiled steps; here every block has the place that its lifetime leaves free).
+The requests of a training step repeat, size by size, and so do the events at which they are freed. So the log of one
+period gives the layout of those that follow: each block gets a place that is free throughout its lifetime. (Sentinel,
+HPCA'21, groups blocks by lifetime that it has seen in profiled steps.)
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch_tiers.allocator.native.binding import STATE
 from torch_tiers.allocator.native.sequence_layout import ELSEWHERE, SequenceLayout
 from torch_tiers.allocator.sizes import PAGE
 
-TOLERATED = 4  # requests that may come otherwise than foreseen in a period that repeats the one before
-TOLERATED_SHARE = 0.002  # of the requests, in a period that does not
-EAGER = 8  # looks in a row that are not put off: programs take some steps to settle
+TOLERATED = 4  # unpredicted requests without a new layout, in a period that repeats the one before
+TOLERATED_SHARE = 0.002  # the same as a share of the requests, in a period that does not
+EAGER = 8  # looks in a row without a pause: programs take some steps until they repeat
 LONGEST_PAUSE = 128  # periods between two looks at a sequence that never repeats
 
 
@@ -41,7 +41,7 @@ class Log:
     events: int
 
     def most_alive(self) -> int:
-        """The most bytes of what was asked for that were in use at once, which no layout can be smaller than."""
+        """The most bytes of these requests that were alive at once; no layout can be smaller."""
         births, deaths, sizes = (self.requests[field].astype(np.int64) for field in ("birth", "death", "bytes"))
         change = np.zeros(self.events + 1, np.int64)
         np.add.at(change, births, sizes)
@@ -50,9 +50,9 @@ class Log:
         return int(np.cumsum(change).max())
 
     def until(self, count: int) -> Log:
-        """The same as if nothing had come after the first `count` requests that was over before the period was.
+        """The log without the requests after the first `count` that were freed before the period ended.
 
-        What is alive at its end is the next one's, such as a batch.
+        Requests after those that were alive at its end stay: they are the next period's, such as a batch.
         """
         births, deaths = (self.requests[field].astype(np.int64) for field in ("birth", "death"))
         over = (np.arange(len(births)) >= count) & (deaths >= 0) & (deaths < self.events)
@@ -67,17 +67,17 @@ class Log:
         return Log(requests, self.events - int(gone[-1]))
 
 
-def foresee(last: Log, before: Log | None = None, room: int = 0) -> SequenceLayout | None:
-    """Expect the last period to come again, on the stream that asks for the most.
+def predict(last: Log, before: Log | None = None, room: int = 0) -> SequenceLayout | None:
+    """Predict that the last period comes again, and lay it out, on the stream that requests the most.
 
-    What was alive at its end dies in the next period, if the one before the last had the same sequence and
-    there it did. Otherwise it is expected again and has no place: where it stayed it would be in the way.
-    What is known to live as long as the program does not come again. For `room`, in bytes, see `pack`.
+    Blocks that were alive at the end of `last` die in the next period if they did so in the period after `before`,
+    which had the same sequence. Otherwise they are predicted again, but get no place: if they stay alive, they would be
+    in the way there. State is not predicted again: it lives as long as the program. For `room`, in bytes, see `pack`.
 
     Returns
     -------
     SequenceLayout or None
-        None if nothing that was asked for died.
+        None if no block was freed.
     """
     requests = last.requests
     if not len(requests):
@@ -114,50 +114,53 @@ def repeats(last: Log, before: Log) -> bool:
 
 
 class Watch:
-    """Decides after each period whether its log is worth a new layout."""
+    """Decides after each period whether to make a new layout from its log.
+
+    To read and pack a log takes time in which the device is idle. A period that came as laid out needs no new layout.
+    A program whose periods never repeat is looked at ever more rarely.
+    """
 
     def __init__(self) -> None:
         self._period = 0
-        self._looks = 0  # one after the other without a period as foreseen
+        self._looks = 0  # in a row, without a period between that came as laid out
         self._until = 0
-        self._lacking = False  # whether there is no layout, though one is wanted
+        self._lacking = False  # whether there is no layout, and one should be made
 
     def refused(self) -> None:
-        """The layout that was worth it could not be made: look again, as rarely as at what never repeats."""
+        """The layout could not be set: look again, as rarely as at a program that never repeats."""
         self._lacking = True
 
     def expect_news(self) -> None:
-        """The program is about to change, and to settle again: there is no layout to depart from.
+        """The layout is forgotten, as the program is about to change: make one once it repeats again.
 
-        What never came as foreseen is not looked at more often for that: each look packs what comes no more.
+        A program that never repeats is not looked at more often for that.
         """
         self._lacking = True
 
     def nothing_departed(self) -> bool:
-        """Take note of a period from whose layout nothing departed; False while there is none to depart from."""
+        """Count a period in which no request departed from the layout; False if there is no layout."""
         if not self._looks or self._lacking:
             return False
         self._period += 1
-        self._held()
+        self._came_as_laid_out()
         return True
 
-    def _held(self) -> None:
+    def _came_as_laid_out(self) -> None:
         self._looks, self._until = 1, 0
 
     def repeated(self, departed: int) -> bool:
-        """Take note of a period that was the same as the one before; False if it is to be looked at all the same."""
+        """Count a period that repeated the one before; False if its log has to be looked at all the same."""
         return departed <= TOLERATED and self.nothing_departed()
 
     def repeated_often(self, periods: int) -> None:
-        """Take note of so many periods that were as the last, which was not to be looked at."""
+        """Count so many periods that repeated the last, which did not have to be looked at."""
         self._period += periods
 
     def period_over(self, requests: int, departed: int, *, repeated: bool) -> bool:
-        """Take note of a period in which `departed` of `requests` came otherwise than foreseen; whether to look anew.
+        """Count a period in which `departed` of `requests` were not as predicted; whether to make a new layout.
 
-        A sequence that has repeated is looked at if anything departed from what was foreseen: the program has
-        settled, and the layout was made before. One that is new in every period (shapes, routing) is looked at
-        ever more rarely.
+        If the period repeated the one before, a few departures are enough: the program repeats by now, and the layout
+        is older. If every period is new (shapes, routing), the pauses between new layouts grow.
 
         Parameters
         ----------
@@ -166,7 +169,7 @@ class Watch:
         """
         self._period += 1
         if self._looks and not self._lacking and departed <= (TOLERATED if repeated else TOLERATED_SHARE * requests):
-            self._held()
+            self._came_as_laid_out()
             return False
         # One that repeats, and has no layout, is none of those that never do.
         if not requests or (self._period < self._until and not (repeated and self._lacking)):

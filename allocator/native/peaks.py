@@ -1,9 +1,8 @@
-"""The most bytes that a GPU's program needed, as its core tells it: without PyTorch's statistics.
+"""Measures the most bytes that a GPU's program needed, by its core.
 
-Needed is what is in use, and what lies idle on other streams than the layout's.
-
-To read those takes a tenth of a millisecond, and periods begin with it, while the device has nothing to do. Nor are the
-program's own peaks touched.
+Needed is what is in use, and what lies idle on streams other than the layout's. To read PyTorch's statistics instead
+takes a tenth of a millisecond, at the begin of each period, when the device is idle; and it would reset the program's
+own peaks.
 """
 
 from __future__ import annotations
@@ -41,6 +40,6 @@ class PeaksOfCore:
         return core.delayed() if core is not None else 0.0
 
     def retries(self) -> int:
-        """How often there was no room until what lay idle went back."""
+        """How often HBM was full until idle pages were unmapped."""
         core = self._core()
         return core.retries() if core is not None else 0

@@ -15,18 +15,18 @@ ELSEWHERE = 2**64 - 1
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """What comes in the next period, in order, and where it is to lie.
+    """The predicted requests of one kind of period, in order, and where each is to lie.
 
     Attributes
     ----------
     stream : int
-        The stream that the requests are for.
+        The stream of the requests.
     sizes : array of int64, shape (requests,)
-        In bytes.
+        Bytes of each request.
     offsets : array of uint64, shape (requests,)
-        In bytes from the region's begin; `ELSEWHERE` for what has no place in it.
+        Bytes from the begin of the region; `ELSEWHERE` for a request that has no place in it.
     visits : array of int64, shape (pages,)
-        How many requests come to lie on each page of the region, which tells how busy it is.
+        How many requests lie on each page of the region in a period: busy pages are kept in HBM.
     """
 
     stream: int

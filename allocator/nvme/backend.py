@@ -46,7 +46,7 @@ class Backend(Protocol):
         """Write flat uint8 `block` at `offset`; returns the bytes written."""
 
     def close(self) -> None:
-        """Give the file's space back. Nothing is in flight by then."""
+        """Free the file's space. Nothing is in flight by then."""
 
 
 def read_all(backend: Backend, block: torch.Tensor, offset: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torch_tiers.allocator.native import aside
+from torch_tiers.allocator.native import off_sequence
 from torch_tiers.allocator.nvme.device import DeviceMemory
 
 try:
@@ -89,7 +89,7 @@ class _Adder:
 
     def __call__(self, words: torch.Tensor) -> int:
         count = words.numel()
-        with self._lock, aside(), torch.cuda.stream(self._stream):
+        with self._lock, off_sequence(), torch.cuda.stream(self._stream):
             if not self._memory or self._memory[0].numel() < count:
                 self._grow(count)
             keys, low, high = (part[:count] for part in self._memory)

@@ -1,6 +1,6 @@
 """What this process has begun with cuFile: whether it may be called, and which memory it knows.
 
-After a fork the child must not call cuFile, not even to let go of something.
+After a fork the child must not call cuFile, not even to close or deregister something.
 """
 
 from __future__ import annotations

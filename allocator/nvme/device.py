@@ -45,9 +45,9 @@ class DeviceMemory:
             raise TiersError(f"PyTorch copies memory of {device} instead of wrapping it")
 
     def free(self) -> None:
-        """Give it back. Nothing may be at work on it."""
+        """Free the memory. Nothing may be at work on it."""
         with current(self._device):
-            _check(_driver().cuMemFree_v2(ctypes.c_uint64(self._address)), f"give memory of {self._device} back")
+            _check(_driver().cuMemFree_v2(ctypes.c_uint64(self._address)), f"free memory of {self._device}")
 
 
 @contextmanager

@@ -194,9 +194,9 @@ def _gpus(root: Path) -> list[Gpu]:
     found = []
     for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         lines = (line.partition(":") for line in _text(file).splitlines())
-        told = {key.strip(): value.strip() for key, _, value in lines}
+        fields = {key.strip(): value.strip() for key, _, value in lines}
         bar1 = _largest_bar(_text(root / "sys/bus/pci/devices" / file.parent.name / "resource"))
-        found.append(Gpu(told.get("GPU UUID", "").removeprefix("GPU-"), told.get("Model", "a GPU"), bar1))
+        found.append(Gpu(fields.get("GPU UUID", "").removeprefix("GPU-"), fields.get("Model", "a GPU"), bar1))
     return found
 
 

@@ -128,7 +128,7 @@ class KvikioFile:
             return self._posix.pwrite(memory, offset)
 
     def close(self) -> None:
-        """Give the file's space back. Idempotent; in the child of a fork cuFile is not called."""
+        """Free the file's space. Idempotent; in the child of a fork cuFile is not called."""
         self._opened = ()
         self._retired = True
         cufile, self._cufile = self._cufile, None
@@ -136,8 +136,8 @@ class KvikioFile:
             cufile.close()
         self._posix.close()
 
-    def let_go(self) -> None:
-        """Let go of the file's space in the child of a fork, where cuFile must not be called and closes its numbers."""
+    def abandon(self) -> None:
+        """Close the file in the child of a fork, where cuFile must not be called: its descriptors lead nowhere then."""
         self._retired = True
         if self._cufile is not None:  # its end would call cuFile, so there is none
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._cufile))
@@ -215,7 +215,7 @@ _open: weakref.WeakSet[KvikioFile] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for file in list(_open):
-        file.let_go()
+        file.abandon()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -192,7 +192,7 @@ class NvmeStore:
         return NvmeExtent(nbytes, tuple(stripes))
 
     def free(self, extent: NvmeExtent) -> None:
-        """Give `extent` back; none of its transfers may be under way.
+        """Free `extent`; none of its transfers may be under way.
 
         Raises
         ------
@@ -260,10 +260,10 @@ class NvmeStore:
         return transfer.future
 
     def close(self) -> None:
-        """End what is in flight, fail what is queued, and give the disk space back. Idempotent.
+        """End what is in flight, fail what is queued, and free the disk space. Idempotent.
 
         Where a drive does not answer, its requests are left alone after a while, and the files stay open: the system
-        gives their space back when the process has ended.
+        frees their space when the process has ended.
         """
         self._closed = True  # from here on queued requests fail instead of running
         ended = self._drives.close(self._watch.stuck)

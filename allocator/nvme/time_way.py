@@ -38,7 +38,7 @@ class Mover(Protocol):
         """Read a slot from `offset`; returns when that is done."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the memory and close the file."""
 
 
 class ThroughHost:
@@ -149,13 +149,13 @@ def main(way: str, directory: Path) -> int:
             ThroughHost(directory) if way == "host" else ByCuFile(directory, "compat" if way == "compat" else "gds")
         )
         try:
-            told: dict[str, Any] = time_moves(mover, torch.cuda.synchronize)
+            result: dict[str, Any] = time_moves(mover, torch.cuda.synchronize)
         finally:
             mover.close()
     except Exception as error:  # whatever it is, this way does not serve
-        told = {"error": str(error) or type(error).__name__}
-    print(json.dumps(told), flush=True)
-    return int("error" in told)
+        result = {"error": str(error) or type(error).__name__}
+    print(json.dumps(result), flush=True)
+    return int("error" in result)
 
 
 def _of(slot: int) -> slice:

@@ -89,7 +89,7 @@ class Volume:
         return extent
 
     def free(self, extent: Extent) -> None:
-        """Give `extent` back. ValueError if it is not allocated."""
+        """Free `extent`. ValueError if it is not allocated."""
         self._extents.free(extent)
 
     def write_succeeded(self) -> None:
@@ -119,7 +119,7 @@ class Volume:
         self._warn_once(f"{error.reason}, and all was well when it was read again")
 
     def close(self) -> None:
-        """Give the file's space back; nothing can be allocated any more. Idempotent."""
+        """Free the file's space; nothing can be allocated any more. Idempotent."""
         self._retired = True
         self.backend.close()
         self._release(self._claimed)

@@ -70,7 +70,7 @@ Result tiers_event_record(int device, Handle stream, Handle *event) {
   return 0;
 }
 
-// Give an event back. Who waits for it already goes on waiting for what it was recorded for.
+// Return an event to the pool. Who waits for it already goes on waiting for what it was recorded for.
 void tiers_event_release(int device, Handle event, int timed) { release(device, event, timed ? kTimed : kUntimed); }
 
 // 0 if passed, 600 if not yet.

@@ -54,7 +54,7 @@ constexpr int kRegisteredHasOneAddress = 91;  // CU_DEVICE_ATTRIBUTE_CAN_USE_HOS
 
 std::mutex lock;
 
-// What is kept per device, from its first use to the end of the process: nobody could say when to give it back.
+// What is kept per device, from its first use to the end of the process: nobody could say when to release it.
 struct Device {
   Handle context = nullptr;
   int takes_batches = -1;                      // not known yet

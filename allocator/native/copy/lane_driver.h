@@ -73,10 +73,10 @@ class Within {
   int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, and then what the thread had
 };
 
-// Give an event back to the pool. Who waits for it already goes on waiting for what it was recorded for.
+// Return an event to the pool. Who waits for it already goes on waiting for what it was recorded for.
 void release(int device, Handle event, Kind kind);
 
-// An event of the pool, which goes back there unless it is handed on. To be used within its device.
+// An event of the pool, which returns there unless it is handed on. To be used within its device.
 class Event {
  public:
   Event(int device, Kind kind) : device_(device), kind_(kind) {}

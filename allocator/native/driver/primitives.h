@@ -1,4 +1,4 @@
-// The primitives of memory: what the core asks of a driver, and nothing else.
+// What the core asks of a driver: to reserve addresses, make pages, map them, copy, and wait. Nothing else.
 //
 // Two implementations: `cuda` (virtual memory management of the CUDA driver, opened with dlopen) and `memfd`
 // (anonymous files mapped into host memory), so that everything above is tested on machines without a GPU.
@@ -38,12 +38,12 @@ class Primitives {
 
   // Reserve addresses that no memory backs. `Full` when the address space is used up.
   virtual Status reserve(uint64_t bytes, uint64_t *address) = 0;
-  // Give addresses back. Nothing may be mapped in them.
+  // Unreserve addresses. Nothing may be mapped in them.
   virtual Status unreserve(uint64_t address, uint64_t bytes) = 0;
 
   // Make one page of physical memory. `Full` when the tier has none left.
   virtual Status create(Tier tier, Handle *handle) = 0;
-  // Give a page back to the system. It must not be mapped anywhere.
+  // Release a page to the system. It must not be mapped anywhere.
   virtual Status release(Tier tier, Handle handle) = 0;
 
   // Map `count` pages at `address`, which must be reserved and not mapped; readable and writable when it returns.

@@ -23,8 +23,8 @@ std::string size(int64_t bytes) {
 
 std::string failure() { return std::string("tiers: ") + tn_last_error(); }
 
-// Whoever holds memory for later, such as of tensors that were sent to other processes, is asked to let go of it.
-bool others_let_go() {
+// Have whoever keeps memory for later free it, such as that of tensors that were sent to other processes.
+bool run_free_memory_callbacks() {
   bool any = false;
   for (const auto &name : c10::FreeCudaMemoryCallbacksRegistry()->Keys())
     any |= c10::FreeCudaMemoryCallbacksRegistry()->Create(name)->Execute();
@@ -94,7 +94,7 @@ void *Adapter::take(size_t bytes, c10::DeviceIndex device, cudaStream_t stream) 
   tn_core *from = core(device);
   uint64_t address = 0, number = routes_ ? route(device, stream) : 0;
   int status = tn_allocate(from, bytes, reinterpret_cast<uint64_t>(stream), number, &address);
-  while (status == TN_FULL && (others_let_go() || more_(device, bytes)))
+  while (status == TN_FULL && (run_free_memory_callbacks() || more_(device, bytes)))
     status = tn_allocate(from, bytes, reinterpret_cast<uint64_t>(stream), number, &address);
   if (status != TN_OK) refuse(status, bytes, device);
   if (history_) note(device, address, bytes, stream);
@@ -111,7 +111,7 @@ void Adapter::refuse(int status, size_t bytes, c10::DeviceIndex device) {
   size_t free = 0, total = 0;
   C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
   std::vector<caching::OutOfMemoryObserver> observers;
-  if (!tn_is_aside()) {  // what is tried aside is not the program's
+  if (!tn_is_off_sequence()) {  // what runs off the sequence is not the program's
     std::lock_guard<std::mutex> guard(mutex_);
     observers = observers_;
   }

@@ -12,7 +12,7 @@ from torch_tiers.allocator.host.claims import UNUSED
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.host.ledger import Ledger
 from torch_tiers.allocator.host.room import FRESH, Room
-from torch_tiers.allocator.native import DRAM, Core, CoreError, CoreFull, Counts, aside
+from torch_tiers.allocator.native import DRAM, Core, CoreError, CoreFull, Counts, off_sequence
 from torch_tiers.allocator.native.pytorch import adapter
 from torch_tiers.allocator.sizes import PAGE, MiB
 
@@ -61,7 +61,7 @@ def test_where_no_dram_is_left_what_the_arena_has_idle_makes_room(
     for block in blocks[4:]:
         assert block is not None
         arena.free(block)
-    pages.borrow(arena.give_back)
+    pages.borrow(arena.release_idle)
     assert pages._full(0, 8 * MiB)
     assert (core.counts().dram_limit, arena.grown) == (8 * MiB, 56 * MiB)
     assert not caplog.records, "of what was had in the end"
@@ -130,10 +130,10 @@ def test_where_the_driver_gives_no_host_memory_hbm_is_all_there_is_and_that_is_s
     ]
 
 
-def test_nothing_is_claimed_for_what_is_asked_for_aside(pages: OnOneCore, core: Core) -> None:
-    with aside():
+def test_nothing_is_claimed_for_requests_off_the_sequence(pages: OnOneCore, core: Core) -> None:
+    with off_sequence():
         assert not pages._full(0, 4 * MiB)
-        assert pages.more(4 * MiB)  # for a layout, which is made aside in recorded periods
+        assert pages.more(4 * MiB)  # for a layout, which is made off the sequence in recorded periods
 
 
 def test_gpus_share_the_dram_that_there_is(pages: OnOneCore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,10 +281,10 @@ def test_on_demand_it_gives_back_what_lies_idle_and_no_more_than_that(arena: Dra
     blocks = [take(arena, STEP) for _ in range(4)]
     for block in blocks[1:]:
         arena.free(block)
-    assert arena.give_back(PAGE) == STEP
-    assert arena.give_back(16 * PAGE) == STEP
+    assert arena.release_idle(PAGE) == STEP
+    assert arena.release_idle(16 * PAGE) == STEP
     assert arena.grown == 2 * STEP, "what is in use, and two of the largest requests"
-    assert arena.give_back(PAGE) == 0
+    assert arena.release_idle(PAGE) == 0
     take(arena, 3 * STEP)
 
 
@@ -295,18 +295,18 @@ def test_it_gives_nothing_back_while_another_thread_has_it_grow_for_long(
     for block in [take(arena, STEP) for _ in range(3)]:
         arena.free(block)
     with arena._mappings.growing:
-        assert arena.give_back(PAGE) == 0
-    assert arena.give_back(PAGE) == STEP
+        assert arena.release_idle(PAGE) == 0
+    assert arena.release_idle(PAGE) == STEP
 
 
-def test_what_plans_have_reserved_is_not_given_back_though_it_lies_idle(arena: DramArena) -> None:
+def test_what_plans_have_reserved_is_not_released_though_it_lies_idle(arena: DramArena) -> None:
     """Between two periods all of it does; and the next one died for want of it."""
     arena.reserve(2 * STEP)
     for block in [take(arena, PAGE) for _ in range(16)]:
         arena.free(block)
     assert arena.grown == 4 * STEP
-    assert arena.give_back(16 * PAGE) == 2 * STEP
-    assert arena.give_back(16 * PAGE) == 0
+    assert arena.release_idle(16 * PAGE) == 2 * STEP
+    assert arena.release_idle(16 * PAGE) == 0
 
 
 def test_a_little_stays_for_what_is_on_disk(shared: tuple[DramArena, System]) -> None:

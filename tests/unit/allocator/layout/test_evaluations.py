@@ -15,7 +15,7 @@ from torch_tiers.allocator.sizes import PAGE, MiB
 
 
 def test_an_evaluation_that_hbm_has_no_room_for_leaves_no_trace(pages: OnOneCore, core: Core) -> None:
-    """What lay idle in DRAM after it passed for what periods have no room for: state sank there, for good."""
+    """What lay idle in DRAM after it passed for what periods have no room for: state was demoted for good."""
     pages.begin()
     pages.state(True)
     state = core.allocate(16 * MiB)
@@ -54,8 +54,8 @@ def test_what_comes_after_every_step_is_the_periods_own_though_hbm_has_no_room_f
 ) -> None:
     """A teacher, for one: to lay out the rest anew after each would take longer than it does."""
     monkeypatch.setattr("torch_tiers.allocator.host.claims.STEP", PAGE)
-    laid_out, plan = [0], core.plan
-    monkeypatch.setattr(core, "plan", lambda *layouts: (plan(*layouts), laid_out.append(laid_out.pop() + 1)))
+    laid_out, set_layout = [0], core.set_layout
+    monkeypatch.setattr(core, "set_layout", lambda *of: (set_layout(*of), laid_out.append(laid_out.pop() + 1)))
     pages.begin()
     for period in range(16):
         step(core, 10 * MiB, 20 * MiB)

@@ -17,7 +17,7 @@ def period(length: int, *, tail: int = 0, requests: int = 20) -> Log:
     return Log(np.array(rows, REQUEST), 2 * requests)
 
 
-def foreseen(length: int, stream: int = 0) -> SequenceLayout:
+def layout_of(length: int, stream: int = 0) -> SequenceLayout:
     return SequenceLayout(stream, np.array([512 * length]), np.zeros(1, np.uint64), np.ones(1, np.int64))
 
 
@@ -25,7 +25,7 @@ def learned(*lengths: int) -> Kinds:
     kinds = Kinds()
     for length in lengths:
         kinds.period_over(period(length))
-        kinds.learn(period(length), foreseen(length))
+        kinds.learn(period(length), layout_of(length))
     return kinds
 
 
@@ -52,8 +52,8 @@ def test_the_last_is_laid_out_even_if_it_is_new() -> None:
 
 def test_a_few_requests_that_differ_make_no_other_kind() -> None:
     kinds = learned(1, 2)
-    kinds.learn(period(1, tail=3), foreseen(1))
-    kinds.learn(period(2, tail=1), foreseen(2))
+    kinds.learn(period(1, tail=3), layout_of(1))
+    kinds.learn(period(2, tail=1), layout_of(2))
     assert sorted(laid_out(kinds)) == [1, 2]
 
 
@@ -82,7 +82,7 @@ def test_only_what_is_on_one_stream_shares_a_region(streams: tuple[int, int]) ->
     kinds = Kinds()
     for _ in range(2):
         for length, stream in zip((1, 2), streams, strict=True):
-            kinds.learn(period(length), foreseen(length, stream))
+            kinds.learn(period(length), layout_of(length, stream))
     assert len(kinds.layouts()) == (2 if streams == (0, 0) else 1)
 
 
@@ -95,5 +95,5 @@ def test_all_are_forgotten_at_once_where_none_of_them_comes_again() -> None:
     kinds = learned(1, 2, 1, 2)
     kinds.forget()
     assert laid_out(kinds) == []
-    kinds.learn(period(3), foreseen(3))
+    kinds.learn(period(3), layout_of(3))
     assert laid_out(kinds) == [3]

@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.one_core import OnOneCore, step
 from torch_tiers.allocator.layout.kinds import REMEMBERED
-from torch_tiers.allocator.native import Core, CoreBusy, CoreError, CoreFull, aside
+from torch_tiers.allocator.native import Core, CoreBusy, CoreError, CoreFull, off_sequence
 from torch_tiers.allocator.sizes import MiB
 
 
@@ -32,7 +32,7 @@ def test_a_period_with_trials_is_followed_by_one_as_any_other(pages: OnOneCore, 
     step(core, 4 * MiB, 8 * MiB)
     pages.period_over()
     first = core.allocate(4 * MiB)
-    with aside():
+    with off_sequence():
         step(core, 30 * MiB)
     second = core.allocate(8 * MiB)
     core.free(first)
@@ -55,7 +55,7 @@ def test_what_cannot_be_given_back_ends_no_program(
     assert "stays mapped" in caplog.text
 
 
-def test_the_log_of_a_period_that_was_as_foreseen_is_not_read(
+def test_the_log_of_a_period_that_was_as_predicted_is_not_read(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages.begin()
@@ -199,13 +199,13 @@ def test_where_not_all_kinds_fit_the_last_is_laid_out_alone(
 def test_a_layout_that_found_no_room_is_made_once_there_is_some(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It never was: without a layout nothing departs from one, and that passed for as foreseen."""
+    """It never was: without a layout nothing departs from one, and that passed for as predicted."""
     monkeypatch.setattr(pages.claims, "more", lambda device, core, nbytes: False)
     pages.begin()
     for _ in range(3):
         step(core, 4 * MiB, 2 * MiB)
         with monkeypatch.context() as patched:
-            patched.setattr(core, "plan", _full)
+            patched.setattr(core, "set_layout", _full)
             pages.period_over()
     assert core.counts().planned == 0
     for _ in range(8):
@@ -215,20 +215,20 @@ def test_a_layout_that_found_no_room_is_made_once_there_is_some(
     assert sum("no layout for now" in record.getMessage() for record in caplog.records) == 1
 
 
-def _full(*foreseen: object) -> None:
+def _full(*layouts: object) -> None:
     raise CoreFull("every tier is full")
 
 
 def test_a_layout_that_has_to_wait_for_a_capture_is_made_after_it(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def busy(*foreseen: object) -> None:
+    def busy(*layouts: object) -> None:
         raise CoreBusy("a stream is being captured into a graph")
 
     pages.begin()
     step(core, 4 * MiB, 8 * MiB)
     with monkeypatch.context() as patched:
-        patched.setattr(core, "plan", busy)
+        patched.setattr(core, "set_layout", busy)
         pages.period_over()
     for _ in range(2):
         step(core, 4 * MiB, 8 * MiB)
@@ -270,14 +270,16 @@ def test_what_a_step_that_is_over_leaves_idle_goes_back_before_the_next_begins(p
     assert core.counts().hbm == 0
 
 
-def test_what_was_asked_for_aside_in_a_step_without_a_layout_goes_back_at_its_end(pages: OnOneCore, core: Core) -> None:
+def test_what_lay_off_the_sequence_in_a_step_without_a_layout_is_unmapped_at_its_end(
+    pages: OnOneCore, core: Core
+) -> None:
     """Or the next step is found with what the replays that were tried in this one had mapped: 1.66 of its need."""
     device = torch.device("cuda", 0)
     pages.begin()
     step(core, 4 * MiB, 8 * MiB)
     pages.expect_news(device)
     pages.period_over()
-    with aside():
+    with off_sequence():
         step(core, 16 * MiB)
     alive = core.allocate(4 * MiB)
     pages.tidy(device)

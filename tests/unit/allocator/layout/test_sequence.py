@@ -10,7 +10,7 @@ from torch_tiers.allocator.layout.sequence import (
     TOLERATED,
     Log,
     Watch,
-    foresee,
+    predict,
     repeats,
 )
 from torch_tiers.allocator.native import REQUEST
@@ -24,45 +24,45 @@ def log(events: int, *requests: tuple[int, int, int, int], state: int | None = N
 
 
 def test_what_died_comes_again_and_has_a_place() -> None:
-    foreseen = foresee(log(4, (1024, 0, 0, 3), (2048, 0, 1, 2)))
-    assert foreseen is not None
-    assert foreseen.sizes.tolist() == [1024, 2048]
-    assert sorted(foreseen.offsets.tolist()) == [0, 2048]
-    assert foreseen.total == PAGE
+    predicted = predict(log(4, (1024, 0, 0, 3), (2048, 0, 1, 2)))
+    assert predicted is not None
+    assert predicted.sizes.tolist() == [1024, 2048]
+    assert sorted(predicted.offsets.tolist()) == [0, 2048]
+    assert predicted.total == PAGE
 
 
 def test_what_lives_on_is_expected_and_has_no_place() -> None:
-    foreseen = foresee(log(5, (1024, 0, 0, 3), (512, 0, 1, -1), (2048, 0, 2, 4)))
-    assert foreseen is not None
-    assert foreseen.sizes.tolist() == [1024, 512, 2048]
-    assert foreseen.offsets[1] == ELSEWHERE
-    assert foreseen.total == PAGE
+    predicted = predict(log(5, (1024, 0, 0, 3), (512, 0, 1, -1), (2048, 0, 2, 4)))
+    assert predicted is not None
+    assert predicted.sizes.tolist() == [1024, 512, 2048]
+    assert predicted.offsets[1] == ELSEWHERE
+    assert predicted.total == PAGE
 
 
 def test_what_an_optimizer_made_for_good_is_not_expected() -> None:
-    foreseen = foresee(log(5, (1024, 0, 0, 3), (512, 0, 1, -1), (2048, 0, 2, 4), state=1))
-    assert foreseen is not None
-    assert foreseen.sizes.tolist() == [1024, 2048]
+    predicted = predict(log(5, (1024, 0, 0, 3), (512, 0, 1, -1), (2048, 0, 2, 4), state=1))
+    assert predicted is not None
+    assert predicted.sizes.tolist() == [1024, 2048]
 
 
 def test_the_period_before_tells_what_dies_in_the_next() -> None:
     before = log(4, (1024, 0, 0, 2), (512, 0, 1, 5))  # the second died at event 1 of the period after
     last = log(4, (1024, 0, 0, 2), (512, 0, 1, -1))
-    foreseen = foresee(last, before)
-    assert foreseen is not None
-    assert foreseen.sizes.tolist() == [1024, 512]
-    assert ELSEWHERE not in foreseen.offsets
+    predicted = predict(last, before)
+    assert predicted is not None
+    assert predicted.sizes.tolist() == [1024, 512]
+    assert ELSEWHERE not in predicted.offsets
 
 
-def test_only_the_stream_that_asks_for_the_most_is_planned() -> None:
-    foreseen = foresee(log(4, (1024, 7, 0, 2), (512, 9, 1, 3)))
-    assert foreseen is not None
-    assert (foreseen.stream, foreseen.sizes.tolist()) == (7, [1024])
+def test_only_the_stream_that_asks_for_the_most_is_laid_out() -> None:
+    predicted = predict(log(4, (1024, 7, 0, 2), (512, 9, 1, 3)))
+    assert predicted is not None
+    assert (predicted.stream, predicted.sizes.tolist()) == (7, [1024])
 
 
 def test_a_period_in_which_nothing_died_foretells_nothing() -> None:
-    assert foresee(log(1, (512, 0, 0, -1))) is None
-    assert foresee(log(0)) is None
+    assert predict(log(1, (512, 0, 0, -1))) is None
+    assert predict(log(0)) is None
 
 
 def test_a_period_is_as_it_would_have_been_without_the_evaluation_at_its_end() -> None:
@@ -97,7 +97,7 @@ def test_periods_repeat_if_their_requests_came_at_the_same_events() -> None:
     assert not repeats(first, log(4, (1024, 0, 0, 2)))
 
 
-def test_the_first_period_is_looked_at_and_one_as_foreseen_is_not() -> None:
+def test_the_first_period_is_looked_at_and_one_as_predicted_is_not() -> None:
     watch = Watch()
     assert watch.period_over(1000, 0, repeated=False)
     assert not watch.period_over(1000, 1, repeated=True)
@@ -152,6 +152,6 @@ def test_a_program_that_is_new_in_every_period_is_not_looked_at_more_often_for_o
 
 def test_pages_that_many_requests_visit_are_told_from_those_that_one_keeps() -> None:
     brief = [(PAGE, 0, 1 + 2 * k, 2 + 2 * k) for k in range(5)]
-    foreseen = foresee(log(20, (PAGE, 0, 0, 19), *brief))
-    assert foreseen is not None
-    assert sorted(foreseen.visits.tolist()) == [1, 5]
+    predicted = predict(log(20, (PAGE, 0, 0, 19), *brief))
+    assert predicted is not None
+    assert sorted(predicted.visits.tolist()) == [1, 5]

@@ -11,7 +11,7 @@ from torch_tiers.allocator.native import DRAM, HBM, Core
 from torch_tiers.allocator.sizes import PAGE, GiB, MiB
 
 
-def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) -> None:
+def test_state_is_demoted_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) -> None:
     core.state(True)
     state = [core.allocate(16 * MiB) for _ in range(3)]
     core.state(False)
@@ -26,7 +26,7 @@ def test_state_sinks_when_the_rest_does_not_fit(pages: OnOneCore, core: Core) ->
     core.free(hot)
 
 
-def test_no_more_state_sinks_than_the_rest_needs() -> None:
+def test_no_more_state_is_demoted_than_the_rest_needs() -> None:
     """With it moves what shares its pages: small blocks, and what is free. That counted as what HBM had no room for."""
     core = Core("memfd", hbm=32 * GiB, dram=0)
     pages = OnOneCore(core, 4 * GiB)
@@ -70,7 +70,7 @@ def test_state_does_not_move_while_another_thread_trains(pages: OnOneCore, core:
     assert core.on(state, HBM) == 48 * MiB
 
 
-def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> None:
+def test_state_is_promoted_again_when_there_is_room(pages: OnOneCore, core: Core) -> None:
     core.state(True)
     state = core.allocate(16 * MiB)
     core.state(False)
@@ -92,7 +92,7 @@ def test_state_rises_again_when_there_is_room(pages: OnOneCore, core: Core) -> N
         assert pages.overflow(torch.device("cuda", 0)) == 0
 
 
-def test_a_block_larger_than_what_is_claimed_at_a_time_sinks_whole(
+def test_a_block_larger_than_what_is_claimed_at_a_time_is_demoted_whole(
     pages: OnOneCore, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch_tiers.allocator.host.claims.STEP", PAGE)

@@ -1,7 +1,6 @@
-"""What it costs that blocks share pages: memory held for the sake of a neighbour that lives longer.
+"""Page-level false sharing: memory that stays in use only because a block shares its page with one that lives longer.
 
-Sentinel's figure (HPCA'21, "page-level false sharing"), in a form that no layout makes zero by
-construction. Pure functions.
+A figure of Sentinel's (HPCA'21), in a form that no layout makes zero by construction. Pure functions.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from torch_tiers.allocator.layout.packing import Ints
 from torch_tiers.allocator.sizes import PAGE
 
 
-def shared_share(
+def false_sharing_share(
     places: Ints, sizes: Ints, births: npt.NDArray[np.float64], deaths: npt.NDArray[np.float64], page: int = PAGE
 ) -> float:
-    """Fraction of the byte-seconds of pages in use that nothing alive was on.
+    """Fraction of the byte-seconds of pages in use that no live block was on.
 
-    A page is in use while any block on it is alive. What of it is not alive then is held only because a
-    block shares its page with one that lives longer, or fills it in part.
+    A page is in use while any block on it is alive. The rest of the page is wasted for that time: a block there died
+    before its neighbour, or none fills it.
 
     Parameters
     ----------
     places, sizes : array of int64, shape (blocks,)
         Begin and bytes of each block.
     births, deaths : array of float, shape (blocks,)
-        When each was made and given back, in seconds.
+        When each was allocated and freed, in seconds.
 
     Returns
     -------
@@ -45,5 +44,5 @@ def shared_share(
         for birth, death in sorted(lives):
             whole += max(0.0, death - max(birth, until))
             until = max(until, death)
-    held = whole * page
-    return 1 - alive / held if held else 0.0
+    in_use = whole * page
+    return 1 - alive / in_use if in_use else 0.0
