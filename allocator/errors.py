@@ -1,4 +1,4 @@
-"""Everything that is raised on purpose.
+"""The errors that we raise on purpose.
 
 The facts travel as ``args`` and the text is made from them, so an error survives pickling between processes.
 """
@@ -16,7 +16,7 @@ _REMEDIES = {
         "the last checkpoint"
     ),
 }
-"""What to do, by what a store could not do. Who meets a write that fails still has the data."""
+"""Advice to the user, by what a store could not do. None for a write: the program still has the data."""
 
 
 class TiersError(Exception):

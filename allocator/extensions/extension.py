@@ -1,6 +1,6 @@
-"""C++ against PyTorch's own headers, which hold for one version of torch only.
+"""Compiles C++ against the headers of the installed PyTorch, which fit that version only.
 
-It is compiled at first use, and cached under a name made of all that it depends on.
+A library is compiled at its first use, and cached under a name that hashes all that it depends on.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class CannotBuild(TiersError):
 
 @dataclass(frozen=True)
 class Extension:
-    """One library.
+    """One library of C++.
 
     Attributes
     ----------
     name, title
-        In the file's name, and in what users are told.
+        In the file's name, and in messages.
     sources, headers
         Our own; it is compiled anew when one changes.
     includes
@@ -82,7 +82,7 @@ class Extension:
         return library
 
     def obstacle(self, cache_dir: Path) -> str | None:
-        """What keeps it from being had in `cache_dir`, without building it; None if nothing is known to."""
+        """Why it cannot be built in `cache_dir`, found out without building it; None if no reason is known."""
         if _is_ours(cache_dir / f"{self.name}-{self._fingerprint()}.so"):
             return None
         return obstacle_to(self.needs, compiler)
@@ -163,7 +163,7 @@ def _is_ours(library: Path) -> bool:
 
 
 def obstacle_to(*needs: Callable[[], object]) -> str | None:
-    """What the first of `needs` that is not met says is missing; None if all are."""
+    """The message of the first of `needs` that fails, which says what is missing; None if none does."""
     try:
         for need in needs:
             need()
@@ -173,7 +173,7 @@ def obstacle_to(*needs: Callable[[], object]) -> str | None:
 
 
 def compiler() -> list[str]:
-    """What calls the C++ compiler.
+    """The command of the C++ compiler.
 
     Raises
     ------

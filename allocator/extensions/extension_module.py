@@ -1,4 +1,4 @@
-"""A module of Python's in C++ against PyTorch's headers: built at first use, and loaded under its full name."""
+"""Python modules in C++ against PyTorch's headers: built at their first use, and loaded under their full name."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _LIBRARIES = ("libtorch_python.so", "libtorch_cpu.so", "libc10.so")
 
 @dataclass(frozen=True)
 class ExtensionModule:
-    """One module.
+    """One Python module in C++.
 
     Attributes
     ----------
     name : str
-        Its full name, under which it comes to stand among all modules of the program; the last part names the file.
+        Its full name, under which it is imported; the last part names the file.
     title : str
-        What users are told it is.
+        What messages call it.
     source : Path
         The file that is compiled.
     headers : tuple of Path
-        What it includes of ours.
+        Our own headers that it includes.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ExtensionModule:
     headers: tuple[Path, ...]
 
     def obstacle(self, cache_dir: Path) -> str | None:
-        """What keeps it from being had in `cache_dir`, without building it; None if nothing is known to."""
+        """Why it cannot be built in `cache_dir`, found out without building it; None if no reason is known."""
         return self._extension().obstacle(cache_dir)
 
     def build(self, cache_dir: Path) -> Path:

@@ -42,7 +42,7 @@ class DramClaims:
         self._periods: dict[int, int] = {}
         self._lock = threading.Lock()
         self.lender: Callable[[int], int] | None = None
-        """Releases up to so many bytes of DRAM that lie idle elsewhere in this process; returns how many."""
+        """Releases so many bytes of DRAM that lie idle elsewhere in this process, or all; returns how many."""
 
     def more(self, device: int, core: Core, nbytes: int, least: int = 0, *, in_need: bool = False) -> bool:
         """Let a core map `nbytes` more, or as much as there is, if that is at least `least` and a page.

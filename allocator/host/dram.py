@@ -37,7 +37,7 @@ LITTLE = 2 * GiB  # others might take so much within `LOOK_EVERY`
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DramBlock:
-    """A piece of the arena, its address a multiple of `PAGE`. Its memory stays valid while its tensors live.
+    """A piece of the arena. Its address is a multiple of `PAGE`; its memory stays valid while its tensors live.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class DramBlock:
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """Address of its first byte."""
         return self.tensor.data_ptr()
 
     @property
@@ -123,7 +123,7 @@ class DramArena:
 
     @property
     def others(self) -> tuple[Holder, ...]:
-        """Who else holds something of the node's, while that is why it can get no more."""
+        """The other processes that hold DRAM of the node, while that is why the arena cannot grow."""
         return self._mappings.others
 
     def lacks_room(self, nbytes: int) -> bool:
@@ -151,12 +151,12 @@ class DramArena:
         return self._mappings.pinned
 
     def allocate(self, nbytes: int, *, in_need: bool = False) -> DramBlock | None:
-        """Take a block of `nbytes`, growing if need be, or return None if the capacity is reached.
+        """Take a block of `nbytes`, growing the arena if need be; None if the capacity is reached.
 
         Parameters
         ----------
         in_need
-            There is no other way: take it of what the arena has even if others need that more.
+            There is no other way: take it from what the arena has, even if others need that more.
         """
         self._largest = max(self._largest, nbytes)
         block = self._take(nbytes, in_need)
@@ -201,7 +201,7 @@ class DramArena:
                     self._keeper.wake()
 
     def reserve(self, nbytes: int, largest: int = 0) -> None:
-        """Grow to `nbytes` (or the capacity) in the background, so that `allocate` need not, in blocks up to `largest`.
+        """Grow to `nbytes` (or the capacity) in the background, so that `allocate` of blocks up to `largest` need not.
 
         That is the goal until the next call, also after memory was released and is asked for again.
         """
@@ -211,10 +211,12 @@ class DramArena:
             self._keeper.wake()
 
     def release_idle(self, nbytes: int) -> int:
-        """Release up to `nbytes` of what lies idle to the system, for somebody who needs it more.
+        """Release `nbytes` of what lies idle to the system, in whole steps, for somebody who needs it more.
 
-        What was last reserved stays: plans need it again. Memory is released at once, or after the last copy that still
-        reads it. From then on the arena grows on demand only, until it is asked for more than it has.
+        If less lies idle, all of it is released.
+
+        What was last reserved stays, as plans need it again. Memory is released at once, or after the last copy that
+        still reads it. From then on the arena grows on demand only, until it is asked for more than it has.
 
         Returns
         -------
@@ -227,11 +229,11 @@ class DramArena:
             with self._mappings.lock:
                 keep = max(self._goal, 2 * self._largest)
                 idle = self._mappings.surplus(-nbytes, idle_after=math.inf, keep=keep)
-                given = self._mappings.drop(idle)
-                self._resting |= given > 0
+                released = self._mappings.drop(idle)
+                self._resting |= released > 0
         finally:
             self._mappings.growing.release()
-        return given
+        return released
 
     def close(self) -> None:
         """Return everything to the system; blocks that live on keep their memory. Idempotent.
@@ -260,7 +262,7 @@ class DramArena:
         return DramBlock(nbytes, mapping.memory.narrow(0, extent.offset, nbytes), mapping, extent)
 
     def _tend(self) -> float | None:
-        """What the keeper does; the seconds until it looks again."""
+        """One round of the keeper: grow towards the goal, release what is idle; the seconds until the next round."""
         # An interpreter that is about to exit must not be kept pinning.
         while not (self._mappings.closed or self._resting) and threading.main_thread().is_alive():
             with self._mappings.growing:

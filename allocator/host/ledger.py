@@ -1,15 +1,15 @@
 """Counts what all processes of one user hold of the node's memory, so that together they stay within its capacity.
 
-The ledger is a private directory, and an account that holds something is a file in it, whose name tells the owner:
-sparse, as long as the bytes that are held (``ls -l`` shows who has what), and flock'ed by its process. The kernel
-drops that lock when the process ends, however it ends and in whatever pid namespace, so a file whose lock can be taken
-belongs to nobody, and the next claim removes it. What an account holds is known to its process; the file only
-publishes it, and is made anew if somebody removes it. So nothing on disk can be stale, and there is nothing to repair.
+The ledger is a private directory. Each account that holds something is a file in it: its name says whose it is, and it
+is sparse and as long as the bytes that are held, so that ``ls -l`` shows who has what. The owner keeps the file
+flock'ed. The kernel drops that lock when the process ends, however it ends and in whatever pid namespace; so a file
+whose lock can be taken belongs to nobody, and the next claim removes it. The process itself knows what its account
+holds; the file only publishes it, and is made anew if somebody removes it. So nothing on disk can be stale.
 
-Locks: a claim holds a flock on the directory while it counts, so that two never see the same room. `_lock` lets
-one thread at a time do so, and is held across a fork: no child inherits a claim under way. Nothing is logged
-under it, because a fork takes the locks of logging as well. A process that is stopped while it counts would stop
-all others with it, so these wait for a while only.
+Locks: a claim holds a flock on the directory while it counts, so that two processes never see the same room. `_lock`
+lets one thread at a time do so, and is held across a fork: no child inherits a claim under way. Nothing is logged under
+it, because a fork takes the locks of logging as well. A process that is stopped while it counts would stop all others,
+so these wait for a limited time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _stuck: set[Path] = set()  # directories that were waited for in vain
 
 
 class Ledger:
-    """The ledger in `directory`, which is made if need be.
+    """The ledger in `directory`, which is made if it does not exist.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Ledger:
     Raises
     ------
     OSError
-        If it cannot be made, or other users have access to it; not if it is only busy: an account says that.
+        If it cannot be made, or other users have access to it. Not if it is busy: then an account logs that.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -88,16 +88,15 @@ class Ledger:
 
 
 class Account:
-    """What one arena or store holds of its tier. Thread-safe; made by `Ledger.open_account`.
+    """The bytes that one arena or store holds of its tier. Thread-safe; made by `Ledger.open_account`.
 
-    First come, first served: no process has a share that is kept for it. A forked child has the account
-    without what is held in it. If the ledger cannot be used any more, an account says so and goes on alone, with
-    what others held when it last could.
+    First come, first served: no process has a share that is kept for it. In a forked child the account holds nothing.
+    If the ledger cannot be used any more, the account logs so and goes on with what others held when it last could.
 
     Attributes
     ----------
     others : tuple of Holder
-        Who else held something of the tier when this one last claimed.
+        Who else held something of the tier at this account's last claim.
     """
 
     def __init__(self, directory: Path, tier: str, capacity: int) -> None:
@@ -233,7 +232,7 @@ def _total(holders: Iterable[Holder]) -> int:
 
 
 def _holders(directory: int, tier: str) -> dict[str, Holder]:
-    """Who of the living holds something, by the name of the account; what the dead have left is removed."""
+    """The running processes that hold something, by account name; files of those that have ended are removed."""
     holders: dict[str, Holder] = {}
     for name in os.listdir(directory):
         if not name.startswith(f"{tier}-"):

@@ -49,9 +49,9 @@ class Mappings:
     grown
         Bytes taken from the system so far.
     room
-        What the system leaves.
+        How much the system has left.
     closed
-        Whether it takes no more.
+        Whether the arena is closed: it takes no more.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Mappings:
     def grow(self, least: int, wish: int = 0) -> bool:
         """Add a mapping of at least `least` bytes; under `growing`. False if that cannot be.
 
-        It has `wish` bytes where that is more than a step, and there is room: a block crosses no mapping's end, and so
-        the larger the mappings, the less of them is left over.
+        The mapping has `wish` bytes if that is more than a step and there is room. No block crosses a mapping's end, so
+        the larger the mappings, the less is left over at their ends.
         """
         room = self.limit - self.grown
         if self.closed or room < least or time.monotonic() < self._not_before:
@@ -143,7 +143,7 @@ class Mappings:
         return True
 
     def beyond(self, nbytes: int) -> Mapping:
-        """Map memory outside the cap, which nobody claims; it goes with the last reference to it.
+        """Map memory outside the cap, without a claim; it is unmapped with the last reference to it.
 
         Raises
         ------
@@ -169,16 +169,16 @@ class Mappings:
             return True
 
     def surplus(self, left: int, *, idle_after: float, keep: int) -> list[Mapping]:
-        """Those that lie idle for too long, and idle ones that others need more; under `lock`.
+        """The mappings to drop: idle for too long, or idle and needed more by others; under `lock`.
 
         Parameters
         ----------
         left
-            Bytes that the others leave; negative: what they need.
+            Bytes that the system has left; if negative, so many are needed by others.
         idle_after
             Seconds after which an idle one is surplus in any case.
         keep
-            Bytes that stay, whatever the others need.
+            Bytes to keep, whatever others need.
         """
         surplus = self._idle(time.monotonic() - idle_after)
         left += _bytes_of(surplus)

@@ -1,7 +1,7 @@
-"""Page groups: which storages travel together.
+"""Page groups: which storages (of saved tensors) move together.
 
-Storages with neighbouring deaths share a group, so that a group is needed, and dies, as a whole
-(Sentinel, HPCA'21: tensors of one lifetime share pages). Pure functions.
+Storages that die one after the other share a group, so that a group is needed, and dies, as a whole (Sentinel, HPCA'21:
+tensors of one lifetime share pages). For the migrator. Pure functions.
 """
 
 from __future__ import annotations

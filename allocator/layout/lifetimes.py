@@ -1,4 +1,4 @@
-"""Lifetimes: when a piece of memory is born, used and dead, in positions of the period.
+"""Lifetimes: when the storage of a saved tensor is made, used and freed, in positions of the migrator's period.
 
 A *position* is an event of the period (a tensor saved, a tensor asked for again), counted from
 zero. Positions, not seconds: they repeat exactly from one period to the next, times do not.

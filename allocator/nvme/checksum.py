@@ -1,4 +1,4 @@
-"""Checksums of what is on disk: one for data that passes the CPU, one for GPU memory that goes straight to a drive."""
+"""Checksums of what is on disk: one for host memory, and one that a GPU computes, for its memory that goes directly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WEYL = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
 
 
 def sum_for(block: torch.Tensor) -> Sum:
-    """Return what sums up a block that lies where `block` does."""
+    """The checksum function for memory of the kind that `block` lies in."""
     return lane_sum if block.is_cuda else byte_sum
 
 

@@ -1,4 +1,4 @@
-"""What the machine and a directory are like, as far as GPU memory on its way to a drive is concerned.
+"""Reads the facts about machine and directory that decide how GPU memory can go to a drive.
 
 All is read from /proc, /sys and the environment: without torch, without a CUDA context and without starting cuFile,
 whose parameters must be set before it starts. Every reader takes the root of the file system, for tests to feed it one.
@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What holds for every directory.
+    """Facts that hold for every directory.
 
     Attributes
     ----------

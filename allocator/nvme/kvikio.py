@@ -1,4 +1,4 @@
-"""A file that GPU memory goes to and comes from through cuFile. kvikio is imported when one is made.
+"""A store's file that GPU memory is written to and read from through cuFile. kvikio is imported with the first one.
 
 Requests go to cuFile itself (`libcufile`). In compatibility mode they are kvikio's calls that block their thread: its
 pool has one thread unless told otherwise.
@@ -56,9 +56,9 @@ def _in_gpu_memory(block: torch.Tensor) -> bool:
 class KvikioFile:
     """A `Backend` for memory of the host and of the GPU. See there for the contract of each method.
 
-    Host memory takes the plain POSIX way into the same file, which is the faster one. What else fills or reads a GPU
-    block must have ended before the call. What cuFile fails to move takes the way through host memory, into the same
-    place; after three failures in a row all that is left does.
+    Host memory goes into the same file by POSIX calls, which are faster for it. Kernels and copies that use a GPU block
+    must have ended before the call. If cuFile fails to move a block, it goes through host memory, to the same place in
+    the file; after three failures in a row, all blocks do.
 
     Parameters
     ----------

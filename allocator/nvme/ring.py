@@ -1,4 +1,4 @@
-"""Staging slots between HBM and a drive: memory that is registered once with what moves it, and that stays in place.
+"""Staging slots between HBM and a drive: GPU memory that is registered with cuFile once, and never remapped.
 
 Pages of our own allocator are remapped while the program runs, so they must never be registered. A group is copied
 into a slot, or out of it, and only the slot meets the drive.

@@ -1,6 +1,6 @@
-"""How fast each way is with one directory: measured by child processes, once, and kept in the cache directory.
+"""Measures how fast each way to a directory is, once, and keeps the results in the cache directory.
 
-A child for each way, as cuFile reads its parameters when it starts and keeps them, and as it may hang or die.
+Each way is measured in a child process, as cuFile reads its parameters only when it starts, and as it may hang or die.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def speeds(
 
 
 def key_of(machine: Machine, place: Place) -> dict[str, str]:
-    """All that a speed hangs on."""
+    """Everything that a speed depends on."""
     return {
         "gpu": machine.gpu.uuid if machine.gpu is not None else "",
         "kernel": machine.kernel,
@@ -85,7 +85,7 @@ def file_of(cache: Path, key: Mapping[str, str]) -> Path:
 
 
 def cached(cache: Path, key: Mapping[str, str], now: float | None = None) -> dict[Way, Measured]:
-    """What is kept for `key`; nothing where the file is not what `keep` writes, whoever wrote it."""
+    """The speeds kept for `key`; none if the file is not one that `keep` would write."""
     try:
         with file_of(cache, key).open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
@@ -135,7 +135,7 @@ def environment(way: Way, gpu: str, environ: Mapping[str, str]) -> dict[str, str
 def run_child(
     way: Way, directory: Path, gpu: str, *, command: Sequence[str] = _CHILD, timeout: float = TIMEOUT
 ) -> Measured:
-    """Measure in a child process; why not, where it hangs, dies or cannot."""
+    """Measure in a child process; a text that says why not, if it hangs, dies or fails."""
     with tempfile.TemporaryDirectory(prefix="tiers-") as scratch:  # cuFile leaves its log where it is started
         try:
             child = subprocess.Popen(

@@ -1,8 +1,8 @@
 """The ``nvme`` tier: extents striped over files in several directories, moved in the background, checked.
 
-Checksums are computed while the drives work: a stripe that is being written is summed up beside its write, one that was
-read is checked by the thread that read it while another reads the next. So they cost the drives nothing as long as the
-CPU is faster than they are.
+Checksums are computed while the drives work: that of a stripe being written, in another thread; that of one which was
+read, by the thread that read it, while another reads the next. So the drives never wait for them, as long as the CPU is
+faster.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _summing_threads() -> int:
 
 
 Arrived = Callable[[int, int], None]
-"""Told the first byte and the bytes of each part of a block that has come back and was checked."""
+"""Called with the first byte and the number of bytes of each part of a block that was read and checked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NvmeExtent:
-    """Room in a store.
+    """The place of one block in a store.
 
     Attributes
     ----------
@@ -62,9 +62,9 @@ class NvmeStore:
     """Keeps blocks of memory on disk, up to a hard cap. Thread-safe.
 
     Each directory gets one private file (mode 0600, no name, gone with the process) and an equal share of the
-    capacity. What fails, or comes back other than it was written, is tried once more. Three failed writes of
-    extents in a row, or a full disk, take a directory out of rotation; what lies there can still be read. A drive that
-    does not answer is told after five seconds.
+    capacity. A request that fails, or reads other data than was written, is tried once more. After three failed writes
+    of extents in a row, or when the disk is full, nothing more is written to a directory; what lies there can still be
+    read. A drive that does not answer for five seconds is logged.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ class Mover(Protocol):
 
 
 class ThroughHost:
-    """By way of pinned memory: the copy of one slot while others are on the drive."""
+    """Through pinned memory: one slot is copied while others are on the drive."""
 
     def __init__(self, directory: Path) -> None:
         self._file = PosixFile(directory)
@@ -71,7 +71,7 @@ class ThroughHost:
 
 
 class ByCuFile:
-    """By cuFile: straight from memory that is registered, the environment says how; or by kvikio's bounce buffers."""
+    """By cuFile: directly from registered memory, as the environment sets; or through kvikio's bounce buffers."""
 
     def __init__(self, directory: Path, mode: Mode) -> None:
         self._file = KvikioFile(directory, mode=mode)
@@ -89,7 +89,7 @@ class ByCuFile:
         self._whole(self._file.pread(self.ring[slot * CHUNK : (slot + 1) * CHUNK], offset))
 
     def close(self) -> None:
-        """Deregister before the memory goes, which cuFile may wait for otherwise."""
+        """Deregister before the memory is freed; otherwise cuFile may wait for it."""
         if self._registered:
             deregister(self.ring)
         self._memory.free()

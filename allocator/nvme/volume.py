@@ -1,4 +1,4 @@
-"""The accounts of one directory of a store: what of its file is taken, and how far the file has grown."""
+"""One directory of a store: which extents of its file are in use, and how far the file has grown."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Volume:
             self._warn_once(f"{error}; nothing is lost, and it stays in use unless {_FAILURES} writes in a row fail")
 
     def read_differed(self, error: StoreError) -> None:
-        """Tell of what was not as written at first, and was when it was read again."""
+        """Warn that data was wrong when it was read, and right when it was read again."""
         self._warn_once(f"{error.reason}, and all was well when it was read again")
 
     def close(self) -> None:

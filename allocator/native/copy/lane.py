@@ -1,4 +1,4 @@
-"""Copies and events through the driver, in one call each: the wrapper of ``lane.cpp``."""
+"""Copies and events through the CUDA driver, each in one call of C++: the Python side of ``lane.cpp``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARY = Path(__file__).with_name("libtiers_lane.so")
 """Where the build puts it. By hand: ``g++ -std=c++17 -O2 -shared -fPIC lane*.cpp -o libtiers_lane.so -ldl``."""
 
 TURN = 32 << 20
-"""Bytes that one stream of a lane is given before the other, which take a link of 55 GB/s 0.6 ms."""
+"""Bytes that one stream of a lane copies before the other takes its turn: 0.6 ms on a link of 55 GB/s."""
 
 NOT_READY = 600
 
@@ -36,7 +36,7 @@ class DriverError(RuntimeError):
 
 
 class Event:
-    """A point in the order of a stream. Its handle goes back to the pool with it."""
+    """A CUDA event: a point in the order of a stream. Its handle returns to a pool when it is collected."""
 
     __slots__ = ("_library", "device", "handle")
     timed = False
@@ -63,7 +63,7 @@ class Event:
 
 
 class TimedEvent(Event):
-    """One that tells when it was passed, for which it holds the stream up a little."""
+    """An event that records the time at which it was passed, which delays the stream by 1 us or more."""
 
     __slots__ = ()
     timed = True
@@ -91,7 +91,7 @@ class Lane:
             self._library.close(self.handle)
 
     def synchronize(self) -> None:
-        """Block the host until all is done that it was given; not while it is being given more."""
+        """Block the host until all its copies are done; not while another thread adds copies."""
         self._library.check(self._library.synchronize_lane(self.handle))
 
 

@@ -1,4 +1,4 @@
-"""Puts the native core under PyTorch: builds the adapter once for the torch that is installed, and installs it.
+"""Makes the native core PyTorch's allocator: builds the adapter once for the installed torch, and installs it.
 
 The adapter (the C++ beside this file) is compiled against PyTorch's own headers; see `allocator.extensions`.
 """
@@ -30,7 +30,7 @@ class NoAdapter(CannotBuild):
 
 
 def obstacle() -> str | None:
-    """What keeps the adapter from being built and installed here, without building it; None if nothing is known to."""
+    """Why the adapter cannot be built here, found out without building it; None if no reason is known."""
     return obstacle_to(native.library, compiler, _cuda_runtime, _cuda_headers)
 
 
@@ -64,10 +64,10 @@ def install(library: Path, hbm: int, more: Callable[[int, int], bool]) -> None:
     library : Path
         What `build` returned.
     hbm : int
-        Limit per GPU, in bytes; 0 means all that is free when the first memory is asked for.
+        Limit per GPU, in bytes; 0 means all that is free at the first request.
     more : callable
-        Called with a device and a size when every tier is full, and of DRAM there is none until it raises that limit;
-        whether it made room, so that it is worth another try.
+        Called with a device and a size when every tier is full. It may raise a limit, and returns whether to try again.
+        The limit of DRAM is 0 until it raises it.
 
     Raises
     ------
