@@ -76,8 +76,9 @@ Status tn_core::heap(const Key &key, Heap **out) {
   return Status::Ok;
 }
 
-// Without the core's lock, which is held while it waits for a stream: work on that may wait for what another GPU's
-// thread is to launch, which first frees a block and asks every core whose it is.
+// Without the core's lock, which another thread may hold while it waits for a stream. Work on that stream may itself
+// wait for what another GPU's thread is about to launch; and that thread may first free a block, and ask every core
+// whose it is.
 bool tn_core::owns(uint64_t address) {
   std::lock_guard<std::mutex> guard(places_mutex);
   auto after = places.upper_bound(address);
@@ -102,15 +103,15 @@ Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_o
     Status status = find_without_growth(bytes, stream, pool, heap_out, block);
     if (status != Status::Full) return status;
   }
-  // Idle HBM is used, or taken from where it lies idle, before anything goes to DRAM.
+  // Idle pages of HBM are used, wherever they are mapped, before anything goes to DRAM.
   Status status = find_in(kHbm, bytes, stream, pool, true, heap_out, block);
   if (status != Status::Full || pages[kDram].limit() == 0 || off_sequence) return status;
   return find_in(kDram, bytes, stream, pool, true, heap_out, block);
 }
 
-// In HBM, where no page is made beyond what is expected to be alive at most: what lies idle is mapped anew first.
+// The same in HBM alone, without growth beyond what is expected to be alive at most: idle pages are mapped anew first.
 Status tn_core::find_without_growth(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
-  // What fits makes no page, and so need not ask all heaps for what is idle.
+  // A block that fits needs no page, so the idle pages of all heaps need not be counted.
   Status status = fit_in(kHbm, bytes, stream, pool, heap_out, block);
   if (status != Status::Ok || *block) return status;
   uint64_t most = std::max(uint64_t(stats.active[TN_ALL].current) + bytes, expected) / page;
@@ -131,18 +132,19 @@ Status tn_core::find_without_growth(uint64_t bytes, Stream stream, uint64_t pool
       retries = before;  // HBM is not full
     }
   } lowered{pages[kHbm], pages[kHbm].limit(), stats.retries, stats.retries};
-  // Pages of which others use a part are of no use here: where the rest and all that lies idle is too little, the
-  // difference is made, and no more than that.
+  // Pages that blocks use in part cannot be unmapped. Where all idle pages are too few, the difference is made, and no
+  // more than that.
   uint64_t needed = (bytes + page - 1) / page;
   uint64_t least = pages[kHbm].made() + needed - std::min(needed, idle);
   pages[kHbm].set_limit(std::min(lowered.limit, std::max(most + most / kSpare, least)));
   return find_in(kHbm, bytes, stream, pool, false, heap_out, block);
 }
 
-// While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
-Range tn_core::kept_in(const Heap *heap) const {
-  bool is_kept = heap == layout.heap && layout.followed() && !off_sequence;
-  return is_kept ? Range{layout.base, layout.base + layout.total} : Range{};
+// The region of the layout, if it lies in this heap and the program follows it: what is free there is for requests to
+// come, and the last that others take.
+Range tn_core::reserved_range(const Heap *heap) const {
+  bool is_reserved = heap == layout.heap && layout.followed() && !off_sequence;
+  return is_reserved ? Range{layout.base, layout.base + layout.total} : Range{};
 }
 
 // The heap that the request belongs to, and a free block in it; null if there is none.
@@ -150,18 +152,18 @@ Status tn_core::fit_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, 
   int kind = bytes <= kSmall ? Small : General;
   if (lifetime_class == TN_STATE && pool == 0) kind = State;
   Status status = heap({pool, stream, tier, kind}, heap_out);
-  *block = status == Status::Ok ? (*heap_out)->fit(bytes, kept_in(*heap_out)) : nullptr;
+  *block = status == Status::Ok ? (*heap_out)->fit(bytes, reserved_range(*heap_out)) : nullptr;
   return status;
 }
 
-// Who is `patient` also waits for the streams that use what was freed meanwhile, before the tier counts as full.
+// If `patient`, it also waits for the streams that pending frees wait for, before the tier counts as full.
 Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap_out,
                         Block **block) {
   Status status = fit_in(tier, bytes, stream, pool, heap_out, block);
   if (status != Status::Ok || *block) return status;
   const Delay delay(delayed);
   Heap *place = *heap_out;
-  const Range region = kept_in(place);
+  const Range region = reserved_range(place);
   uint64_t refused = 0;  // pages that the limit allows and the device does not give: other processes use it, too
   for (bool reclaimed = false;; reclaimed = true) {
     Heap::Growth growth;
@@ -190,24 +192,24 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
   }
 }
 
-// Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again. None at
-// all if there are not enough of them: requests that go to DRAM for want of HBM would unmap what the next ones map
+// Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again. If
+// there are not enough of them, none is unmapped: the request goes to DRAM, and the next ones would have to map them
 // anew.
 Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
   // A request off the sequence must not take pages out of the layout's region: what comes there next would lie in DRAM,
   // unnoticed.
-  bool is_kept = off_sequence && but == layout.heap;
+  bool is_reserved = off_sequence && but == layout.heap;
   auto missing = [&] { return goal - std::min(goal, pages[tier].available()); };
   uint64_t there = pages[tier].available();
   for (auto &[base, heap] : heaps)
-    if ((heap->pool() == 0 || is_retired(heap->pool())) && !(is_kept && heap.get() == but))
+    if ((heap->pool() == 0 || is_retired(heap->pool())) && !(is_reserved && heap.get() == but))
       there += heap->idle_pages(tier);
   if (there < goal) return fail(Status::Full, "no idle pages");
   for (bool itself : {false, true}) {
-    if (itself && is_kept) break;
+    if (itself && is_reserved) break;
     for (auto &[base, heap] : heaps) {
       if ((heap.get() == but) != itself || !missing()) continue;
-      // While much lies idle in one heap, who asks for small blocks elsewhere would wait page by page.
+      // While much lies idle in one heap, requests for small blocks elsewhere would wait for each page by itself.
       Status status = unmap_idle(*heap, tier, no_growth && !itself ? std::max(missing(), kLoose / page) : missing());
       if (status != Status::Ok) return status;
     }
@@ -269,7 +271,7 @@ Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint6
     Status status = find(bytes, stream, pool, &heap, &block);
     if (status != Status::Ok) return status;
   }
-  took(heap, block, requested);
+  record_allocation(heap, block, requested);
   *address = block->address;
   return Status::Ok;
 }
@@ -282,7 +284,7 @@ int64_t tn_core::needed() const {
   return bytes;
 }
 
-void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
+void tn_core::record_allocation(Heap *heap, Block *block, uint64_t requested) {
   block->requested = requested;
   block->small = block->bytes <= kSmall;
   block->period = period;

@@ -53,8 +53,8 @@ TN_API uint64_t tn_pool_used(tn_core *core, uint64_t pool);
 /* Free all blocks of a private pool at once; then put one at a given address (a graph's checkpointed state). */
 TN_API int tn_pool_clear(tn_core *core, uint64_t pool);
 TN_API int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint64_t requested);
-/* A graph may be captured from now on (1), or is no more (0); these nest. Meanwhile nobody waits for all streams, which
- * would spoil it: the captured one need not have asked for memory yet. */
+/* A graph may be captured from now on (1), or no more (0); calls nest. Meanwhile the core never waits for all streams:
+ * that would break a capture, also on a stream that has not asked for memory yet. */
 TN_API void tn_capture(tn_core *core, int begins);
 
 /* Count an OutOfMemoryError that the program got. */
@@ -69,13 +69,12 @@ TN_API void tn_off_sequence(int begins);
 TN_API int tn_is_off_sequence(void);
 /* The most of a tier to make from now on. What is there already stays until it is released to the system. */
 TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
-/* Return idle memory of all pools that are not private to the system, and the addresses of retired ones with nothing in
- * use; waits for what may read it. Of HBM `keep` bytes stay: most of what lies idle of these is left mapped where it
- * is.
- */
+/* Unmap idle pages, but those of private pools, and release them to the system; unreserve the addresses of retired
+ * pools with nothing in use. Waits for what may read them. `keep` bytes of HBM stay: most of what lies idle of these is
+ * left mapped where it is. */
 TN_API int tn_trim(tn_core *core, uint64_t keep);
-/* The same of what lies in the layout's heap outside of its region, and of pages that nobody has mapped; waits for
- * what may read it, and does nothing while a graph may be captured, or where there is no layout. */
+/* Unmap and release idle pages of the layout's heap outside of its region, and pages that are mapped nowhere. Waits for
+ * what may read them. Does nothing while a graph may be captured, or where there is no layout. */
 TN_API int tn_trim_outside(tn_core *core);
 
 /* ---- The sequence of requests, and the layout for it ---- */
@@ -88,9 +87,9 @@ typedef struct {
   int64_t lifetime_class;
 } tn_request;
 
-/* What is asked for after every period, without a look at the blocks. */
+/* The few counters that are read after every period. */
 typedef struct {
-  int64_t departed;   /* requests that came otherwise than laid out, since the core was opened */
+  int64_t departed;   /* requests that were not as laid out, since the core was opened */
   int64_t dram_bytes; /* physical pages */
   int64_t dram_state; /* of these, those that state has a part of */
   int64_t present;    /* which of the sequences that are laid out came last */
@@ -98,10 +97,10 @@ typedef struct {
   int64_t requests;   /* of the period under way, so far */
   int64_t repeated;   /* whether the last period had the same requests, at the same events, as the one before it */
 } tn_glance;
-/* A period ends and the next begins; what there is to tell of it then, unless `out` is null. */
+/* A period ends and the next begins. Unless `out` is null it gets the counters of that moment. */
 TN_API void tn_mark(tn_core *core, tn_glance *out);
 /* The log of the period before the present one (0), or the one before that (1), of pool 0. Returns how many requests
- * it has; copies at most `capacity`. A period of more than 32768 has none: nobody could lay it out. */
+ * it has; copies at most `capacity`. A period of more than 32768 has none: it would take too long to lay out. */
 TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events);
 /* Set the layout. From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at
  * `offsets[k]` in a region of `units` units; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts`
@@ -118,21 +117,21 @@ TN_API int tn_set_layout(tn_core *core, uint64_t stream, uint64_t sequences, con
  * page anew waits for whoever may read it. */
 TN_API void tn_forget_layout(tn_core *core, uint64_t expected);
 
-/* Where requests of known lives lie, so that no two overlap in both time and space: an offset for each. Births and
- * deaths are events of a period of `events`; a death past them lies in the next period. `most` gets the most bytes that
- * are alive at once. What takes `room` bytes at most is soon good enough; else the search for less takes half a second.
- * TN_INVALID if one lives longer than a period: it would meet itself. Needs no core. */
+/* Give each request of a known lifetime an offset, so that no two overlap in both time and space. Births and deaths are
+ * events of a period of `events`; a death past them lies in the next period. `most` gets the most bytes that are alive
+ * at once. The search soon ends with what takes at most `room` bytes; else it takes half a second. TN_INVALID if one
+ * lives longer than a period, as it would overlap itself. Needs no core. */
 TN_API int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const int64_t *deaths, int64_t events,
                    uint64_t room, uint64_t *offsets, uint64_t *most);
 
 /* ---- Where memory lies ---- */
 
-/* Put the whole pages of a block on `tier`. Waits for all streams, or is TN_BUSY. */
+/* Move the whole pages of a block to `tier`, under the same address. Waits for all streams, or is TN_BUSY. */
 TN_API int tn_move(tn_core *core, uint64_t address, int tier);
 /* Bytes of a block that lie on `tier`. */
 TN_API uint64_t tn_on(tn_core *core, uint64_t address, int tier);
 
-/* Have another GPU reach all memory of this core, now and from now on: kernels there, and copies past the host. */
+/* Let another GPU access all memory of this core, now and later: its kernels, and copies past the host. */
 TN_API int tn_share(tn_core *core, int device);
 
 /* ---- Counters ---- */

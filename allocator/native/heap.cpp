@@ -124,7 +124,7 @@ Block *Heap::place(uint64_t address, uint64_t bytes) {
     missing = missing || block->second.kind == Kind::Void;
   }
   if (missing) {
-    if (back(address, bytes) != Status::Ok) return nullptr;
+    if (map_missing(address, bytes) != Status::Ok) return nullptr;
     first = std::prev(blocks_.upper_bound(address));
   }
   return cut(first, address, bytes);

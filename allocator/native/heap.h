@@ -64,7 +64,7 @@ class Heap {
     uint64_t begin = 0, address = 0, pages = 0;
   };
   bool growth(uint64_t bytes, Range but, Growth *out) const;
-  // That block.
+  // Map those pages, and cut that block.
   Status grow(const Growth &growth, uint64_t bytes, Block **out);
 
   Block *find(uint64_t address);  // the block in use that begins at `address`, or null
@@ -78,13 +78,13 @@ class Heap {
   // Unmap the whole free pages outside of `[address, address + bytes)`. Nothing may be at work on them.
   Status unmap_idle_outside(uint64_t address, uint64_t bytes);
 
-  // A run of `bytes` without blocks in use, as much of it mapped as there is. False if the range is too small.
+  // A run of `bytes` without blocks in use: of all such runs the one with the most mapped. False if there is none.
   bool find_run(uint64_t bytes, uint64_t *address) const;
   // Map the free run `[address, address + pages)` anew: `in_hbm[i]` says of each page whether it lies in HBM or in
   // DRAM.
   Status lay_out(uint64_t address, const std::vector<bool> &in_hbm);
   // Map what is missing in `[address, address + bytes)`, in this heap's tier while it lasts and in DRAM after that.
-  Status back(uint64_t address, uint64_t bytes);
+  Status map_missing(uint64_t address, uint64_t bytes);
   // Bytes of `[address, address + bytes)` on pages of `tier`.
   uint64_t on(Tier tier, uint64_t address, uint64_t bytes) const;
   // How many of its pages lie on `tier`.

@@ -35,7 +35,7 @@ Status Heap::unmap(uint64_t address, uint64_t count) {
   return Status::Ok;
 }
 
-Status Heap::back(uint64_t address, uint64_t bytes) {
+Status Heap::map_missing(uint64_t address, uint64_t bytes) {
   uint64_t begin = down(address, page_), end = up(address + bytes, page_);
   for (uint64_t at = begin; at < end;) {
     auto block = std::prev(blocks_.upper_bound(at));

@@ -151,7 +151,7 @@ int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint64_t req
     Heap *heap = core->heap_of(address);
     Block *block = heap ? heap->place(address, bytes) : nullptr;
     if (!block) return fail(Status::Invalid, "the place is taken");
-    core->took(heap, block, requested);
+    core->record_allocation(heap, block, requested);
     return Status::Ok;
   });
 }

@@ -1,4 +1,4 @@
-// The layout of a period: which request of which sequence has come, where it lies, and the region for all of them.
+// The layout of a period: which request of which sequence this one is, where it lies, and the region for all of them.
 #include <algorithm>
 #include <numeric>
 
@@ -13,22 +13,22 @@ constexpr uint64_t kElsewhere = UINT64_MAX;
 
 }  // namespace
 
-// Which request of the present sequence this is; none where the program departs from it.
+// Which request of the present sequence this is, by its bytes; `kNone` where the program departs from the sequence.
 size_t tn_core::follow(uint64_t bytes) {
   const auto *all = &layout.sequences[layout.present].bytes;
   auto comes = [&](size_t at) { return at < all->size() && (*all)[at] == bytes; };
   size_t found = layout.next;
   if (!comes(found) && layout.back != kNone && comes(layout.back)) {
-    found = layout.back;  // what made it jump was one that the period before did not have
+    found = layout.back;  // it jumped ahead for a request that is new in this period: go on where it left
     layout.back = kNone;
   }
-  // Or this is another sequence, which has been the same so far.
+  // Or this period is another sequence, which is the same up to here.
   for (size_t other = 0; !comes(found) && other < layout.sequences.size(); ++other) {
     const auto &its = layout.sequences[other].bytes;
     if (found >= its.size() || found > all->size() || its[found] != bytes) continue;
     if (!std::equal(its.begin(), its.begin() + found, all->begin())) continue;
     layout.present = other;
-    layout.back = kNone;  // a place of the sequence that this one was taken for
+    layout.back = kNone;  // it is a position in the other sequence
     all = &its;
   }
   if (comes(found)) {
@@ -41,8 +41,8 @@ size_t tn_core::follow(uint64_t bytes) {
   size_t end = std::min(all->size(), layout.next + kWindow);
   while (found < end && !comes(found)) ++found;
   if (found < end) {
-    // Perhaps some did not come; perhaps this one is new. The next will show. Until then it gets no place of theirs:
-    // one that is new and stays would be in the way of all that are to come there.
+    // Either some requests did not come, or this one is new; the next request will show. Until then this one gets no
+    // place in the layout: if it is new and stays alive, it would be in the way of all that are to come there.
     layout.back = layout.next;
     layout.next = found + 1;
   }
@@ -83,16 +83,17 @@ Status tn_core::set_layout(Stream stream, std::vector<Sequence> sequences, const
   next.sequences = std::move(sequences);
   for (auto &[base, other] : heaps)
     if (other->pool() == 0 && other->tier() == kHbm && other->stream() != stream) next.others.push_back(other.get());
-  // Those that the period had before go on as they are.
+  // What the present period has requested so far stays where it is.
   next.next = std::count_if(log[0].requests.begin(), log[0].requests.end(),
                             [&](const tn_request &request) { return request.stream == stream; });
   if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the region");
-  // What lies idle outside of the region is what the region is made of.
+  // Idle pages outside of the region are unmapped, to be mapped in it.
   status = unmap_all_idle(heap);
   if (status == Status::Ok) status = heap->unmap_idle_outside(next.base, next.total);
   if (status != Status::Ok) return status;
   uint64_t there = heap->on(kHbm, next.base, next.total) / page;
-  // Made now: what the limit allows the device may still refuse, as other processes use it, too.
+  // Pages are made before the decision what lies where: within the limit, the device may still refuse some, as other
+  // processes use it, too.
   uint64_t in_hbm = there + pages[kHbm].make_idle(size - there);
   if (size - in_hbm > pages[kDram].available() + heap->on(kDram, next.base, next.total) / page)
     return fail(Status::Full, "hbm and dram do not hold the region");

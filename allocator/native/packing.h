@@ -1,4 +1,4 @@
-// Where in a region requests of known lives lie; see packing.cpp.
+// Packing: gives requests of known lifetimes offsets in a region; see packing.cpp.
 #pragma once
 
 #include <cstdint>

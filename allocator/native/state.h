@@ -140,13 +140,13 @@ struct tn_core {
   Status find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Status find_without_growth(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Status fit_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
-  Range kept_in(const Heap *heap) const;
+  Range reserved_range(const Heap *heap) const;
   Status find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap, Block **block);
   Status reclaim(uint64_t goal, Tier tier, const Heap *but);
   Status unmap_idle(Heap &heap, Tier tier, uint64_t count);
   Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
   int64_t needed() const;
-  void took(Heap *heap, Block *block, uint64_t requested);
+  void record_allocation(Heap *heap, Block *block, uint64_t requested);
   Status free(uint64_t address);
   void release(Heap *heap, Block *block);
   void record_uses(std::list<tiers::PendingFree>::iterator entry);

@@ -112,7 +112,7 @@ class Transfer:
     """One read or write of an extent. Its future resolves when the last of its parts is done, also after an error.
 
     Only then does nobody touch the memory any more, so only then may the caller use or free it. Right before, `ended`
-    is told the first error.
+    is called with the first error.
     """
 
     def __init__(self, parts: int, ended: Callable[[Exception | None], None] = lambda error: None) -> None:

@@ -18,7 +18,7 @@ using Handle = void *;
 constexpr Result kNoDriver = 100;
 constexpr Result kNotReady = 600;
 
-// What `event_create` is told. An event that keeps its time holds up the stream it is recorded in: a copy engine for
+// The flags of `event_create`. An event that keeps its time holds up the stream it is recorded in: a copy engine for
 // 1.0 to 1.6 us on an H100, which is 2% of a copy of 4 MiB. One without costs nothing that shows.
 enum Kind : int { kTimed = 0, kUntimed = 2 };
 
@@ -56,8 +56,8 @@ struct Driver {
 
 const Driver &driver();
 
-// Within it, calls go to the device's primary context, which is PyTorch's; and none of them harms a graph that another
-// thread captures. In the default mode even to ask for an event would be refused then, and the graph given up.
+// Within it, calls go to the device's primary context, which is PyTorch's; and none of them breaks a graph capture in
+// another thread. In the default mode, even to query an event would be refused then, and end that capture.
 class Within {
  public:
   explicit Within(int device);
@@ -98,9 +98,10 @@ class Event {
 
 // The two streams of a lane, which take turns: what one is given begins after all that the other was given.
 //
-// A copy engine goes on with a stream for as long as something is queued there. Whoever copied four bytes in the same
-// direction, such as a loss that is read, waited for all that a lane was given: 84 ms of 84 (H100). A stream that waits
-// for the other is left, and those few bytes go first. They wait for one turn then.
+// A copy engine goes on with a stream for as long as copies are queued there. With a single stream, a program's copy of
+// four bytes in the same direction, such as a loss that is read, waited for all that the lane had queued: 84 ms of 84
+// (H100). With two, the engine leaves a stream that waits for the other, and the program's copy goes in between: it
+// waits for one turn.
 class Streams {
  public:
   // A turn is over before a copy that would make it more than so many bytes.
@@ -125,9 +126,9 @@ class Streams {
   int current_ = 0;
 };
 
-// Copies that the driver is asked for in few calls, where it has such a call. One of its own each keeps a copy engine
-// for 2.8 us longer than its bytes take (H100, H200): 9% of a MiB. In a batch nothing shows of that, down to copies of
-// 16 KiB.
+// Copies that are submitted in few calls of the driver, where it has a call for several. A copy in a call of its own
+// keeps a copy engine busy for 2.8 us longer than its bytes take (H100, H200), which is 9% for a MiB. In a batch that
+// does not show, down to copies of 16 KiB.
 class Batch {
  public:
   explicit Batch(int device) : device_(device) {}

@@ -158,7 +158,8 @@ void *Adapter::getBaseAllocation(void *pointer, size_t *bytes) {
   return reinterpret_cast<void *>(begin);
 }
 
-// The driver lets a GPU reach what another's cudaMalloc gave once the two are peers; mapped pages it is to be told of.
+// Once two GPUs are peers, each reaches what cudaMalloc gave on the other; pages that we map have to be shared by a
+// call.
 void Adapter::enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex owner) {
   Pluggable::enablePeerAccess(device, owner);
   TORCH_CHECK(tn_share(core(owner), device) == TN_OK, failure());

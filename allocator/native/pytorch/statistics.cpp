@@ -1,4 +1,4 @@
-// What PyTorch's users are told: statistics, snapshots and the history of memory.
+// What PyTorch's users see of memory: statistics, snapshots and its history.
 #include "adapter.h"
 
 #include <c10/util/ApproximateClock.h>
