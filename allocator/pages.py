@@ -151,7 +151,7 @@ class PageAllocator:
         if periods is not None:
             periods.tidy()
 
-    def expect_news(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
+    def expect_new_plans(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
         """Other tensors stay and move on a GPU from the next period on: its layout is of no use any more.
 
         The next period is served by best fit, from pages that the one before leaves idle; what it is not expected to
@@ -169,7 +169,7 @@ class PageAllocator:
         """
         periods = self._of(device.index)
         if periods is not None:
-            periods.expect_news(peak, now=now)
+            periods.expect_new_plans(peak, now=now)
 
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""

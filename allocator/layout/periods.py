@@ -64,7 +64,7 @@ class Periods:
         self._calm: _Calm | None = None
         self._spilled = 0  # periods in a row that had something in DRAM
         self._refused = False  # whether it was logged that there is no layout
-        self._news: int | None = None  # if plans change with the next period: its expected peak
+        self._new_plans: int | None = None  # if plans change with the next period: its expected peak
         self._lent = 0  # bytes of HBM beyond the budget
         self._withheld = 0  # bytes of the budget
         self._has_no_layout = False  # in this period: the first after plans changed
@@ -102,9 +102,9 @@ class Periods:
         """
         self._trim(self.core.trim if self._has_no_layout else self.core.trim_outside)
 
-    def expect_news(self, peak: int, *, now: bool) -> None:
-        """Plans change with the next period; see `PageAllocator.expect_news`. From any thread."""
-        self._news, self._spilled = peak, 0
+    def expect_new_plans(self, peak: int, *, now: bool) -> None:
+        """Plans change with the next period; see `PageAllocator.expect_new_plans`. From any thread."""
+        self._new_plans, self._spilled = peak, 0
         if now:
             self._trim(partial(self.core.trim, peak))
 
@@ -124,7 +124,7 @@ class Periods:
         now = self.core.mark()
         before, self._departed = self._departed, now.departed
         since, calm = now.departed - before, self._calm
-        repeated = now.repeated and not now.dram and not self._claims.granted(self._device) and self._news is None
+        repeated = now.repeated and not now.dram and not self._claims.granted(self._device) and self._new_plans is None
         if calm is not None and repeated and since == calm.departed:
             calm.periods += 1
             self._evaluations.forget_step()
@@ -141,20 +141,20 @@ class Periods:
         """Do what is to be done after a period; True if that was nothing, and the log was not needed to see it."""
         core, watch, kinds = self.core, self._watch, self._kinds
         departed, dram = now.departed, now.dram
-        news = self._news  # read once: what another thread sets from here on is for the period after
-        until_steps = self._evaluations.period_over(dram, may_be=alone and news is None)
+        new_plans = self._new_plans  # read once: what another thread sets from here on is for the period after
+        until_steps = self._evaluations.period_over(dram, may_be=alone and new_plans is None)
         if until_steps is not None:
             self._lay_out_again()
             departed, dram = until_steps, core.glance().dram
         since = departed - departed_before
         self._claims.period_over(self._device, core, dram)
         demoted = self._move_state(dram, alone)
-        self._has_no_layout = news is not None
-        if news is not None:
-            self._news = None
-            core.forget_layout(news)
-            self._trim(partial(core.trim, news))  # gradients, too, are freed by now
-            watch.expect_news()
+        self._has_no_layout = new_plans is not None
+        if new_plans is not None:
+            self._new_plans = None
+            core.forget_layout(new_plans)
+            self._trim(partial(core.trim, new_plans))  # gradients, too, are freed by now
+            watch.expect_new_plans()
             kinds.forget()
             return False
         repeated = bool(now.repeated) and not self._evaluations.has_cut

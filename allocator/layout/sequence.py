@@ -130,7 +130,7 @@ class Watch:
         """The layout could not be set: look again, as rarely as at a program that never repeats."""
         self._lacking = True
 
-    def expect_news(self) -> None:
+    def expect_new_plans(self) -> None:
         """The layout is forgotten, as the program is about to change: make one once it repeats again.
 
         A program that never repeats is not looked at more often for that.

@@ -44,7 +44,7 @@ class CudaCompute:
     ) -> None:
         self.device = device
         self._library = library
-        # Our own allocator, where it is there, knows by itself what to give back; see `PageAllocator.expect_news`.
+        # Our own allocator, where it is there, knows by itself what to give back; see `PageAllocator.expect_new_plans`.
         memory = memory or Memory(peaks.PeaksOfPyTorch(device), renew=torch.cuda.empty_cache)
         self._peaks, self.aside, self.tidy, self.renew = memory
         self.lap = self._peaks.lap

@@ -31,7 +31,7 @@ struct Asked {
 
   Result copy(Streams &lane, const Span *spans, int count, int waits, const Handle *events, bool timed) {
     if (Result error = wait(lane.now(), waits, events)) return error;
-    if (Result error = behind.hold_back(lane.now())) return error;
+    if (Result error = behind.delay(lane.now())) return error;
     if (timed) {
       if (Result error = begin.record(lane.now())) return error;
     }

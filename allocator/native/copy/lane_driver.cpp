@@ -157,15 +157,15 @@ Result Streams::synchronize() const {
   return 0;
 }
 
-Result Streams::give(uint64_t nbytes) {
-  if (given_ && given_ + nbytes > turn_bytes_) {
+Result Streams::take_turn(uint64_t nbytes) {
+  if (in_turn_ && in_turn_ + nbytes > turn_bytes_) {
     Event over(device_, kUntimed);
     if (Result error = over.record(now())) return error;
-    if (Result error = over.hold_back(streams_[1 - current_])) return error;
+    if (Result error = over.delay(streams_[1 - current_])) return error;
     current_ = 1 - current_;
-    given_ = 0;
+    in_turn_ = 0;
   }
-  given_ += nbytes;
+  in_turn_ += nbytes;
   return 0;
 }
 
@@ -190,7 +190,7 @@ Result Batch::submit(Streams &lane) {
   for (size_t first = 0, count = 0; first < sizes_.size(); first += count) {
     count = a_call(first);
     const auto begin = sizes_.begin() + first;
-    if (Result error = lane.give(std::accumulate(begin, begin + count, uint64_t{0}))) return error;
+    if (Result error = lane.take_turn(std::accumulate(begin, begin + count, uint64_t{0}))) return error;
     const Handle stream = lane.now();
     const bool together = batches && count > 1;
     const Result refused = together ? at_once(first, count, stream) : 0;

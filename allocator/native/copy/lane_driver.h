@@ -86,8 +86,8 @@ class Event {
 
   // At the end of `stream`.
   Result record(Handle stream);
-  // No wait if it was never recorded here.
-  Result hold_back(Handle stream) const { return handle_ == nullptr ? 0 : driver().stream_wait(stream, handle_, 0); }
+  // Have `stream` wait for it; not if it was never recorded here.
+  Result delay(Handle stream) const { return handle_ == nullptr ? 0 : driver().stream_wait(stream, handle_, 0); }
   Handle hand_on() { return std::exchange(handle_, nullptr); }
 
  private:
@@ -114,14 +114,14 @@ class Streams {
   // Whose turn it is.
   Handle now() const { return streams_[current_]; }
   Result create();
-  // Before copies of `nbytes`: those are for the other stream if this one had its share.
-  Result give(uint64_t nbytes);
+  // Call before copies of `nbytes`: if they would make the turn too long, the other stream's turn begins.
+  Result take_turn(uint64_t nbytes);
   // Wait for both: while a graph was captured, that one waits for the other may have become a part of it alone.
   Result synchronize() const;
 
  private:
   int device_;
-  uint64_t turn_bytes_, given_ = 0;  // the most that a turn has, and what this one has so far
+  uint64_t turn_bytes_, in_turn_ = 0;  // the most that a turn has, and what this one has so far
   Handle streams_[2] = {};
   int current_ = 0;
 };

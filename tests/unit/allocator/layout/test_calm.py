@@ -77,7 +77,7 @@ def test_news_that_come_while_another_thread_ends_its_period_are_of_the_next(
     def then_another_thread(periods: Periods, *arguments: Any) -> bool:
         nothing_done = look(periods, *arguments)
         assert nothing_done, "it would be calm from here on"
-        pages.expect_news(GPU)
+        pages.expect_new_plans(GPU)
         return nothing_done
 
     pages.begin()
@@ -131,7 +131,7 @@ def test_all_that_is_done_is_the_same_as_with_a_look_at_every_period(
                 elif what == "full":
                     pages._full(0, 12 * MiB)
                 elif what:
-                    pages.expect_news(GPU, sum(sizes), now=what == "news now")
+                    pages.expect_new_plans(GPU, sum(sizes), now=what == "news now")
                 pages.period_over()
                 seen.append((core.counts(), ledger.used("dram"), pages.spilled(GPU), pages.overflow(GPU)))
         core.close()

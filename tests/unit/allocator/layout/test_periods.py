@@ -244,7 +244,7 @@ def test_a_step_that_is_said_to_be_another_goes_by_no_layout_and_the_next_by_its
         step(core, 4 * MiB, 8 * MiB)
         pages.period_over()
     assert core.counts().planned == 2
-    pages.expect_news(torch.device("cuda", 0))
+    pages.expect_new_plans(torch.device("cuda", 0))
     step(core, 4 * MiB, 8 * MiB)  # what is under way when plans change ends as it began
     assert core.counts().planned == 4
     pages.period_over()
@@ -262,11 +262,11 @@ def test_what_a_step_that_is_over_leaves_idle_goes_back_before_the_next_begins(p
     pages.period_over()
     mapped = core.counts().hbm
     assert mapped >= 12 * MiB
-    pages.expect_news(torch.device("cuda", 0))
+    pages.expect_new_plans(torch.device("cuda", 0))
     assert core.counts().hbm == mapped  # backward may still need it
-    pages.expect_news(torch.device("cuda", 0), 8 * MiB, now=True)
+    pages.expect_new_plans(torch.device("cuda", 0), 8 * MiB, now=True)
     assert core.counts().hbm == 8 * MiB, "as much as the next one is to need"
-    pages.expect_news(torch.device("cuda", 0), now=True)
+    pages.expect_new_plans(torch.device("cuda", 0), now=True)
     assert core.counts().hbm == 0
 
 
@@ -277,7 +277,7 @@ def test_what_lay_off_the_sequence_in_a_step_without_a_layout_is_unmapped_at_its
     device = torch.device("cuda", 0)
     pages.begin()
     step(core, 4 * MiB, 8 * MiB)
-    pages.expect_news(device)
+    pages.expect_new_plans(device)
     pages.period_over()
     with off_sequence():
         step(core, 16 * MiB)
@@ -297,7 +297,7 @@ def test_what_a_program_was_like_before_its_plans_changed_takes_no_memory_after(
         step(core, *sizes)
         pages.period_over()
     assert core.counts().hbm == 16 * MiB
-    pages.expect_news(torch.device("cuda", 0))
+    pages.expect_new_plans(torch.device("cuda", 0))
     for _ in range(3):
         pages.period_over()
         step(core, 2 * MiB, 6 * MiB)

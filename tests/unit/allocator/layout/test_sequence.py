@@ -136,7 +136,7 @@ def test_a_program_that_settled_is_looked_at_as_in_the_beginning_when_it_is_abou
     for _ in range(500):
         watch.period_over(1000, 900, repeated=False)
     watch.period_over(1000, 0, repeated=True)
-    watch.expect_news()
+    watch.expect_new_plans()
     assert not watch.nothing_departed()
     assert all(watch.period_over(1000, 900, repeated=False) for _ in range(EAGER - 1))
 
@@ -145,7 +145,7 @@ def test_a_program_that_is_new_in_every_period_is_not_looked_at_more_often_for_o
     watch, looks = Watch(), 0
     for period in range(1000):
         if period % 4 == 3:
-            watch.expect_news()
+            watch.expect_new_plans()
         looks += watch.period_over(1000, 900, repeated=False)
     assert looks < 30
 

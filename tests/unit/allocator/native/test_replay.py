@@ -188,7 +188,7 @@ def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive(
             if step == 2:
                 before = counts
                 next_one = steps[min(number + 1, len(steps) - 1)]
-                pages.expect_news(torch.device("cuda", 0), static + most_alive(next_one))
+                pages.expect_new_plans(torch.device("cuda", 0), static + most_alive(next_one))
             pages.period_over()
 
 
