@@ -1,8 +1,8 @@
-"""What must end before the interpreter does.
+"""Closes what has threads before the interpreter exits.
 
-A daemon thread that comes back from C++ while the interpreter goes down is ended there and then, and an end within C++
-takes the whole process along: ``abort``, with everything it had to say and its exit code. So whoever has such threads,
-and may have been left open, is closed first. A session closes its own; this is for programs that use the parts alone.
+A daemon thread that returns from C++ while the interpreter shuts down is ended at that point, within C++, and that
+aborts the whole process: its last output and its exit code are lost. So what has such threads, and was left open, is
+closed first. A session closes its own parts; this is for programs that use the parts alone.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Everything that is raised on purpose.
+"""The errors that we raise on purpose.
 
 The facts travel as ``args`` and the text is made from them, so an error survives pickling between processes.
 """
 
 from __future__ import annotations
 
-from torch_tiers.allocator.ledger import Holder, tell
+from torch_tiers.allocator.holders import Holder, describe_holders
 from torch_tiers.allocator.sizes import format_size
 
 _REMEDIES = {
@@ -16,7 +16,7 @@ _REMEDIES = {
         "the last checkpoint"
     ),
 }
-"""What to do, by what a store could not do. Who meets a write that fails still has the data."""
+"""Advice to the user, by what a store could not do. None for a write: the program still has the data."""
 
 
 class TiersError(Exception):
@@ -63,7 +63,7 @@ class TierFull(TiersError):
 
     @property
     def _held_elsewhere(self) -> str:
-        return f", held elsewhere on the node: {tell(self.others)}" if self.others else ""
+        return f", held elsewhere on the node: {describe_holders(self.others)}" if self.others else ""
 
     @property
     def _where(self) -> str:

@@ -1,7 +1,7 @@
-"""The page-grouping allocator of a process: PyTorch's CUDA memory on our pages.
+"""The page-grouping allocator of a process: it serves PyTorch's requests for CUDA memory from our own pages.
 
-Installs the core under PyTorch, and tells it where periods end; what is decided then is each GPU's own
-(`allocator.periods`). Pages lie in HBM while its budget lasts, and in DRAM that the GPU addresses after that.
+`PageAllocator` installs the native core as PyTorch's allocator, and passes on where steps end to each GPU's
+`allocator.layout.periods`. Pages lie in HBM while its budget lasts, and after that in DRAM that the GPU addresses.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from pathlib import Path
 
 import torch
 
-from torch_tiers.allocator import adapter
-from torch_tiers.allocator.claims import DramClaims
-from torch_tiers.allocator.ledger import Account
-from torch_tiers.allocator.native import Core, is_aside
-from torch_tiers.allocator.peaks import PeaksOfCore
-from torch_tiers.allocator.periods import Periods
-from torch_tiers.allocator.room import Room
+from torch_tiers.allocator.host.claims import DramClaims
+from torch_tiers.allocator.host.ledger import Account
+from torch_tiers.allocator.host.room import Room
+from torch_tiers.allocator.layout.periods import Periods
+from torch_tiers.allocator.native import Core, is_off_sequence
+from torch_tiers.allocator.native.peaks import PeaksOfCore
+from torch_tiers.allocator.native.pytorch import adapter
 from torch_tiers.allocator.sizes import GiB
 
 MARGIN = GiB  # of a GPU, for contexts and libraries of this process and of others
 
 
 class PageAllocator:
-    """What the cores of all GPUs share. Made before CUDA is initialised; lasts as long as the process.
+    """The allocator of all GPUs. Made before CUDA is initialised; lasts as long as the process.
 
     Parameters
     ----------
     library : Path
-        The adapter, as `allocator.adapter.build` returns it.
+        The adapter, as `allocator.native.pytorch.adapter.build` returns it.
     hbm : int
         Budget per GPU, in bytes; 0 for all that is free.
     dram : int
@@ -59,9 +59,10 @@ class PageAllocator:
         adapter.install(self._library, self._hbm, self._full)
 
     def borrow(self, lender: Callable[[int], int] | None) -> None:
-        """Where no DRAM is left, have `lender` give back so many bytes that lie idle elsewhere; it says how many did.
+        """Call `lender` with a number of bytes where no DRAM is left; None ends that.
 
-        Called from any thread that asks for memory.
+        It releases as many bytes of DRAM that lie idle elsewhere in this process, and returns how many it did. It is
+        called from any thread that asks for memory.
         """
         self._claims.lender = lender
 
@@ -99,22 +100,22 @@ class PageAllocator:
         return max(0, free - MARGIN)
 
     def lend(self, device: torch.device, nbytes: int) -> None:
-        """Let a GPU's program take so many bytes of HBM beyond its budget; 0 takes that back.
+        """Raise a GPU's limit by `nbytes` beyond its budget; 0 restores it.
 
-        What is more than the budget by then goes as it is freed.
+        What is above the limit then is released as the program frees it.
         """
         periods = self._of(device.index)
         if periods is not None:
             periods.lend(nbytes)
 
     def withhold(self, device: torch.device, nbytes: int) -> None:
-        """Keep so many bytes of a GPU's budget for what is not made by PyTorch, such as staging slots; 0 ends that."""
+        """Lower a GPU's limit by `nbytes`, for what PyTorch does not allocate, such as staging slots; 0 restores it."""
         periods = self._of(device.index)
         if periods is not None:
             periods.withhold(nbytes)
 
     def peaks(self, device: torch.device) -> PeaksOfCore:
-        """What tells the most bytes that a GPU's program had in use; for one caller, as each peak is told once."""
+        """Measures the most bytes that a GPU's program had in use; for one caller, as each call begins a new peak."""
 
         def core() -> Core | None:
             periods = self._of(device.index)
@@ -123,52 +124,52 @@ class PageAllocator:
         return PeaksOfCore(core)
 
     def state(self, on: bool) -> None:
-        """Whether what is asked for from now on lives as long as the program, as an optimizer's state does."""
+        """Whether requests from now on live as long as the program, as an optimizer's state does."""
         for _, core in self.cores():
             core.state(on)
 
     # ----------------------------------------------------------------------------------- periods
 
     def begin(self) -> None:
-        """The first period begins: what was asked for so far was of no period."""
+        """The first period begins: requests before it belong to none."""
         for _, periods in self._all():
             periods.begin()
 
     def step_over(self) -> None:
-        """An optimizer has stepped: if it was the last, what comes until the period is over may be an evaluation's."""
+        """An optimizer has stepped. If it is the period's last, the requests until its end may be an evaluation's."""
         for _, periods in self._all():
             periods.step_over()
 
     def period_over(self, *, alone: bool = True) -> None:
-        """A period ends on all GPUs; `alone`, no other thread trains, see `Periods.period_over`."""
+        """A period has ended on all GPUs; `alone` says that no other thread trains, see `Periods.period_over`."""
         for _, periods in self._all():
             periods.period_over(alone=alone)
 
     def tidy(self, device: torch.device) -> None:
-        """What was asked for aside on a GPU has been given back: let go of what was mapped for it."""
+        """Unmap what was mapped on a GPU for requests off the sequence, which have been freed by now."""
         periods = self._of(device.index)
         if periods is not None:
             periods.tidy()
 
-    def expect_news(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
-        """From the next period on other tensors stay and move on a GPU.
+    def expect_new_plans(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
+        """Other tensors stay and move on a GPU from the next period on: its layout is of no use any more.
 
-        That one goes by best fit, in what the one before leaves idle; what is more than that period is to need goes
-        back. One that departs here and there from a layout that was another's finds places taken, and takes pages
-        beside it, in DRAM where HBM is full. Nor are more pages made then than it is to need while others lie idle:
-        between a budget and what is alive best fit would fill all there is.
+        The next period is served by best fit, from pages that the one before leaves idle; what it is not expected to
+        need is released. The old layout would be worse: requests that depart from it here and there find their places
+        taken, and take new pages, in DRAM where HBM is full. While pages lie idle, no more are made in that period
+        than it is expected to need: best fit would otherwise fill the budget.
 
         Parameters
         ----------
         peak : int
-            What that period is expected to have in HBM, in bytes; 0 if nobody knows.
+            The most that period is expected to have in HBM, in bytes; 0 if unknown.
         now : bool
-            Whether this one is over but for what frees memory, and nobody else allocates: then that is done at once, as
-            the next one may be measured before it gets to its first forward.
+            Release memory at once, not at the period's end: the present period only frees from now on, and no other
+            thread allocates. The next one may be measured before its first forward.
         """
         periods = self._of(device.index)
         if periods is not None:
-            periods.expect_news(peak, now=now)
+            periods.expect_new_plans(peak, now=now)
 
     def spilled(self, device: torch.device) -> bool:
         """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
@@ -176,19 +177,19 @@ class PageAllocator:
         return periods is not None and periods.spilled
 
     def overflow(self, device: torch.device) -> int:
-        """Bytes of DRAM that the last period left mapped, without the state that sank there."""
+        """Bytes of DRAM that the last period left mapped, without demoted state."""
         periods = self._known.get(device.index)
         return periods.overflow if periods is not None else 0
 
     # -------------------------------------------------------------------------------------- DRAM
 
     def _full(self, device: int, nbytes: int) -> bool:
-        """Every tier is full for a request of `nbytes`; whether to try again.
+        """Every tier is full for a request of `nbytes`: claim DRAM for it; whether to try again.
 
         Called by the adapter, from any thread, without any lock of the core's.
         """
-        # Layouts are made while a recorded period stands aside, and may need DRAM: these ask for themselves.
-        periods = None if is_aside() else self._of(device)
+        # Layouts are made off the sequence in recorded periods, and may need DRAM: `Periods` claims it for them.
+        periods = None if is_off_sequence() else self._of(device)
         if periods is None:
             return False
         counts = periods.core.counts()

@@ -1,6 +1,6 @@
-"""What belongs to this user alone: directories and files that nobody else can have put there, or may change.
+"""Directories and files that belong to this user alone: nobody else can have made them, or may change them.
 
-In directories that all users share, such as /tmp, anybody may make what we look for, before we do or in its place.
+In directories that all users share, such as /tmp, anybody may make the file that we look for, before we do.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-"""Who else may write."""
+"""Mode bits that let others write."""
 ACCESSIBLE = stat.S_IRWXG | stat.S_IRWXO
-"""Who else may do anything."""
+"""Mode bits that let others do anything."""
 
 
 def is_ours(found: os.stat_result, denied: int = WRITABLE) -> bool:
@@ -24,7 +24,7 @@ def is_ours(found: os.stat_result, denied: int = WRITABLE) -> bool:
 
 
 def make_directory(path: Path) -> Path:
-    """`path`, made with those above it, for this user alone, where it is not there; OSError if that cannot be done."""
+    """Make `path`, and the directories above it, for this user alone, if it does not exist. OSError if that fails."""
     if not path.is_dir():
         make_directory(path.parent)
         with suppress(FileExistsError):
@@ -34,7 +34,7 @@ def make_directory(path: Path) -> Path:
 
 @contextmanager
 def opened(path: Path, *, make: bool = False, denied: int = WRITABLE) -> Iterator[int]:
-    """Open a directory of this user's, to look at and change through its descriptor what is in it.
+    """Open a directory of this user's; its descriptor is for looking at and changing what is in it.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.nvme import cufile
 from torch_tiers.allocator.nvme.files import FILES, several
 from torch_tiers.allocator.nvme.kvikio import KvikioFile

@@ -28,8 +28,8 @@ import torch
 from benchmarks.kills import Row, kills
 from tests.scenarios import bits, moving, perceptron, train
 from tests.unit.store_faults import Fault, FaultyFile, fail, short
-from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.errors import CorruptionError, StoreError
+from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.nvme import store
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.sizes import MiB, format_size

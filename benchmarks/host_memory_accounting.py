@@ -27,8 +27,8 @@ import torch
 
 from tests.unit.limited import Cgroup, cgroup_refusal
 from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.host.pinning import Pages, map_pages, pin, touch
 from torch_tiers.allocator.native import Core
-from torch_tiers.allocator.pinning import Pages, map_pages, pin, touch
 from torch_tiers.allocator.sizes import PAGE, GiB, KiB, format_size
 from torch_tiers.topology.memory import hierarchies
 

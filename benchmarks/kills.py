@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_tiers.allocator.ledger import Ledger
+from torch_tiers.allocator.host.ledger import Ledger
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.monitor import board
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.alternate import Ratio, median_ratio, self_timed, sm_clock
-from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.sizes import KiB, MiB, format_size
 from torch_tiers.migrator.runtime.devices import Device, open_device
 from torch_tiers.migrator.streams import Event, Lane, Piece

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from torch_tiers.allocator import native
-from torch_tiers.allocator.sequence import Foreseen, Log, foresee
+from torch_tiers.allocator.layout.sequence import Log, predict
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 from torch_tiers.allocator.sizes import MiB
 
 ROOT = Path(__file__).parents[1]
@@ -93,11 +94,11 @@ def _layout(events: list[tuple[int, int]]) -> list[int]:
     deaths = {block: at for at, (block, nbytes) in enumerate(events) if not nbytes}
     sizes = (-(-nbytes // 512) * 512 for _, nbytes in events if nbytes)
     rows = [(size, 0, births[block], deaths[block], 0) for size, block in zip(sizes, births, strict=True)]
-    foreseen = foresee(Log(np.array(rows, native.REQUEST), len(events)))
-    assert isinstance(foreseen, Foreseen)
-    requests = zip(foreseen.sizes.tolist(), foreseen.offsets.tolist(), strict=True)
-    visits = foreseen.visits.tolist()
-    return [len(foreseen.sizes), *(number for request in requests for number in request), len(visits), *visits]
+    predicted = predict(Log(np.array(rows, native.REQUEST), len(events)))
+    assert isinstance(predicted, SequenceLayout)
+    requests = zip(predicted.sizes.tolist(), predicted.offsets.tolist(), strict=True)
+    visits = predicted.visits.tolist()
+    return [len(predicted.sizes), *(number for request in requests for number in request), len(visits), *visits]
 
 
 def whole_steps() -> list[str]:

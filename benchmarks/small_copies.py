@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_tiers.allocator.native import lane
+from torch_tiers.allocator.native.copy import lane
 from torch_tiers.allocator.sizes import GiB, MiB
 
 LANE = 4 * GiB  # copied in each measurement

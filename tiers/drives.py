@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.host.ledger import Account
+from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.nvme import cufile
 from torch_tiers.allocator.nvme.choose import Opener, choose_backends, gpu_in_use
 from torch_tiers.allocator.nvme.decide import Decision
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.nvme.ways import SLOT_BYTES, SLOTS
-from torch_tiers.allocator.room import Room
 from torch_tiers.config import NvmeConfig
 from torch_tiers.migrator.offload.direct import DirectWay
 

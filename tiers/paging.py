@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torch_tiers.allocator import adapter
-from torch_tiers.allocator.adapter import NoAdapter
-from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.host.ledger import Account
 from torch_tiers.allocator.native import Counts
+from torch_tiers.allocator.native.pytorch import adapter
+from torch_tiers.allocator.native.pytorch.adapter import NoAdapter
 from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.config_keys import ConfigError

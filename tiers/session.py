@@ -19,11 +19,11 @@ import torch
 
 import torch_tiers
 from torch_tiers import paging, run_directory
-from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.allocator.extension import CannotBuild
+from torch_tiers.allocator.extensions.extension import CannotBuild
+from torch_tiers.allocator.host.dram import DramArena
+from torch_tiers.allocator.host.pinning import return_what_is_freed
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.allocator.pinning import return_what_is_freed
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.autoload import catch_up, give_up, is_new
 from torch_tiers.config import Config, ConfigError, load
@@ -179,7 +179,7 @@ class Session:
             idle_after=IDLE_SECONDS,
         )
         if (pages := paging.installed()) is not None:
-            pages.borrow(self._dram.give_back)
+            pages.borrow(self._dram.release_idle)
         if shares.nvme:
             self._drives = Drives(
                 nvme,

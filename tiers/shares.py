@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from torch_tiers.allocator.ledger import Account, Ledger
-from torch_tiers.allocator.room import Room
+from torch_tiers.allocator.host.ledger import Account, Ledger
+from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.sizes import PAGE, GiB, MiB
 from torch_tiers.config import Config, ConfigError
 from torch_tiers.launcher import processes

@@ -1,13 +1,17 @@
-"""The allocator's native core: pages, heaps and the layout of a period, behind a plain C interface."""
+"""The allocator's native core: C++ that maps pages, hands out blocks, and follows the layout of a step.
+
+`core.h` is its plain C interface. `binding` declares that for ctypes, and `core` wraps it in `Core`. The C++ is tested
+without a GPU: `driver/` has what it needs of CUDA, and a second implementation on anonymous files.
+"""
 
 from torch_tiers.allocator.native.binding import (
     BLOCK,
     DRAM,
     FREE,
     HBM,
-    HELD,
     LIBRARY,
     PARTS,
+    PENDING_FREE,
     PERIODS,
     REQUEST,
     STATE,
@@ -19,14 +23,14 @@ from torch_tiers.allocator.native.binding import (
     checked,
     library,
 )
-from torch_tiers.allocator.native.core import Core, Counts, aside, is_aside
+from torch_tiers.allocator.native.core import Core, Counts, is_off_sequence, off_sequence
 
 __all__ = [
     "BLOCK",
     "DRAM",
     "FREE",
     "HBM",
-    "HELD",
+    "PENDING_FREE",
     "LIBRARY",
     "PARTS",
     "PERIODS",
@@ -39,8 +43,8 @@ __all__ = [
     "CoreFull",
     "Counts",
     "Glance",
-    "aside",
+    "off_sequence",
     "checked",
-    "is_aside",
+    "is_off_sequence",
     "library",
 ]

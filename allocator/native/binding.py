@@ -16,9 +16,9 @@ U64, P64 = ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)
 
 HBM, DRAM = 0, 1
 PARTS, PERIODS = 0, 1
-FREE, USED, HELD = 1, 2, 3
+FREE, USED, PENDING_FREE = 1, 2, 3
 STATE = 1
-"""Tiers, laps, kinds of blocks, and the class of what lives as long as the program: the enumerations of `core.h`."""
+"""Enumerations of `core.h`: tiers, laps, kinds of blocks, the class of blocks that live as long as the program."""
 
 REQUEST = np.dtype([("bytes", "u8"), ("stream", "u8"), ("birth", "i8"), ("death", "i8"), ("class", "i8")])
 """One request of a period's log: rounded bytes, the events of its birth and death (-1: alive), and its class."""
@@ -40,7 +40,7 @@ BLOCK = np.dtype(
 
 
 class CoreError(TiersError):
-    """The core could not do what was asked; the text tells which call of the driver failed."""
+    """The core could not do what was asked; the text says which call of the driver failed."""
 
 
 class CoreFull(CoreError):
@@ -48,7 +48,7 @@ class CoreFull(CoreError):
 
 
 class CoreBusy(CoreError):
-    """A stream is being captured into a graph, and nobody may wait for it: nothing was done."""
+    """A stream is being captured into a graph, so the core cannot wait for it: nothing was done."""
 
 
 _FAILURES: dict[int, type[CoreError]] = {1: CoreFull, 4: CoreBusy}
@@ -81,7 +81,7 @@ PLAIN = (
 
 
 class Stats(ctypes.Structure):
-    """All that the core counts: five numbers by size of block (all, small, large), and plain ones."""
+    """All counters of the core: five by size of block (all, small, large), and plain ones."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, _Stat * 3) for name in _BY_SIZE),
@@ -90,20 +90,20 @@ class Stats(ctypes.Structure):
 
 
 class Glance(ctypes.Structure):
-    """What is asked for after every period.
+    """The few counters that are read after every period.
 
     Attributes
     ----------
     departed : int
-        Requests so far that did not come as laid out, or whose place was taken.
+        Requests so far that were not as laid out, or whose place was taken.
     dram, dram_state : int
         Bytes of physical pages, and of those that state has a part of.
     present : int
-        Which of the sequences that are laid out came last.
+        The number of the laid-out sequence that came last.
     came : int
-        How many of its requests had come when the last period ended.
+        How many of that sequence's requests had come when the last period ended.
     requests : int
-        Of the period under way, so far.
+        Requests of the period under way, so far.
     repeated : int
         Whether the last period had the same requests, at the same events, as the one before it.
     """
@@ -142,7 +142,7 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
     core.tn_open.argtypes = [ctypes.c_char_p, ctypes.c_int, U64, U64, ctypes.POINTER(ctypes.c_void_p)]
     core.tn_allocate.argtypes = [ctypes.c_void_p, U64, U64, U64, P64]
     core.tn_pack.argtypes = [U64, *[ctypes.c_void_p] * 3, ctypes.c_int64, U64, ctypes.c_void_p, P64]
-    core.tn_aside.argtypes = [ctypes.c_int]
+    core.tn_off_sequence.argtypes = [ctypes.c_int]
     others: dict[str, list[Any]] = {
         "tn_close": [],
         "tn_free": [U64],
@@ -160,8 +160,8 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
         "tn_share": [ctypes.c_int],
         "tn_mark": [ctypes.POINTER(Glance)],
         "tn_log": [ctypes.c_int, ctypes.c_void_p, U64, P64],
-        "tn_plan": [U64, U64, *[ctypes.c_void_p] * 3, U64, ctypes.c_void_p],
-        "tn_forget_plan": [U64],
+        "tn_set_layout": [U64, U64, *[ctypes.c_void_p] * 3, U64, ctypes.c_void_p],
+        "tn_forget_layout": [U64],
         "tn_move": [U64, ctypes.c_int],
         "tn_on": [U64, ctypes.c_int],
         "tn_get_stats": [ctypes.POINTER(Stats)],

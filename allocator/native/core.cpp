@@ -1,4 +1,4 @@
-// The core's decisions: where a request goes, and what is given back when.
+// The core's decisions: where a request goes, when a free takes effect, and when idle pages are unmapped.
 #include <pthread.h>
 
 #include <algorithm>
@@ -45,7 +45,7 @@ class Delay {
 
 }  // namespace
 
-thread_local int tiers::aside = 0;
+thread_local int tiers::off_sequence = 0;
 
 uint64_t tiers::forks() {
   static std::atomic<uint64_t> count{0};
@@ -63,21 +63,22 @@ Status tn_core::heap(const Key &key, Heap **out) {
   Status status = primitives->reserve(bytes, &base);
   while (status != Status::Ok && bytes > kSmallestRange) status = primitives->reserve(bytes /= 2, &base);
   if (status != Status::Ok) {  // those of pools that are gone may be had
-    status = surrender_all(nullptr);
+    status = unmap_all_idle(nullptr);
     if (status == Status::Ok) status = primitives->reserve(bytes, &base);
   }
   if (status != Status::Ok) return status;
   auto made = std::make_unique<Heap>(*primitives, pages, Tier(tier), stream, pool, kind == State, base, bytes);
   *out = by_key[key] = made.get();
-  if (plan.heap && pool == 0 && tier == kHbm && stream != plan.heap->stream()) plan.others.push_back(made.get());
+  if (layout.heap && pool == 0 && tier == kHbm && stream != layout.heap->stream()) layout.others.push_back(made.get());
   heaps.emplace(base, std::move(made));
   std::lock_guard<std::mutex> guard(places_mutex);
   places[base] = base + bytes;
   return Status::Ok;
 }
 
-// Without the core's lock, which is held while it waits for a stream: work on that may wait for what another GPU's
-// thread is to launch, which first frees a block and asks every core whose it is.
+// Without the core's lock, which another thread may hold while it waits for a stream. Work on that stream may itself
+// wait for what another GPU's thread is about to launch; and that thread may first free a block, and ask every core
+// whose it is.
 bool tn_core::owns(uint64_t address) {
   std::lock_guard<std::mutex> guard(places_mutex);
   auto after = places.upper_bound(address);
@@ -97,20 +98,20 @@ bool tn_core::is_retired(uint64_t pool) const {
 }
 
 Status tn_core::find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
-  if (thrifty) {
-    thrifty -= !aside;
-    Status status = find_thriftily(bytes, stream, pool, heap_out, block);
+  if (no_growth) {
+    no_growth -= !off_sequence;
+    Status status = find_without_growth(bytes, stream, pool, heap_out, block);
     if (status != Status::Full) return status;
   }
-  // Idle HBM is used, or taken from where it lies idle, before anything goes to DRAM.
+  // Idle pages of HBM are used, wherever they are mapped, before anything goes to DRAM.
   Status status = find_in(kHbm, bytes, stream, pool, true, heap_out, block);
-  if (status != Status::Full || pages[kDram].limit() == 0 || aside) return status;
+  if (status != Status::Full || pages[kDram].limit() == 0 || off_sequence) return status;
   return find_in(kDram, bytes, stream, pool, true, heap_out, block);
 }
 
-// In HBM, where no page is made beyond what is expected to be alive at most: what lies idle is mapped anew first.
-Status tn_core::find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
-  // What fits makes no page, and so need not ask all heaps for what is idle.
+// The same in HBM alone, without growth beyond what is expected to be alive at most: idle pages are mapped anew first.
+Status tn_core::find_without_growth(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap_out, Block **block) {
+  // A block that fits needs no page, so the idle pages of all heaps need not be counted.
   Status status = fit_in(kHbm, bytes, stream, pool, heap_out, block);
   if (status != Status::Ok || *block) return status;
   uint64_t most = std::max(uint64_t(stats.active[TN_ALL].current) + bytes, expected) / page;
@@ -131,18 +132,19 @@ Status tn_core::find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Hea
       retries = before;  // HBM is not full
     }
   } lowered{pages[kHbm], pages[kHbm].limit(), stats.retries, stats.retries};
-  // Pages of which others use a part are of no use here: where the rest and all that lies idle is too little, the
-  // difference is made, and no more than that.
+  // Pages that blocks use in part cannot be unmapped. Where all idle pages are too few, the difference is made, and no
+  // more than that.
   uint64_t needed = (bytes + page - 1) / page;
   uint64_t least = pages[kHbm].made() + needed - std::min(needed, idle);
   pages[kHbm].set_limit(std::min(lowered.limit, std::max(most + most / kSpare, least)));
   return find_in(kHbm, bytes, stream, pool, false, heap_out, block);
 }
 
-// While a sequence is followed, what is free in its region is somebody's to come, and the last to be taken.
-Range tn_core::kept_in(const Heap *heap) const {
-  bool is_kept = heap == plan.heap && plan.followed() && !aside;
-  return is_kept ? Range{plan.base, plan.base + plan.total} : Range{};
+// The region of the layout, if it lies in this heap and the program follows it: what is free there is for requests to
+// come, and the last that others take.
+Range tn_core::reserved_range(const Heap *heap) const {
+  bool is_reserved = heap == layout.heap && layout.followed() && !off_sequence;
+  return is_reserved ? Range{layout.base, layout.base + layout.total} : Range{};
 }
 
 // The heap that the request belongs to, and a free block in it; null if there is none.
@@ -150,23 +152,23 @@ Status tn_core::fit_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, 
   int kind = bytes <= kSmall ? Small : General;
   if (lifetime_class == TN_STATE && pool == 0) kind = State;
   Status status = heap({pool, stream, tier, kind}, heap_out);
-  *block = status == Status::Ok ? (*heap_out)->fit(bytes, kept_in(*heap_out)) : nullptr;
+  *block = status == Status::Ok ? (*heap_out)->fit(bytes, reserved_range(*heap_out)) : nullptr;
   return status;
 }
 
-// Who is `patient` also waits for the streams that use what was freed meanwhile, before the tier counts as full.
+// If `patient`, it also waits for the streams that pending frees wait for, before the tier counts as full.
 Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap_out,
                         Block **block) {
   Status status = fit_in(tier, bytes, stream, pool, heap_out, block);
   if (status != Status::Ok || *block) return status;
   const Delay delay(delayed);
   Heap *place = *heap_out;
-  const Range region = kept_in(place);
+  const Range region = reserved_range(place);
   uint64_t refused = 0;  // pages that the limit allows and the device does not give: other processes use it, too
   for (bool reclaimed = false;; reclaimed = true) {
     Heap::Growth growth;
     if (!place->growth(bytes, region, &growth)) {  // no addresses but those of the region
-      settle();
+      process_events();
       return (*block = place->fit(bytes)) ? Status::Ok : fail(Status::Full, kFull);
     }
     if (growth.pages <= pages[tier].available()) {
@@ -175,9 +177,9 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
       refused = pages[tier].available() - pages[tier].idle();
     }
     if (!reclaimed) {
-      settle();
+      process_events();
       if ((*block = place->fit(bytes))) return Status::Ok;
-      stats.retries += !aside;
+      stats.retries += !off_sequence;
     }
     // What was mapped beside the place may be unmapped with the rest: then there is more to map, and to reclaim.
     uint64_t idle = pages[tier].idle();
@@ -190,24 +192,25 @@ Status tn_core::find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool,
   }
 }
 
-// Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again. None at
-// all if there are not enough of them: requests that go to DRAM for want of HBM would unmap what the next ones map
+// Unmap idle pages of `tier` until `goal` are available, those of the heap `but` last: it would map them again. If
+// there are not enough of them, none is unmapped: the request goes to DRAM, and the next ones would have to map them
 // anew.
 Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
-  // What is aside must not take pages out of a layout's region: what comes there next would lie in DRAM, unnoticed.
-  bool is_kept = aside && but == plan.heap;
+  // A request off the sequence must not take pages out of the layout's region: what comes there next would lie in DRAM,
+  // unnoticed.
+  bool is_reserved = off_sequence && but == layout.heap;
   auto missing = [&] { return goal - std::min(goal, pages[tier].available()); };
   uint64_t there = pages[tier].available();
   for (auto &[base, heap] : heaps)
-    if ((heap->pool() == 0 || is_retired(heap->pool())) && !(is_kept && heap.get() == but))
+    if ((heap->pool() == 0 || is_retired(heap->pool())) && !(is_reserved && heap.get() == but))
       there += heap->idle_pages(tier);
   if (there < goal) return fail(Status::Full, "no idle pages");
   for (bool itself : {false, true}) {
-    if (itself && is_kept) break;
+    if (itself && is_reserved) break;
     for (auto &[base, heap] : heaps) {
       if ((heap.get() == but) != itself || !missing()) continue;
-      // While much lies idle in one heap, who asks for small blocks elsewhere would wait page by page.
-      Status status = surrender(*heap, tier, thrifty && !itself ? std::max(missing(), kLoose / page) : missing());
+      // While much lies idle in one heap, requests for small blocks elsewhere would wait for each page by itself.
+      Status status = unmap_idle(*heap, tier, no_growth && !itself ? std::max(missing(), kLoose / page) : missing());
       if (status != Status::Ok) return status;
     }
   }
@@ -215,13 +218,13 @@ Status tn_core::reclaim(uint64_t goal, Tier tier, const Heap *but) {
 }
 
 // Unmap up to `count` idle pages of a heap that lie in `tier`; none of a private pool, or while they may be in use.
-Status tn_core::surrender(Heap &heap, Tier tier, uint64_t count) {
+Status tn_core::unmap_idle(Heap &heap, Tier tier, uint64_t count) {
   bool is_private = heap.pool() != 0;
   if (!count || (is_private && !is_retired(heap.pool())) || !heap.idle_pages(tier)) return Status::Ok;
   // A graph may still be replaying, on any stream, and what reads its memory asked nobody for any.
   Status status = is_private ? wait_for_all() : wait_for_readers(heap.stream());
   if (status == Status::Busy) return Status::Ok;
-  return status == Status::Ok ? heap.surrender(tier, count) : status;
+  return status == Status::Ok ? heap.unmap_idle(tier, count) : status;
 }
 
 // Wait for the work on a stream. `Busy` while it is captured.
@@ -240,15 +243,15 @@ Status tn_core::wait_for_all() {
   return primitives->synchronize_all();
 }
 
-// Wait for whoever may read what lies idle on a stream's pages, so that these may be unmapped: one that is done with a
-// block may give it back while another reads it, as long as it waits for that one before it asks for more, as FSDP2
-// does with gradients. Those are streams that were asked for memory, or told of. Others are not waited for, as NCCL's:
-// a message under way there may take what the peer does after one of ours that this thread is yet to send.
+// Wait for whoever may read what lies idle on a stream's pages, so that these may be unmapped: a stream that is done
+// with a block may free it while another reads it, as long as it waits for that one before it asks for more, as FSDP2
+// does with gradients. Those are the streams with heaps, and those that `tn_used_on` named. Others are not waited for,
+// as NCCL's: a message under way there may take what the peer does after one of ours that this thread is yet to send.
 Status tn_core::wait_for_readers(Stream stream) {
   if (primitives->capturing(stream)) return fail(Status::Busy, kCapturing);
   std::set<Stream> readers;
   for (auto &[base, heap] : heaps) readers.insert(heap->stream());
-  for (auto &[user, queue] : ends) readers.insert(user);
+  for (auto &[user, queue] : use_events) readers.insert(user);
   ++stats.waits;
   for (Stream reader : readers) {
     if (primitives->capturing(reader)) continue;
@@ -261,32 +264,32 @@ Status tn_core::wait_for_readers(Stream stream) {
 Status tn_core::allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address) {
   if (requested > kLargest) return fail(Status::Full, kFull);
   uint64_t bytes = (std::max<uint64_t>(requested, 1) + kAlignment - 1) / kAlignment * kAlignment;
-  if (!waiting.empty()) settle();
+  if (!pending_frees.empty()) process_events();
   Heap *heap = nullptr;
-  Block *block = pool == 0 && !aside ? planned(bytes, stream, &heap) : nullptr;
+  Block *block = pool == 0 && !off_sequence ? laid_out(bytes, stream, &heap) : nullptr;
   if (!block) {
     Status status = find(bytes, stream, pool, &heap, &block);
     if (status != Status::Ok) return status;
   }
-  took(heap, block, requested);
+  record_allocation(heap, block, requested);
   *address = block->address;
   return Status::Ok;
 }
 
 // Bytes that are in use, or lie idle in HBM on other streams than the layout's: what is mapped there is of no use to
-// it. Nor is what those have given back and others are still reading.
+// it. Nor is what those have freed and others are still reading.
 int64_t tn_core::needed() const {
   int64_t bytes = stats.allocated[TN_ALL].current;
-  for (const Heap *other : plan.others) bytes += other->idle();
+  for (const Heap *other : layout.others) bytes += other->idle();
   return bytes;
 }
 
-void tn_core::took(Heap *heap, Block *block, uint64_t requested) {
+void tn_core::record_allocation(Heap *heap, Block *block, uint64_t requested) {
   block->requested = requested;
   block->small = block->bytes <= kSmall;
   block->period = period;
   block->request = UINT32_MAX;
-  if (heap->pool() == 0 && !aside && log[0].requests.size() <= kLongest) {
+  if (heap->pool() == 0 && !off_sequence && log[0].requests.size() <= kLongest) {
     Log &now = log[0];
     block->request = now.requests.size();
     now.note({block->bytes, heap->stream(), int64_t(now.events++), -1, lifetime_class});
@@ -321,25 +324,25 @@ Status tn_core::free(uint64_t address) {
     release(heap, block);
     return Status::Ok;
   }
-  heap->hold(block);
-  waiting.push_back({heap, block});
-  record_ends(std::prev(waiting.end()));
+  heap->defer_free(block);
+  pending_frees.push_back({heap, block});
+  record_uses(std::prev(pending_frees.end()));
   return Status::Ok;
 }
 
-// Note how far the streams are that use a block besides its own. Those of which that cannot be told, as they are being
-// captured or the driver refuses, stay on its list: until it can, the block is held.
-void tn_core::record_ends(std::list<Waiting>::iterator entry) {
+// Record an event on each stream that uses a freed block besides its own. Streams on which none can be recorded, as
+// they are being captured or the driver refuses, stay on the block's list: its free is pending until one can.
+void tn_core::record_uses(std::list<PendingFree>::iterator entry) {
   auto recorded = [&](Stream stream) {
     Event event = 0;
     if (primitives->capturing(stream) || primitives->record(stream, &event) != Status::Ok) return false;
-    ends[stream].push_back({event, entry});
-    ++entry->ends;
+    use_events[stream].push_back({event, entry});
+    ++entry->uses;
     return true;
   };
   auto &left = entry->block->streams;
   left.erase(std::remove_if(left.begin(), left.end(), recorded), left.end());
-  untold += !left.empty();
+  unrecorded += !left.empty();
 }
 
 void tn_core::release(Heap *heap, Block *block) {
@@ -350,26 +353,27 @@ void tn_core::release(Heap *heap, Block *block) {
   heap->free(block);
 }
 
-// Release blocks that no other stream uses any more. Every request comes here while blocks wait, and to ask for an
-// event takes the driver a microsecond: of each stream one is asked for that is not passed, as none behind it can be.
-void tn_core::settle() {
-  if (untold) {
-    untold = 0;
-    for (auto entry = waiting.begin(); entry != waiting.end(); ++entry)
-      if (!entry->block->streams.empty()) record_ends(entry);
+// Complete the pending frees whose events have all been passed. Every request comes here while frees are pending, and
+// to query an event takes the driver a microsecond: of each stream only the first that is not passed is queried, as
+// none behind it can be.
+void tn_core::process_events() {
+  if (unrecorded) {
+    unrecorded = 0;
+    for (auto entry = pending_frees.begin(); entry != pending_frees.end(); ++entry)
+      if (!entry->block->streams.empty()) record_uses(entry);
   }
-  for (auto next = ends.begin(); next != ends.end();) {
+  for (auto next = use_events.begin(); next != use_events.end();) {
     auto here = next++;
     auto &queue = here->second;
     bool over = true;
     while (!queue.empty() && primitives->query(queue.front().event, &over) == Status::Ok && over) {
       auto entry = queue.front().of;
       queue.pop_front();
-      if (--entry->ends || !entry->block->streams.empty()) continue;
+      if (--entry->uses || !entry->block->streams.empty()) continue;
       release(entry->heap, entry->block);
-      waiting.erase(entry);
+      pending_frees.erase(entry);
     }
-    if (queue.empty()) ends.erase(here);
+    if (queue.empty()) use_events.erase(here);
   }
 }
 
@@ -377,23 +381,23 @@ void tn_core::settle() {
 // there were any. PyTorch does so before it gives up, too.
 bool tn_core::wait_for_users(Tier tier) {
   std::vector<Stream> users;
-  for (auto &[stream, queue] : ends)
-    if (std::any_of(queue.begin(), queue.end(), [&](const End &end) { return end.of->heap->tier() == tier; }))
+  for (auto &[stream, queue] : use_events)
+    if (std::any_of(queue.begin(), queue.end(), [&](const UseEvent &use) { return use.of->heap->tier() == tier; }))
       users.push_back(stream);
   bool waited = false;
   for (Stream stream : users) waited |= wait(stream) == Status::Ok;
-  if (waited) settle();
+  if (waited) process_events();
   return waited;
 }
 
-// Unmap all idle pages, but not those of the heap `but`; and let go of heaps that nobody asks for memory any more.
-Status tn_core::surrender_all(const Heap *but) {
+// Unmap all idle pages, but not those of the heap `but`; and close the heaps of retired pools that have none left.
+Status tn_core::unmap_all_idle(const Heap *but) {
   for (auto next = heaps.begin(); next != heaps.end();) {
     auto here = next++;
     Heap &heap = *here->second;
     if (&heap == but) continue;
     for (Tier tier : {kHbm, kDram}) {
-      Status status = surrender(heap, tier, UINT64_MAX);
+      Status status = unmap_idle(heap, tier, UINT64_MAX);
       if (status != Status::Ok) return status;
     }
     if (heap.mapped() || !is_retired(heap.pool())) continue;
@@ -414,15 +418,15 @@ Status tn_core::surrender_all(const Heap *but) {
 // The same of all heaps, but not of as many pages of HBM as `keep` leaves room for in the heap that has most of them:
 // to unmap a page and to map it anew takes the driver 80 us, and thousands would be when plans change. A few are
 // unmapped all the same: small blocks take theirs one by one, and each would wait.
-Status tn_core::surrender_beyond(uint64_t keep) {
+Status tn_core::unmap_idle_beyond(uint64_t keep) {
   Heap *most = nullptr;
   for (auto &[base, heap] : heaps)
     if (heap->pool() == 0 && heap->tier() == kHbm && !heap->state() &&
         (!most || heap->idle_pages(kHbm) > most->idle_pages(kHbm)))
       most = heap.get();
-  Status status = surrender_all(most);
+  Status status = unmap_all_idle(most);
   if (status != Status::Ok || !most) return status;
   uint64_t made = pages[kHbm].made(), goal = made - std::min(made, keep) + kLoose / page;
-  status = surrender(*most, kHbm, goal - std::min(goal, pages[kHbm].idle()));
-  return status == Status::Ok ? surrender(*most, kDram, UINT64_MAX) : status;
+  status = unmap_idle(*most, kHbm, goal - std::min(goal, pages[kHbm].idle()));
+  return status == Status::Ok ? unmap_idle(*most, kDram, UINT64_MAX) : status;
 }

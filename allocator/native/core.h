@@ -19,7 +19,7 @@ extern "C" {
 enum { TN_OK = 0, TN_FULL = 1, TN_DRIVER = 2, TN_INVALID = 3, TN_BUSY = 4 };
 enum { TN_HBM = 0, TN_DRAM = 1 };
 enum { TN_UNIT_BYTES = 1 << 21 }; /* what a region is counted in: a part of a page, or a whole one */
-enum { TN_VOID = 0, TN_FREE = 1, TN_USED = 2, TN_HELD = 3 }; /* blocks; what is void is never listed */
+enum { TN_VOID = 0, TN_FREE = 1, TN_USED = 2, TN_PENDING_FREE = 3 }; /* kinds of blocks; void ones are never listed */
 /* Lifetime classes a program can tell us about: where requests go while nothing is known of their deaths. */
 enum { TN_ANY = 0, TN_STATE = 1 };
 
@@ -27,7 +27,7 @@ typedef struct tn_core tn_core;
 
 /* `backend` is "cuda" or "memfd"; limits in bytes, rounded down to pages. */
 TN_API int tn_open(const char *backend, int device, uint64_t hbm_limit, uint64_t dram_limit, tn_core **core);
-/* Give everything back. No address of the core may be in use, and no work on its streams under way. */
+/* Unmap and release everything. No address of the core may be in use, and no work on its streams under way. */
 TN_API int tn_close(tn_core *core);
 TN_API const char *tn_last_error(void);
 /* Bytes of a page, of which there are some thousands in HBM: 2 to 16 MiB, a power of two. */
@@ -35,9 +35,11 @@ TN_API uint64_t tn_page_bytes(const tn_core *core);
 
 /* Memory for work on `stream`, aligned to 512 bytes. TN_FULL when every tier that the device can address is full. */
 TN_API int tn_allocate(tn_core *core, uint64_t bytes, uint64_t stream, uint64_t pool, uint64_t *address);
-/* TN_INVALID if nothing in use begins there. May be called while work of the block's stream is under way. */
+/* TN_INVALID if no block in use begins there. May be called while work of the block's stream is under way; while
+ * another stream uses the block (`tn_used_on`), it is TN_PENDING_FREE. */
 TN_API int tn_free(tn_core *core, uint64_t address);
-/* The block is used on `stream`, too: once freed, it is handed out again when that stream is done with it. */
+/* The block is used on `stream`, too: once freed, it is handed out again when that stream has done all that it was
+ * given by then. */
 TN_API int tn_used_on(tn_core *core, uint64_t address, uint64_t stream);
 /* Begin and bytes of the block in use that holds `address`. */
 TN_API int tn_block_of(tn_core *core, uint64_t address, uint64_t *begin, uint64_t *bytes);
@@ -48,35 +50,34 @@ TN_API int tn_owns(tn_core *core, uint64_t address);
 TN_API int tn_pool_retire(tn_core *core, uint64_t pool);
 /* Bytes in use in a pool. */
 TN_API uint64_t tn_pool_used(tn_core *core, uint64_t pool);
-/* Take back all blocks of a private pool at once; then put one at a given address (a graph's checkpointed state). */
+/* Free all blocks of a private pool at once; then put one at a given address (a graph's checkpointed state). */
 TN_API int tn_pool_clear(tn_core *core, uint64_t pool);
 TN_API int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint64_t requested);
-/* A graph may be captured from now on (1), or is no more (0); these nest. Meanwhile nobody waits for all streams, which
- * would spoil it: the captured one need not have asked for memory yet. */
+/* A graph may be captured from now on (1), or no more (0); calls nest. Meanwhile the core never waits for all streams:
+ * that would break a capture, also on a stream that has not asked for memory yet. */
 TN_API void tn_capture(tn_core *core, int begins);
 
-/* The program was told that a request found no room; to be counted. */
+/* Count an OutOfMemoryError that the program got. */
 TN_API void tn_refused(tn_core *core);
 
 /* The class of the requests that follow. */
 TN_API void tn_class(tn_core *core, int lifetime_class);
-/* What the calling thread asks for from now on (1), of any core, is of no sequence, or is again (0); these nest. It is
- * not logged, and goes where it fits in HBM, also into a layout's region: what is large is to be given back before the
- * sequence goes on. Where there is no room it is TN_FULL, and nothing is pushed out for it. */
-TN_API void tn_aside(int begins);
-TN_API int tn_is_aside(void);
-/* The most of a tier to make from now on. What is there already stays until it goes back to the system. */
+/* From now on (1) the calling thread's requests, to any core, are not part of the program's sequence; or they are again
+ * (0). Calls nest. Such requests are not logged. They go where they fit in HBM, also into a layout's region: what is
+ * large has to be freed before the sequence goes on. Where HBM has no room for them they are TN_FULL. */
+TN_API void tn_off_sequence(int begins);
+TN_API int tn_is_off_sequence(void);
+/* The most of a tier to make from now on. What is there already stays until it is released to the system. */
 TN_API int tn_limit(tn_core *core, int tier, uint64_t bytes);
-/* Return idle memory of all pools that are not private to the system, and the addresses of retired ones with nothing in
- * use; waits for what may read it. Of HBM `keep` bytes stay: most of what lies idle of these is left mapped where it
- * is.
- */
+/* Unmap idle pages, but those of private pools, and release them to the system; unreserve the addresses of retired
+ * pools with nothing in use. Waits for what may read them. `keep` bytes of HBM stay: most of what lies idle of these is
+ * left mapped where it is. */
 TN_API int tn_trim(tn_core *core, uint64_t keep);
-/* The same of what lies in the layout's heap outside of its region, and of pages that nobody has mapped; waits for
- * what may read it, and does nothing while a graph may be captured, or where there is no layout. */
+/* Unmap and release idle pages of the layout's heap outside of its region, and pages that are mapped nowhere. Waits for
+ * what may read them. Does nothing while a graph may be captured, or where there is no layout. */
 TN_API int tn_trim_outside(tn_core *core);
 
-/* ---- The sequence of requests, and the layout planned for it ---- */
+/* ---- The sequence of requests, and the layout for it ---- */
 
 typedef struct {
   uint64_t bytes; /* as rounded */
@@ -86,9 +87,9 @@ typedef struct {
   int64_t lifetime_class;
 } tn_request;
 
-/* What is asked for after every period, without a look at the blocks. */
+/* The few counters that are read after every period. */
 typedef struct {
-  int64_t departed;   /* requests that came otherwise than laid out, since the core was opened */
+  int64_t departed;   /* requests that were not as laid out, since the core was opened */
   int64_t dram_bytes; /* physical pages */
   int64_t dram_state; /* of these, those that state has a part of */
   int64_t present;    /* which of the sequences that are laid out came last */
@@ -96,41 +97,41 @@ typedef struct {
   int64_t requests;   /* of the period under way, so far */
   int64_t repeated;   /* whether the last period had the same requests, at the same events, as the one before it */
 } tn_glance;
-/* A period ends and the next begins; what there is to tell of it then, unless `out` is null. */
+/* A period ends and the next begins. Unless `out` is null it gets the counters of that moment. */
 TN_API void tn_mark(tn_core *core, tn_glance *out);
 /* The log of the period before the present one (0), or the one before that (1), of pool 0. Returns how many requests
- * it has; copies at most `capacity`. A period of more than 32768 has none: nobody could lay it out. */
+ * it has; copies at most `capacity`. A period of more than 32768 has none: it would take too long to lay out. */
 TN_API uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint64_t *events);
-/* From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at `offsets[k]` in
- * a region of `units` units; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts` requests each,
- * one after the other in `bytes` and `offsets`; its first requests tell which. Where HBM does not hold the region, the
- * pages lie in DRAM on whose units, by `visits`, the fewest requests come to lie. Waits for what may read what is
- * unmapped. TN_FULL: the tiers have no room for the region, and there is no layout any more. TN_BUSY: the layout is
- * what it was.
+/* Set the layout. From now on, request k of each period (on `stream`, of `bytes[k]`), the present one included, lies at
+ * `offsets[k]` in a region of `units` units; UINT64_MAX: elsewhere. A period is one of several `sequences`, of `counts`
+ * requests each, one after the other in `bytes` and `offsets`; its first requests tell which. Where HBM does not hold
+ * the region, the pages lie in DRAM on whose units, by `visits`, the fewest requests come to lie. Waits for what may
+ * read what is unmapped. TN_FULL: the tiers have no room for the region, and there is no layout any more. TN_BUSY: the
+ * layout is what it was.
  */
-TN_API int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
-                   const uint64_t *offsets, uint64_t units, const int64_t *visits);
-/* From now on there is no layout; what was mapped for it stays, and is anybody's. Until the next mark or layout, and
- * for twice as many requests as the last period had at most, hardly a page is made beyond what is alive, or beyond
- * `expected` bytes if that is more, while others lie idle: those are mapped anew, which waits for what may read them.
- */
-TN_API void tn_forget_plan(tn_core *core, uint64_t expected);
+TN_API int tn_set_layout(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts,
+                         const uint64_t *bytes, const uint64_t *offsets, uint64_t units, const int64_t *visits);
+/* From now on there is no layout; what was mapped for it stays mapped, and serves any request. Until the next mark or
+ * layout, but for twice as many requests as the last period had at most, the core hardly grows: while pages lie idle,
+ * those are mapped anew, and no page is made beyond what is alive, or beyond `expected` bytes if that is more. To map a
+ * page anew waits for whoever may read it. */
+TN_API void tn_forget_layout(tn_core *core, uint64_t expected);
 
-/* Where requests of known lives lie, so that no two overlap in both time and space: an offset for each. Births and
- * deaths are events of a period of `events`; a death past them lies in the next period. `most` gets the most bytes that
- * are alive at once. What takes `room` bytes at most is soon good enough; else the search for less takes half a second.
- * TN_INVALID if one lives longer than a period: it would meet itself. Needs no core. */
+/* Give each request of a known lifetime an offset, so that no two overlap in both time and space. Births and deaths are
+ * events of a period of `events`; a death past them lies in the next period. `most` gets the most bytes that are alive
+ * at once. The search soon ends with what takes at most `room` bytes; else it takes half a second. TN_INVALID if one
+ * lives longer than a period, as it would overlap itself. Needs no core. */
 TN_API int tn_pack(uint64_t count, const uint64_t *bytes, const int64_t *births, const int64_t *deaths, int64_t events,
                    uint64_t room, uint64_t *offsets, uint64_t *most);
 
 /* ---- Where memory lies ---- */
 
-/* Put the whole pages of a block on `tier`. Waits for all streams, or is TN_BUSY. */
+/* Move the whole pages of a block to `tier`, under the same address. Waits for all streams, or is TN_BUSY. */
 TN_API int tn_move(tn_core *core, uint64_t address, int tier);
 /* Bytes of a block that lie on `tier`. */
 TN_API uint64_t tn_on(tn_core *core, uint64_t address, int tier);
 
-/* Have another GPU reach all memory of this core, now and from now on: kernels there, and copies past the host. */
+/* Let another GPU access all memory of this core, now and later: its kernels, and copies past the host. */
 TN_API int tn_share(tn_core *core, int device);
 
 /* ---- Counters ---- */
@@ -146,7 +147,7 @@ typedef struct {
   int64_t idle_bytes; /* mapped, and not in use */
   int64_t largest_idle;
   int64_t maps, unmaps, waits, retries, failures;
-  int64_t planned, departed, misplaced; /* requests served where planned; not as planned; whose place was taken */
+  int64_t planned, departed, misplaced; /* requests served where laid out; not as laid out; whose place was taken */
 } tn_stats;
 TN_API void tn_get_stats(tn_core *core, tn_stats *out);
 /* The same of the period under way, without an end to it. */

@@ -1,4 +1,4 @@
-"""One device's pages and blocks, as the native core keeps them (`core.h`)."""
+"""`Core`: the native core of one GPU's memory, in Python. See `core.h` for the C interface beneath."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_tiers.allocator.native.binding import BLOCK, PARTS, PLAIN, REQUEST, U64, Glance, Stats, checked, library
-
-if TYPE_CHECKING:
-    from torch_tiers.allocator.sequence import Foreseen
-
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 
 COUNTED = ("maps", "unmaps", "waits", "retries", "planned", "departed", "misplaced")
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the core counted.
+    """Counters and sizes of a core.
 
     Attributes
     ----------
@@ -59,7 +56,7 @@ class Counts:
 
 
 class Core:
-    """One device's pages and blocks; every method may be called from any thread.
+    """The pages and blocks of one GPU. Every method may be called from any thread.
 
     Parameters
     ----------
@@ -83,19 +80,19 @@ class Core:
 
     @classmethod
     def at(cls, address: int) -> Core:
-        """The core that the adapter made; it stays the adapter's, and is not to be closed."""
+        """Wrap the core at `address`, which the adapter made; it is the adapter's, and must not be closed."""
         core = cls.__new__(cls)
         core._library, core._core = library(), ctypes.c_void_p(address)
         return core
 
     def close(self) -> None:
-        """Give everything back. Nothing may be in use. Idempotent."""
+        """Unmap and release everything. Nothing may be in use. Idempotent."""
         if self._core.value is not None:
             core, self._core = self._core, ctypes.c_void_p()
             checked(self._library.tn_close(core))
 
     def allocate(self, nbytes: int, stream: int = 0, pool: int = 0) -> int:
-        """Address of `nbytes` of memory for work on `stream`, aligned to 512 bytes.
+        """Allocate `nbytes` for work on `stream`; the address, aligned to 512 bytes.
 
         Raises
         ------
@@ -107,11 +104,11 @@ class Core:
         return address.value
 
     def free(self, address: int) -> None:
-        """Give a block back; work of its stream may still be using it."""
+        """Free a block; work of its stream may still be using it."""
         checked(self._library.tn_free(self._core, address))
 
     def used_on(self, address: int, stream: int) -> None:
-        """The block is used on `stream` as well: it is handed out again when that is done with it."""
+        """The block is used on `stream` as well: its free is pending until that stream is done with it."""
         checked(self._library.tn_used_on(self._core, address, stream))
 
     def trim(self, keep: int = 0) -> None:
@@ -120,29 +117,29 @@ class Core:
         Parameters
         ----------
         keep : int
-            Bytes of HBM that stay, and most of what lies idle of these mapped where it is: to give pages back and make
-            others takes the driver 20 to 60 us each, and to map them anew 80.
+            Bytes of HBM to keep. Most of what lies idle of these stays mapped where it is: to release a page and make
+            another takes the driver 20 to 60 us, and to map it 80.
         """
         checked(self._library.tn_trim(self._core, keep))
 
     def trim_outside(self) -> None:
-        """Return what is idle outside of the layout's region; does nothing while a graph may be captured."""
+        """Release what is idle outside of the layout's region; does nothing while a graph may be captured."""
         checked(self._library.tn_trim_outside(self._core))
 
     def share(self, device: int) -> None:
-        """Have another GPU reach all memory, now and from now on; PyTorch's adapter does where GPUs are made peers."""
+        """Let another GPU access all memory, now and later; PyTorch's adapter does so where GPUs become peers."""
         checked(self._library.tn_share(self._core, device))
 
     def retire(self, pool: int) -> None:
-        """A private pool's memory, once it is free, may serve others."""
+        """Let a private pool's memory serve other requests once it is free."""
         checked(self._library.tn_pool_retire(self._core, pool))
 
     def capture(self, begins: bool) -> None:
-        """A graph may be captured from now on, or is no more; meanwhile nobody waits for all streams."""
+        """A graph may be captured from now on (or no more); meanwhile the core never waits for all streams."""
         self._library.tn_capture(self._core, int(begins))
 
     def state(self, on: bool) -> None:
-        """Whether the requests that follow live as long as the program (an optimizer makes its state)."""
+        """Whether the requests that follow live as long as the program, as an optimizer's state does."""
         self._library.tn_class(self._core, int(on))
 
     def limit(self, tier: int, nbytes: int) -> None:
@@ -150,15 +147,15 @@ class Core:
         checked(self._library.tn_limit(self._core, tier, nbytes))
 
     def mark(self) -> Glance:
-        """A period ends, and the next begins; what there is to tell of it then."""
+        """A period ends, and the next begins; the `Glance` at that moment."""
         glance = Glance()
         self._library.tn_mark(self._core, ctypes.byref(glance))
         return glance
 
     def log(self, ago: int = 0) -> tuple[npt.NDArray[Any], int]:
-        """The requests of the last whole period, or of the one before it, as `REQUEST`; and its number of events.
+        """The requests (as `REQUEST`) and the number of events of the last whole period, or of the one before (1).
 
-        None of a period with more of them than anybody could lay out.
+        Empty if there were too many requests to lay out.
         """
         events = U64()
         count = self._library.tn_log(self._core, ago, None, 0, ctypes.byref(events))
@@ -166,42 +163,43 @@ class Core:
         there = self._library.tn_log(self._core, ago, requests.ctypes.data, count, ctypes.byref(events))
         return requests[: min(count, there)], events.value  # another thread may have ended a period in between
 
-    def plan(self, *foreseen: Foreseen) -> None:
-        """Lay out the periods to come, the present one included; each is one of those foreseen.
+    def set_layout(self, *sequences: SequenceLayout) -> None:
+        """Lay out the periods to come, the present one included; each is expected to be one of `sequences`.
 
         Parameters
         ----------
-        foreseen : Foreseen
-            On one stream. They share a region: there is no telling which comes next before its first requests.
+        sequences : SequenceLayout
+            All on one stream. They share a region, as only a period's first requests show which one it is.
 
         Raises
         ------
         CoreFull
             If the tiers have no room for the region; then there is no layout any more.
         CoreBusy
-            If the stream is being captured; then the layout is what it was.
+            If the stream is being captured; then the layout stays as it was.
         """
-        counts = np.array([len(one.sizes) for one in foreseen], np.uint64)
-        sizes = np.concatenate([one.sizes.astype(np.uint64) for one in foreseen])
-        places = np.concatenate([one.offsets for one in foreseen])
-        visits = np.zeros(max(len(one.visits) for one in foreseen), np.int64)
-        for one in foreseen:
+        counts = np.array([len(one.sizes) for one in sequences], np.uint64)
+        sizes = np.concatenate([one.sizes.astype(np.uint64) for one in sequences])
+        places = np.concatenate([one.offsets for one in sequences])
+        visits = np.zeros(max(len(one.visits) for one in sequences), np.int64)
+        for one in sequences:
             visits[: len(one.visits)] += one.visits
         pointers = (counts.ctypes.data, sizes.ctypes.data, places.ctypes.data, len(visits), visits.ctypes.data)
-        checked(self._library.tn_plan(self._core, foreseen[0].stream, len(foreseen), *pointers))
+        checked(self._library.tn_set_layout(self._core, sequences[0].stream, len(sequences), *pointers))
 
-    def forget_plan(self, expected: int = 0) -> None:
-        """From now on there is no layout; what was mapped for it stays, and serves whatever comes.
+    def forget_layout(self, expected: int = 0) -> None:
+        """From now on there is no layout; what was mapped for it stays mapped, and serves any request.
 
-        Until the next mark or layout, pages that lie idle go wherever one is missing before any is made beyond what is
-        alive, or beyond `expected` bytes if that is more; that waits for their stream.
+        Until the next mark or layout the core hardly grows: while pages lie idle, these are mapped anew where one is
+        missing, and none is made beyond what is alive, or beyond `expected` bytes if that is more. To map a page anew
+        waits for its stream.
         """
-        self._library.tn_forget_plan(self._core, expected)
+        self._library.tn_forget_layout(self._core, expected)
 
     def move(self, address: int, tier: int) -> None:
-        """Put the whole pages of a block on `tier`, under the same address; waits for all streams.
+        """Move a block's whole pages to `tier`, under the same address; waits for all streams.
 
-        Of state also those pages that others have a part of.
+        If it is state, pages that it shares with other state move, too.
 
         Raises
         ------
@@ -217,7 +215,7 @@ class Core:
         return int(self._library.tn_on(self._core, address, tier))
 
     def glance(self) -> Glance:
-        """A little of what there is to tell, in a moment: of the program's requests, and of DRAM."""
+        """The few counters that are read after every period: of requests, and of DRAM."""
         glance = Glance()
         self._library.tn_get_glance(self._core, ctypes.byref(glance))
         return glance
@@ -250,7 +248,7 @@ class Core:
         return float(self._library.tn_delayed(self._core)) / 1e9
 
     def retries(self) -> int:
-        """How often HBM was full and what lay idle went back, see `Counts`."""
+        """How often HBM was full until idle pages were unmapped, see `Counts`."""
         return int(self._library.tn_retries(self._core))
 
     def reset_peaks(self) -> None:
@@ -258,10 +256,14 @@ class Core:
         self._library.tn_reset_peaks(self._core)
 
     def lap(self, of: int = PARTS, *, with_present: bool = False) -> int:
-        """The most bytes in use now, or after a request since the last lap `of` the same; no other peak begins anew.
+        """The most bytes in use since the last lap `of` the same kind, or now. No other peak begins anew.
 
-        With them counts what lies idle on other streams than the layout's, which it cannot use. What is in use now
-        counts the next time only `with_present`.
+        What lies idle on streams other than the layout's counts as in use, as the layout cannot use it.
+
+        Parameters
+        ----------
+        with_present : bool
+            Whether what is in use now counts in the next lap, too.
         """
         return int(self._library.tn_lap(self._core, of, with_present))
 
@@ -272,21 +274,22 @@ class Core:
         return blocks[: min(capacity, int(self._library.tn_blocks(self._core, blocks.ctypes.data, capacity)))]
 
 
-def is_aside() -> bool:
-    """Whether this thread is within `aside`."""
-    return bool(library().tn_is_aside())
+def is_off_sequence() -> bool:
+    """Whether this thread is within `off_sequence`."""
+    return bool(library().tn_is_off_sequence())
 
 
 @contextmanager
-def aside() -> Iterator[None]:
-    """What this thread asks of any core inside is none of its program's sequence, and is given back inside.
+def off_sequence() -> Iterator[None]:
+    """Requests of this thread inside are not part of the program's sequence; they have to be freed inside, too.
 
-    It lies wherever HBM has room, and fails where that has none. It leaves no trace in the log, and so
-    what the program asks for is foreseen as ever.
+    For work of ours in the midst of a step, such as trials of recomputation. Its blocks lie wherever HBM has room, and
+    where there is none the request fails. They are not logged, so the prediction of the program's own requests is not
+    affected.
     """
     core = library()
-    core.tn_aside(1)
+    core.tn_off_sequence(1)
     try:
         yield
     finally:
-        core.tn_aside(0)
+        core.tn_off_sequence(0)

@@ -124,7 +124,7 @@ Block *Heap::place(uint64_t address, uint64_t bytes) {
     missing = missing || block->second.kind == Kind::Void;
   }
   if (missing) {
-    if (back(address, bytes) != Status::Ok) return nullptr;
+    if (map_missing(address, bytes) != Status::Ok) return nullptr;
     first = std::prev(blocks_.upper_bound(address));
   }
   return cut(first, address, bytes);
@@ -152,7 +152,7 @@ bool Heap::growth(uint64_t bytes, Range but, Growth *out) const {
     found = true;
   }
   if (found || but.end <= base_ || but.end >= base_ + bytes_) return found;
-  // What lies behind `but` may be one hole with its end, where that was given back.
+  // What lies behind `but` may be one hole with its end, where that was unmapped.
   auto behind = std::prev(blocks_.upper_bound(but.end));
   if (behind->second.kind != Kind::Void) return false;
   uint64_t size = behind->first + behind->second.bytes - but.end;
@@ -181,8 +181,8 @@ void Heap::free(Block *block) {
   merge(place);
 }
 
-void Heap::hold(Block *block) {
-  block->kind = Kind::Held;
+void Heap::defer_free(Block *block) {
+  block->kind = Kind::PendingFree;
   used_ -= block->bytes;
 }
 
@@ -195,7 +195,7 @@ uint64_t Heap::idle_pages(Tier tier) const {
   return idle / page_;
 }
 
-Status Heap::surrender(Tier tier, uint64_t count) {
+Status Heap::unmap_idle(Tier tier, uint64_t count) {
   std::vector<std::pair<uint64_t, uint64_t>> largest(free_.rbegin(), free_.rend());
   for (auto &[bytes, address] : largest) {
     uint64_t begin = up(address, page_), end = down(address + bytes, page_);
@@ -211,7 +211,7 @@ Status Heap::surrender(Tier tier, uint64_t count) {
   return Status::Ok;
 }
 
-Status Heap::surrender_outside(uint64_t address, uint64_t bytes) {
+Status Heap::unmap_idle_outside(uint64_t address, uint64_t bytes) {
   std::vector<std::pair<uint64_t, uint64_t>> all(free_.begin(), free_.end());
   for (auto &[size, at] : all) {
     uint64_t begin = up(at, page_), end = down(at + size, page_);

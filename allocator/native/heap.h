@@ -1,8 +1,8 @@
 // The blocks of one reserved range of addresses, in the order of their addresses.
 //
-// A block is `Void` (no memory is mapped), `Free`, `Used`, or `Held`: given back, yet still read by work on another
-// stream. Neighbours that are both Void or both Free are one block. Void blocks are whole pages; Free and Used ones
-// meet anywhere. A heap belongs to one stream, so that a block that was given back may be handed out at once: the
+// A block is `Void` (no memory is mapped), `Free`, `Used`, or `PendingFree`: freed by the program, yet still read by
+// work on another stream. Neighbours that are both Void or both Free are one block. Void blocks are whole pages; Free
+// and Used ones meet anywhere. A heap belongs to one stream, so that a freed block may be handed out at once: the
 // stream runs its work in order.
 //
 // Not safe for threads; the core locks.
@@ -19,7 +19,7 @@ namespace tiers {
 
 constexpr uint64_t kAlignment = 512;  // of blocks, and PyTorch's: kernels choose their code path by alignment
 
-enum class Kind : uint8_t { Void, Free, Used, Held };
+enum class Kind : uint8_t { Void, Free, Used, PendingFree };
 
 struct Block {
   uint64_t address = 0, bytes = 0;
@@ -44,7 +44,7 @@ struct Alias {
 inline uint64_t up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 inline uint64_t down(uint64_t value, uint64_t unit) { return value / unit * unit; }
 
-// Unmap what is left there, and give it back to the pages of its tier.
+// Unmap what is left there, and put its pages among the idle ones of their tier.
 Status clear(Alias &alias, Primitives &primitives, Pages &pages);
 
 class Heap {
@@ -64,27 +64,27 @@ class Heap {
     uint64_t begin = 0, address = 0, pages = 0;
   };
   bool growth(uint64_t bytes, Range but, Growth *out) const;
-  // That block.
+  // Map those pages, and cut that block.
   Status grow(const Growth &growth, uint64_t bytes, Block **out);
 
   Block *find(uint64_t address);  // the block in use that begins at `address`, or null
   void free(Block *block);
-  void hold(Block *block);  // it is given back, and freed later
+  void defer_free(Block *block);  // Used becomes PendingFree; `free` completes it
 
-  // Whole free pages that lie in `tier`, which `surrender` could unmap.
+  // Whole free pages that lie in `tier`, which `unmap_idle` could unmap.
   uint64_t idle_pages(Tier tier) const;
   // Unmap up to `count` of them, from the largest blocks first. Nothing may be at work on them.
-  Status surrender(Tier tier, uint64_t count);
+  Status unmap_idle(Tier tier, uint64_t count);
   // Unmap the whole free pages outside of `[address, address + bytes)`. Nothing may be at work on them.
-  Status surrender_outside(uint64_t address, uint64_t bytes);
+  Status unmap_idle_outside(uint64_t address, uint64_t bytes);
 
-  // A run of `bytes` without blocks in use, as much of it mapped as there is. False if the range is too small.
+  // A run of `bytes` without blocks in use: of all such runs the one with the most mapped. False if there is none.
   bool find_run(uint64_t bytes, uint64_t *address) const;
   // Map the free run `[address, address + pages)` anew: `in_hbm[i]` says of each page whether it lies in HBM or in
   // DRAM.
   Status lay_out(uint64_t address, const std::vector<bool> &in_hbm);
   // Map what is missing in `[address, address + bytes)`, in this heap's tier while it lasts and in DRAM after that.
-  Status back(uint64_t address, uint64_t bytes);
+  Status map_missing(uint64_t address, uint64_t bytes);
   // Bytes of `[address, address + bytes)` on pages of `tier`.
   uint64_t on(Tier tier, uint64_t address, uint64_t bytes) const;
   // How many of its pages lie on `tier`.
@@ -96,7 +96,7 @@ class Heap {
   // Have another GPU reach what is mapped, too.
   Status share(int device);
 
-  // Unmap everything and give the addresses back. Nothing may be at work on them.
+  // Unmap everything and unreserve the addresses. Nothing may be at work on them.
   Status close();
 
   Stream stream() const { return stream_; }
@@ -104,7 +104,7 @@ class Heap {
   Tier tier() const { return tier_; }
   bool state() const { return state_; }  // whether what lives as long as the program lies here, apart from the rest
   uint64_t mapped() const { return mapped_; }
-  uint64_t idle() const { return mapped_ - used_; }  // bytes, those of parts of pages included, and what is held
+  uint64_t idle() const { return mapped_ - used_; }  // bytes, those of parts of pages included, and pending frees
   uint64_t largest_free() const { return free_.empty() ? 0 : free_.rbegin()->first; }
   uint64_t maps() const { return maps_; }
   uint64_t unmaps() const { return unmaps_; }

@@ -11,7 +11,7 @@ Status Heap::map(uint64_t address, uint64_t count, Tier tier) {
   if (status != Status::Ok) return status;
   status = primitives_.map(address, handles.data(), count);
   if (status != Status::Ok) {
-    pages_[tier].give(handles);
+    pages_[tier].add_idle(handles);
     return status;
   }
   if (table_.size() < index(address) + count) table_.resize(index(address) + count);
@@ -26,7 +26,7 @@ Status Heap::unmap(uint64_t address, uint64_t count) {
   Status status = primitives_.unmap(address, count);
   if (status != Status::Ok) return status;  // still mapped, as far as anybody can tell: the pages stay where they are
   for (uint64_t page = index(address); page < index(address) + count; ++page) {
-    pages_[table_[page].tier].give({table_[page].handle});
+    pages_[table_[page].tier].add_idle({table_[page].handle});
     table_[page] = {};
   }
   mapped_ -= count * page_;
@@ -35,7 +35,7 @@ Status Heap::unmap(uint64_t address, uint64_t count) {
   return Status::Ok;
 }
 
-Status Heap::back(uint64_t address, uint64_t bytes) {
+Status Heap::map_missing(uint64_t address, uint64_t bytes) {
   uint64_t begin = down(address, page_), end = up(address + bytes, page_);
   for (uint64_t at = begin; at < end;) {
     auto block = std::prev(blocks_.upper_bound(at));
@@ -98,7 +98,7 @@ Status clear(Alias &alias, Primitives &primitives, Pages &pages) {
   if (alias.left.empty()) return Status::Ok;
   Status status = primitives.unmap(alias.address, alias.left.size());
   if (status != Status::Ok) return status;
-  pages.give(alias.left);
+  pages.add_idle(alias.left);
   alias.left.clear();
   return status;
 }
@@ -126,7 +126,7 @@ Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias) {
     if (status != Status::Ok) return status;
     status = primitives_.map(alias.address, fresh.data(), count);
     if (status != Status::Ok) {
-      pages_[tier].give(fresh);
+      pages_[tier].add_idle(fresh);
       return status;
     }
     status = primitives_.copy(alias.address, at, count * page_);
@@ -135,7 +135,7 @@ Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias) {
     if (status == Status::Ok) status = primitives_.unmap(at, count);
     if (status != Status::Ok) {  // the old pages are still in place and hold what they held
       if (unmapped == Status::Ok)
-        pages_[tier].give(fresh);
+        pages_[tier].add_idle(fresh);
       else
         alias.left = fresh, alias.tier = tier;
       return status;
@@ -144,11 +144,11 @@ Status Heap::move(uint64_t address, uint64_t bytes, Tier tier, Alias &alias) {
     status = primitives_.map(at, fresh.data(), count);
     if (status != Status::Ok) {  // back to how it was, or the addresses would be without memory
       Status again = primitives_.map(at, old.data(), count);
-      pages_[tier].give(fresh);
+      pages_[tier].add_idle(fresh);
       return again == Status::Ok ? status : fail(Status::Driver, "pages could be mapped neither anew nor as before");
     }
     for (uint64_t i = 0; i < count; ++i) table_[page + i] = {fresh[i], tier};
-    pages_[from].give(old);
+    pages_[from].add_idle(old);
     maps_ += count;
     unmaps_ += count;
     page += count;
@@ -179,7 +179,7 @@ Status Heap::close() {
       Status status = primitives_.unmap(base_ + page * page_, count);
       worst = worst == Status::Ok ? status : worst;
       if (status == Status::Ok)
-        for (uint64_t i = page; i < page + count; ++i) pages_[table_[i].tier].give({table_[i].handle});
+        for (uint64_t i = page; i < page + count; ++i) pages_[table_[i].tier].add_idle({table_[i].handle});
     }
     page += count + 1;
   }

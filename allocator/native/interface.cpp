@@ -37,8 +37,8 @@ tn_glance glance(const tn_core &core) {
   return {core.stats.departed + core.stats.misplaced,
           int64_t(core.pages[kDram].made() * core.page),
           int64_t(state * core.page),
-          int64_t(core.plan.present),
-          int64_t(core.plan.came),
+          int64_t(core.layout.present),
+          int64_t(core.layout.came),
           int64_t(core.log[0].requests.size()),
           core.log[1].repeats(core.log[2])};
 }
@@ -151,7 +151,7 @@ int tn_allocate_at(tn_core *core, uint64_t address, uint64_t bytes, uint64_t req
     Heap *heap = core->heap_of(address);
     Block *block = heap ? heap->place(address, bytes) : nullptr;
     if (!block) return fail(Status::Invalid, "the place is taken");
-    core->took(heap, block, requested);
+    core->record_allocation(heap, block, requested);
     return Status::Ok;
   });
 }
@@ -163,7 +163,7 @@ void tn_capture(tn_core *core, int begins) {
 
 void tn_refused(tn_core *core) {
   std::lock_guard<std::mutex> guard(core->mutex);
-  core->stats.failures += !aside;
+  core->stats.failures += !off_sequence;
 }
 
 void tn_class(tn_core *core, int lifetime_class) {
@@ -171,8 +171,8 @@ void tn_class(tn_core *core, int lifetime_class) {
   core->lifetime_class = lifetime_class;
 }
 
-void tn_aside(int begins) { aside += begins ? 1 : -1; }
-int tn_is_aside(void) { return aside > 0; }
+void tn_off_sequence(int begins) { off_sequence += begins ? 1 : -1; }
+int tn_is_off_sequence(void) { return off_sequence > 0; }
 
 int tn_limit(tn_core *core, int tier, uint64_t bytes) {
   return enter(core, [&] {
@@ -199,8 +199,8 @@ int tn_share(tn_core *core, int device) {
 
 int tn_trim(tn_core *core, uint64_t keep) {
   return enter(core, [&] {
-    core->settle();
-    Status status = core->surrender_beyond(keep / core->page);
+    core->process_events();
+    Status status = core->unmap_idle_beyond(keep / core->page);
     for (Status trimmed : {core->pages[kHbm].trim(keep / core->page), core->pages[kDram].trim()})
       status = status == Status::Ok ? trimmed : status;
     return status;
@@ -209,12 +209,12 @@ int tn_trim(tn_core *core, uint64_t keep) {
 
 int tn_trim_outside(tn_core *core) {
   return enter(core, [&] {
-    Heap *heap = core->plan.heap;
+    Heap *heap = core->layout.heap;
     if (!heap || core->captures) return Status::Ok;
     Status status = core->wait_for_readers(heap->stream());
     if (status != Status::Ok) return status == Status::Busy ? Status::Ok : status;
-    core->settle();
-    status = heap->surrender_outside(core->plan.base, core->plan.total);
+    core->process_events();
+    status = heap->unmap_idle_outside(core->layout.base, core->layout.total);
     for (Pages &tier : core->pages) {
       Status trimmed = tier.trim();
       status = status == Status::Ok ? trimmed : status;
@@ -230,10 +230,10 @@ void tn_mark(tn_core *core, tn_glance *out) {
   core->log[0].requests.clear();
   core->log[0].events = core->log[0].sum = 0;
   ++core->period;
-  core->thrifty = 0;
-  core->plan.came = core->plan.next;
-  core->plan.next = 0;
-  core->plan.back = kNone;  // `lost` stays: where one period was not foreseen, the next may not be either
+  core->no_growth = 0;
+  core->layout.came = core->layout.next;
+  core->layout.next = 0;
+  core->layout.back = kNone;  // `lost` stays: where one period was not as predicted, the next may not be either
   if (out) *out = glance(*core);
 }
 
@@ -249,8 +249,8 @@ uint64_t tn_log(tn_core *core, int ago, tn_request *out, uint64_t capacity, uint
   return log.requests.size();
 }
 
-int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
-            const uint64_t *offsets, uint64_t units, const int64_t *visits) {
+int tn_set_layout(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *counts, const uint64_t *bytes,
+                  const uint64_t *offsets, uint64_t units, const int64_t *visits) {
   return enter(core, [&] {
     if (!sequences) return fail(Status::Invalid, "a layout is made of one sequence or more");
     std::vector<Sequence> all(sequences);
@@ -263,14 +263,14 @@ int tn_plan(tn_core *core, uint64_t stream, uint64_t sequences, const uint64_t *
     const uint64_t each = core->page / TN_UNIT_BYTES;
     std::vector<int64_t> by_page((units + each - 1) / each, 0);
     for (uint64_t unit = 0; unit < units; ++unit) by_page[unit / each] += visits[unit];
-    return core->set_plan(stream, std::move(all), by_page);
+    return core->set_layout(stream, std::move(all), by_page);
   });
 }
 
-void tn_forget_plan(tn_core *core, uint64_t expected) {
+void tn_forget_layout(tn_core *core, uint64_t expected) {
   std::lock_guard<std::mutex> guard(core->mutex);
-  core->plan = {};
-  core->thrifty = 2 * core->log[1].requests.size();
+  core->layout = {};
+  core->no_growth = 2 * core->log[1].requests.size();
   core->expected = expected;
 }
 
@@ -301,7 +301,8 @@ int tn_move(tn_core *core, uint64_t address, int tier) {
     if (status != Status::Ok) return status;
     status = heap->move(block->address, block->bytes, Tier(tier), core->alias);
     if (tier != kHbm) return status;
-    // What it left in DRAM is others' as well, and would be taken for what HBM has no room for: state would sink again.
+    // What it left in DRAM is others' as well, and would be taken for what HBM has no room for: state would be demoted
+    // again.
     Status trimmed = core->pages[kDram].trim();
     return status == Status::Ok ? trimmed : status;
   });
@@ -318,9 +319,9 @@ void tn_get_stats(tn_core *core, tn_stats *out) {
   std::lock_guard<std::mutex> guard(core->mutex);
   tn_stats &stats = core->stats;
   stats.hbm_bytes = core->pages[kHbm].made() * core->page;
-  stats.hbm_peak = core->pages[kHbm].most() * core->page;
+  stats.hbm_peak = core->pages[kHbm].peak() * core->page;
   stats.dram_bytes = core->pages[kDram].made() * core->page;
-  stats.dram_peak = core->pages[kDram].most() * core->page;
+  stats.dram_peak = core->pages[kDram].peak() * core->page;
   stats.hbm_limit = core->pages[kHbm].limit() * core->page;
   stats.dram_limit = core->pages[kDram].limit() * core->page;
   stats.maps = core->maps;
@@ -355,7 +356,7 @@ void tn_reset_peaks(tn_core *core) {
   tn_stats &stats = core->stats;
   for (auto *group : {stats.allocations, stats.allocated, stats.requested, stats.active, stats.active_blocks})
     for (int size = 0; size < TN_SIZES; ++size) group[size].peak = group[size].current;
-  for (Pages &tier : core->pages) tier.reset_most();
+  for (Pages &tier : core->pages) tier.reset_peak();
 }
 
 uint64_t tn_lap(tn_core *core, int of, int with_present) {

@@ -1,4 +1,4 @@
-// The layout of a period: which request of which sequence has come, where it lies, and the region for all of them.
+// The layout of a period: which request of which sequence this one is, where it lies, and the region for all of them.
 #include <algorithm>
 #include <numeric>
 
@@ -13,57 +13,58 @@ constexpr uint64_t kElsewhere = UINT64_MAX;
 
 }  // namespace
 
-// Which request of the present sequence this is; none where the program departs from it.
+// Which request of the present sequence this is, by its bytes; `kNone` where the program departs from the sequence.
 size_t tn_core::follow(uint64_t bytes) {
-  const auto *all = &plan.sequences[plan.present].bytes;
+  const auto *all = &layout.sequences[layout.present].bytes;
   auto comes = [&](size_t at) { return at < all->size() && (*all)[at] == bytes; };
-  size_t found = plan.next;
-  if (!comes(found) && plan.back != kNone && comes(plan.back)) {
-    found = plan.back;  // what made it jump was one that the period before did not have
-    plan.back = kNone;
+  size_t found = layout.next;
+  if (!comes(found) && layout.back != kNone && comes(layout.back)) {
+    found = layout.back;  // it jumped ahead for a request that is new in this period: go on where it left
+    layout.back = kNone;
   }
-  // Or this is another sequence, which has been the same so far.
-  for (size_t other = 0; !comes(found) && other < plan.sequences.size(); ++other) {
-    const auto &its = plan.sequences[other].bytes;
+  // Or this period is another sequence, which is the same up to here.
+  for (size_t other = 0; !comes(found) && other < layout.sequences.size(); ++other) {
+    const auto &its = layout.sequences[other].bytes;
     if (found >= its.size() || found > all->size() || its[found] != bytes) continue;
     if (!std::equal(its.begin(), its.begin() + found, all->begin())) continue;
-    plan.present = other;
-    plan.back = kNone;  // a place of the sequence that this one was taken for
+    layout.present = other;
+    layout.back = kNone;  // it is a position in the other sequence
     all = &its;
   }
   if (comes(found)) {
-    plan.next = found + 1;
-    plan.lost -= plan.lost > 0;
+    layout.next = found + 1;
+    layout.lost -= layout.lost > 0;
     return found;
   }
   ++stats.departed;
-  plan.lost = std::min(plan.lost + 1, 2 * kLost);
-  size_t end = std::min(all->size(), plan.next + kWindow);
+  layout.lost = std::min(layout.lost + 1, 2 * kLost);
+  size_t end = std::min(all->size(), layout.next + kWindow);
   while (found < end && !comes(found)) ++found;
   if (found < end) {
-    // Perhaps some did not come; perhaps this one is new. The next will show. Until then it gets no place of theirs:
-    // one that is new and stays would be in the way of all that are to come there.
-    plan.back = plan.next;
-    plan.next = found + 1;
+    // Either some requests did not come, or this one is new; the next request will show. Until then this one gets no
+    // place in the layout: if it is new and stays alive, it would be in the way of all that are to come there.
+    layout.back = layout.next;
+    layout.next = found + 1;
   }
   return kNone;
 }
 
-// The block that the plan has for this request; null where the sequence departs from it, or the place is taken.
-Block *tn_core::planned(uint64_t bytes, Stream stream, Heap **out) {
-  if (!plan.heap || plan.heap->stream() != stream) return nullptr;
+// The block at the address that the layout has for this request; null where the sequence departs from it, or the place
+// is taken.
+Block *tn_core::laid_out(uint64_t bytes, Stream stream, Heap **out) {
+  if (!layout.heap || layout.heap->stream() != stream) return nullptr;
   size_t request = follow(bytes);
-  if (request == kNone || !plan.followed()) return nullptr;
-  uint64_t offset = plan.sequences[plan.present].offsets[request];
+  if (request == kNone || !layout.followed()) return nullptr;
+  uint64_t offset = layout.sequences[layout.present].offsets[request];
   if (offset == kElsewhere) return nullptr;
-  *out = plan.heap;
-  Block *block = plan.heap->place(plan.base + offset, bytes);
+  *out = layout.heap;
+  Block *block = layout.heap->place(layout.base + offset, bytes);
   ++(block ? stats.planned : stats.misplaced);
   return block;
 }
 
 // `visits` has an entry for each page of the region.
-Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, const std::vector<int64_t> &visits) {
+Status tn_core::set_layout(Stream stream, std::vector<Sequence> sequences, const std::vector<int64_t> &visits) {
   const uint64_t size = visits.size();
   for (const Sequence &one : sequences)
     for (size_t k = 0; k < one.bytes.size(); ++k)
@@ -73,25 +74,26 @@ Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, const s
   Status status = this->heap({0, stream, kHbm, General}, &heap);
   if (status == Status::Ok) status = wait_for_readers(stream);
   if (status != Status::Ok) return status;
-  plan = {};
-  thrifty = 0;
-  settle();
-  Plan next;
+  layout = {};
+  no_growth = 0;
+  process_events();
+  Layout next;
   next.heap = heap;
   next.total = size * page;
   next.sequences = std::move(sequences);
   for (auto &[base, other] : heaps)
     if (other->pool() == 0 && other->tier() == kHbm && other->stream() != stream) next.others.push_back(other.get());
-  // Those that the period had before go on as they are.
+  // What the present period has requested so far stays where it is.
   next.next = std::count_if(log[0].requests.begin(), log[0].requests.end(),
                             [&](const tn_request &request) { return request.stream == stream; });
   if (!heap->find_run(next.total, &next.base)) return fail(Status::Full, "no addresses left for the region");
-  // What lies idle outside of the region is what the region is made of.
-  status = surrender_all(heap);
-  if (status == Status::Ok) status = heap->surrender_outside(next.base, next.total);
+  // Idle pages outside of the region are unmapped, to be mapped in it.
+  status = unmap_all_idle(heap);
+  if (status == Status::Ok) status = heap->unmap_idle_outside(next.base, next.total);
   if (status != Status::Ok) return status;
   uint64_t there = heap->on(kHbm, next.base, next.total) / page;
-  // Made now: what the limit allows the device may still refuse, as other processes use it, too.
+  // Pages are made before the decision what lies where: within the limit, the device may still refuse some, as other
+  // processes use it, too.
   uint64_t in_hbm = there + pages[kHbm].make_idle(size - there);
   if (size - in_hbm > pages[kDram].available() + heap->on(kDram, next.base, next.total) / page)
     return fail(Status::Full, "hbm and dram do not hold the region");
@@ -105,6 +107,6 @@ Status tn_core::set_plan(Stream stream, std::vector<Sequence> sequences, const s
     Status trimmed = tier.trim();
     if (status == Status::Ok) status = trimmed;
   }
-  if (status == Status::Ok) plan = std::move(next);
+  if (status == Status::Ok) layout = std::move(next);
   return status;
 }

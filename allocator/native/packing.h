@@ -1,4 +1,4 @@
-// Where in a region requests of known lives lie; see packing.cpp.
+// Packing: gives requests of known lifetimes offsets in a region; see packing.cpp.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace tiers {
 
-// A request: its bytes, and the events of a period at which it is made and given back. A death past the period's events
+// A request: its bytes, and the events of a period at which it is made and freed. A death past the period's events
 // lies in the next one.
 struct Life {
   uint64_t bytes = 0;

@@ -27,10 +27,10 @@ Status Pages::take(uint64_t count, std::vector<Handle> *out) {
     Handle handle = 0;
     Status status = primitives_.create(tier_, &handle);
     if (status != Status::Ok) {
-      give(taken);
+      add_idle(taken);
       return status;
     }
-    most_ = std::max(most_, ++made_);
+    peak_ = std::max(peak_, ++made_);
     taken.push_back(handle);
   }
   out->insert(out->end(), taken.begin(), taken.end());
@@ -50,7 +50,7 @@ uint64_t Pages::make_idle(uint64_t count) {
     ++made_;
     idle_.push_back(handle);
   }
-  most_ = std::max(most_, made_);
+  peak_ = std::max(peak_, made_);
   return std::min<uint64_t>(count, idle_.size());
 }
 

@@ -1,5 +1,6 @@
-// What a core knows: its heaps by pool, stream, tier and class; blocks that wait for other streams; the log of the
-// period and its layout; counters. `core.cpp` decides, `layout.cpp` foresees, `interface.cpp` locks and is called.
+// The state of one core: its heaps by pool, stream, tier and class; frees that are pending on other streams; the log of
+// the period and its layout; counters. `core.cpp` serves requests, `layout.cpp` follows and sets the layout, and
+// `interface.cpp` is the C interface, which takes the lock.
 #pragma once
 
 #include <atomic>
@@ -21,12 +22,12 @@ namespace tiers {
 constexpr uint64_t kAlias = uint64_t{64} << 20;  // bytes through which pages are copied to another tier
 constexpr size_t kNone = SIZE_MAX;
 constexpr size_t kLongest = size_t{1} << 15;  // requests of a period that is laid out: time goes by their square
-constexpr size_t kLost = 4;  // requests that nobody foresaw, beyond those that came as foreseen: another sequence
+constexpr size_t kLost = 4;  // unpredicted requests, less the predicted ones since: from here on it is another sequence
 
 enum Class : int { General = 0, Small = 1, State = 2 };  // of heaps
 
 struct Log {
-  std::vector<tn_request> requests;  // at most one more than `kLongest`: then nobody is told of them
+  std::vector<tn_request> requests;  // at most one more than `kLongest`: then the log is not handed out
   uint64_t events = 0;
   uint64_t sum = 0;  // of what came and when, in that order: that of another period is another, but by chance
 
@@ -45,7 +46,7 @@ struct Sequence {  // a kind of period: its requests, and where in the region th
   std::vector<uint64_t> bytes, offsets;
 };
 
-struct Plan {
+struct Layout {
   Heap *heap = nullptr;
   uint64_t base = 0, total = 0;
   std::vector<const Heap *> others;  // of other streams, which it does not lay out
@@ -54,19 +55,19 @@ struct Plan {
   size_t next = 0;
   size_t came = 0;      // `next`, at the end of the last period
   size_t back = kNone;  // where it went on before it last jumped ahead
-  size_t lost = 0;      // grows with requests that nobody foresaw, shrinks with those that came as foreseen
+  size_t lost = 0;      // grows with each unpredicted request, shrinks with each predicted one
 
   bool followed() const { return lost < kLost; }
 };
 
-struct Waiting {  // a block that was freed while other streams used it
+struct PendingFree {  // a block that was freed while other streams were using it
   Heap *heap;
   Block *block;
-  size_t ends = 0;  // of streams that are not on the block's list any more, and were not passed so far
+  size_t uses = 0;  // events that were recorded for it and have not been passed
 };
-struct End {  // how far a stream was that used a block
+struct UseEvent {  // recorded on a stream that used a block, when that was freed
   Event event;
-  std::list<Waiting>::iterator of;
+  std::list<PendingFree>::iterator of;
 };
 
 struct Pool {
@@ -74,12 +75,12 @@ struct Pool {
   bool retired = false;
 };
 
-// Whether what this thread asks for is of no sequence. What is large of it is back before the program's next request,
-// and may lie until then where the layout has others to come.
-extern thread_local int aside;
+// How many `tn_off_sequence` calls this thread is within: above 0, its requests are not part of the program's sequence.
+// Large ones are freed before the program's next request, so they may lie in the layout's region until then.
+extern thread_local int off_sequence;
 
 // How many forks this process is away from the first that opened a core. What lies in one is the parent's, and its lock
-// may have been held when the process forked, by a thread that is not there to let it go.
+// may have been held when the process forked, by a thread that does not exist here and cannot unlock it.
 uint64_t forks();
 
 }  // namespace tiers
@@ -103,23 +104,25 @@ struct tn_core {
   std::mutex places_mutex;                          // held for the next alone, and so at any time free at once
   std::map<uint64_t, uint64_t> places;              // where heaps begin and end
   std::unordered_map<uint64_t, tiers::Pool> pools;
-  std::list<tiers::Waiting> waiting;
-  std::map<Stream, std::deque<tiers::End>> ends;  // in the order in which they were recorded, and so are passed
-  size_t untold = 0;                              // blocks with streams of which that cannot be told
+  std::list<tiers::PendingFree> pending_frees;
+  std::map<Stream, std::deque<tiers::UseEvent>>
+      use_events;         // in the order in which they were recorded, in which they are passed
+  size_t unrecorded = 0;  // pending frees for which not all events could be recorded
   tiers::Alias alias;
   int lifetime_class = TN_ANY;
   int captures = 0;   // of graphs that may be under way
   tiers::Log log[3];  // of the present period, the one before, and the one before that
   uint32_t period = 0;
-  tiers::Plan plan;
+  tiers::Layout layout;
   tn_stats stats{};
   std::atomic<int64_t> delayed{0};  // nanoseconds, of requests for which pages were to be mapped
   uint64_t maps = 0, unmaps = 0;    // of heaps that are gone
   int64_t laps[TN_LAPS] = {};       // the most bytes needed after a request since each was last asked for
-  // Requests for which no page is made beyond what is `expected` to be alive at most while others lie idle: those of
-  // the one period without a layout, after others that had one. Best fit alone would leave up to 4% idle. To unmap that
-  // costs a wait each, with the lock held, as where HBM is full; so there is an end to it even if no period ends.
-  uint64_t thrifty = 0, expected = 0;
+  // For how many more requests no page is made beyond `expected` bytes, or what is alive, while others lie idle. Set
+  // for the one period that has no layout between others that have one: best fit alone would leave up to 4% idle. Each
+  // time idle pages are unmapped for it costs a wait, with the lock held; so it is over after that many requests even
+  // if no period ends.
+  uint64_t no_growth = 0, expected = 0;
 
   tn_core(std::unique_ptr<tiers::Primitives> made, uint64_t hbm, uint64_t dram)
       : primitives(std::move(made)),
@@ -133,26 +136,26 @@ struct tn_core {
   bool owns(uint64_t address);
   bool is_retired(uint64_t pool) const;
   size_t follow(uint64_t bytes);
-  Block *planned(uint64_t bytes, Stream stream, Heap **out);
+  Block *laid_out(uint64_t bytes, Stream stream, Heap **out);
   Status find(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
-  Status find_thriftily(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
+  Status find_without_growth(uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
   Status fit_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, Heap **heap, Block **block);
-  Range kept_in(const Heap *heap) const;
+  Range reserved_range(const Heap *heap) const;
   Status find_in(Tier tier, uint64_t bytes, Stream stream, uint64_t pool, bool patient, Heap **heap, Block **block);
   Status reclaim(uint64_t goal, Tier tier, const Heap *but);
-  Status surrender(Heap &heap, Tier tier, uint64_t count);
+  Status unmap_idle(Heap &heap, Tier tier, uint64_t count);
   Status allocate(uint64_t requested, Stream stream, uint64_t pool, uint64_t *address);
   int64_t needed() const;
-  void took(Heap *heap, Block *block, uint64_t requested);
+  void record_allocation(Heap *heap, Block *block, uint64_t requested);
   Status free(uint64_t address);
   void release(Heap *heap, Block *block);
-  void record_ends(std::list<tiers::Waiting>::iterator entry);
-  void settle();
+  void record_uses(std::list<tiers::PendingFree>::iterator entry);
+  void process_events();
   bool wait_for_users(Tier tier);
   Status wait(Stream stream);
   Status wait_for_all();
   Status wait_for_readers(Stream stream);
-  Status surrender_all(const Heap *but);
-  Status surrender_beyond(uint64_t keep);
-  Status set_plan(Stream stream, std::vector<tiers::Sequence> sequences, const std::vector<int64_t> &visits);
+  Status unmap_all_idle(const Heap *but);
+  Status unmap_idle_beyond(uint64_t keep);
+  Status set_layout(Stream stream, std::vector<tiers::Sequence> sequences, const std::vector<int64_t> &visits);
 };

@@ -1,4 +1,4 @@
-"""What a store asks of a file, and how a transfer that stops half-way goes on."""
+"""The interface of a store's file (`Backend`), and whole transfers: what stops half-way goes on, or is tried again."""
 
 from __future__ import annotations
 
@@ -46,19 +46,20 @@ class Backend(Protocol):
         """Write flat uint8 `block` at `offset`; returns the bytes written."""
 
     def close(self) -> None:
-        """Give the file's space back. Nothing is in flight by then."""
+        """Free the file's space. Nothing is in flight by then."""
 
 
 def read_all(backend: Backend, block: torch.Tensor, offset: int) -> None:
     """Fill `block` (whole `BLOCK`) from `offset`, or raise StoreError.
 
-    An interrupted transfer goes on, one that the drive puts off is tried again for a second, one that fails (EIO) once.
+    An interrupted transfer goes on. One that the drive puts off (EAGAIN) is tried again for a second, and one that
+    fails (EIO) once.
     """
     _transfer(backend, "read", backend.pread, block, offset)
 
 
 def write_all(backend: Backend, block: torch.Tensor, offset: int) -> None:
-    """Write `block` (whole `BLOCK`) at `offset`, or raise StoreError. It is as patient as `read_all`."""
+    """Write `block` (whole `BLOCK`) at `offset`, or raise StoreError. It is tried again like `read_all`."""
     _transfer(backend, "write", backend.pwrite, block, offset)
 
 

@@ -1,4 +1,4 @@
-"""A few buffers in host memory, through which GPU memory and a file meet where they cannot do so directly."""
+"""Bounce buffers: host memory through which GPU memory is written to a file, or read, where it cannot go directly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torch_tiers.allocator.pinning import PinningRefused, map_pages, pin
+from torch_tiers.allocator.host.pinning import PinningRefused, map_pages, pin
 from torch_tiers.allocator.sizes import PAGE, round_up
 
 log = logging.getLogger("tiers")
@@ -38,12 +38,12 @@ class BounceBuffer:
         self.memory = torch.frombuffer(pages, dtype=torch.uint8)
 
     def serves(self, nbytes: int, device: torch.device) -> bool:
-        """Whether a block of `device` can pass it at once."""
+        """Whether it has room for so many bytes, and a stream for blocks of `device`."""
         of_stream = None if self._stream is None else self._stream.device
         return nbytes <= self.memory.numel() and (device == of_stream if device.type == "cuda" else of_stream is None)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy, and wait until that is done; for nothing else, as nothing is at work on either."""
+        """Copy, and wait until that is done. No other work on either tensor is waited for: there must be none."""
         if self._stream is None:
             target.copy_(source)
             return

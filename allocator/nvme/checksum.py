@@ -1,4 +1,4 @@
-"""Checksums of what is on disk: one for data that passes the CPU, one for GPU memory that goes straight to a drive."""
+"""Checksums of what is on disk: one for host memory, and one that a GPU computes, for its memory that goes directly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torch_tiers.allocator.native import aside
+from torch_tiers.allocator.native import off_sequence
 from torch_tiers.allocator.nvme.device import DeviceMemory
 
 try:
@@ -31,7 +31,7 @@ _WEYL = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
 
 
 def sum_for(block: torch.Tensor) -> Sum:
-    """Return what sums up a block that lies where `block` does."""
+    """The checksum function for memory of the kind that `block` lies in."""
     return lane_sum if block.is_cuda else byte_sum
 
 
@@ -89,7 +89,7 @@ class _Adder:
 
     def __call__(self, words: torch.Tensor) -> int:
         count = words.numel()
-        with self._lock, aside(), torch.cuda.stream(self._stream):
+        with self._lock, off_sequence(), torch.cuda.stream(self._stream):
             if not self._memory or self._memory[0].numel() < count:
                 self._grow(count)
             keys, low, high = (part[:count] for part in self._memory)

@@ -1,4 +1,4 @@
-"""What opens the files of a store, by the ways that were decided on."""
+"""Opens the files of a store, by the way that was decided on for each directory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _said: set[str] = set()
 
 
 class Opener:
-    """Opens the file of each directory that was decided on; what `NvmeStore` takes as its backend."""
+    """Opens the file of each directory by the way decided on; the `backend` argument of `NvmeStore`."""
 
     def __init__(self, decision: Decision, gds: Gds) -> None:
         self.decision = decision
         self._gds = gds
 
     def __call__(self, directory: Path) -> Backend:
-        """Open it; where cuFile refuses after all, as if it were not there, unless it is required."""
+        """Open the file. If cuFile refuses it after all, and is not required, open it without."""
         if not self.decision.directories[directory].choice.direct:
             return several(PosixFile)(directory)
         try:
@@ -52,7 +52,7 @@ def choose_backends(
     gpu: str | None,
     measuring: Measuring | None = speeds,
 ) -> Opener:
-    """Decide for the directories of a store, say so once, and have cuFile, which must not have started, follow.
+    """Decide for the directories of a store, log the decision once, and set cuFile up; cuFile must not have started.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def choose_backends(
 
 
 def prepare_cufile(decision: Decision) -> None:
-    """Set what cuFile reads when it starts in this process."""
+    """Set the environment that cuFile reads when it starts in this process."""
     if "p2pdma" in decision.ways:
         os.environ[P2PDMA_VARIABLE] = "true"
 
@@ -86,9 +86,9 @@ def gpu_in_use() -> str | None:
 
 
 def choose_backend(gds: Gds) -> Callable[[Path], Backend]:
-    """Return what opens a directory's file where nobody has chosen: as `gds` asks for, and nothing is measured.
+    """A function that opens a directory's file where no decision was made: by `gds` alone, without a measurement.
 
-    So GPU memory goes straight only where that is required.
+    So GPU memory goes directly only where that is required.
     """
     if gds == "off":
         return several(PosixFile)

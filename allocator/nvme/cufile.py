@@ -1,6 +1,6 @@
-"""What this process has begun with cuFile: whether it may be called, and which memory it knows.
+"""The state of cuFile in this process: whether it may be called, and which memory is registered with it.
 
-After a fork the child must not call cuFile, not even to let go of something.
+After a fork the child must not call cuFile, not even to close or deregister something.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def refusal() -> str | None:
 
 
 def register(block: torch.Tensor) -> None:
-    """Register memory that requests will be made of: an allocation of its own, as a whole.
+    """Register memory with cuFile: one whole allocation, of which requests are made later.
 
     Raises
     ------
@@ -92,9 +92,9 @@ def deregister(block: torch.Tensor) -> None:
 
 @contextmanager
 def compat_mode(name: Literal["OFF", "ON"]) -> Iterator[None]:
-    """Have kvikio open files and register memory in this mode: it is the whole process's, and not always its own.
+    """Within it, kvikio opens files and registers memory in this compatibility mode, which is global to the process.
 
-    Left to choose, kvikio registers nothing, without a word, where it would not use cuFile.
+    In its mode ``AUTO``, kvikio silently registers nothing where it would not use cuFile.
     """
     import kvikio
     import kvikio.defaults
@@ -117,7 +117,7 @@ def base_of(block: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 @contextmanager
 def in_context(block: torch.Tensor) -> Iterator[None]:
-    """Have this thread's calls meet the GPU of `block`: kvikio does not see to that where a thread is new to CUDA."""
+    """Within it, this thread's calls go to the GPU of `block`: in a thread new to CUDA, kvikio does not set that."""
     if not block.is_cuda:
         yield
         return

@@ -1,4 +1,4 @@
-"""Which way each directory of a store takes: from the facts and, where a direct way is open, from a measurement."""
+"""Decides by which way GPU memory goes to each directory: by facts and, where a direct way is open, by measuring."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def decide(
     *,
     measuring: Measuring | None,
 ) -> Decision:
-    """Decide. Where only ``host`` is possible nothing is measured, and no child process started.
+    """Decide for all directories. Where only ``host`` is possible nothing is measured, and no child process started.
 
     Parameters
     ----------

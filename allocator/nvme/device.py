@@ -1,4 +1,4 @@
-"""GPU memory from the driver itself, outside of every allocator: its pages stay where they are until it is freed."""
+"""GPU memory from the driver itself, past PyTorch's allocator and ours: its pages are never moved or remapped."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _OUT_OF_MEMORY = 2
 
 
 class DeviceMemory:
-    """Bytes of one allocation of a GPU, not a part of what the program or PyTorch counts.
+    """One allocation of GPU memory, which neither the program nor PyTorch counts.
 
     Attributes
     ----------
     tensor
-        All of it, flat uint8. It says nothing of the memory's end: who uses it after `free` reads somebody else's.
+        All of it, flat uint8. It does not keep the memory alive: it must not be used after `free`.
 
     Raises
     ------
@@ -45,14 +45,14 @@ class DeviceMemory:
             raise TiersError(f"PyTorch copies memory of {device} instead of wrapping it")
 
     def free(self) -> None:
-        """Give it back. Nothing may be at work on it."""
+        """Free the memory. Nothing may be at work on it."""
         with current(self._device):
-            _check(_driver().cuMemFree_v2(ctypes.c_uint64(self._address)), f"give memory of {self._device} back")
+            _check(_driver().cuMemFree_v2(ctypes.c_uint64(self._address)), f"free memory of {self._device}")
 
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Have this thread's calls of the driver meet `device`; a thread that is new to CUDA would fail in them."""
+    """Within it, this thread's calls of the driver go to `device`; in a thread new to CUDA they would fail."""
     _check(_driver().cuCtxPushCurrent_v2(_context(_index(device))), f"use {device}")
     try:
         yield

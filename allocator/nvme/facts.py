@@ -1,4 +1,4 @@
-"""What the machine and a directory are like, as far as GPU memory on its way to a drive is concerned.
+"""Reads the facts about machine and directory that decide how GPU memory can go to a drive.
 
 All is read from /proc, /sys and the environment: without torch, without a CUDA context and without starting cuFile,
 whose parameters must be set before it starts. Every reader takes the root of the file system, for tests to feed it one.
@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What holds for every directory.
+    """Facts that hold for every directory.
 
     Attributes
     ----------
@@ -194,9 +194,9 @@ def _gpus(root: Path) -> list[Gpu]:
     found = []
     for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         lines = (line.partition(":") for line in _text(file).splitlines())
-        told = {key.strip(): value.strip() for key, _, value in lines}
+        fields = {key.strip(): value.strip() for key, _, value in lines}
         bar1 = _largest_bar(_text(root / "sys/bus/pci/devices" / file.parent.name / "resource"))
-        found.append(Gpu(told.get("GPU UUID", "").removeprefix("GPU-"), told.get("Model", "a GPU"), bar1))
+        found.append(Gpu(fields.get("GPU UUID", "").removeprefix("GPU-"), fields.get("Model", "a GPU"), bar1))
     return found
 
 

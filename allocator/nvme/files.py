@@ -1,4 +1,4 @@
-"""Several files that are used as one: file systems let one writer at a time into each."""
+"""Several files used as one, as file systems let only one writer at a time into each file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Files:
 
 
 def several(open_file: Callable[[Path], Backend], count: int = FILES) -> Callable[[Path], Backend]:
-    """What opens `count` files in a directory as one."""
+    """A function that opens `count` files in a directory as one."""
 
     def open_all(directory: Path) -> Backend:
         files: list[Backend] = []

@@ -1,4 +1,4 @@
-"""A file that GPU memory goes to and comes from through cuFile. kvikio is imported when one is made.
+"""A store's file that GPU memory is written to and read from through cuFile. kvikio is imported with the first one.
 
 Requests go to cuFile itself (`libcufile`). In compatibility mode they are kvikio's calls that block their thread: its
 pool has one thread unless told otherwise.
@@ -56,9 +56,9 @@ def _in_gpu_memory(block: torch.Tensor) -> bool:
 class KvikioFile:
     """A `Backend` for memory of the host and of the GPU. See there for the contract of each method.
 
-    Host memory takes the plain POSIX way into the same file, which is the faster one. What else fills or reads a GPU
-    block must have ended before the call. What cuFile fails to move takes the way through host memory, into the same
-    place; after three failures in a row all that is left does.
+    Host memory goes into the same file by POSIX calls, which are faster for it. Kernels and copies that use a GPU block
+    must have ended before the call. If cuFile fails to move a block, it goes through host memory, to the same place in
+    the file; after three failures in a row, all blocks do.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ class KvikioFile:
             return self._posix.pwrite(memory, offset)
 
     def close(self) -> None:
-        """Give the file's space back. Idempotent; in the child of a fork cuFile is not called."""
+        """Free the file's space. Idempotent; in the child of a fork cuFile is not called."""
         self._opened = ()
         self._retired = True
         cufile, self._cufile = self._cufile, None
@@ -136,8 +136,8 @@ class KvikioFile:
             cufile.close()
         self._posix.close()
 
-    def let_go(self) -> None:
-        """Let go of the file's space in the child of a fork, where cuFile must not be called and closes its numbers."""
+    def abandon(self) -> None:
+        """Close the file in the child of a fork, where cuFile must not be called: its descriptors lead nowhere then."""
         self._retired = True
         if self._cufile is not None:  # its end would call cuFile, so there is none
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._cufile))
@@ -215,7 +215,7 @@ _open: weakref.WeakSet[KvikioFile] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for file in list(_open):
-        file.let_go()
+        file.abandon()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -92,7 +92,7 @@ class PosixFile:
         return os.pwritev(self._fd, [block.numpy().data], offset)
 
     def close(self) -> None:
-        """Give the file's space back, in a forked child what it has of it. Idempotent."""
+        """Free the file's space; in a forked child, close its descriptor. Idempotent."""
         self.forget_name()
         fd, self._fd = self._fd, -1  # the number may be somebody else's after the first close
         if fd >= 0:

@@ -1,4 +1,4 @@
-"""Threads that run requests, reads before writes, and what a caller waits for."""
+"""Runs reads and writes in threads, reads first (`RequestPool`), and joins the parts of a transfer (`Transfer`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LOOK = 0.1  # seconds, at a thread that does not end
 class RequestPool:
     """Runs requests: at most `depth` at once are on the drives, the others wait in order of arrival.
 
-    A waiting read goes before every waiting write: a read is needed now, a write only makes room for later. What a
-    request leaves to do the same thread does, which need not be woken and holds what the drive has just brought, while
-    one of the `helpers` takes the place on the drives. These also do the work that needs no drive.
-    Requests do not raise: they report to a `Transfer`. `name` is what its threads are called.
+    A waiting read goes before every waiting write: a read is needed now, a write only makes room for later. When a
+    request has left the drive, its thread goes on with what is left of it, such as its checksum, as it is awake and has
+    the data in its caches; meanwhile one of the `helpers` takes its place at the drives. Helpers also do work that
+    needs no drive. Requests do not raise: they report to a `Transfer`. `name` is the name of the threads.
     """
 
     def __init__(self, depth: int, helpers: int, name: str) -> None:
@@ -112,7 +112,7 @@ class Transfer:
     """One read or write of an extent. Its future resolves when the last of its parts is done, also after an error.
 
     Only then does nobody touch the memory any more, so only then may the caller use or free it. Right before, `ended`
-    is told the first error.
+    is called with the first error.
     """
 
     def __init__(self, parts: int, ended: Callable[[Exception | None], None] = lambda error: None) -> None:

@@ -1,4 +1,4 @@
-"""Staging slots between HBM and a drive: memory that is registered once with what moves it, and that stays in place.
+"""Staging slots between HBM and a drive: GPU memory that is registered with cuFile once, and never remapped.
 
 Pages of our own allocator are remapped while the program runs, so they must never be registered. A group is copied
 into a slot, or out of it, and only the slot meets the drive.
@@ -103,7 +103,7 @@ class Ring:
             return slot
 
     def give(self, slot: torch.Tensor) -> None:
-        """Give back a slot that nothing uses any more.
+        """Return a slot that nothing uses any more.
 
         Raises
         ------
@@ -126,14 +126,14 @@ class Ring:
     def close(self) -> None:
         """Refuse whoever asks for a slot from now on, and free the memory once all slots are back. Idempotent.
 
-        A slot that is never given back may be in use by a drive that does not answer: its memory is not freed.
+        A slot that is never returned may be in use by a drive that does not answer: its memory is not freed.
         """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._free_if_unused()
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Forget everything, in the child of a fork: the memory and its registration are the parent's."""
         self._changed = threading.Condition()  # another thread of the parent may have held the old one
         self._closed = self._freed = True
@@ -187,7 +187,7 @@ _open: weakref.WeakSet[Ring] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for ring in list(_open):
-        ring.let_go()
+        ring.abandon()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,6 +1,6 @@
-"""How fast each way is with one directory: measured by child processes, once, and kept in the cache directory.
+"""Measures how fast each way to a directory is, once, and keeps the results in the cache directory.
 
-A child for each way, as cuFile reads its parameters when it starts and keeps them, and as it may hang or die.
+Each way is measured in a child process, as cuFile reads its parameters only when it starts, and as it may hang or die.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def speeds(
 
 
 def key_of(machine: Machine, place: Place) -> dict[str, str]:
-    """All that a speed hangs on."""
+    """Everything that a speed depends on."""
     return {
         "gpu": machine.gpu.uuid if machine.gpu is not None else "",
         "kernel": machine.kernel,
@@ -85,7 +85,7 @@ def file_of(cache: Path, key: Mapping[str, str]) -> Path:
 
 
 def cached(cache: Path, key: Mapping[str, str], now: float | None = None) -> dict[Way, Measured]:
-    """What is kept for `key`; nothing where the file is not what `keep` writes, whoever wrote it."""
+    """The speeds kept for `key`; none if the file is not one that `keep` would write."""
     try:
         with file_of(cache, key).open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
@@ -108,8 +108,8 @@ def keep(cache: Path, key: Mapping[str, str], ways: Mapping[Way, Measured]) -> N
     """Write what was measured, as a whole or not at all."""
     file = file_of(cache, key)
     cache.mkdir(parents=True, exist_ok=True)
-    told = {way: it if isinstance(it, str) else _told(it) for way, it in ways.items()}
-    text = json.dumps({"format": FORMAT, "key": dict(key), "at": time.time(), "ways": told}, indent=1)
+    entries = {way: it if isinstance(it, str) else _to_json(it) for way, it in ways.items()}
+    text = json.dumps({"format": FORMAT, "key": dict(key), "at": time.time(), "ways": entries}, indent=1)
     new = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         new.write_text(text)
@@ -135,7 +135,7 @@ def environment(way: Way, gpu: str, environ: Mapping[str, str]) -> dict[str, str
 def run_child(
     way: Way, directory: Path, gpu: str, *, command: Sequence[str] = _CHILD, timeout: float = TIMEOUT
 ) -> Measured:
-    """Measure in a child process; why not, where it hangs, dies or cannot."""
+    """Measure in a child process; a text that says why not, if it hangs, dies or fails."""
     with tempfile.TemporaryDirectory(prefix="tiers-") as scratch:  # cuFile leaves its log where it is started
         try:
             child = subprocess.Popen(
@@ -164,12 +164,12 @@ def run_child(
 def _answer(way: Way, code: int, out: bytes) -> Measured:
     lines = out.decode(errors="replace").strip().splitlines()
     try:
-        told: Any = json.loads(lines[-1]) if lines else None
+        answer: Any = json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError):
-        told = None
-    if isinstance(told, dict) and isinstance(reason := told.get("error"), str):
+        answer = None
+    if isinstance(answer, dict) and isinstance(reason := answer.get("error"), str):
         return f"the measurement of {way} failed: {_one_line(reason)}"
-    measured = _measured(told)
+    measured = _measured(answer)
     if isinstance(measured, Speeds) and code == 0:
         return measured
     how = f"signal {-code}" if code < 0 else f"code {code}"
@@ -180,19 +180,19 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def _told(speeds: Speeds) -> dict[str, float]:
+def _to_json(speeds: Speeds) -> dict[str, float]:
     return {"write": speeds.write, "read": speeds.read, "both": speeds.both}
 
 
-def _measured(told: Any) -> Measured | None:
-    if isinstance(told, str):
-        return _one_line(told) or None
-    if not isinstance(told, dict) or set(told) != {"write", "read", "both"}:
+def _measured(entry: Any) -> Measured | None:
+    if isinstance(entry, str):
+        return _one_line(entry) or None
+    if not isinstance(entry, dict) or set(entry) != {"write", "read", "both"}:
         return None
-    for value in told.values():
+    for value in entry.values():
         if type(value) not in (int, float) or not math.isfinite(value) or not 0 < value < _FASTEST:
             return None
-    return Speeds(float(told["write"]), float(told["read"]), float(told["both"]))
+    return Speeds(float(entry["write"]), float(entry["read"]), float(entry["both"]))
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The ``nvme`` tier: extents striped over files in several directories, moved in the background, checked.
 
-Checksums are computed while the drives work: a stripe that is being written is summed up beside its write, one that was
-read is checked by the thread that read it while another reads the next. So they cost the drives nothing as long as the
-CPU is faster than they are.
+Checksums are computed while the drives work: that of a stripe being written, in another thread; that of one which was
+read, by the thread that read it, while another reads the next. So the drives never wait for them, as long as the CPU is
+faster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 
 from torch_tiers.allocator.at_exit import close_at_exit
 from torch_tiers.allocator.errors import CorruptionError, StoreError
-from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.host.ledger import Account
+from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.nvme.backend import BLOCK, Backend, read_all, write_all
 from torch_tiers.allocator.nvme.checksum import SCRATCH
 from torch_tiers.allocator.nvme.choose import Gds, choose_backend
@@ -27,7 +28,6 @@ from torch_tiers.allocator.nvme.requests import Request, RequestPool, Rest, Tran
 from torch_tiers.allocator.nvme.stripe import Stripe
 from torch_tiers.allocator.nvme.volume import Volume
 from torch_tiers.allocator.nvme.watch import Watch
-from torch_tiers.allocator.room import Room
 from torch_tiers.allocator.sizes import GiB, MiB, round_up
 
 _SUMMING_THREADS = 4  # or half of the cores; reads are summed up by the threads that read
@@ -41,12 +41,12 @@ def _summing_threads() -> int:
 
 
 Arrived = Callable[[int, int], None]
-"""Told the first byte and the bytes of each part of a block that has come back and was checked."""
+"""Called with the first byte and the number of bytes of each part of a block that was read and checked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NvmeExtent:
-    """Room in a store.
+    """The place of one block in a store.
 
     Attributes
     ----------
@@ -62,9 +62,9 @@ class NvmeStore:
     """Keeps blocks of memory on disk, up to a hard cap. Thread-safe.
 
     Each directory gets one private file (mode 0600, no name, gone with the process) and an equal share of the
-    capacity. What fails, or comes back other than it was written, is tried once more. Three failed writes of
-    extents in a row, or a full disk, take a directory out of rotation; what lies there can still be read. A drive that
-    does not answer is told after five seconds.
+    capacity. A request that fails, or reads other data than was written, is tried once more. After three failed writes
+    of extents in a row, or when the disk is full, nothing more is written to a directory; what lies there can still be
+    read. A drive that does not answer for five seconds is logged.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ class NvmeStore:
         return NvmeExtent(nbytes, tuple(stripes))
 
     def free(self, extent: NvmeExtent) -> None:
-        """Give `extent` back; none of its transfers may be under way.
+        """Free `extent`; none of its transfers may be under way.
 
         Raises
         ------
@@ -260,10 +260,10 @@ class NvmeStore:
         return transfer.future
 
     def close(self) -> None:
-        """End what is in flight, fail what is queued, and give the disk space back. Idempotent.
+        """End what is in flight, fail what is queued, and free the disk space. Idempotent.
 
         Where a drive does not answer, its requests are left alone after a while, and the files stay open: the system
-        gives their space back when the process has ended.
+        frees their space when the process has ended.
         """
         self._closed = True  # from here on queued requests fail instead of running
         ended = self._drives.close(self._watch.stuck)

@@ -1,4 +1,4 @@
-"""A stripe: the part of an extent that lies in one piece in one directory's file, and what is known of its data."""
+"""A stripe: the part of an extent that lies in one piece in one directory's file, with its checksum."""
 
 from __future__ import annotations
 

@@ -38,11 +38,11 @@ class Mover(Protocol):
         """Read a slot from `offset`; returns when that is done."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the memory and close the file."""
 
 
 class ThroughHost:
-    """By way of pinned memory: the copy of one slot while others are on the drive."""
+    """Through pinned memory: one slot is copied while others are on the drive."""
 
     def __init__(self, directory: Path) -> None:
         self._file = PosixFile(directory)
@@ -71,7 +71,7 @@ class ThroughHost:
 
 
 class ByCuFile:
-    """By cuFile: straight from memory that is registered, the environment says how; or by kvikio's bounce buffers."""
+    """By cuFile: directly from registered memory, as the environment sets; or through kvikio's bounce buffers."""
 
     def __init__(self, directory: Path, mode: Mode) -> None:
         self._file = KvikioFile(directory, mode=mode)
@@ -89,7 +89,7 @@ class ByCuFile:
         self._whole(self._file.pread(self.ring[slot * CHUNK : (slot + 1) * CHUNK], offset))
 
     def close(self) -> None:
-        """Deregister before the memory goes, which cuFile may wait for otherwise."""
+        """Deregister before the memory is freed; otherwise cuFile may wait for it."""
         if self._registered:
             deregister(self.ring)
         self._memory.free()
@@ -149,13 +149,13 @@ def main(way: str, directory: Path) -> int:
             ThroughHost(directory) if way == "host" else ByCuFile(directory, "compat" if way == "compat" else "gds")
         )
         try:
-            told: dict[str, Any] = time_moves(mover, torch.cuda.synchronize)
+            result: dict[str, Any] = time_moves(mover, torch.cuda.synchronize)
         finally:
             mover.close()
     except Exception as error:  # whatever it is, this way does not serve
-        told = {"error": str(error) or type(error).__name__}
-    print(json.dumps(told), flush=True)
-    return int("error" in told)
+        result = {"error": str(error) or type(error).__name__}
+    print(json.dumps(result), flush=True)
+    return int("error" in result)
 
 
 def _of(slot: int) -> slice:

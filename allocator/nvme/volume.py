@@ -1,4 +1,4 @@
-"""The accounts of one directory of a store: what of its file is taken, and how far the file has grown."""
+"""One directory of a store: which extents of its file are in use, and how far the file has grown."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import suppress
 
 from torch_tiers.allocator.errors import StoreError
 from torch_tiers.allocator.extents import Extent, ExtentMap
-from torch_tiers.allocator.ledger import Account
+from torch_tiers.allocator.host.ledger import Account
+from torch_tiers.allocator.host.room import Room, RoomWatch
 from torch_tiers.allocator.nvme.backend import BLOCK, Backend
-from torch_tiers.allocator.room import Room, RoomWatch
 from torch_tiers.allocator.sizes import format_size
 
 log = logging.getLogger("tiers")
@@ -89,7 +89,7 @@ class Volume:
         return extent
 
     def free(self, extent: Extent) -> None:
-        """Give `extent` back. ValueError if it is not allocated."""
+        """Free `extent`. ValueError if it is not allocated."""
         self._extents.free(extent)
 
     def write_succeeded(self) -> None:
@@ -115,11 +115,11 @@ class Volume:
             self._warn_once(f"{error}; nothing is lost, and it stays in use unless {_FAILURES} writes in a row fail")
 
     def read_differed(self, error: StoreError) -> None:
-        """Tell of what was not as written at first, and was when it was read again."""
+        """Warn that data was wrong when it was read, and right when it was read again."""
         self._warn_once(f"{error.reason}, and all was well when it was read again")
 
     def close(self) -> None:
-        """Give the file's space back; nothing can be allocated any more. Idempotent."""
+        """Free the file's space; nothing can be allocated any more. Idempotent."""
         self._retired = True
         self.backend.close()
         self._release(self._claimed)

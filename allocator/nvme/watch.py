@@ -1,4 +1,4 @@
-"""Notices a drive that does not answer: a request to it cannot be ended, so what can be done is to say so."""
+"""Notices a drive that does not answer, and logs it: a request that hangs in the kernel cannot be ended."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _Note:
 class Watch:
     """Says, once for each directory, that a request is not over after `PATIENCE`. Thread-safe.
 
-    A thread that uses a drive leaves a note with the time and takes it away afterwards, which is all that a request
-    pays. One more thread looks at the notes every second.
+    A thread that uses a drive notes the time before, and removes the note afterwards; a request pays no more than that.
+    One more thread looks at the notes every second.
     """
 
     def __init__(self) -> None:

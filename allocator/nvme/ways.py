@@ -1,8 +1,9 @@
-"""The ways that GPU memory can go to a drive: which are possible, and which is taken. Pure functions.
+"""The ways by which GPU memory can go to a drive: which are possible, and which is taken. Pure functions.
 
-``host``: by way of pinned memory and O_DIRECT, a copy on the link while another is on the drive. ``gds``: straight, by
-cuFile and the kernel module nvidia-fs. ``p2pdma``: straight, by cuFile and the PCI P2PDMA of the kernel itself.
-``compat``: kvikio's bounce buffers, which copy and write by turns; the probe measures them, and nothing takes them.
+``host``    through pinned memory and O_DIRECT; one slot is copied on the link while another is on the drive
+``gds``     directly, by cuFile and the kernel module nvidia-fs
+``p2pdma``  directly, by cuFile and the kernel's own PCI P2PDMA
+``compat``  through kvikio's bounce buffers, which copy and write by turns; measured by the probe, never taken
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _ALL_THE_SAME = 'nvme.gds = "require" takes the direct way all the same'
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why a way is closed, and the one setting that would change it; empty where none would."""
+    """Why a way is not possible, and the setting that would change that; empty if none would."""
 
     reason: str
     change: str = ""
@@ -95,7 +96,7 @@ class Choice:
 
 
 def obstacle(way: Direct, machine: Machine, place: Place | None = None) -> Obstacle | None:
-    """Say what closes a direct way first, or return None; without a place, as far as the machine goes."""
+    """The first obstacle to a direct way, or None; without `place`, only those of the machine."""
     found = _of_cufile(machine)
     if found is None and place is not None:
         found = _of_place(place)
@@ -105,12 +106,12 @@ def obstacle(way: Direct, machine: Machine, place: Place | None = None) -> Obsta
 
 
 def obstacles(machine: Machine, place: Place | None = None) -> dict[Direct, Obstacle | None]:
-    """Both of them."""
+    """The obstacle to each direct way, or None."""
     return {way: obstacle(way, machine, place) for way in DIRECT}
 
 
 def closed(possible: Mapping[Direct, Obstacle | None]) -> Obstacle | None:
-    """What closes both direct ways, or None if one is open."""
+    """The obstacle to both direct ways, or None if one is open."""
     gds, p2pdma = possible["gds"], possible["p2pdma"]
     if gds is None or p2pdma is None:
         return None
@@ -156,7 +157,7 @@ def choose_way(possible: Mapping[Direct, Obstacle | None], measured: Mapping[Way
 def choose_all(
     found: Mapping[Path, tuple[Mapping[Direct, Obstacle | None], Mapping[Way, Measured]]], gds: Gds
 ) -> dict[Path, Choice]:
-    """Choose for the directories of one store, of which all go straight, by one way, or none does.
+    """Choose for the directories of one store: either all take the same direct way, or none takes one.
 
     Parameters
     ----------

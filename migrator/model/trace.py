@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from torch_tiers.allocator.lifetimes import Lifetime
+from torch_tiers.allocator.layout.lifetimes import Lifetime
 from torch_tiers.migrator.model import fields
 from torch_tiers.migrator.model.clocks import Clocks, wall
 from torch_tiers.migrator.model.fields import MOST_BYTES, MOST_SECONDS, BadField, finite, items, whole

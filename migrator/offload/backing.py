@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import wait
 from typing import Any, Protocol
 
-from torch_tiers.allocator.dram import LOOK_CLOSELY, DramArena, DramBlock
 from torch_tiers.allocator.errors import StoreError, TierFull, TiersError, TierTooSmall
+from torch_tiers.allocator.host.dram import LOOK_CLOSELY, DramArena, DramBlock
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE
 from torch_tiers.migrator.offload.disk import Disk

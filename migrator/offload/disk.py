@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from torch_tiers.allocator.dram import DramBlock
+from torch_tiers.allocator.host.dram import DramBlock
 from torch_tiers.allocator.nvme.requests import Request, RequestPool
 from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
 from torch_tiers.migrator.streams import Event

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_tiers.allocator.dram import DramBlock
+from torch_tiers.allocator.host.dram import DramBlock
 from torch_tiers.migrator.streams import Event
 
 GUARDS = 64  # to keep, at least, before those are looked for that may go: each look asks the device

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from torch_tiers.allocator.dram import DramBlock
+from torch_tiers.allocator.host.dram import DramBlock
 from torch_tiers.allocator.nvme.store import NvmeExtent
 from torch_tiers.migrator.streams import Event
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from torch_tiers.allocator.groups import group_by_death
-from torch_tiers.allocator.lifetimes import Lifetime
+from torch_tiers.allocator.layout.groups import group_by_death
+from torch_tiers.allocator.layout.lifetimes import Lifetime
 from torch_tiers.migrator.model.plan import Keep, PageGroup, Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.effects import Effect, effect

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_tiers.allocator.lifetimes import Lifetime
+from torch_tiers.allocator.layout.lifetimes import Lifetime
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.model.trace import Trace
 

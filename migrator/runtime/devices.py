@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.allocator.native import aside, lane
+from torch_tiers.allocator.native import off_sequence
+from torch_tiers.allocator.native.copy import lane
 from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.controller.background import in_background
@@ -209,7 +210,7 @@ class Devices:
     def _open(self, device: torch.device, options: Options) -> Device:
         budget = options.hbm(device)
         pages = options.pages() if device.type == "cuda" else None
-        memory = None if pages is None else Memory(pages.peaks(device), aside, partial(pages.tidy, device))
+        memory = None if pages is None else Memory(pages.peaks(device), off_sequence, partial(pages.tidy, device))
         shared = open_device(device, self._counters, budget, memory)
         if device.type == "cuda" and pages is None:
             shared = replace(shared, holes=holes(device))

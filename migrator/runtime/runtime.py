@@ -317,7 +317,7 @@ class Runtime:
         with saver.aside():  # no part of the next period, whose recorder there may be already
             for mover in movers:
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
-                pages.expect_news(mover.engine.compute.device, max(peaks, default=0), now=now)
+                pages.expect_new_plans(mover.engine.compute.device, max(peaks, default=0), now=now)
 
     def _tell_plans(self, saver: Saver) -> None:
         if self._counters.timeline is None:

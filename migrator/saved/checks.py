@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_tiers.allocator.errors import TiersError
-from torch_tiers.allocator.native import lane
+from torch_tiers.allocator.native.copy import lane
 from torch_tiers.migrator.recompute.replays import Peek, Replay, operators_of, run
 from torch_tiers.migrator.recompute.trials import same_bits
 from torch_tiers.migrator.saved.dropped import Recomputed

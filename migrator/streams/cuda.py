@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from torch_tiers.allocator.native import lane
+from torch_tiers.allocator.native.copy import lane
 from torch_tiers.migrator.model.timing import Lap
 from torch_tiers.migrator.streams import (
     TIMED,
@@ -45,7 +45,7 @@ class CudaCompute:
     ) -> None:
         self.device = device
         self._library = library
-        # Our own allocator, where it is there, knows by itself what to give back; see `PageAllocator.expect_news`.
+        # Our own allocator, where it is there, knows by itself what to give back; see `PageAllocator.expect_new_plans`.
         memory = memory or Memory(peaks.PeaksOfPyTorch(device), renew=torch.cuda.empty_cache)
         self._peaks, self.aside, self.tidy, self.renew = memory
         self.lap = self._peaks.lap

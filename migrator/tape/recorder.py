@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torch_tiers.allocator.extension import CannotBuild
+from torch_tiers.allocator.extensions.extension import CannotBuild
 from torch_tiers.migrator.tape import check, native
 from torch_tiers.migrator.tape.clock import OperatorClock
 from torch_tiers.migrator.tape.closure import POISON, Closure, Differs, Packs, Refused, Stops, closure

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.sizes import PAGE, MiB
 
 

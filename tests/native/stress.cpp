@@ -71,10 +71,11 @@ void ask(tn_core *core, std::mt19937 &random, const std::vector<Block> &blocks, 
 
 void request_in_passing(tn_core *core, std::mt19937 &random, uint64_t fresh_pool) {
   uint64_t address = 0;
-  tn_aside(1);
-  expect(tn_is_aside(), "a thread knows that it is aside");
-  if (tn_allocate(core, kMiB, 0, 0, &address) == TN_OK) expect(tn_free(core, address) == TN_OK, "aside is given back");
-  tn_aside(0);
+  tn_off_sequence(1);
+  expect(tn_is_off_sequence(), "a thread knows that it is off the sequence");
+  if (tn_allocate(core, kMiB, 0, 0, &address) == TN_OK)
+    expect(tn_free(core, address) == TN_OK, "what is off the sequence is freed");
+  tn_off_sequence(0);
   tn_class(core, TN_STATE);
   bool served = tn_allocate(core, kMiB, 0, 0, &address) == TN_OK;
   tn_class(core, TN_ANY);
@@ -119,13 +120,13 @@ void work(tn_core *core, int thread, unsigned seed, std::chrono::steady_clock::t
     } else if (dice < 990) {
       uint64_t counts[2] = {2, 1}, sizes[3] = {kMiB, 2 * kMiB, 3 * kMiB}, offsets[3] = {0, kMiB, 0};
       int64_t visits[2] = {1, 2};
-      int status = tn_plan(core, thread % 4, 2, counts, sizes, offsets, 2, visits);
+      int status = tn_set_layout(core, thread % 4, 2, counts, sizes, offsets, 2, visits);
       expect(status == TN_OK || status == TN_FULL, "a layout is taken, or the tiers are full");
       tn_mark(core, nullptr);
     } else if (dice < 995) {
       expect(tn_pool_retire(core, pool) == TN_OK, "a pool can be retired");
       pool += kThreads;
-      if (dice == 990) tn_forget_plan(core, dice * 4096);
+      if (dice == 990) tn_forget_layout(core, dice * 4096);
       int status = dice % 2 ? tn_trim(core, dice % 3 * 128 * kMiB) : tn_trim_outside(core);
       expect(status == TN_OK, "idle memory goes back");
     } else if (dice < 998) {

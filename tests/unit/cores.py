@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from torch_tiers.allocator.native import Core
-from torch_tiers.allocator.sequence import ELSEWHERE, Foreseen
+from torch_tiers.allocator.native.sequence_layout import ELSEWHERE, SequenceLayout
 from torch_tiers.allocator.sizes import MiB
 
 PAGE = 2 * MiB
@@ -35,11 +35,11 @@ def holds(address: int, nbytes: int, value: int) -> bool:
     return ctypes.string_at(address, nbytes) == bytes([value]) * nbytes
 
 
-def foreseen(sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> Foreseen:
+def sequence_layout(sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> SequenceLayout:
     ends = [size + offset for size, offset in zip(sizes, offsets, strict=True) if offset != ELSEWHERE]
     pages = np.array(visits or [1] * -(-max(ends) // PAGE))
-    return Foreseen(0, np.array(sizes), np.array(offsets, np.uint64), pages)
+    return SequenceLayout(0, np.array(sizes), np.array(offsets, np.uint64), pages)
 
 
-def plan(core: Core, sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> None:
-    core.plan(foreseen(sizes, offsets, visits))
+def set_layout(core: Core, sizes: list[int], offsets: list[int], visits: list[int] | None = None) -> None:
+    core.set_layout(sequence_layout(sizes, offsets, visits))

@@ -14,7 +14,7 @@ def build(directory: Path, *more: str) -> Path:
     """Build the lane and its driver there, with `more` flags."""
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *more]
     for sources, target, visibility in (
-        ((ROOT / "allocator" / "native").glob("lane*.cpp"), "liblane.so", "hidden"),  # as CMake builds it
+        ((ROOT / "allocator" / "native" / "copy").glob("*.cpp"), "liblane.so", "hidden"),  # as CMake builds it
         ((ROOT / "tests" / "unit").glob("fake_*.cpp"), "libcuda.so.1", "default"),
     ):
         out = ["-o", str(directory / target), "-ldl"]
@@ -26,7 +26,7 @@ START = """
 import ctypes, sys
 from array import array
 from pathlib import Path
-from torch_tiers.allocator.native import lane
+from torch_tiers.allocator.native.copy import lane
 library = lane.load(Path(sys.argv[1]) / "liblane.so")
 fake = ctypes.CDLL("libcuda.so.1")
 def flush(): ctypes.CDLL(None).fflush(None)

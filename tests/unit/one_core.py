@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from torch_tiers.allocator.ledger import Ledger
+from torch_tiers.allocator.host.ledger import Ledger
+from torch_tiers.allocator.host.room import Room
+from torch_tiers.allocator.layout.periods import Periods
 from torch_tiers.allocator.native import Core
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.allocator.periods import Periods
-from torch_tiers.allocator.room import Room
 
 
 class OnOneCore(PageAllocator):

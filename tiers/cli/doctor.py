@@ -82,9 +82,9 @@ def _torch_facts() -> TorchFacts | None:
         import torch
     except (ImportError, OSError):
         return None
-    from torch_tiers.allocator import adapter
-    from torch_tiers.allocator.extension import obstacle_to
-    from torch_tiers.allocator.native import lane
+    from torch_tiers.allocator.extensions.extension import obstacle_to
+    from torch_tiers.allocator.native.copy import lane
+    from torch_tiers.allocator.native.pytorch import adapter
     from torch_tiers.migrator.saved import native
 
     return TorchFacts(

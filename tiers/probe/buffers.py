@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from torch_tiers.allocator.dram import DramBlock
+from torch_tiers.allocator.host.dram import DramBlock
 from torch_tiers.allocator.nvme.backend import BLOCK
 from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore
 from torch_tiers.migrator.streams import Event, Piece, whole

@@ -8,8 +8,8 @@ from typing import Literal, Protocol, cast
 
 import torch
 
-from torch_tiers.allocator.dram import DramBlock
 from torch_tiers.allocator.errors import TiersError
+from torch_tiers.allocator.host.dram import DramBlock
 from torch_tiers.migrator.runtime.devices import open_device
 from torch_tiers.migrator.streams import Event, Piece, Stream, flat, whole
 from torch_tiers.migrator.streams.cuda import wrapped

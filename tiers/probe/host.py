@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from torch_tiers.allocator.dram import DramArena, DramBlock
 from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.host.dram import DramArena, DramBlock
 from torch_tiers.allocator.nvme.backend import BLOCK
 from torch_tiers.allocator.sizes import PAGE, round_up
 from torch_tiers.migrator.streams import whole

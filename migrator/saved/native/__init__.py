@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-from torch_tiers.allocator.extension_module import ExtensionModule
+from torch_tiers.allocator.extensions.extension_module import ExtensionModule
 from torch_tiers.migrator.saved.tensors import HookTensors
 
 _HERE = Path(__file__).parent

@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from torch_tiers.allocator.extension import CannotBuild
-from torch_tiers.allocator.extension_module import ExtensionModule
+from torch_tiers.allocator.extensions.extension import CannotBuild
+from torch_tiers.allocator.extensions.extension_module import ExtensionModule
 
 _HERE = Path(__file__).parent
 _HEADERS = (

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.one_core import OnOneCore
-from torch_tiers.allocator import adapter
-from torch_tiers.allocator.ledger import Ledger
+from torch_tiers.allocator.host.ledger import Ledger
 from torch_tiers.allocator.native import Core
+from torch_tiers.allocator.native.pytorch import adapter
 from torch_tiers.allocator.sizes import MiB
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.unit.one_core import OnOneCore, step
-from torch_tiers.allocator import adapter
 from torch_tiers.allocator.native import DRAM, Core
+from torch_tiers.allocator.native.pytorch import adapter
 from torch_tiers.allocator.pages import PageAllocator
 from torch_tiers.allocator.sizes import MiB
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_tiers.allocator.errors import CorruptionError, StoreError, TierFull, TiersError
-from torch_tiers.allocator.ledger import Holder
+from torch_tiers.allocator.holders import Holder
 from torch_tiers.allocator.sizes import (
     GiB,
     KiB,

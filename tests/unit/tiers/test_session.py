@@ -12,7 +12,7 @@ import torch
 import torch_tiers as tiers
 from torch_tiers import autoload, paging
 from torch_tiers import session as made_of
-from torch_tiers.allocator import adapter
+from torch_tiers.allocator.native.pytorch import adapter
 from torch_tiers.config import ConfigError, load
 from torch_tiers.config_keys import BY_ARGUMENT
 from torch_tiers.migrator.telemetry.counters import Counters

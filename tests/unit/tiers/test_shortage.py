@@ -20,7 +20,7 @@ for i in range(3, 6):
 """
 HOLDS = """
 from pathlib import Path
-from torch_tiers.allocator.ledger import Ledger
+from torch_tiers.allocator.host.ledger import Ledger
 assert Ledger(Path(os.environ["TIERS_LEDGER"])).open_account("dram", 1 << 50).claim(1 << 40)
 """
 """As if the first job had filled a large node: what its arena took of this one would not be enough for that."""

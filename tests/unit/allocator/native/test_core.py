@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from tests.unit.cores import DRAM, FREE, HBM, PAGE, USED, fill, foreseen, holds
-from torch_tiers.allocator.native import Core, CoreError, CoreFull, aside
+from tests.unit.cores import DRAM, FREE, HBM, PAGE, USED, fill, holds, sequence_layout
+from torch_tiers.allocator.native import Core, CoreError, CoreFull, off_sequence
 from torch_tiers.allocator.sizes import GiB, MiB
 
 
@@ -208,7 +208,7 @@ class Blocks(RuleBasedStateMachine):
     )
     def allocate(self, nbytes: int, stream: int, pool: int, apart: bool) -> int:
         try:
-            with aside() if apart else contextlib.nullcontext():
+            with off_sequence() if apart else contextlib.nullcontext():
                 address = self.core.allocate(nbytes, stream, pool)
         except CoreFull:
             return 0
@@ -254,14 +254,14 @@ class Blocks(RuleBasedStateMachine):
     @rule(
         sizes=st.lists(st.integers(1, 64).map(lambda n: 512 * n * 64), min_size=1, max_size=8), seed=st.integers(0, 9)
     )
-    def plan(self, sizes: list[int], seed: int) -> None:
+    def set_layout(self, sizes: list[int], seed: int) -> None:
         offsets = (np.random.default_rng(seed).integers(0, 64, len(sizes)) * 512 * 16).tolist()
         with contextlib.suppress(CoreFull):
-            self.core.plan(foreseen(sizes, offsets), foreseen(sizes[::-1], offsets))
+            self.core.set_layout(sequence_layout(sizes, offsets), sequence_layout(sizes[::-1], offsets))
 
     @rule()
-    def forget_plan(self) -> None:
-        self.core.forget_plan()
+    def forget_layout(self) -> None:
+        self.core.forget_layout()
 
     def check(self, address: int) -> None:
         nbytes, value = self.live[address]

@@ -26,7 +26,7 @@ core = Core("cuda", hbm=64 * MiB, dram=64 * MiB)
 def work(stream):  # something for a stream to do that is not done before somebody waits
     library.record(0, stream); assert fake.fake_pending(stream)
 
-def held(): return sum(block["kind"] == 3 for block in core.blocks())
+def pending(): return sum(block["kind"] == 3 for block in core.blocks())
 """
 END = "\nassert not fake.fake_contexts() and not fake.fake_spoilt()"
 
@@ -49,7 +49,7 @@ core.free(block)
 ASKS = {
     "to give idle memory back": "core.trim()",
     "for another stream": "core.allocate(60 * MiB, stream=8)",
-    "for a layout": "core.plan(*layout)",
+    "for a layout": "core.set_layout(*layout)",
     "for what is beside a layout": "core.trim_outside()",
 }
 
@@ -61,11 +61,11 @@ def test_idle_pages_are_unmapped_when_no_stream_that_is_known_reads_them_any_mor
     FSDP2 frees gradients while the optimizer reads them on another stream: unmapped, that was an illegal access.
     """
     layout = """
-from torch_tiers.allocator.sequence import Foreseen
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 import numpy as np
-layout = [Foreseen(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64))]
+layout = [SequenceLayout(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64))]
 """
-    before = "core.plan(*layout)\n" if "beside" in asked_for else ""
+    before = "core.set_layout(*layout)\n" if "beside" in asked_for else ""
     holds(built, layout + before + FREED + ASKS[asked_for] + "\nassert not fake.fake_pending(9)")
 
 
@@ -84,17 +84,17 @@ assert not fake.fake_pending(9)
     [
         ("core.allocate(8 * MiB, stream=8)", 24),
         ("core.allocate(60 * MiB, stream=8)", 16),  # which went to DRAM
-        ("core.allocate(8 * MiB, stream=8); core.used_on(block, 9); work(9)", 24),  # and is held
+        ("core.allocate(8 * MiB, stream=8); core.used_on(block, 9); work(9)", 24),  # and its free is pending
     ],
 )
 def test_what_other_streams_gave_back_is_needed_as_long_as_it_lies_in_hbm(
     built: Path, given_back: str, needed: int
 ) -> None:
     program = f"""
-from torch_tiers.allocator.sequence import Foreseen
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 import numpy as np
 core.allocate(16 * MiB, stream=7)
-core.plan(Foreseen(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64)))
+core.set_layout(SequenceLayout(7, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(4, np.int64)))
 block = {given_back}
 core.free(block); core.lap()
 assert core.lap() == {needed} * MiB, core.lap()
@@ -175,13 +175,13 @@ core.allocate(8 * MiB)
     holds(built, program)
 
 
-def test_a_block_is_held_until_the_other_streams_have_passed_it(built: Path) -> None:
+def test_a_free_is_pending_until_the_other_streams_have_passed_it(built: Path) -> None:
     program = """
 block = core.allocate(8 * MiB, stream=7)
 core.used_on(block, 8); core.used_on(block, 9)
 work(9)
 core.free(block)
-assert core.allocate(8 * MiB, stream=7) != block and held() == 1
+assert core.allocate(8 * MiB, stream=7) != block and pending() == 1
 library.wait(0, 9, library.record(0, 8)); library.record(0, 9).synchronize()
 assert core.allocate(8 * MiB, stream=7) == block
 """
@@ -197,10 +197,10 @@ for block in blocks:
     core.free(block)
 before = fake.fake_queries()
 core.allocate(MiB, stream=7)
-assert held() == 20 and fake.fake_queries() == before + 2
+assert pending() == 20 and fake.fake_queries() == before + 2
 library.record(0, 8).synchronize(); library.record(0, 9).synchronize()
 core.allocate(MiB, stream=7)
-assert held() == 0
+assert pending() == 0
 """
     holds(built, program)
 
@@ -233,7 +233,7 @@ def held_up(count):
     best = min(timed() for _ in range(5))
     library.record(0, 9).synchronize()
     core.allocate(512, stream=7)
-    assert held() == 0
+    assert pending() == 0
     return best
 def timed():
     begin = time.perf_counter()
@@ -245,34 +245,34 @@ assert many < 20 * few, (few, many)
     holds(built, program)
 
 
-def test_a_block_that_a_captured_stream_uses_is_held_until_the_capture_is_over(built: Path) -> None:
+def test_a_free_of_what_a_captured_stream_uses_is_pending_until_the_capture_is_over(built: Path) -> None:
     program = """
 block = core.allocate(8 * MiB, stream=7)
 core.used_on(block, 8); core.used_on(block, 9)
 fake.fake_capture(9, True)
 core.free(block)
 library.record(0, 8).synchronize()
-core.allocate(MiB); assert held() == 1
+core.allocate(MiB); assert pending() == 1
 fake.fake_capture(9, False)
 core.allocate(MiB)
 library.record(0, 9).synchronize()
-core.allocate(MiB); assert held() == 0
+core.allocate(MiB); assert pending() == 0
 """
     holds(built, program)
 
 
 @pytest.mark.parametrize("refused", [1, 2, 3, 4])
-def test_a_block_whose_end_cannot_be_recorded_is_held_until_it_can(built: Path, refused: int) -> None:
+def test_a_free_without_an_event_is_pending_until_one_can_be_recorded(built: Path, refused: int) -> None:
     program = f"""
 block = core.allocate(8 * MiB, stream=7)
 core.used_on(block, 8); core.used_on(block, 9)
 fake.fake_refuse({refused})
 core.free(block)
-assert held() == 1
+assert pending() == 1
 fake.fake_refuse(0)
 core.allocate(MiB)
 for stream in (8, 9): library.record(0, stream).synchronize()
-core.allocate(MiB); assert held() == 0
+core.allocate(MiB); assert pending() == 0
 """
     holds(built, program)
 
@@ -285,7 +285,7 @@ core.used_on(block, 9)
 core.free(block)
 fake.fake_break(700)
 core.allocate(MiB); core.allocate(MiB)
-assert held() == 1
+assert pending() == 1
 """
     holds(built, program)
 
@@ -293,12 +293,12 @@ assert held() == 1
 def test_while_a_stream_is_captured_nothing_moves_and_the_layout_stays(built: Path) -> None:
     program = """
 import numpy as np
-from torch_tiers.allocator.sequence import Foreseen
-def plan(): core.plan(Foreseen(7, np.array([4 * MiB]), np.array([0], np.uint64), np.array([1, 1])))
-plan()
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
+def lay_out(): core.set_layout(SequenceLayout(7, np.array([4 * MiB]), np.array([0], np.uint64), np.array([1, 1])))
+lay_out()
 block = core.allocate(4 * MiB, stream=7)
 fake.fake_capture(7, True)
-for refused in (plan, lambda: core.move(block, DRAM)):
+for refused in (lay_out, lambda: core.move(block, DRAM)):
     try: refused()
     except CoreBusy as busy: assert str(busy) == "a stream is being captured into a graph"
     else: raise AssertionError("it was not refused")
@@ -326,9 +326,9 @@ def test_what_the_device_refuses_of_a_layout_lies_in_dram(built: Path) -> None:
     """And nobody claims more and more dram, to be told again that hbm is full."""
     program = """
 import numpy as np
-from torch_tiers.allocator.sequence import Foreseen
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 fake.fake_has_pages(4)
-core.plan(Foreseen(7, np.array([16 * MiB]), np.array([0], np.uint64), np.arange(8)))
+core.set_layout(SequenceLayout(7, np.array([16 * MiB]), np.array([0], np.uint64), np.arange(8)))
 block = core.allocate(16 * MiB, stream=7)
 assert (core.on(block, HBM), core.on(block, DRAM)) == (8 * MiB, 8 * MiB) and core.counts().planned == 1
 """
@@ -360,7 +360,7 @@ other = core.allocate(48 * MiB, stream=6)
 assert core.on(other, HBM) == 48 * MiB  # of what lay idle
 library.record(0, 8).synchronize()
 core.free(other); core.trim()
-assert core.counts().hbm == held() == 0
+assert core.counts().hbm == pending() == 0
 end()
 """
     holds(built, CAPTURE + program)
@@ -389,7 +389,7 @@ from concurrent.futures import ThreadPoolExecutor
 def use():
     block = core.allocate(8 * MiB, stream=7); core.used_on(block, 9); work(9); core.free(block)
     library.record(0, 9).synchronize()
-def settle(): core.allocate(MiB); core.trim(); return held(), fake.fake_contexts()
+def settle(): core.allocate(MiB); core.trim(); return pending(), fake.fake_contexts()
 for step in (use, settle):
     with ThreadPoolExecutor(1) as fresh: assert fresh.submit(step).result() in (None, (0, 0))
 """
@@ -432,7 +432,7 @@ STORM = """
 import random
 import numpy as np
 from torch_tiers.allocator.native import CoreFull
-from torch_tiers.allocator.sequence import Foreseen
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 
 SEED = int(sys.argv[2])
 dice = random.Random(SEED)
@@ -482,10 +482,10 @@ def move():
     blocks = [block for block, (*_, pool) in used.items() if not pool]
     if blocks: core.move(dice.choice(blocks), dice.choice((HBM, DRAM)))
 
-def plan():
+def lay_out():
     sizes = [dice.choice((MiB, 2 * MiB, 3 * MiB)) for _ in range(3)]
-    offsets = np.cumsum([0, *sizes[:-1]]).astype(np.uint64)
-    core.plan(Foreseen(dice.choice(streams), np.array(sizes), offsets, np.arange(-(-sum(sizes) // (2 * MiB)))))
+    offsets, visits = np.cumsum([0, *sizes[:-1]]).astype(np.uint64), np.arange(-(-sum(sizes) // (2 * MiB)))
+    core.set_layout(SequenceLayout(dice.choice(streams), np.array(sizes), offsets, visits))
 
 capturing = False
 def capture():
@@ -496,7 +496,7 @@ def capture():
 
 def limit(): core.limit(HBM, dice.choice((24, 48, 64)) * MiB); fake.fake_has_pages(dice.choice((0, 4, 1000)))
 
-steps = [take] * 40 + [drop] * 36 + [core.trim, retire, move, plan, core.mark, capture, limit, lambda: core.share(1)]
+steps = [take] * 40 + [drop] * 36 + [core.trim, retire, move, lay_out, core.mark, capture, limit, lambda: core.share(1)]
 for _ in range(1500):
     try: dice.choice(steps)()
     except (CoreFull, CoreBusy): pass
@@ -508,7 +508,7 @@ for stream in streams: library.record(0, stream).synchronize()
 assert all(found.raw == pattern.raw for found, pattern in reads) and len(reads) > 500
 core.allocate(1); retire(); core.trim()
 counts = core.counts()
-assert held() == 0 and counts.allocated == 512 and counts.hbm + counts.dram == 2 * MiB, counts
+assert pending() == 0 and counts.allocated == 512 and counts.hbm + counts.dram == 2 * MiB, counts
 assert not fake.fake_spoilt()
 """
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.unit.cores import DRAM, HBM, PAGE, holds, opened, plan
-from torch_tiers.allocator.native import Core, CoreFull, aside
-from torch_tiers.allocator.sequence import Foreseen
+from tests.unit.cores import DRAM, HBM, PAGE, holds, opened, set_layout
+from torch_tiers.allocator.native import Core, CoreFull, off_sequence
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
 from torch_tiers.allocator.sizes import GiB, MiB
 
 
@@ -40,7 +40,7 @@ def test_idle_hbm_beside_a_hole_is_taken_though_more_is_mapped_anew_then() -> No
 
 @pytest.mark.parametrize("visits", [[1] * 32 + [2] * 8, [2] * 32 + [1] * 8], ids=["first", "last"])
 def test_idle_hbm_is_taken_from_a_region_of_which_a_part_lies_in_dram(core: Core, visits: list[int]) -> None:
-    plan(core, [80 * MiB], [0], visits)
+    set_layout(core, [80 * MiB], [0], visits)
     block = core.allocate(32 * MiB, stream=2)
     assert core.on(block, HBM) == 32 * MiB
     counts = core.counts()
@@ -48,17 +48,17 @@ def test_idle_hbm_is_taken_from_a_region_of_which_a_part_lies_in_dram(core: Core
 
 
 def test_idle_dram_of_a_region_serves_whoever_finds_no_hbm(core: Core) -> None:
-    plan(core, [80 * MiB], [0], [1] * 8 + [2] * 32)
+    set_layout(core, [80 * MiB], [0], [1] * 8 + [2] * 32)
     core.allocate(64 * MiB, stream=2)
     core.allocate(64 * MiB, stream=2)
     counts = core.counts()
     assert (counts.allocated, counts.idle) == (128 * MiB, 0)
 
 
-def thrifty(core: Core, kept: int) -> None:
+def without_growth(core: Core, kept: int) -> None:
     """Plans change, and so much of HBM stays."""
     core.mark()
-    core.forget_plan(kept)
+    core.forget_layout(kept)
     core.trim(kept)
 
 
@@ -84,7 +84,7 @@ def test_most_of_what_stays_of_it_stays_mapped_where_it_is() -> None:
         core.free(core.allocate(796 * MiB))
         for _ in range(20):
             core.free(core.allocate(MiB))
-        thrifty(core, 600 * MiB)
+        without_growth(core, 600 * MiB)
         counts = core.counts()
         assert counts.hbm == 600 * MiB
         assert 400 * MiB < counts.idle < 500 * MiB
@@ -102,7 +102,7 @@ def test_many_small_blocks_do_not_wait_for_a_page_each_where_the_rest_lies_mappe
         core.free(core.allocate(800 * MiB))
         for _ in range(400):
             core.free(core.allocate(MiB))
-        thrifty(core, 800 * MiB)
+        without_growth(core, 800 * MiB)
         waits = core.counts().waits
         for _ in range(400):
             core.allocate(MiB)
@@ -119,7 +119,7 @@ def test_what_state_leaves_idle_is_not_what_stays_mapped() -> None:
         core.state(False)
         core.free(core.allocate(300 * MiB))
         core.free(state)
-        thrifty(core, 900 * MiB)
+        without_growth(core, 900 * MiB)
         counts = core.counts()
         assert 100 * MiB < counts.idle <= 300 * MiB
         core.allocate(700 * MiB)
@@ -127,9 +127,9 @@ def test_what_state_leaves_idle_is_not_what_stays_mapped() -> None:
 
 
 def test_no_dram_stays_for_the_next_plan(core: Core) -> None:
-    plan(core, [80 * MiB], [0])
+    set_layout(core, [80 * MiB], [0])
     assert core.counts().dram == 16 * MiB
-    thrifty(core, 64 * MiB)
+    without_growth(core, 64 * MiB)
     assert (core.counts().hbm, core.counts().dram) == (64 * MiB, 0)
 
 
@@ -142,9 +142,11 @@ def test_what_is_idle_goes_back_to_the_system_when_asked(core: Core) -> None:
 
 
 def test_what_a_forgotten_layout_had_mapped_serves_whatever_comes(core: Core) -> None:
-    core.plan(Foreseen(0, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(8 * MiB // PAGE, np.int64)))
+    core.set_layout(
+        SequenceLayout(0, np.array([8 * MiB]), np.array([0], np.uint64), np.ones(8 * MiB // PAGE, np.int64))
+    )
     assert core.counts().planned == 0
-    core.forget_plan()
+    core.forget_layout()
     mapped = core.counts().maps
     blocks = [core.allocate(size) for size in (3 * MiB, 5 * MiB)]
     assert core.counts().maps == mapped
@@ -164,11 +166,11 @@ def with_a_hole(core: Core) -> None:
 @pytest.mark.parametrize(
     ("forgets", "most"),
     [
-        (lambda core: core.forget_plan(), 10),
-        (lambda core: core.forget_plan(14 * MiB), 16),  # that much will be alive, so the hole will be of use
-        (lambda core: (core.forget_plan(), core.mark()), 16),
+        (lambda core: core.forget_layout(), 10),
+        (lambda core: core.forget_layout(14 * MiB), 16),  # that much will be alive, so the hole will be of use
+        (lambda core: (core.forget_layout(), core.mark()), 16),
         (
-            lambda core: (core.forget_plan(), [core.free(core.allocate(2 * MiB)) for _ in range(4)]),
+            lambda core: (core.forget_layout(), [core.free(core.allocate(2 * MiB)) for _ in range(4)]),
             16,
         ),  # of two requests
         (lambda core: None, 16),
@@ -194,19 +196,19 @@ def test_what_state_has_in_dram_makes_no_room_for_pages_in_hbm(core: Core) -> No
     first, last = core.allocate(6 * MiB), core.allocate(2 * MiB)
     core.free(first)
     core.mark()
-    core.forget_plan()
+    core.forget_layout()
     core.reset_peaks()
     core.allocate(8 * MiB)
     assert core.counts().hbm_peak == 12 * MiB  # with the other 2 MiB in use
     core.free(last)
 
 
-def test_a_request_aside_is_as_thrifty_and_uses_up_nothing_of_it(core: Core) -> None:
-    """Formulas are tried aside in that period: what they had mapped anew came on top of what lay idle, by 845 MiB."""
+def test_a_request_off_the_sequence_grows_as_little_and_uses_up_nothing_of_it(core: Core) -> None:
+    """Recipes are tried off the sequence then: what they had mapped anew came on top of what lay idle, by 845 MiB."""
     with_a_hole(core)
-    core.forget_plan()
+    core.forget_layout()
     core.reset_peaks()
-    with aside():
+    with off_sequence():
         for _ in range(8):  # four requests of its own and it would be over
             core.free(core.allocate(8 * MiB))
     core.allocate(9 * MiB)
@@ -221,7 +223,7 @@ def test_pages_of_which_a_part_is_in_use_are_no_reason_to_leave_others_idle(core
         core.free(second)  # which leaves parts of pages, and no whole one
     core.free(hole)
     core.mark()
-    core.forget_plan()
+    core.forget_layout()
     before = core.counts()
     core.allocate(12 * MiB)
     assert core.counts().hbm - before.hbm <= 6 * MiB
@@ -230,7 +232,7 @@ def test_pages_of_which_a_part_is_in_use_are_no_reason_to_leave_others_idle(core
 def test_a_full_hbm_is_told_also_in_a_period_after_a_forgotten_layout() -> None:
     core = Core("memfd", hbm=8 * MiB, dram=0)
     with_a_hole(core)
-    core.forget_plan()
+    core.forget_layout()
     with pytest.raises(CoreFull):
         core.allocate(8 * MiB)
     assert core.counts().retries == 1

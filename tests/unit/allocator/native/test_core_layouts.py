@@ -1,4 +1,4 @@
-"""The native core on anonymous files: sequences of requests, and layouts that foresee them. No GPU."""
+"""The native core on anonymous files: sequences of requests, and layouts for them. No GPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import threading
 
 import pytest
 
-from tests.unit.cores import DRAM, HBM, PAGE, fill, foreseen, holds, plan
-from torch_tiers.allocator.native import Core, CoreError, CoreFull, aside, is_aside
-from torch_tiers.allocator.sequence import ELSEWHERE
+from tests.unit.cores import DRAM, HBM, PAGE, fill, holds, sequence_layout, set_layout
+from torch_tiers.allocator.native import Core, CoreError, CoreFull, is_off_sequence, off_sequence
+from torch_tiers.allocator.native.sequence_layout import ELSEWHERE
 from torch_tiers.allocator.sizes import GiB, MiB
 
 
 def test_a_layout_made_late_in_a_period_counts_the_requests_of_its_own_stream(core: Core) -> None:
     core.free(core.allocate(MiB, stream=7))
-    plan(core, [2 * MiB, 4 * MiB], [0, 2 * MiB])
+    set_layout(core, [2 * MiB, 4 * MiB], [0, 2 * MiB])
     core.allocate(2 * MiB)
     core.allocate(4 * MiB)
     assert core.counts().planned == 2
@@ -23,7 +23,7 @@ def test_a_layout_made_late_in_a_period_counts_the_requests_of_its_own_stream(co
 def test_a_layout_made_late_in_a_period_of_many_requests_is_not_read_past_its_end(core: Core) -> None:
     for _ in range(40):
         core.free(core.allocate(MiB, stream=7))  # of another stream, and in no sequence
-    core.plan(foreseen([MiB, 2 * MiB], [0, 2 * MiB]), foreseen([MiB, 4 * MiB], [0, 2 * MiB]))
+    core.set_layout(sequence_layout([MiB, 2 * MiB], [0, 2 * MiB]), sequence_layout([MiB, 4 * MiB], [0, 2 * MiB]))
     core.free(core.allocate(4 * MiB))
     core.mark()
     core.free(core.allocate(MiB))
@@ -31,7 +31,7 @@ def test_a_layout_made_late_in_a_period_of_many_requests_is_not_read_past_its_en
 
 
 def test_a_request_that_no_layout_knows_finds_room_when_the_end_of_the_region_was_given_back(core: Core) -> None:
-    plan(core, [32 * MiB], [0])
+    set_layout(core, [32 * MiB], [0])
     core.free(core.allocate(48 * MiB, stream=7))  # takes what the region left, and a part of the region
     core.mark()
     address = core.allocate(8 * MiB)
@@ -73,7 +73,7 @@ def test_a_period_without_end_has_no_log(core: Core) -> None:
 
 
 def test_a_layout_puts_requests_where_it_says(core: Core) -> None:
-    plan(core, [4 * MiB, 2 * MiB, 4 * MiB], [2 * MiB, 0, 2 * MiB])
+    set_layout(core, [4 * MiB, 2 * MiB, 4 * MiB], [2 * MiB, 0, 2 * MiB])
     a = core.allocate(4 * MiB)
     b = core.allocate(2 * MiB)
     core.free(a)
@@ -84,7 +84,7 @@ def test_a_layout_puts_requests_where_it_says(core: Core) -> None:
 
 def test_a_sequence_that_departs_is_served_where_it_fits_and_found_again(core: Core) -> None:
     sizes = [MiB * n for n in (1, 2, 3, 4, 5)]
-    plan(core, sizes, [0, MiB, 3 * MiB, 6 * MiB, 10 * MiB])
+    set_layout(core, sizes, [0, MiB, 3 * MiB, 6 * MiB, 10 * MiB])
     core.allocate(MiB)
     core.allocate(7 * MiB)  # is new
     core.allocate(3 * MiB)  # 2 MiB does not come
@@ -96,7 +96,7 @@ def test_a_sequence_that_departs_is_served_where_it_fits_and_found_again(core: C
 
 def test_one_request_more_of_a_common_size_does_not_lose_the_place(core: Core) -> None:
     sizes = [512, 3 * MiB, 4 * MiB, 512]
-    plan(core, sizes, [0, MiB, 4 * MiB, 8 * MiB])
+    set_layout(core, sizes, [0, MiB, 4 * MiB, 8 * MiB])
     core.allocate(512)
     core.allocate(512)  # is new, and looks like the last
     core.allocate(3 * MiB)
@@ -106,15 +106,15 @@ def test_one_request_more_of_a_common_size_does_not_lose_the_place(core: Core) -
     assert (counts.departed, counts.planned, counts.misplaced) == (1, 4, 0)
 
 
-def test_what_is_asked_for_aside_is_no_part_of_the_sequence(core: Core) -> None:
+def test_a_request_off_the_sequence_is_no_part_of_it(core: Core) -> None:
     sizes, offsets = [2 * MiB, 4 * MiB, 6 * MiB], [0, 2 * MiB, 6 * MiB]
-    plan(core, sizes, offsets)
+    set_layout(core, sizes, offsets)
     core.mark()
     placed = [core.allocate(2 * MiB)]
     mapped = core.counts().hbm
-    with aside():
+    with off_sequence():
         mine = core.allocate(4 * MiB)  # as large as what comes next
-        with aside():
+        with off_sequence():
             core.free(core.allocate(6 * MiB))
         core.free(core.allocate(512))  # and after what is inside
         core.free(mine)
@@ -128,11 +128,11 @@ def test_what_is_asked_for_aside_is_no_part_of_the_sequence(core: Core) -> None:
     assert counts.hbm - mapped <= PAGE  # the 512 bytes: all else lay where the layout has others to come
 
 
-def test_what_was_mapped_for_work_aside_goes_back_and_the_region_stays(core: Core) -> None:
+def test_what_was_mapped_off_the_sequence_is_unmapped_and_the_region_stays(core: Core) -> None:
     core.trim_outside()  # without a layout there is nothing beside it
-    plan(core, [4 * MiB, 4 * MiB], [0, 4 * MiB])
+    set_layout(core, [4 * MiB, 4 * MiB], [0, 4 * MiB])
     first = core.allocate(4 * MiB)
-    with aside():
+    with off_sequence():
         core.free(core.allocate(20 * MiB))  # more than is free in the region
     core.free(first)
     assert core.counts().hbm >= 24 * MiB
@@ -144,18 +144,18 @@ def test_what_was_mapped_for_work_aside_goes_back_and_the_region_stays(core: Cor
     assert core.counts().planned == 3
 
 
-def test_what_is_aside_pushes_nothing_into_dram() -> None:
+def test_a_request_off_the_sequence_pushes_nothing_into_dram() -> None:
     """Its region's pages would go on lying there, as nothing has departed from the layout."""
     core = Core("memfd", hbm=16 * MiB, dram=16 * MiB)
     offsets = [0, 4 * MiB, 8 * MiB, 12 * MiB, 4 * MiB]
-    plan(core, [4 * MiB] * 5, offsets)
+    set_layout(core, [4 * MiB] * 5, offsets)
     blocks = [core.allocate(4 * MiB) for _ in range(4)]
     core.free(blocks.pop(1))  # for the fifth; and with this one there is room for two, but not in one piece
     core.free(blocks.pop(2))
     before = core.counts()
-    with aside(), pytest.raises(CoreFull):
+    with off_sequence(), pytest.raises(CoreFull):
         core.allocate(8 * MiB)
-    assert is_aside() is False
+    assert is_off_sequence() is False
     fifth = core.allocate(4 * MiB)
     assert (core.on(fifth, HBM), core.counts().dram, core.counts().hbm) == (4 * MiB, 0, before.hbm)
     for block in (*blocks, fifth):
@@ -163,8 +163,8 @@ def test_what_is_aside_pushes_nothing_into_dram() -> None:
     core.close()
 
 
-def test_what_another_thread_asks_for_meanwhile_is_not_aside(core: Core) -> None:
-    with aside():
+def test_what_another_thread_asks_for_meanwhile_is_of_the_sequence(core: Core) -> None:
+    with off_sequence():
         other = threading.Thread(target=lambda: core.free(core.allocate(4 * MiB)))
         other.start()
         other.join()
@@ -174,7 +174,7 @@ def test_what_another_thread_asks_for_meanwhile_is_not_aside(core: Core) -> None
 
 def test_of_several_sequences_the_first_requests_tell_which_it_is(core: Core) -> None:
     short, long = [512, 2 * MiB, 3 * MiB], [512, 4 * MiB, 6 * MiB]  # the first is the same in both
-    core.plan(foreseen(short, [0, 2 * MiB, 4 * MiB]), foreseen(long, [0, 2 * MiB, 6 * MiB]))
+    core.set_layout(sequence_layout(short, [0, 2 * MiB, 4 * MiB]), sequence_layout(long, [0, 2 * MiB, 6 * MiB]))
     assert core.counts().hbm == 12 * MiB  # they share a region
     places = []
     for sizes in (long, short, long, long):
@@ -216,8 +216,8 @@ def test_what_a_lap_begins_with_counts_if_it_is_asked_for(core: Core, *, with_pr
     assert core.lap() == 0
 
 
-def test_a_sequence_that_nobody_foresaw_may_have_the_region(core: Core) -> None:
-    plan(core, [40 * MiB], [0])
+def test_a_sequence_that_was_not_predicted_may_have_the_region(core: Core) -> None:
+    set_layout(core, [40 * MiB], [0])
     for _ in range(3):
         core.mark()
         for block in [core.allocate(6 * MiB) for _ in range(6)]:
@@ -231,13 +231,13 @@ def test_a_sequence_that_nobody_foresaw_may_have_the_region(core: Core) -> None:
         core.free(block)
 
 
-def test_a_region_can_grow_where_it_lies_though_something_unforeseen_came(core: Core) -> None:
-    plan(core, [8 * MiB, 3 * MiB], [0, 8 * MiB])
+def test_a_region_can_grow_where_it_lies_though_something_unpredicted_came(core: Core) -> None:
+    set_layout(core, [8 * MiB, 3 * MiB], [0, 8 * MiB])
     region = core.allocate(8 * MiB)
     core.free(region)
     other = core.allocate(5 * MiB)  # and stays
     assert not region <= other < region + 32 * MiB
-    plan(core, [32 * MiB], [0])
+    set_layout(core, [32 * MiB], [0])
     core.mark()
     assert core.allocate(32 * MiB) == region
 
@@ -245,17 +245,17 @@ def test_a_region_can_grow_where_it_lies_though_something_unforeseen_came(core: 
 @pytest.mark.parametrize("offset", [MiB, GiB, 2**62])
 def test_a_layout_that_reaches_past_its_region_is_refused(core: Core, offset: int) -> None:
     with pytest.raises(CoreError, match="reaches past its region"):
-        plan(core, [2 * MiB], [offset], visits=[1])
+        set_layout(core, [2 * MiB], [offset], visits=[1])
 
 
 def test_what_is_elsewhere_in_a_layout_goes_where_it_fits(core: Core) -> None:
-    plan(core, [2 * MiB, 2 * MiB], [ELSEWHERE, 0])
+    set_layout(core, [2 * MiB, 2 * MiB], [ELSEWHERE, 0])
     a, b = core.allocate(2 * MiB), core.allocate(2 * MiB)
     assert a != b
 
 
 def test_a_place_that_is_taken_does_no_harm(core: Core) -> None:
-    plan(core, [2 * MiB, 2 * MiB], [0, 0])
+    set_layout(core, [2 * MiB, 2 * MiB], [0, 0])
     a, b = core.allocate(2 * MiB), core.allocate(2 * MiB)
     fill(a, 2 * MiB, 1)
     fill(b, 2 * MiB, 2)
@@ -266,12 +266,12 @@ def test_a_place_that_is_taken_does_no_harm(core: Core) -> None:
 def test_a_layout_takes_no_more_memory_than_its_region(core: Core) -> None:
     for block in [core.allocate(8 * MiB) for _ in range(8)]:
         core.free(block)
-    plan(core, [4 * MiB], [0])
+    set_layout(core, [4 * MiB], [0])
     assert core.counts().hbm == 4 * MiB
 
 
 def test_no_page_is_mapped_or_unmapped_in_a_period_that_repeats(core: Core) -> None:
-    plan(core, [3 * MiB, 4 * MiB], [0, 3 * MiB])
+    set_layout(core, [3 * MiB, 4 * MiB], [0, 3 * MiB])
     before = core.counts()
     for _ in range(10):
         core.mark()
@@ -282,18 +282,18 @@ def test_no_page_is_mapped_or_unmapped_in_a_period_that_repeats(core: Core) -> N
 
 
 def test_a_region_larger_than_hbm_goes_on_in_dram(core: Core) -> None:
-    plan(core, [40 * MiB, 40 * MiB], [0, 40 * MiB])
+    set_layout(core, [40 * MiB, 40 * MiB], [0, 40 * MiB])
     a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
     assert core.on(a, HBM) + core.on(b, HBM) == 64 * MiB
     assert core.on(a, DRAM) + core.on(b, DRAM) == 16 * MiB
 
 
 def test_the_busiest_pages_of_a_region_lie_in_hbm(core: Core) -> None:
-    plan(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], visits=[1] * 20 + [2] * 20)
+    set_layout(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], visits=[1] * 20 + [2] * 20)
     a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
     assert (core.on(a, DRAM), core.on(b, HBM)) == (16 * MiB, 40 * MiB)
     core.free(a)
     core.free(b)
-    plan(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], visits=[2] * 20 + [1] * 20)
+    set_layout(core, [40 * MiB, 40 * MiB], [0, 40 * MiB], visits=[2] * 20 + [1] * 20)
     a, b = core.allocate(40 * MiB), core.allocate(40 * MiB)
     assert (core.on(a, HBM), core.on(b, DRAM)) == (40 * MiB, 16 * MiB)

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from tests.unit.one_core import OnOneCore
+from torch_tiers.allocator.layout.false_sharing import false_sharing_share
+from torch_tiers.allocator.layout.packing import pack
+from torch_tiers.allocator.layout.sequence import Log, predict
 from torch_tiers.allocator.native import Core, Counts
-from torch_tiers.allocator.packing import pack
-from torch_tiers.allocator.sequence import Log, foresee
-from torch_tiers.allocator.sharing import shared_share
 from torch_tiers.allocator.sizes import PAGE, GiB, MiB, round_up
 
 SEQUENCES = Path(__file__).parents[3] / "data" / "sequences"
@@ -62,16 +62,16 @@ def periods(name: str, count: int) -> list[tuple[Counts, float]]:
         seen.append((counts, (counts.hbm_peak - HEAPS * core.page_bytes) / counts.allocated_peak))
         core.mark()
         if period == 0:
-            foreseen = foresee(Log(*core.log()))
-            assert foreseen is not None
-            core.plan(foreseen)
+            predicted = predict(Log(*core.log()))
+            assert predicted is not None
+            core.set_layout(predicted)
     return seen
 
 
 @pytest.mark.parametrize("name", PYTORCH)
 def test_reserved_is_what_is_alive_from_the_second_period_on(name: str) -> None:
     first, *later = periods(name, 4)
-    assert first[1] < PYTORCH[name]  # best fit over pages, with nothing foreseen
+    assert first[1] < PYTORCH[name]  # best fit over pages, with nothing predicted
     for _, reserved in later:
         assert reserved < 1.001
 
@@ -188,7 +188,7 @@ def test_the_first_step_under_another_plan_reserves_little_more_than_is_alive(
             if step == 2:
                 before = counts
                 next_one = steps[min(number + 1, len(steps) - 1)]
-                pages.expect_news(torch.device("cuda", 0), static + most_alive(next_one))
+                pages.expect_new_plans(torch.device("cuda", 0), static + most_alive(next_one))
             pages.period_over()
 
 
@@ -207,4 +207,4 @@ def test_little_is_held_for_the_sake_of_a_neighbour_that_lives_longer(name: str)
     born, died = np.array(list(births.values())), np.array([deaths[ident] for ident in births])
     layout = pack(sizes, born, died, len(events))
     seconds = np.array([event[-1] for event in events]) / 1e6
-    assert shared_share(layout.offsets, sizes, seconds[born], seconds[died]) < 0.02
+    assert false_sharing_share(layout.offsets, sizes, seconds[born], seconds[died]) < 0.02

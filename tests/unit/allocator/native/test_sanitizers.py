@@ -15,13 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.allocator.native.test_lane import STORM
+from tests.unit.allocator.native.copy.test_lane import STORM
 from tests.unit.fake_driver import asked, build
 
 ROOT = Path(__file__).parents[4]
 CORE = [
     ROOT / "allocator" / "native" / f"{name}.cpp"
-    for name in ("core", "cuda", "heap", "heap_pages", "interface", "layout", "memfd", "packing", "pages")
+    for name in (
+        *("core", "driver/cuda", "driver/memfd", "heap", "heap_pages", "interface", "layout", "packing", "pages"),
+    )
 ]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 

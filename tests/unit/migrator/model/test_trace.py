@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from tests.unit.traces import chain, traces
-from torch_tiers.allocator.lifetimes import Lifetime
+from torch_tiers.allocator.layout.lifetimes import Lifetime
 from torch_tiers.migrator.model.trace import FORMAT, KEPT, Site, Trace
 
 

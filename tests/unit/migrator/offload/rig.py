@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit.by_hand import HandLane, HandStore, StreamCompute
 from tests.unit.natively import built
-from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.sizes import KiB, MiB
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.engine import Engine

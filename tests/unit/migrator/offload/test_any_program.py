@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.migrator.offload.rig import Held
 from tests.unit.natively import built
-from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE, KiB, MiB
 from torch_tiers.migrator.offload.backing import Backing

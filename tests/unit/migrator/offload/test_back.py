@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit.migrator.offload.rig import NBYTES, Held, Rig
 from tests.unit.natively import built
-from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.errors import TierFull
+from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.engine import Engine

@@ -12,11 +12,11 @@ import torch
 
 from tests.unit.by_hand import HandStore, eventually
 from tests.unit.store_faults import FaultyFile, fail
-from torch_tiers.allocator.dram import DramArena, DramBlock
 from torch_tiers.allocator.errors import StoreError, TierFull
+from torch_tiers.allocator.host.dram import DramArena, DramBlock
+from torch_tiers.allocator.host.room import Room
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.store import NvmeStore
-from torch_tiers.allocator.room import Room
 from torch_tiers.allocator.sizes import PAGE, KiB, MiB
 from torch_tiers.migrator.offload import backing as backing_module
 from torch_tiers.migrator.offload.backing import Backing

@@ -21,8 +21,8 @@ import torch
 
 from tests.unit.by_hand import eventually
 from tests.unit.natively import built
-from torch_tiers.allocator.dram import DramArena
 from torch_tiers.allocator.errors import StoreError, TierFull
+from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.nvme.posix import PosixFile
 from torch_tiers.allocator.nvme.ring import Ring
 from torch_tiers.allocator.nvme.store import NvmeExtent, NvmeStore

@@ -41,7 +41,7 @@ class Pages:
     def period_over(self, *, alone: bool = True) -> None:
         pass
 
-    def expect_news(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
+    def expect_new_plans(self, device: torch.device, peak: int = 0, *, now: bool = False) -> None:
         self.news += 1
 
     def state(self, on: bool) -> None:

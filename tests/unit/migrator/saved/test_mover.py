@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.unit.natively import built
 from tests.unit.rig import NBYTES, Rig, layers, run
-from torch_tiers.allocator.dram import DramArena
+from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE, GiB, KiB, MiB
 from torch_tiers.migrator.controller.feedback import Feedback

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from torch_tiers.allocator.native.lane import Library
+from torch_tiers.allocator.native.copy.lane import Library
 from torch_tiers.migrator.streams import Memory
 from torch_tiers.migrator.streams.clock import DeviceClock
 from torch_tiers.migrator.streams.cuda import CudaCompute

@@ -1,0 +1,7 @@
+"""The layout of a step's blocks on pages: what is predicted from the last steps, and where each block goes.
+
+`periods` runs after each step and decides. It asks `sequence` what the next step will request, `packing` for an address
+for each request, `kinds` which kinds of steps recur, `evaluations` whether an evaluation came after the step, and
+`demotion` which optimizer state moves to DRAM. `false_sharing` measures what blocks cost that share a page. `lifetimes`
+and `groups` serve the migrator: they cut saved tensors that die together into groups that move together.
+"""

@@ -1,0 +1,60 @@
+"""Which optimizer state is demoted to DRAM, and which is promoted back to HBM, between two steps.
+
+Pure functions. State goes to DRAM before anything else: the optimizer reads it once a step, which costs its bytes over
+the link's bandwidth, while an operand of a matrix product that lies in DRAM crosses the link many times a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SPARE = 0.02  # of the budget: stays free when state is promoted, so that it is not demoted again at once
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One block of state: its address, its bytes, and how many of them lie in DRAM."""
+
+    address: int
+    nbytes: int
+    in_dram: int
+
+
+def demote_or_promote(
+    state: Sequence[State], *, short: int, spare: int, budget: int, page: int = 0
+) -> tuple[list[int], list[int]]:
+    """Blocks to demote to DRAM, the largest first, or blocks to promote to HBM, the smallest first.
+
+    Parameters
+    ----------
+    state : sequence of State
+        All blocks of state.
+    short : int
+        Bytes of DRAM that blocks other than state took in the last period: so many of state have to make room.
+    spare : int
+        Bytes of HBM that nothing was mapped on in the last period.
+    budget : int
+        HBM budget, in bytes.
+    page : int
+        Bytes of a page. A block may have parts of pages at both ends, which move as a whole.
+
+    Returns
+    -------
+    demote, promote : list of int
+        Addresses; at least one list is empty.
+    """
+    if short > 0:
+        demote = []
+        for block in sorted(state, key=lambda block: -block.nbytes):
+            if short > 0 and block.in_dram < block.nbytes:
+                demote.append(block.address)
+                short -= block.nbytes - block.in_dram
+        return demote, []
+    promote = []
+    spare -= int(SPARE * budget)
+    for block in sorted(state, key=lambda block: block.nbytes):
+        if block.in_dram and block.nbytes + 2 * page <= spare:
+            promote.append(block.address)
+            spare -= block.nbytes + 2 * page
+    return [], promote

@@ -1,0 +1,297 @@
+"""What the allocator does on one GPU between two steps.
+
+It sets the next step's layout where the last one did not come as predicted, demotes optimizer state to DRAM or promotes
+it to HBM, and unmaps what is not needed any more. A *period* of the allocator is a step of the program.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch_tiers.allocator.host.claims import DramClaims
+from torch_tiers.allocator.layout.demotion import State, demote_or_promote
+from torch_tiers.allocator.layout.evaluations import Evaluations
+from torch_tiers.allocator.layout.kinds import Kinds
+from torch_tiers.allocator.layout.sequence import Watch, predict, repeats
+from torch_tiers.allocator.native import DRAM, HBM, STATE, USED, Core, CoreBusy, CoreError, CoreFull, Glance
+from torch_tiers.allocator.native.sequence_layout import SequenceLayout
+from torch_tiers.allocator.sizes import PAGE, GiB, round_up
+
+log = logging.getLogger("tiers")
+
+ENDS = 8  # pages at the ends of heaps that are used in part, at most
+PATIENCE = 8  # periods with something in DRAM before state is demoted: a migrator needs less by then, if it can
+
+
+@dataclass(slots=True)
+class _Calm:
+    """A run of periods that each repeated the one before, and after which there was nothing to do."""
+
+    departed: int  # unpredicted requests in each period
+    periods: int = 0  # of them that `Watch` and `Kinds` have not counted yet
+
+
+class Periods:
+    """What the allocator does between the periods of one GPU.
+
+    Parameters
+    ----------
+    device : int
+        Number of the GPU.
+    core : Core
+        Its pages and blocks.
+    claims : DramClaims
+        Where DRAM is claimed before it is taken.
+
+    Attributes
+    ----------
+    overflow : int
+        Bytes for which the last period had no room in HBM: what lay in DRAM, without the state that was demoted.
+    """
+
+    def __init__(self, device: int, core: Core, claims: DramClaims) -> None:
+        self.core = core
+        self.overflow = 0
+        self._device = device
+        self._claims = claims
+        self._watch = Watch()
+        self._kinds = Kinds()
+        self._evaluations = Evaluations(core)
+        self._departed = 0  # unpredicted requests, until the last period ended
+        self._calm: _Calm | None = None
+        self._spilled = 0  # periods in a row that had something in DRAM
+        self._refused = False  # whether it was logged that there is no layout
+        self._new_plans: int | None = None  # if plans change with the next period: its expected peak
+        self._lent = 0  # bytes of HBM beyond the budget
+        self._withheld = 0  # bytes of the budget
+        self._has_no_layout = False  # in this period: the first after plans changed
+
+    @property
+    def spilled(self) -> bool:
+        """Whether something lies in DRAM, which the GPU then reads over the same link as the migrator."""
+        return self._spilled > 0
+
+    def lend(self, nbytes: int) -> None:
+        """Raise the limit by `nbytes` beyond the budget, in whole pages; 0 restores it."""
+        nbytes -= nbytes % self.core.page_bytes  # as the core rounds limits down: else each loan would cost a page
+        if nbytes != self._lent:
+            self.core.limit(HBM, self.core.counts().hbm_limit - self._lent + nbytes)
+            self._lent = nbytes
+
+    def withhold(self, nbytes: int) -> None:
+        """Lower the limit by `nbytes`, in whole pages, for what is not allocated here; 0 restores it."""
+        nbytes = round_up(nbytes, self.core.page_bytes)
+        self.core.limit(HBM, self.core.counts().hbm_limit + self._withheld - nbytes)
+        self._withheld = nbytes
+
+    def begin(self) -> None:
+        """The first period begins: requests before it belong to none."""
+        self.core.mark()
+
+    def step_over(self) -> None:
+        """An optimizer has stepped. If it is the period's last, the requests until its end may be an evaluation's."""
+        self._evaluations.step_over()
+
+    def tidy(self) -> None:
+        """Unmap what was mapped beside the layout for requests off the sequence, which have been freed by now.
+
+        In a period without a layout, everything idle is unmapped.
+        """
+        self._trim(self.core.trim if self._has_no_layout else self.core.trim_outside)
+
+    def expect_new_plans(self, peak: int, *, now: bool) -> None:
+        """Plans change with the next period; see `PageAllocator.expect_new_plans`. From any thread."""
+        self._new_plans, self._spilled = peak, 0
+        if now:
+            self._trim(partial(self.core.trim, peak))
+
+    def period_over(self, *, alone: bool) -> None:
+        """A period has ended: set the next one's layout, if this one's sequence of requests was new.
+
+        The device is idle meanwhile, so this has to be quick. Most periods repeat the one before, after which nothing
+        had to be done: to see that takes microseconds, where a whole look takes 0.1 ms. Another thread may have changed
+        anything, so the core is asked each time.
+
+        Parameters
+        ----------
+        alone : bool
+            No other thread trains. If one does, no state moves: that thread may launch kernels that read the state at
+            any time, and while it moves it is mapped nowhere.
+        """
+        now = self.core.mark()
+        before, self._departed = self._departed, now.departed
+        since, calm = now.departed - before, self._calm
+        repeated = now.repeated and not now.dram and not self._claims.granted(self._device) and self._new_plans is None
+        if calm is not None and repeated and since == calm.departed:
+            calm.periods += 1
+            self._evaluations.forget_step()
+            return
+        if calm is not None:
+            self._watch.repeated_often(calm.periods)
+            self._kinds.repeated_often(calm.periods)
+            self._calm = None
+        nothing_done = self._look(now, before, alone)
+        if nothing_done and repeated and not self._evaluations.has_cut and not self._kinds.may_return:
+            self._calm = _Calm(since)
+
+    def _look(self, now: Glance, departed_before: int, alone: bool) -> bool:
+        """Do what is to be done after a period; True if that was nothing, and the log was not needed to see it."""
+        core, watch, kinds = self.core, self._watch, self._kinds
+        departed, dram = now.departed, now.dram
+        new_plans = self._new_plans  # read once: what another thread sets from here on is for the period after
+        until_steps = self._evaluations.period_over(dram, may_be=alone and new_plans is None)
+        if until_steps is not None:
+            self._lay_out_again()
+            departed, dram = until_steps, core.glance().dram
+        since = departed - departed_before
+        self._claims.period_over(self._device, core, dram)
+        demoted = self._move_state(dram, alone)
+        self._has_no_layout = new_plans is not None
+        if new_plans is not None:
+            self._new_plans = None
+            core.forget_layout(new_plans)
+            self._trim(partial(core.trim, new_plans))  # gradients, too, are freed by now
+            watch.expect_new_plans()
+            kinds.forget()
+            return False
+        repeated = bool(now.repeated) and not self._evaluations.has_cut
+        forgot = None if demoted else _forgot_after(now, since, watch, kinds, repeated=repeated)
+        if forgot is not None:
+            if forgot:
+                self._set_layout(kinds.layouts())
+            return not forgot
+        last, before = self._evaluations.logs()
+        look = watch.period_over(len(last.requests), since, repeated=repeats(last, before))
+        forgot = kinds.period_over(last)
+        if demoted or look:
+            counts = core.counts()
+            # What is in use now lives on; and heaps end with pages that are used in part.
+            room = counts.hbm_limit - counts.allocated - ENDS * core.page_bytes
+            predicted = predict(last, before, max(0, room))
+            if predicted is not None:
+                kinds.learn(last, predicted)
+                self._set_layout(kinds.layouts())
+        elif forgot:
+            self._set_layout(kinds.layouts())
+        return False
+
+    # ----------------------------------------------------------------------------------- layouts
+
+    def _lay_out_again(self) -> None:
+        """Unmap what an evaluation left idle in DRAM, and begin the layout anew.
+
+        Left mapped, it would be taken for what periods have no room for in HBM, and state would be demoted for it.
+        """
+        layouts = self._kinds.layouts()
+        if layouts:
+            self._set_layout(layouts)
+            self._claims.trimmed(self._device, self.core)
+        else:
+            self._trim(self.core.trim)
+
+    def _set_layout(self, layouts: list[SequenceLayout]) -> None:
+        while layouts:
+            try:
+                self.core.set_layout(*layouts)
+            except CoreBusy:
+                self._watch = Watch()  # which is to look anew once the graph is captured
+            except CoreFull as full:
+                if self._more():  # for the part of the region that does not fit into HBM
+                    continue
+                layouts = layouts[: len(layouts) > 1]  # the last kind alone may need less than all of them
+                if layouts:
+                    continue
+                self._do_without(full)
+            except CoreError as error:
+                self._do_without(error)
+            else:
+                self._refused = False
+            return
+
+    def _do_without(self, error: CoreError) -> None:
+        """Go on without a layout for now: what is in the way, such as an evaluation's memory, may be freed later."""
+        self._watch.refused()
+        if not self._refused:
+            self._refused = True
+            log.warning("no layout for now (%s): blocks go where they fit best", error)
+
+    def _trim(self, trim: Callable[[], None]) -> None:
+        try:
+            trim()
+        except CoreBusy:
+            pass  # a graph is captured, which may use it
+        except CoreError:
+            log.exception("what lies idle on cuda:%d stays mapped", self._device)
+        self._claims.trimmed(self._device, self.core)
+
+    def _more(self) -> bool:
+        """Claim more DRAM; whether there was some.
+
+        The program is not out of memory without it: between two periods, all that the next one needs lies idle.
+        """
+        return self._claims.more(self._device, self.core, GiB)
+
+    # ------------------------------------------------------------------------------------- state
+
+    def _move_state(self, dram: int, alone: bool) -> bool:
+        """Demote state to make room in HBM for the `dram` bytes in DRAM, or promote some; whether any was demoted.
+
+        Promoted state goes where nothing lies, so the layout stays as it is: another one takes up to half a second.
+        """
+        self._spilled = self._spilled + 1 if dram else 0
+        self.overflow = 0
+        if not dram:
+            return False
+        core = self.core
+        blocks = core.blocks()
+        # Smaller ones are many and have few bytes; they move with those that they share a page with.
+        blocks = blocks[(blocks["class"] == STATE) & (blocks["kind"] == USED) & (blocks["bytes"] >= 2 * PAGE)]
+        state = [State(int(b["address"]), int(b["bytes"]), core.on(int(b["address"]), DRAM)) for b in blocks]
+        self.overflow = max(0, dram - core.glance().dram_state)
+        if self._spilled < PATIENCE or not alone:
+            return False
+        counts = core.counts()
+        spare = counts.hbm_limit - counts.hbm  # what is mapped is needed again
+        demote, promote = demote_or_promote(
+            state, short=self.overflow, spare=spare, budget=counts.hbm_limit, page=core.page_bytes
+        )
+        moved = 0
+        for tier, addresses in ((DRAM, demote), (HBM, promote)):
+            for address in addresses:
+                if not self._move(address, tier):
+                    break
+                moved += 1
+        if moved:
+            text = "%d blocks of optimizer state now lie in %s, to keep in hbm what is used more"
+            log.info(text, moved, "dram" if demote else "hbm")
+        return bool(moved and demote)
+
+    def _move(self, address: int, tier: int) -> bool:
+        """Put a block on a tier, claiming DRAM for it as long as there is some; whether all of it lies there."""
+        while True:
+            try:
+                self.core.move(address, tier)
+                return True
+            except CoreBusy:
+                return False
+            except CoreFull:
+                if tier == HBM or not self._more():
+                    return False
+            except CoreError as error:  # it lies where it lay
+                log.warning("optimizer state stays where it is on cuda:%d: %s", self._device, error)
+                return False
+
+
+def _forgot_after(now: Glance, departed: int, watch: Watch, kinds: Kinds, *, repeated: bool) -> bool | None:
+    """Count a period without reading its log; see `Kinds.period_over`. None if the log has to be read.
+
+    To read the log of thousands of requests takes half a millisecond, in which the device is idle.
+    """
+    if not departed and kinds.is_whole(now.present, now.came) and watch.nothing_departed():
+        return kinds.came_as_laid_out(now.present)
+    if repeated and watch.repeated(departed):
+        return kinds.came_as_before()
+    return None

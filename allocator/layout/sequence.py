@@ -1,0 +1,180 @@
+"""Predicts the requests of the next period from the log of the last, and decides when to do so anew. Pure.
+
+The requests of a training step repeat, size by size, and so do the events at which they are freed. So the log of one
+period gives the layout of those that follow: each block gets a place that is free throughout its lifetime. (Sentinel,
+HPCA'21, groups blocks by lifetime that it has seen in profiled steps.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_tiers.allocator.layout.packing import Ints, Layout, pack
+from torch_tiers.allocator.native.binding import STATE
+from torch_tiers.allocator.native.sequence_layout import ELSEWHERE, SequenceLayout
+from torch_tiers.allocator.sizes import PAGE
+
+TOLERATED = 4  # unpredicted requests without a new layout, in a period that repeats the one before
+TOLERATED_SHARE = 0.002  # the same as a share of the requests, in a period that does not
+EAGER = 8  # looks in a row without a pause: programs take some steps until they repeat
+LONGEST_PAUSE = 128  # periods between two looks at a sequence that never repeats
+
+
+@dataclass(frozen=True)
+class Log:
+    """The requests of one period.
+
+    Attributes
+    ----------
+    requests : structured array
+        With the fields ``bytes``, ``stream``, ``birth``, ``death`` and ``class``; a death at or past `events` lies in
+        the period after it, and -1 says that there was none so far.
+    events : int
+        Requests and frees of the period.
+    """
+
+    requests: npt.NDArray[Any]
+    events: int
+
+    def most_alive(self) -> int:
+        """The most bytes of these requests that were alive at once; no layout can be smaller."""
+        births, deaths, sizes = (self.requests[field].astype(np.int64) for field in ("birth", "death", "bytes"))
+        change = np.zeros(self.events + 1, np.int64)
+        np.add.at(change, births, sizes)
+        died = (deaths >= 0) & (deaths < self.events)
+        np.add.at(change, deaths[died], -sizes[died])
+        return int(np.cumsum(change).max())
+
+    def until(self, count: int) -> Log:
+        """The log without the requests after the first `count` that were freed before the period ended.
+
+        Requests after those that were alive at its end stay: they are the next period's, such as a batch.
+        """
+        births, deaths = (self.requests[field].astype(np.int64) for field in ("birth", "death"))
+        over = (np.arange(len(births)) >= count) & (deaths >= 0) & (deaths < self.events)
+        gone = np.zeros(self.events + 1, np.int64)  # by event, how many of those before it had not been
+        np.add.at(gone, births[over] + 1, 1)
+        np.add.at(gone, deaths[over] + 1, 1)
+        gone = np.cumsum(gone)
+        requests = self.requests[~over].copy()
+        requests["birth"] = births[~over] - gone[births[~over]]
+        died = deaths[~over]
+        requests["death"] = np.where(died < 0, died, died - gone[np.minimum(died, self.events)])
+        return Log(requests, self.events - int(gone[-1]))
+
+
+def predict(last: Log, before: Log | None = None, room: int = 0) -> SequenceLayout | None:
+    """Predict that the last period comes again, and lay it out, on the stream that requests the most.
+
+    Blocks that were alive at the end of `last` die in the next period if they did so in the period after `before`,
+    which had the same sequence. Otherwise they are predicted again, but get no place: if they stay alive, they would be
+    in the way there. State is not predicted again: it lives as long as the program. For `room`, in bytes, see `pack`.
+
+    Returns
+    -------
+    SequenceLayout or None
+        None if no block was freed.
+    """
+    requests = last.requests
+    if not len(requests):
+        return None
+    streams, number = np.unique(requests["stream"], return_inverse=True)
+    main = int(np.argmax(np.bincount(number, weights=requests["bytes"].astype(np.float64))))
+    births, deaths = requests["birth"].astype(np.int64), requests["death"].astype(np.int64)
+    if before is not None and repeats(last, before):
+        wraps = (deaths < 0) & (before.requests["death"] >= before.events)
+        deaths[wraps] = before.requests["death"][wraps] - before.events + last.events
+    comes = (number == main) & ((deaths >= 0) | (requests["class"] != STATE))
+    births, deaths, sizes = births[comes], deaths[comes], requests["bytes"][comes].astype(np.int64)
+    placed = (deaths >= 0) & (deaths - births <= last.events)
+    if not placed.any():
+        return None
+    layout = pack(sizes[placed], births[placed], deaths[placed], last.events, room)
+    offsets = np.full(len(sizes), ELSEWHERE, np.uint64)
+    offsets[placed] = layout.offsets
+    return SequenceLayout(int(streams[main]), sizes, offsets, _visits(layout, sizes[placed]))
+
+
+def _visits(layout: Layout, sizes: Ints) -> Ints:
+    change = np.zeros(layout.total // PAGE + 2, np.int64)
+    np.add.at(change, layout.offsets // PAGE, 1)
+    np.add.at(change, (layout.offsets + sizes - 1) // PAGE + 1, -1)
+    return np.cumsum(change)[: -(-layout.total // PAGE)]
+
+
+def repeats(last: Log, before: Log) -> bool:
+    """Whether two periods had the same requests, which died at the same events."""
+    return last.events == before.events and all(
+        np.array_equal(last.requests[field], before.requests[field]) for field in ("bytes", "stream", "birth")
+    )
+
+
+class Watch:
+    """Decides after each period whether to make a new layout from its log.
+
+    To read and pack a log takes time in which the device is idle. A period that came as laid out needs no new layout.
+    A program whose periods never repeat is looked at ever more rarely.
+    """
+
+    def __init__(self) -> None:
+        self._period = 0
+        self._looks = 0  # in a row, without a period between that came as laid out
+        self._until = 0
+        self._lacking = False  # whether there is no layout, and one should be made
+
+    def refused(self) -> None:
+        """The layout could not be set: look again, as rarely as at a program that never repeats."""
+        self._lacking = True
+
+    def expect_new_plans(self) -> None:
+        """The layout is forgotten, as the program is about to change: make one once it repeats again.
+
+        A program that never repeats is not looked at more often for that.
+        """
+        self._lacking = True
+
+    def nothing_departed(self) -> bool:
+        """Count a period in which no request departed from the layout; False if there is no layout."""
+        if not self._looks or self._lacking:
+            return False
+        self._period += 1
+        self._came_as_laid_out()
+        return True
+
+    def _came_as_laid_out(self) -> None:
+        self._looks, self._until = 1, 0
+
+    def repeated(self, departed: int) -> bool:
+        """Count a period that repeated the one before; False if its log has to be looked at all the same."""
+        return departed <= TOLERATED and self.nothing_departed()
+
+    def repeated_often(self, periods: int) -> None:
+        """Count so many periods that repeated the last, which did not have to be looked at."""
+        self._period += periods
+
+    def period_over(self, requests: int, departed: int, *, repeated: bool) -> bool:
+        """Count a period in which `departed` of `requests` were not as predicted; whether to make a new layout.
+
+        If the period repeated the one before, a few departures are enough: the program repeats by now, and the layout
+        is older. If every period is new (shapes, routing), the pauses between new layouts grow.
+
+        Parameters
+        ----------
+        repeated : bool
+            Whether the period was the same as the one before.
+        """
+        self._period += 1
+        if self._looks and not self._lacking and departed <= (TOLERATED if repeated else TOLERATED_SHARE * requests):
+            self._came_as_laid_out()
+            return False
+        # One that repeats, and has no layout, is none of those that never do.
+        if not requests or (self._period < self._until and not (repeated and self._lacking)):
+            return False
+        self._looks += 1
+        self._lacking = False
+        self._until = self._period + min(LONGEST_PAUSE, 1 << max(0, self._looks - EAGER))
+        return True

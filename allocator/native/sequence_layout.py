@@ -1,0 +1,40 @@
+"""Where each request of one kind of period lies: what a layout is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_tiers.allocator.sizes import PAGE
+
+ELSEWHERE = 2**64 - 1
+"""The offset of a request that has no place in the region."""
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """The predicted requests of one kind of period, in order, and where each is to lie.
+
+    Attributes
+    ----------
+    stream : int
+        The stream of the requests.
+    sizes : array of int64, shape (requests,)
+        Bytes of each request.
+    offsets : array of uint64, shape (requests,)
+        Bytes from the begin of the region; `ELSEWHERE` for a request that has no place in it.
+    visits : array of int64, shape (pages,)
+        How many requests lie on each page of the region in a period: busy pages are kept in HBM.
+    """
+
+    stream: int
+    sizes: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.uint64]
+    visits: npt.NDArray[np.int64]
+
+    @property
+    def total(self) -> int:
+        """Bytes of the region, in whole pages."""
+        return len(self.visits) * PAGE

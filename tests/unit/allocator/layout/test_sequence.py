@@ -1,0 +1,157 @@
+"""What a period's log foretells, and when it is worth looking at again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_tiers.allocator.layout.sequence import (
+    EAGER,
+    LONGEST_PAUSE,
+    TOLERATED,
+    Log,
+    Watch,
+    predict,
+    repeats,
+)
+from torch_tiers.allocator.native import REQUEST
+from torch_tiers.allocator.native.sequence_layout import ELSEWHERE
+
+PAGE = 2 << 20
+
+
+def log(events: int, *requests: tuple[int, int, int, int], state: int | None = None) -> Log:
+    return Log(np.array([(*request, int(k == state)) for k, request in enumerate(requests)], REQUEST), events)
+
+
+def test_what_died_comes_again_and_has_a_place() -> None:
+    predicted = predict(log(4, (1024, 0, 0, 3), (2048, 0, 1, 2)))
+    assert predicted is not None
+    assert predicted.sizes.tolist() == [1024, 2048]
+    assert sorted(predicted.offsets.tolist()) == [0, 2048]
+    assert predicted.total == PAGE
+
+
+def test_what_lives_on_is_expected_and_has_no_place() -> None:
+    predicted = predict(log(5, (1024, 0, 0, 3), (512, 0, 1, -1), (2048, 0, 2, 4)))
+    assert predicted is not None
+    assert predicted.sizes.tolist() == [1024, 512, 2048]
+    assert predicted.offsets[1] == ELSEWHERE
+    assert predicted.total == PAGE
+
+
+def test_what_an_optimizer_made_for_good_is_not_expected() -> None:
+    predicted = predict(log(5, (1024, 0, 0, 3), (512, 0, 1, -1), (2048, 0, 2, 4), state=1))
+    assert predicted is not None
+    assert predicted.sizes.tolist() == [1024, 2048]
+
+
+def test_the_period_before_tells_what_dies_in_the_next() -> None:
+    before = log(4, (1024, 0, 0, 2), (512, 0, 1, 5))  # the second died at event 1 of the period after
+    last = log(4, (1024, 0, 0, 2), (512, 0, 1, -1))
+    predicted = predict(last, before)
+    assert predicted is not None
+    assert predicted.sizes.tolist() == [1024, 512]
+    assert ELSEWHERE not in predicted.offsets
+
+
+def test_only_the_stream_that_asks_for_the_most_is_laid_out() -> None:
+    predicted = predict(log(4, (1024, 7, 0, 2), (512, 9, 1, 3)))
+    assert predicted is not None
+    assert (predicted.stream, predicted.sizes.tolist()) == (7, [1024])
+
+
+def test_a_period_in_which_nothing_died_foretells_nothing() -> None:
+    assert predict(log(1, (512, 0, 0, -1))) is None
+    assert predict(log(0)) is None
+
+
+def test_a_period_is_as_it_would_have_been_without_the_evaluation_at_its_end() -> None:
+    """The batch of the next period is asked for after it, and stays."""
+    plain = log(7, (1024, 0, 0, 2), (2048, 0, 1, 3), (512, 0, 4, -1), (256, 0, 5, 9))  # event 6: another period's died
+    evaluated = log(
+        13,
+        (1024, 0, 0, 2),
+        (2048, 0, 1, 3),
+        (4096, 0, 4, 6),
+        (4096, 0, 5, 9),
+        (512, 0, 7, -1),
+        (64, 0, 8, 10),
+        (256, 0, 11, 15),
+    )
+    cut = evaluated.until(2)
+    assert cut.requests.tolist() == plain.requests.tolist()
+    assert (cut.events, repeats(cut, plain)) == (7, True)
+    assert evaluated.until(7).requests.tolist() == evaluated.requests.tolist()
+    assert log(0).until(0).events == 0
+
+
+def test_the_most_that_is_alive_at_once_is_the_least_that_a_layout_takes() -> None:
+    assert log(6, (1024, 0, 0, 2), (2048, 0, 1, 4), (512, 0, 3, -1), (256, 0, 5, 9)).most_alive() == 3072
+    assert log(0).most_alive() == 0
+
+
+def test_periods_repeat_if_their_requests_came_at_the_same_events() -> None:
+    first = log(4, (1024, 0, 0, 2), (512, 0, 1, 3))
+    assert repeats(first, log(4, (1024, 0, 0, 3), (512, 0, 1, 2)))
+    assert not repeats(first, log(4, (1024, 0, 0, 2), (512, 0, 2, 3)))
+    assert not repeats(first, log(4, (1024, 0, 0, 2)))
+
+
+def test_the_first_period_is_looked_at_and_one_as_predicted_is_not() -> None:
+    watch = Watch()
+    assert watch.period_over(1000, 0, repeated=False)
+    assert not watch.period_over(1000, 1, repeated=True)
+
+
+def test_a_program_that_has_settled_is_looked_at_again_if_the_layout_was_made_before() -> None:
+    watch = Watch()
+    watch.period_over(1000, 0, repeated=False)
+    assert watch.period_over(1000, 500, repeated=False)
+    assert watch.period_over(1000, 10, repeated=True)
+    assert not watch.period_over(1000, 1, repeated=True)
+
+
+def test_a_program_that_is_new_in_every_period_is_looked_at_ever_more_rarely() -> None:
+    watch = Watch()
+    looks = [period for period in range(2000) if watch.period_over(1000, 900, repeated=False)]
+    assert looks[:EAGER] == list(range(EAGER))
+    assert max(np.diff(looks)) == LONGEST_PAUSE
+    assert len(looks) < 40
+
+
+def test_a_period_that_repeats_the_one_before_is_looked_at_where_more_than_a_few_departed_or_there_is_no_layout() -> (
+    None
+):
+    watch = Watch()
+    assert not watch.repeated(0)
+    watch.period_over(1000, 0, repeated=False)
+    assert watch.repeated(TOLERATED)
+    assert not watch.repeated(TOLERATED + 1)
+    watch.refused()
+    assert not watch.repeated(0)
+
+
+def test_a_program_that_settled_is_looked_at_as_in_the_beginning_when_it_is_about_to_change() -> None:
+    watch = Watch()
+    for _ in range(500):
+        watch.period_over(1000, 900, repeated=False)
+    watch.period_over(1000, 0, repeated=True)
+    watch.expect_new_plans()
+    assert not watch.nothing_departed()
+    assert all(watch.period_over(1000, 900, repeated=False) for _ in range(EAGER - 1))
+
+
+def test_a_program_that_is_new_in_every_period_is_not_looked_at_more_often_for_other_plans() -> None:
+    watch, looks = Watch(), 0
+    for period in range(1000):
+        if period % 4 == 3:
+            watch.expect_new_plans()
+        looks += watch.period_over(1000, 900, repeated=False)
+    assert looks < 30
+
+
+def test_pages_that_many_requests_visit_are_told_from_those_that_one_keeps() -> None:
+    brief = [(PAGE, 0, 1 + 2 * k, 2 + 2 * k) for k in range(5)]
+    predicted = predict(log(20, (PAGE, 0, 0, 19), *brief))
+    assert predicted is not None
+    assert sorted(predicted.visits.tolist()) == [1, 5]
