@@ -9,15 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch_tiers.allocator.errors import TiersError
     from torch_tiers.config_keys import ConfigError
-
-_TOLD = "_TIERS_TOLD"  # a variable: what this process starts inherits what was told along with the reason for it
-
-_put_off = False
 
 
 def gate() -> None:
@@ -29,7 +24,7 @@ def gate() -> None:
         With code 2, after one line on stderr, if the configuration is wrong, or tiers cannot be active though there
         is a budget: before training starts.
     TiersError
-        Instead of that where somebody types: see `give_up`. PyTorch makes a failure of ``import torch`` of it.
+        Instead of that where somebody types: see `refusals.give_up`. PyTorch makes a failure of ``import torch`` of it.
     """
     allocator = os.environ.get("TIERS_ALLOCATOR", "").strip().lower()
     if allocator in ("", "off"):
@@ -39,9 +34,10 @@ def gate() -> None:
         return
     session = sys.modules.get("torch_tiers.session")
     if session is not None and not hasattr(session, "install"):
-        # It is the session itself that imports torch, and half-made: it calls `catch_up` when it is whole.
-        global _put_off
-        _put_off = True
+        # It is the session itself that imports torch, and half-made.
+        from torch_tiers import put_off
+
+        put_off.until_the_session_is_whole(gate)
         return
     try:
         _install()
@@ -52,36 +48,12 @@ def gate() -> None:
     _failed(failure)  # out here, so that at a prompt there is one traceback and not two
 
 
-def give_up(error: TiersError) -> NoReturn:
-    """End the program with code 2 and one line on stderr; where somebody types, raise: their session is theirs.
-
-    Raises
-    ------
-    SystemExit
-        In a program.
-    TiersError
-        In a notebook or at a prompt.
-    """
-    from torch_tiers.printable import complain
-
-    if _is_interactive():
-        raise error
-    complain(error)
-    raise SystemExit(2) from None
-
-
-def _is_interactive() -> bool:
-    """Whether somebody types what runs: IPython and notebooks, Python's prompt, or ``python -i``."""
-    import builtins
-
-    return hasattr(builtins, "get_ipython") or hasattr(sys, "ps1") or bool(sys.flags.interactive)
-
-
 def _failed(error: Exception) -> None:
     """Give up on a wrong configuration. On what is ours to mend only if there is a budget: nothing would keep it."""
     import logging
 
     from torch_tiers.config_keys import ConfigError
+    from torch_tiers.refusals import give_up
 
     if isinstance(error, ConfigError):
         give_up(_advised(error))
@@ -96,7 +68,9 @@ def _failed(error: Exception) -> None:
 
 def _advised(error: ConfigError) -> ConfigError:
     """The same, and what else to do where the process goes on: torch cannot be imported a second time."""
-    return type(error)(f"{error}; then restart the kernel, or Python") if _is_interactive() else error
+    from torch_tiers.refusals import is_interactive
+
+    return type(error)(f"{error}; then restart the kernel, or Python") if is_interactive() else error
 
 
 def _budget() -> str | None:
@@ -129,6 +103,7 @@ def _tell_off(names: Iterable[str]) -> None:
     """
     from torch_tiers.config_keys import BY_ENV, CONFIG_ENV, nearest
     from torch_tiers.printable import printable
+    from torch_tiers.refusals import is_new
 
     if "torch_tiers.session" in sys.modules or "torch_tiers.cli" in sys.modules:  # which reads them
         return
@@ -148,23 +123,6 @@ def _tell_off(names: Iterable[str]) -> None:
         print(*map(printable, lines), sep="\n", file=sys.stderr)
 
 
-def is_new(text: str) -> bool:
-    """Whether no process that led to this one has told the same, as a launcher has to its ranks and they to workers."""
-    told = os.environ.get(_TOLD, "").splitlines()
-    if text in told:
-        return False
-    os.environ[_TOLD] = "\n".join([*told, text])
-    return True
-
-
-def catch_up() -> None:
-    """Go through the gate now, if it came too early."""
-    global _put_off
-    if _put_off:
-        _put_off = False
-        gate()
-
-
 def _hand_on_paths() -> None:
     """Have the processes that this one starts, in whatever directory by then, find the same files."""
     from torch_tiers.config_keys import BY_ENV, CONFIG_ENV, PATH, PATHS
@@ -181,6 +139,7 @@ def _install() -> None:
 
     from torch_tiers.config import ConfigError, load
     from torch_tiers.log import set_up
+    from torch_tiers.refusals import is_new
 
     try:
         resolved = load()

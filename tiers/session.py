@@ -11,21 +11,20 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-import torch_tiers
-from torch_tiers import paging, run_directory
+from torch_tiers import paging, put_off, run_directory
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.extensions.extension import CannotBuild
 from torch_tiers.allocator.host.dram import DramArena
 from torch_tiers.allocator.host.pinning import return_what_is_freed
 from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import format_size
-from torch_tiers.autoload import catch_up, give_up, is_new
 from torch_tiers.config import Config, ConfigError, load
 from torch_tiers.config_keys import USUAL_ALLOCATOR
 from torch_tiers.drives import Drives
@@ -45,6 +44,7 @@ from torch_tiers.migrator.telemetry.timeline import Timeline
 from torch_tiers.monitor.build import build as build_monitor
 from torch_tiers.places import boards, cache_directory
 from torch_tiers.plan_cache import PlanCache
+from torch_tiers.refusals import give_up, is_new
 from torch_tiers.shares import Shares, node_of_gpu, room, rooms_in_memory, step
 from torch_tiers.sigterm import BeforeSigterm
 
@@ -160,7 +160,7 @@ class Session:
         if not config.plan_cache or config.hbm.capacity is None:
             return None
         named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        versions = torch_tiers.__version__, torch.__version__
+        versions = version("torch-tiers"), torch.__version__
         asked = config.allocator, config.policy, config.replay
         return PlanCache(cache_directory() / "plans", *versions, *asked, named, platform.node(), target)
 
@@ -288,10 +288,10 @@ def _describe(config: Config) -> str:
 
 def _say_if_untested() -> None:
     """Tell, once, where torch is newer than what was tested: we use some of its insides."""
-    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     newest = ".".join(map(str, NEWEST_TESTED))
     text = f"torch {torch.__version__} is newer than {newest}, the newest that torch-tiers was tested with"
-    if version is not None and tuple(map(int, version.groups())) > NEWEST_TESTED and is_new(text):
+    if found is not None and tuple(map(int, found.groups())) > NEWEST_TESTED and is_new(text):
         log.warning(text)
 
 
@@ -432,4 +432,4 @@ class session(contextlib.AbstractContextManager[Session]):
             self._session.close()
 
 
-catch_up()
+put_off.session_is_whole()

@@ -1,5 +1,5 @@
-// What backward asks for that was dropped: `Saver.unpack` of `hooks/saver.py` for a `Dropped` of
-// `hooks/dropped.py`, where that is made of what stays or moves. Like `hooks.h` a shortcut, which leaves to Python
+// What backward asks for that was dropped: `Saver.unpack` of `saved/saver.py` for a `Dropped` of
+// `saved/dropped.py`, where that is made of what stays or moves. Like `hooks.h` a shortcut, which leaves to Python
 // what is not plain.
 #pragma once
 

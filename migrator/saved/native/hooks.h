@@ -1,5 +1,5 @@
 // What PyTorch calls for each tensor that it saves, and when backward needs it: `Saver.pack` and `unpack` of
-// `hooks/saver.py` for what comes again in every period, sites of the plan that stay, move or are made again.
+// `saved/saver.py` for what comes again in every period, sites of the plan that stay, move or are made again.
 //
 // A shortcut in front of the hooks in Python: whatever is not plain, foreseen and in the plan's order goes to those,
 // before anything was changed but that the module has come to this period. So they alone say what holds, and this must

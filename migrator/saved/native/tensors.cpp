@@ -1,4 +1,4 @@
-// What the hooks do with every tensor that is saved, and with what is packed in its place: `hooks/tensors.py` says
+// What the hooks do with every tensor that is saved, and with what is packed in its place: `saved/tensors.py` says
 // what of it Python calls.
 //
 // Every call of PyTorch's from Python takes a microsecond or half of one, and a tensor that moves needs twenty. Here

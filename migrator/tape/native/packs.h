@@ -52,7 +52,7 @@ bool stays(PyObject *packed) {
   return checked(PyObject_GetAttrString(PyTuple_GET_ITEM(packed, 3), "known")).get() == Py_None;
 }
 
-// Whether, where it moves, that is not all of its storage; see `reach` of `hooks/native/storages.h`.
+// Whether, where it moves, that is not all of its storage; see `reach` of `saved/native/storages.h`.
 bool is_part(const at::Tensor &tensor) {
   const c10::StorageImpl *storage = tensor.defined() ? storage_of(tensor) : nullptr;
   if (!storage || tensor.layout() != c10::kStrided) return true;

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_tiers as tiers
-from torch_tiers import autoload, paging
+from torch_tiers import paging, refusals
 from torch_tiers import session as made_of
 from torch_tiers.allocator.native.pytorch import adapter
 from torch_tiers.config import ConfigError, load
@@ -23,7 +23,7 @@ from torch_tiers.session import Session, _say_if_untested
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory without a tiers.toml, and nothing told yet."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(autoload._TOLD, raising=False)
+    monkeypatch.delenv(refusals.TOLD, raising=False)
 
 
 def test_its_arguments_are_the_keys_and_a_file() -> None:
