@@ -36,7 +36,7 @@ class PlanVerb:
             required=True,
             type=_size,
             metavar="SIZE",
-            help="the most HBM the program may allocate, such as 24GiB (a run plans for 95 to 99.5%% of TIERS_HBM)",
+            help="the most HBM the program may allocate, such as 24GiB (a run plans for 95 or 98%% of TIERS_HBM)",
         )
         parser.add_argument(
             "--dram",
