@@ -150,6 +150,11 @@ class Learner:
         """One trace per kind of period that there are plans for, the one recorded last at the end."""
         return self._planned
 
+    @property
+    def varies(self) -> bool:
+        """Whether no period is as large as that of its kind which the plan is for."""
+        return self._recordings.varies
+
     def period_over(
         self,
         trace: Trace | None,

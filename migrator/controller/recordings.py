@@ -42,6 +42,7 @@ class Recordings:
         self._pause = FIRST_PAUSE  # from one look at a drift to the next, longer each time
         self._look_again = 0  # the period from which on
         self._news = False  # whether what was recorded since the last drift was anything new
+        self._sizes = {True: 0, False: 0}  # periods of a kind that was known, by whether they were as large as it
 
     @property
     def due(self) -> bool:
@@ -57,6 +58,11 @@ class Recordings:
     def traces(self) -> tuple[Trace, ...]:
         """One for each kind of period, the one recorded last at the end."""
         return tuple(self._traces)
+
+    @property
+    def varies(self) -> bool:
+        """Whether the periods of a kind differ in size more often than not."""
+        return self._sizes[False] > self._sizes[True]
 
     def resume(self, traces: Sequence[Trace]) -> None:
         """Begin with what an earlier run recorded; one period tells whether it is so, and what is made again."""
@@ -74,6 +80,8 @@ class Recordings:
         """Take in what was recorded in period number `period`; whether it is anything new."""
         self._to_record -= 1
         before = next((kept for kept in reversed(self._traces) if are_of_one_kind(kept, trace)), None)
+        if before is not None:
+            self._sizes[trace.saved_bytes == before.saved_bytes] += 1
         if before is not None and not self.learning and trace.saved_bytes < before.saved_bytes:
             self._news = True  # what can be made again in it was seen; the plan is for the largest of its kind
             return False

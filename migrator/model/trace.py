@@ -118,6 +118,8 @@ class Trace:
         Storages that the program itself holds for longer than until the next save, and the stretch in which it does
         no more: a block's input until it is added to the output. Until then they lie in HBM though nobody keeps them.
         Of what stays in HBM by a plan that is recorded nothing is known.
+    varies : bool
+        Other periods of the kind have other sizes: this is the largest, and no other takes what it takes.
     """
 
     sites: tuple[Site, ...]
@@ -128,6 +130,7 @@ class Trace:
     recipes: Mapping[int, Recipe] = field(default_factory=dict, hash=False)
     held: Mapping[int, int] = field(default_factory=dict, hash=False)
     clocks: Clocks | None = field(default=None, hash=False)
+    varies: bool = False
 
     def on(self, clocks: Clocks) -> Trace:
         """The same period, which takes device and host what `clocks` say."""
@@ -209,6 +212,7 @@ class Trace:
             "others": self.others,
             "recipes": {ident: asdict(recipe) for ident, recipe in self.recipes.items()},
             "held": self.held,
+            "varies": self.varies,
             "clocks": None if self.clocks is None else _told(self.clocks),
         }
         return json.dumps(data)
@@ -237,6 +241,7 @@ class Trace:
             recipes=_by_storage(value_of(data, "recipes"), "recipes", _recipe),
             held=_by_storage(data.get("held", {}), "held", partial(whole, high=positions + 1)),
             clocks=_clocks(value_of(data, "clocks"), positions),
+            varies=data.get("varies") is True,  # of which earlier versions did not tell
         )
         _check_order(trace)
         _check_measures(trace)

@@ -64,3 +64,15 @@ def test_a_program_that_departs_in_every_period_is_recorded_ever_more_rarely(per
     recordings = Recordings(1)
     recordings.add(layers({"a:0": 1}), 1)
     assert 4 <= recorded(recordings, periods, layers({"b:0": 1})) <= most
+
+
+@pytest.mark.parametrize(
+    ("sizes", "varies"), [((4, 4, 4, 3), False), ((4, 3, 4, 2), True), ((4,), False), ((4, 3, 3, 4, 4), False)]
+)
+def test_a_kind_varies_where_its_periods_are_seldom_as_large_as_the_largest(
+    sizes: tuple[int, ...], varies: bool
+) -> None:
+    recordings = Recordings(1)
+    for period, nbytes in enumerate(sizes):
+        recordings.add(layers({"a:0": nbytes, "b:0": 1}), period)
+    assert recordings.varies == varies
