@@ -63,13 +63,19 @@ class PlanCache:
         told = remembered.to_json()
         with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self._is_ours():
+                return  # nobody would read it
             for trace in remembered.traces:
                 path = self._path(trace.sites)
                 # Whole or not at all: threads, and ranks of one program, write the same.
                 number, partial = tempfile.mkstemp(suffix=PARTIAL, dir=self._directory)
-                with os.fdopen(number, "w") as file:
-                    file.write(f"{_digest(told)}\n{told}")
-                os.replace(partial, path)
+                try:
+                    with os.fdopen(number, "w") as file:
+                        file.write(f"{_digest(told)}\n{told}")
+                    os.replace(partial, path)
+                except OSError:
+                    os.unlink(partial)
+                    raise
             self._forget_old()
 
     def _is_ours(self) -> bool:

@@ -46,7 +46,7 @@ SPILLS = 3  # the same of memory put elsewhere: what an older layout left there 
 LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
 UNTOLD = 16  # periods under new plans, after which laps that did not come are not waited for
 HOSTS = 4  # periods of which the one that took the host the least tells what it needs
-PRESSES = HOSTS  # in a row with a flush, after which there is too little room: by then one plan is for both
+PRESSES = 4  # of the last SURE periods with a flush, after which there is too little room: by then the pace is known
 SURE = 8  # periods of which none may have been as short as predicted, before that is taken to be too short
 LOOKS = 2  # times that the program's times or its links are corrected: it is to settle, and each costs a plan
 FASTEST = 0.3  # of the recorded times: on a slow host a recording is three times too long, and not more
@@ -81,6 +81,7 @@ class Feedback:
         self._issuing = 0.0  # seconds of the host's for the program, as they were recorded
         self._borne_out = False  # whether as many laps as correct that came while nobody else needed the memory bus
         self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
+        self._disturbed: list[bool] = []  # whether the allocator made each of these longer
         self._took: list[float] = []  # seconds of the last periods under the plans there are
         self._target = target
         self._ceiling: int | None = None  # the largest correction that no period so far has found too large
@@ -92,7 +93,7 @@ class Feedback:
         self._overflow: int | None = None  # when the budget was last cut for it
         self._under = 0  # periods under the plans there are
         self._highest = 0  # of their peaks
-        self._presses = 0  # of these, the last ones in a row in which the allocator flushed its cache
+        self._flushes: list[bool] = []  # of these the last ones, whether the allocator flushed its cache in it
         self._spills = 0  # the same of those in which something was put elsewhere
         self._cuts = 0  # of the budget for flushes, without as many periods without as make sure
 
@@ -150,17 +151,20 @@ class Feedback:
         other = copy(self)
         other.given = given
         # Of what laps told beside others nothing is borne out without them, nor the other way round.
-        other._laps = list(self._laps) if given.contended == self.given.contended else []
-        other._hosts, other._took = [], []
+        same = given.contended == self.given.contended
+        other._laps, other._disturbed = (list(self._laps), list(self._disturbed)) if same else ([], [])
+        other._hosts, other._took, other._flushes = [], [], []
         if not given.contended:
             other._parts = self._parts_alone
         return other
 
     def adopted(self) -> None:
         """The plans changed: what the allocator caches will have to change, too."""
-        self._under = self._presses = self._spills = self._highest = 0
+        self._under = self._spills = self._highest = 0
+        self._flushes.clear()
         self._took.clear()
         self._laps.clear()
+        self._disturbed.clear()
         self._hosts.clear()
 
     def stayed(self) -> None:
@@ -169,13 +173,15 @@ class Feedback:
 
     def rearranged(self) -> None:
         """Memory is asked for in another order: what the allocator caches will have to change, as under new plans."""
-        self._under = self._presses = self._spills = 0
+        self._under = self._spills = 0
+        self._flushes.clear()
 
     def news(self) -> None:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
         self.pace, self._borne_out = 1.0, False
         self.host_pace, self.hooks, self.joins, self._host_looks = 1.0, 0.0, False, 0
         self._laps.clear()
+        self._disturbed.clear()
         self._looks = self._cuts = 0
 
     def period_over(
@@ -218,9 +224,7 @@ class Feedback:
             (only,), (predicted,) = made, predictions
             believed = host is None or not self._awaits_host(predicted)
             changed |= host is not None and self.host(host, only.plan, predicted)
-            # To flush takes time, and memory in DRAM is slow, whatever the plan: that makes no period shorter.
-            if not (pressed or overflow) or _computed(lap) < _without_stalls(predicted) * (1 - OFF_PACE):
-                changed |= self.lap(lap, predicted, believed=believed)
+            changed |= self.lap(lap, predicted, believed=believed, disturbed=pressed or overflow > 0)
         return changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:
@@ -276,13 +280,15 @@ class Feedback:
         """
         self._under += 1
         self._highest = max(self._highest, peak)
-        self._presses = self._presses + 1 if pressed and self._under > SETTLING else 0
+        if self._under > SETTLING:
+            self._flushes = [*self._flushes[1 - SURE :], pressed]
         if predicted is not None:
             # The peak tells already what lies in HBM; a flush tells of fragments alone, and of those that stay.
-            pressed = self._presses >= PRESSES and self._cuts < CUTS
+            often = len(self._flushes) == SURE and sum(self._flushes) >= PRESSES
+            pressed = pressed and often and self._cuts < CUTS
             if pressed:
                 self._cuts += 1
-            elif not self._presses and self._under >= SURE:
+            elif not any(self._flushes) and self._under >= SURE:
                 self._cuts = 0
         slack = -int(PRESSED * self._target) if pressed else self._target - peak
         self._spills = self._spills + 1 if overflow and self._under > SETTLING else 0
@@ -312,7 +318,7 @@ class Feedback:
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
         return self.correction != before
 
-    def lap(self, lap: Lap, predicted: Simulated, *, believed: bool = True) -> bool:
+    def lap(self, lap: Lap, predicted: Simulated, *, believed: bool = True, disturbed: bool = False) -> bool:
         """Take in what a period took; whether the pace or the links changed, which takes that it is `believed`.
 
         Not while the host's time is to be corrected: what is short because the host is quicker than was recorded would
@@ -326,12 +332,16 @@ class Feedback:
         some of them longer: so that is believed only if of eight not one was shorter. What takes longer still has
         another cause.
 
+        To flush takes time, and memory in DRAM is slow, whatever the plan. That makes no period shorter: such
+        `disturbed` ones tell that recorded times are too long, by the median of eight, and nothing else.
+
         Beside others who need the memory bus, or the cores, laps tell of these others. A pace that was borne out before
         them stays: plans would be made anew whenever they come, which takes seconds on cores that are busy.
         """
         if self._under < SETTLING:
             return False
         self._laps = [*self._laps[1 - SURE :], lap]
+        self._disturbed = [*self._disturbed[1 - SURE :], disturbed]
         changed = believed and self._look(predicted)
         if not changed and not self.given.contended and len(self._laps) == SURE:
             self._borne_out = True
@@ -341,14 +351,14 @@ class Feedback:
         """Have the laps so far correct the pace, or the links; whether they did."""
         # Once more the pace alone, by more periods: better plans do not wait, and so the looks before were at the first
         # periods under theirs. On a slow host those are long, and what two of them agree on is still too long.
-        last = self._looks == LOOKS
-        if self._looks > LOOKS or len(self._laps) < (SURE if last else LAPS):
+        last, disturbed = self._looks == LOOKS, any(self._disturbed)
+        if self._looks > LOOKS or len(self._laps) < (SURE if last or disturbed else LAPS):
             return False
         if self.given.contended and self._borne_out:
-            agreed = _agreed(self._laps[-LAPS:])
+            agreed = None if disturbed else _agreed(self._laps[-LAPS:])
             return agreed is not None and not last and self.stalls(agreed.stalls, predicted)
         self._looks += last  # whatever it finds: two short periods at the end of an epoch are no news of the pace
-        agreed = _agreed(self._laps if last else self._laps[-LAPS:])
+        agreed = None if disturbed else _agreed(self._laps if last else self._laps[-LAPS:])
         best = agreed or _median(self._laps)
         if best is None or (computed := _computed(best)) <= 0:
             return False
@@ -356,7 +366,7 @@ class Feedback:
         late = foreseen * (1 + LATE_PACE)
         if not last and late < computed < foreseen * SLOWEST:
             computed = min(map(_computed, self._laps))
-            believed = len(self._laps) == SURE and computed > late
+            believed = len(self._laps) == SURE and computed > late and not disturbed
         else:
             believed = computed < foreseen * (1 - OFF_PACE)
         if self._host_seconds(predicted) > foreseen * (1 - OFF_PACE):

@@ -219,8 +219,8 @@ class Learner:
             return changed
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
-        # What departs while plans are made is what they are made for.
-        self._recordings.pass_by(self._periods, drifted=drifted and planned and not self._orders.asked)
+        if not self._orders.asked:  # what departs while plans are made is what they are made for
+            self._recordings.pass_by(self._periods, drifted=drifted and planned)
         if lap is not None and self._under > SETTLING and not (refused or drifted):
             self._feedback.note(lap)  # also while plans are made, which are to be better than that
         if changed or refused or self._orders.asked or self._recordings.learning or not self._made:
@@ -230,7 +230,7 @@ class Learner:
         host = None if lap is None else host
         if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap, host=host):
             log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
-            return self._plan(present=self._made)
+            return self._plan(present=self._made if self._is_current else ())
         if self.settled:
             self._keep()
         return False
@@ -393,6 +393,8 @@ class Learner:
         made, self._planned = taken
         self._recorded = self._asked_for
         afresh, self._afresh = self._afresh, False
+        if afresh:
+            self._recordings.planned(self._periods)
         made = after(made, self._made, afresh=afresh)
         if self._may_stay and not afresh and self._takes_longer(made):
             stay = (replace(new, plan=old.plan, asked=old.asked) for new, old in zip(made, self._made, strict=True))

@@ -82,6 +82,8 @@ class Remembered:
             abs(getattr(links, lane) - getattr(self.links, lane)) > WORSE * getattr(self.links, lane) for lane in LANES
         ):
             return False
+        if not links.has_drive and any(group.tier == "nvme" for plan in self.plans for group in plan.groups):
+            return False
         # Tiers that hold all that could move are alike, however large they are.
         ample = max(trace.saved_bytes for trace in self.traces)
         now, then = ((min(of.below, ample), min(of.dram, ample)) for of in (links, self.links))

@@ -33,6 +33,7 @@ class Open:
     planned: PageGroup
     group: Group
     missing: int
+    nbytes: int = 0  # that came
 
 
 class Filling:
@@ -49,6 +50,8 @@ class Filling:
     ----------
     unforeseen : list of int
         What was saved in this period that no plan knows: of each tensor the bytes that were not saved before.
+    complete : tuple of (int, int)
+        Bytes of the groups of which all sites came, and bytes that the plan has for them.
     granted : int
         Bytes, in whole pages, that went to the tiers below in this period.
     refused : bool
@@ -64,6 +67,7 @@ class Filling:
     def __init__(self, engine: Engine, room: int) -> None:
         self.room = room
         self.unforeseen: list[int] = []
+        self.complete = 0, 0
         self.granted = 0
         self.refused = False
         self.patient = self.sent = False
@@ -89,6 +93,7 @@ class Filling:
         self._purge_at = PURGE
         self._lacking.clear()
         self.unforeseen.clear()
+        self.complete = 0, 0
         self.sent = False
         self.granted = 0
         self.refused = False
@@ -104,12 +109,15 @@ class Filling:
             filling.group = _planned_group(planned, stream)
         return filling
 
-    def came(self, filling: Open) -> None:
-        """One more site of a planned group has come; with the last one it leaves."""
+    def came(self, filling: Open, nbytes: int) -> None:
+        """One more site of a planned group has come, with bytes of its own; with the last one the group leaves."""
         filling.missing -= 1
+        filling.nbytes += nbytes
         self._lacking[filling.planned] -= 1
         if filling.missing:
             return
+        came, of_plan = self.complete
+        self.complete = came + filling.nbytes, of_plan + filling.planned.nbytes
         # Groups that should have been complete before it wait for a branch that was not taken.
         planned = filling.planned
         for key in [key for key in self._open if key[0] is planned or key[0].last_birth < planned.last_birth]:

@@ -187,7 +187,7 @@ class Mover:
                 self.filling.unforeseen.append(fresh)
             moved = self._tensors.Moved(tensor, self, saved, engine.hold(saved), go, record)
             if filling is not None:
-                self.filling.came(filling)
+                self.filling.came(filling, fresh)
             if self.filling.loose:
                 if _is_part(tensor, saved):
                     # Others may come right after, which share what has not left: it goes once another storage comes.
@@ -349,13 +349,16 @@ class Mover:
         sites = max((len(trace.sites) for trace in traces), default=0)
         nbytes = max((trace.saved_bytes for trace in traces), default=0)
         others = len(unforeseen) + self.filling.lacking(self.learner.plans)
-        return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes
+        came, planned = self.filling.complete
+        is_of_another_size = abs(came - planned) > CONSIDERABLE * planned
+        return others > CONSIDERABLE * sites or sum(unforeseen) > CONSIDERABLE * nbytes or is_of_another_size
 
     def _see_beside(self, trace: Trace) -> None:
         """Take note of what lay in HBM besides saved tensors, and of what lives on since: an optimizer's state."""
         if self._sees and trace.others and not self.learner.plans:
             lives_on = self.engine.compute.allocated() - self._allocated_before
-            self.filling.room = learning_room(self.budget + self._lent, max(trace.others) + max(0, lives_on))
+            lent = self._lent if self.filling.patient else 0  # else it is about to be paid back
+            self.filling.room = learning_room(self.budget + lent, max(trace.others) + max(0, lives_on))
 
     def _expect_too_much(self) -> None:
         """It does not fit without a plan: all that none has foreseen is to go."""

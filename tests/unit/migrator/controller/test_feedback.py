@@ -21,7 +21,6 @@ from torch_tiers.migrator.controller.feedback import (
     LEAST_LATE,
     OFF_PACE,
     PRESSED,
-    PRESSES,
     SETTLING,
     SPILLS,
     SURE,
@@ -312,7 +311,8 @@ def test_plans_are_settled_after_some_periods_where_no_laps_are_to_be_had() -> N
 
 def test_a_cache_that_is_flushed_now_and_then_leaves_the_budget_as_it_is() -> None:
     feedback = Feedback(TARGET, PCIE_GEN5)
-    flushes = [True] * SETTLING + [False, True, False] + [True] * PRESSES
+    now_and_then = [False, True, False, False] * 4
+    flushes = [True] * SETTLING + now_and_then + [True] * 3  # with which there are four in eight periods
     assert [feedback.peak(TARGET, TARGET, TARGET, pressed=flush, may_grow=True) for flush in flushes] == [
         *[False] * (len(flushes) - 1),
         True,
@@ -394,7 +394,7 @@ def test_a_flush_while_groups_come_back_in_another_order_is_none_of_the_plan_s()
         feedback.rearranged()
         for flushes in (True, True, False, False):
             assert not feedback.peak(TARGET, TARGET, TARGET, pressed=flushes, may_grow=True)
-    for _ in range(PRESSES - 1):
+    for _ in range(SURE - 2):
         assert not feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True)
     assert feedback.peak(TARGET, TARGET, TARGET, pressed=True, may_grow=True), "but one that stays is"
 
@@ -511,9 +511,26 @@ def test_a_period_in_which_the_allocator_flushed_tells_the_pace_where_it_was_sho
     lap = Lap(takes * PREDICTED.seconds, {})
     for _ in range(SETTLING + 1):
         feedback.period_over(made, 0, TARGET, pressed=False, overflow=0, lap=None)
-    changed = [feedback.period_over(made, 0, TARGET, pressed=True, overflow=0, lap=lap) for _ in range(LAPS)]
+    changed = [feedback.period_over(made, 0, TARGET, pressed=True, overflow=0, lap=lap) for _ in range(SURE)]
     assert any(changed) == (takes < 1)
     assert feedback.pace == pace
+
+
+def test_where_the_allocator_flushes_a_few_short_periods_say_nothing_of_the_pace() -> None:
+    """Long ones are no evidence there, so that two short ones of many halved the pace for good."""
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    made = (Made(make_plan("test", MODEL, (), GiB), PREDICTED),)
+    for period in range(200):
+        lap = Lap((0.5 if period % 5 == 0 else 1.0) * PREDICTED.seconds, {})
+        feedback.period_over(made, 0, TARGET, pressed=True, overflow=0, lap=lap)
+    assert feedback.pace == 1.0
+
+
+def test_an_allocator_that_flushes_in_three_periods_of_four_has_too_little_room() -> None:
+    """Of kinds of periods that alternate, one may do without."""
+    feedback = Feedback(TARGET, PCIE_GEN5)
+    cuts = [feedback.peak(TARGET, TARGET, TARGET, pressed=k % 4 > 0, may_grow=True) for k in range(SETTLING + SURE)]
+    assert sum(cuts) == 1
 
 
 def test_a_host_that_waits_for_the_device_is_not_taken_to_need_longer_than_was_recorded() -> None:

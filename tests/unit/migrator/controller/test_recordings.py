@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -76,3 +77,74 @@ def test_a_kind_varies_where_its_periods_are_seldom_as_large_as_the_largest(
     for period, nbytes in enumerate(sizes):
         recordings.add(layers({"a:0": nbytes, "b:0": 1}), period)
     assert recordings.varies == varies
+
+
+def looks(periods: Sequence[tuple[Trace, bool]], recordings: Recordings) -> list[int]:
+    """Numbers of the periods that are recorded of these; each tells whether it departs from the plans there are."""
+    found = []
+    for period, (trace, departs) in enumerate(periods, 2):
+        if recordings.due:
+            found.append(period)
+            recordings.add(trace, period)
+        else:
+            recordings.pass_by(period, drifted=departs)
+    return found
+
+
+@pytest.mark.parametrize("every", [2, 5, 16, 30])
+def test_a_kind_is_recorded_however_rarely_it_comes(every: int) -> None:
+    """A GAN whose generator has its turn after five steps of the critic: a look begins after it, and is soon over."""
+    critic, generator = layers({"critic:0": 2}), layers({"critic:0": 2, "generator:0": 2})
+    recordings = Recordings(1)
+    recordings.add(critic, 1)
+    turns = [(generator, True) if k % every == 0 else (critic, False) for k in range(1, 4 * every)]
+    looks(turns, recordings)
+    assert recordings.traces == (critic, generator)
+
+
+def test_what_departs_for_no_reason_that_is_recorded_is_not_recorded_each_time() -> None:
+    usual = layers({"a:0": 1})
+    recordings = Recordings(1)
+    recordings.add(usual, 1)
+    found = looks([(usual, k % 10 == 0) for k in range(1, 400)], recordings)
+    assert len(found) <= 5, "one look, and one that waited for it to come again"
+
+
+def test_a_kind_that_has_been_smaller_for_long_is_planned_for_as_it_is() -> None:
+    """Some samplers begin with the longest batch: all that a step saved moved for good, where all would fit."""
+    large, small = layers({"a:0": 8, "b:0": 8}), layers({"a:0": 1, "b:0": 1})
+    recordings = Recordings(1)
+    recordings.add(large, 1)
+    looks([(small, True)] * 4, recordings)
+    assert recordings.traces == (large,), "it may come again"
+    looks([(small, True)] * 40, recordings)
+    assert recordings.traces == (small,)
+
+
+def test_a_kind_that_comes_as_large_now_and_then_stays_as_large() -> None:
+    large, small = layers({"a:0": 8}), layers({"a:0": 1})
+    recordings = Recordings(1)
+    recordings.add(large, 1)
+    looks([(large if k % 3 == 0 else small, True) for k in range(700)], recordings)
+    assert recordings.traces == (large,)
+
+
+def test_a_pause_begins_when_there_are_plans() -> None:
+    """Planning that took longer than the pause was under way in each period."""
+    known, other = layers({"a:0": 1}), layers({"b:0": 1})
+    recordings = Recordings(1)
+    recordings.add(known, 1)
+    assert looks([(other, True)] * 5, recordings) == [3, 4, 5, 6]
+    recordings.planned(1000)
+    recordings.pass_by(1001, drifted=True)
+    assert not recordings.due
+
+
+def test_what_is_learned_anew_does_not_wait_for_the_pauses_of_before() -> None:
+    recordings = Recordings(1)
+    recordings.add(layers({"a:0": 1}), 1)
+    looks([(layers({f"b{k}:0": 1}), True) for k in range(600)], recordings)
+    recordings.begin_anew()
+    recordings.add(layers({"a:0": 1}), 602)
+    recordings.pass_by(603, drifted=True)
+    assert recordings.due

@@ -195,3 +195,15 @@ def test_what_is_damaged_is_refused(damage: object) -> None:
     (content,) = memory.files.values()
     with pytest.raises(ValueError):
         Remembered.from_json(damage(content))  # type: ignore[operator]
+
+
+def test_a_plan_for_drives_is_not_begun_with_where_there_are_none() -> None:
+    memory = Kept()
+    run(memory)
+    (content,) = memory.files.values()
+    found = Remembered.from_json(content)
+    assert any(plan.groups for plan in found.plans) and found.holds_for(PCIE_GEN5, STATIC, 0)
+    to_drives = [
+        replace(plan, groups=tuple(replace(group, tier="nvme") for group in plan.groups)) for plan in found.plans
+    ]
+    assert not replace(found, plans=tuple(to_drives)).holds_for(PCIE_GEN5, STATIC, 0)
