@@ -31,7 +31,7 @@ from torch_tiers.migrator.controller.made import Made
 from torch_tiers.migrator.controller.remembered import Corrections
 from torch_tiers.migrator.model.links import Calls, Links
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.timing import HookTime, HostLap, Lap, at_pace, with_host
+from torch_tiers.migrator.model.timing import HookTime, HostTime, IterationTime, at_pace, with_host
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.simulator import Simulated
 
@@ -43,8 +43,8 @@ SETTLING = 3  # periods under new plans in which the allocator may flush: what i
 TELLING = 2  # periods under new plans that tell what is left free: where lengths alternate, one may be short
 CUTS = 3  # of the budget for flushes, one after the other, after which these are not the plan's
 SPILLS = 3  # the same of memory put elsewhere: what an older layout left there may take a few periods to come back
-LAPS = 2  # periods one after the other that must agree, or something disturbed one of them
-UNTOLD = 16  # periods under new plans, after which laps that did not come are not waited for
+AGREEING = 2  # periods one after the other that must agree, or something disturbed one of them
+UNTOLD = 16  # periods under new plans, after which iteration times that did not come are not waited for
 HOSTS = 4  # periods of which the one that took the host the least tells what it needs
 PRESSES = HOSTS  # in a row with a flush, after which there is too little room: by then one plan is for both
 SURE = 8  # periods of which none may have been as short as predicted, before that is taken to be too short
@@ -76,11 +76,11 @@ class Feedback:
         self.hooks = 0.0  # seconds that hooks of ours keep the host in a period, under any plan
         self.calls = given.calls  # what a plan costs it besides
         self.joins = False  # whether the host waits for the device between two periods
-        self._hosts: list[HostLap] = []  # of the periods under the plans there are, once these have settled
+        self._hosts: list[HostTime] = []  # of the periods under the plans there are, once these have settled
         self._host_looks = 0  # times that these were looked at
         self._issuing = 0.0  # seconds of the host's for the program, as they were recorded
-        self._borne_out = False  # whether as many laps as correct that came while nobody else needed the memory bus
-        self._laps: list[Lap] = []  # periods under the plans there are, once these have settled
+        self._borne_out = False  # whether as many times as correct that came while nobody else needed the memory bus
+        self._times: list[IterationTime] = []  # periods under the plans there are, once these have settled
         self._took: list[float] = []  # seconds of the last periods under the plans there are
         self._target = target
         self._ceiling: int | None = None  # the largest correction that no period so far has found too large
@@ -108,15 +108,15 @@ class Feedback:
 
     @property
     def settled(self) -> bool:
-        """Whether the present plans were borne out: as many laps came as may correct them, and none did.
+        """Whether the present plans were borne out: as many iteration times came as may correct them, and none did.
 
-        Where laps do not come (no GPU, several kinds of periods, several threads) some periods do instead.
+        Where no times come (no GPU, several kinds of periods, several threads) some periods do instead.
         """
-        return len(self._laps) == SURE or self._under >= UNTOLD
+        return len(self._times) == SURE or self._under >= UNTOLD
 
-    def note(self, lap: Lap) -> None:
+    def note(self, time: IterationTime) -> None:
         """Take note of what a period under the present plans took, which need not correct anything."""
-        self._took = [*self._took[1 - SURE :], lap.seconds]
+        self._took = [*self._took[1 - SURE :], time.seconds]
 
     @property
     def took(self) -> float | None:
@@ -139,7 +139,7 @@ class Feedback:
         return Corrections(self.correction, *pace, self.joins, self.calls, dict(self._parts))
 
     def resume(self, found: Corrections) -> None:
-        """Begin with what an earlier run of the program found; laps and the host may correct it once more."""
+        """Begin with what an earlier run of the program found; iterations and the host may correct it once more."""
         self.correction, self.pace, self.host_pace = found.budget, found.pace, found.host_pace
         self.hooks, self._issuing, self.joins, self.calls = found.hooks, found.issuing, found.joins, found.calls
         self._parts = self._parts_alone = found.parts
@@ -149,8 +149,8 @@ class Feedback:
         """The same corrections, to other links; what is found of those is not held against these."""
         other = copy(self)
         other.given = given
-        # Of what laps told beside others nothing is borne out without them, nor the other way round.
-        other._laps = list(self._laps) if given.contended == self.given.contended else []
+        # Of what iterations took beside others nothing is borne out without them, nor the other way round.
+        other._times = list(self._times) if given.contended == self.given.contended else []
         other._hosts, other._took = [], []
         if not given.contended:
             other._parts = self._parts_alone
@@ -160,7 +160,7 @@ class Feedback:
         """The plans changed: what the allocator caches will have to change, too."""
         self._under = self._presses = self._spills = self._highest = 0
         self._took.clear()
-        self._laps.clear()
+        self._times.clear()
         self._hosts.clear()
 
     def stayed(self) -> None:
@@ -175,7 +175,7 @@ class Feedback:
         """What was recorded changed: whatever the pace was found to be, it was another recording's."""
         self.pace, self._borne_out = 1.0, False
         self.host_pace, self.hooks, self.joins, self._host_looks = 1.0, 0.0, False, 0
-        self._laps.clear()
+        self._times.clear()
         self._looks = self._cuts = 0
 
     def period_over(
@@ -186,8 +186,8 @@ class Feedback:
         *,
         pressed: bool,
         overflow: int,
-        lap: Lap | None,
-        host: HostLap | None = None,
+        iteration_time: IterationTime | None,
+        host: HostTime | None = None,
     ) -> bool:
         """Take in a period under the plans `made`, one for each kind of period; whether any correction changed.
 
@@ -195,9 +195,9 @@ class Feedback:
         ----------
         base, peak, pressed, overflow
             See `peak`.
-        lap : Lap, optional
-            See `lap`.
-        host : HostLap, optional
+        iteration_time : IterationTime, optional
+            See `iteration`.
+        host : HostTime, optional
             See `host`.
         """
         if (overflow or pressed or peak > self._target) and _hold_least(made):
@@ -214,13 +214,15 @@ class Feedback:
             may_grow=one_kind_or_untold and not all(each.plan.keeps_everything for each in made),
             overflow=overflow,
         )
-        if lap is not None and len(made) == len(predictions) == 1:  # else it says nothing of the pace, either
+        if (
+            iteration_time is not None and len(made) == len(predictions) == 1
+        ):  # else it says nothing of the pace, either
             (only,), (predicted,) = made, predictions
             believed = host is None or not self._awaits_host(predicted)
             changed |= host is not None and self.host(host, only.plan, predicted)
             # To flush takes time, and memory in DRAM is slow, whatever the plan: that makes no period shorter.
-            if not (pressed or overflow) or _computed(lap) < _without_stalls(predicted) * (1 - OFF_PACE):
-                changed |= self.lap(lap, predicted, believed=believed)
+            if not (pressed or overflow) or _computed(iteration_time) < _without_stalls(predicted) * (1 - OFF_PACE):
+                changed |= self.iteration(iteration_time, predicted, believed=believed)
         return changed
 
     def _awaits_host(self, predicted: Simulated) -> bool:
@@ -228,7 +230,7 @@ class Feedback:
         due = self._host_looks <= LOOKS and len(self._hosts) < HOSTS
         return due and bool(predicted.issuing) and not self.given.contended
 
-    def host(self, host: HostLap, plan: Plan, predicted: Simulated) -> bool:
+    def host(self, host: HostTime, plan: Plan, predicted: Simulated) -> bool:
         """Take in what a period under a plan took the host; whether what it is taken to need changed.
 
         The least of a few periods, and of those under the plans before: what makes one longer is a wait for the device,
@@ -312,7 +314,7 @@ class Feedback:
                 self.correction = min(self.correction + gain // 2, most if self._ceiling is None else self._ceiling)
         return self.correction != before
 
-    def lap(self, lap: Lap, predicted: Simulated, *, believed: bool = True) -> bool:
+    def iteration(self, time: IterationTime, predicted: Simulated, *, believed: bool = True) -> bool:
         """Take in what a period took; whether the pace or the links changed, which takes that it is `believed`.
 
         Not while the host's time is to be corrected: what is short because the host is quicker than was recorded would
@@ -326,37 +328,37 @@ class Feedback:
         some of them longer: so that is believed only if of eight not one was shorter. What takes longer still has
         another cause.
 
-        Beside others who need the memory bus, or the cores, laps tell of these others. A pace that was borne out before
-        them stays: plans would be made anew whenever they come, which takes seconds on cores that are busy.
+        Beside others who need the memory bus, or the cores, times tell of these others. A pace that was borne out
+        before them stays: plans would be made anew whenever they come, which takes seconds on cores that are busy.
         """
         if self._under < SETTLING:
             return False
-        self._laps = [*self._laps[1 - SURE :], lap]
+        self._times = [*self._times[1 - SURE :], time]
         changed = believed and self._look(predicted)
-        if not changed and not self.given.contended and len(self._laps) == SURE:
+        if not changed and not self.given.contended and len(self._times) == SURE:
             self._borne_out = True
         return changed
 
     def _look(self, predicted: Simulated) -> bool:
-        """Have the laps so far correct the pace, or the links; whether they did."""
+        """Have the times so far correct the pace, or the links; whether they did."""
         # Once more the pace alone, by more periods: better plans do not wait, and so the looks before were at the first
         # periods under theirs. On a slow host those are long, and what two of them agree on is still too long.
         last = self._looks == LOOKS
-        if self._looks > LOOKS or len(self._laps) < (SURE if last else LAPS):
+        if self._looks > LOOKS or len(self._times) < (SURE if last else AGREEING):
             return False
         if self.given.contended and self._borne_out:
-            agreed = _agreed(self._laps[-LAPS:])
+            agreed = _agreed(self._times[-AGREEING:])
             return agreed is not None and not last and self.stalls(agreed.stalls, predicted)
         self._looks += last  # whatever it finds: two short periods at the end of an epoch are no news of the pace
-        agreed = _agreed(self._laps if last else self._laps[-LAPS:])
-        best = agreed or _median(self._laps)
+        agreed = _agreed(self._times if last else self._times[-AGREEING:])
+        best = agreed or _median(self._times)
         if best is None or (computed := _computed(best)) <= 0:
             return False
         foreseen = _without_stalls(predicted)
         late = foreseen * (1 + LATE_PACE)
         if not last and late < computed < foreseen * SLOWEST:
-            computed = min(map(_computed, self._laps))
-            believed = len(self._laps) == SURE and computed > late
+            computed = min(map(_computed, self._times))
+            believed = len(self._times) == SURE and computed > late
         else:
             believed = computed < foreseen * (1 - OFF_PACE)
         if self._host_seconds(predicted) > foreseen * (1 - OFF_PACE):
@@ -401,23 +403,23 @@ def _hold_least(made: Sequence[Made]) -> bool:
     return all(each.least for each in made)
 
 
-def _seconds(lap: Lap) -> float:
-    return lap.seconds
+def _seconds(time: IterationTime) -> float:
+    return time.seconds
 
 
-def _agreed(laps: Sequence[Lap]) -> Lap | None:
-    """The shortest lap of those that agree with their neighbour; None if no two do.
+def _agreed(times: Sequence[IterationTime]) -> IterationTime | None:
+    """The shortest of the times that agree with their neighbour; None if no two do.
 
     A period that is shorter than those beside it is another: fewer samples, a step that was left out.
     """
-    pairs = (sorted(pair, key=_seconds) for pair in pairwise(laps))
+    pairs = (sorted(pair, key=_seconds) for pair in pairwise(times))
     agreed = (best for best, other in pairs if other.seconds <= best.seconds * (1 + OFF_PACE))
     return min(agreed, key=_seconds, default=None)
 
 
-def _median(laps: Sequence[Lap]) -> Lap | None:
+def _median(times: Sequence[IterationTime]) -> IterationTime | None:
     """The one in the middle, once there are as many as make sure: half of them were no longer."""
-    return sorted(laps, key=_computed)[SURE // 2] if len(laps) == SURE else None
+    return sorted(times, key=_computed)[SURE // 2] if len(times) == SURE else None
 
 
 def _without_stalls(predicted: Simulated) -> float:
@@ -425,6 +427,6 @@ def _without_stalls(predicted: Simulated) -> float:
     return predicted.seconds - sum(predicted.stalls.values())
 
 
-def _computed(lap: Lap) -> float:
+def _computed(time: IterationTime) -> float:
     """What the period took without its waits."""
-    return lap.seconds - sum(lap.stalls.values())
+    return time.seconds - sum(time.stalls.values())

@@ -23,7 +23,7 @@ from torch_tiers.migrator.controller.recordings import Recordings
 from torch_tiers.migrator.controller.remembered import Memory, Remembered
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
-from torch_tiers.migrator.model.timing import HostLap, Lap, alike
+from torch_tiers.migrator.model.timing import HostTime, IterationTime, alike
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import Policy
 from torch_tiers.migrator.simulator import Simulated, simulate
@@ -125,7 +125,7 @@ class Learner:
 
     @property
     def settled(self) -> bool:
-        """Whether these plans stay, as far as anybody can say: laps bore them out.
+        """Whether these plans stay, as far as anybody can say: iteration times bore them out.
 
         Also of programs that make no optimizer step, as far as is known.
         """
@@ -159,8 +159,8 @@ class Learner:
         drifted: bool,
         pressed: bool,
         overflow: int = 0,
-        lap: Lap | None = None,
-        host: HostLap | None = None,
+        iteration_time: IterationTime | None = None,
+        host: HostTime | None = None,
         refused: bool = False,
         static: Callable[[], int] = int,
     ) -> bool:
@@ -181,9 +181,9 @@ class Learner:
             Bytes for which HBM had no room, and which the allocator had to put elsewhere.
         drifted : bool
             Whether what was saved, or was not, is considerably more than what any plan foresees.
-        lap : Lap, optional
+        iteration_time : IterationTime, optional
             What this period took, or the one before it, and for how long compute waited for each lane.
-        host : HostLap, optional
+        host : HostTime, optional
             What this period took the host.
         refused : bool
             Whether a tier had no room for what the plan moves, so that it stayed in HBM: what the period took, of
@@ -199,8 +199,8 @@ class Learner:
         self._periods += 1
         self._under += 1
         self._static = static
-        if lap is not None and lap.age >= self._under:
-            lap = None  # of a period under other plans
+        if iteration_time is not None and iteration_time.age >= self._under:
+            iteration_time = None  # of a period under other plans
         if whole and not self._whole:
             self._whole = True
             # The patience was too short: what was recorded lacks the optimizer's state. What is remembered does not.
@@ -216,14 +216,16 @@ class Learner:
             return self._learn(trace, peak) or changed
         # What departs while plans are made is what they are made for.
         self._recordings.pass_by(self._periods, drifted=drifted and planned and not self._orders.asked)
-        if lap is not None and self._under > SETTLING and not (refused or drifted):
-            self._feedback.note(lap)  # also while plans are made, which are to be better than that
+        if iteration_time is not None and self._under > SETTLING and not (refused or drifted):
+            self._feedback.note(iteration_time)  # also while plans are made, which are to be better than that
         if changed or refused or self._orders.asked or self._recordings.learning or not self._made:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        lap = None if drifted else lap
+        iteration_time = None if drifted else iteration_time
         base = max(self._before_correction(trace) for trace in self._planned)
-        host = None if lap is None else host
-        if self._feedback.period_over(self._made, base, peak, pressed=pressed, overflow=overflow, lap=lap, host=host):
+        host = None if iteration_time is None else host
+        if self._feedback.period_over(
+            self._made, base, peak, pressed=pressed, overflow=overflow, iteration_time=iteration_time, host=host
+        ):
             log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
             return self._plan(present=self._made)
         if self.settled:

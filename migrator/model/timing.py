@@ -26,7 +26,7 @@ CALL = 5e-6  # seconds between two kernels
 PRODUCT = re.compile(r"\b(?:\w*mm|convolution|\w*attention\w*)\b")  # among operators
 
 
-class Lap(NamedTuple):
+class IterationTime(NamedTuple):
     """What a period took on the device, in seconds: all of it, and the waits for each lane.
 
     Attributes
@@ -57,7 +57,7 @@ class HookTime(NamedTuple):
     groups: float
 
 
-class HostLap(NamedTuple):
+class HostTime(NamedTuple):
     """What a period took the host from its first forward on, in seconds, and what of that was our own work.
 
     Attributes

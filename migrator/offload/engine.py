@@ -23,7 +23,7 @@ import torch
 
 from torch_tiers.allocator.errors import TierFull
 from torch_tiers.migrator.model.plan import READ_AHEAD
-from torch_tiers.migrator.model.timing import HookTime, Lap
+from torch_tiers.migrator.model.timing import HookTime, IterationTime
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import Direct
 from torch_tiers.migrator.offload.direct.parcel import DirectParcel, Source
@@ -85,7 +85,7 @@ class Engine:
         self.position = -1  # in the plan's period, as far as the sites that came tell
         self.ahead = EVERY  # groups that may be back before backward asks for the first of them
         self._early: dict[Group, None] = {}  # those that are
-        self.lap: Lap | None = None  # what the last period took that the device is through with
+        self.iteration_time: IterationTime | None = None  # what the last period took that the device is through with
         self.resident = 0
         self.used_up = 0  # bytes that left `resident` at their last use, when somebody begins to work with them
         self._peak = 0
@@ -497,7 +497,7 @@ class Engine:
         What is in HBM is counted afresh: bytes that stayed were only ever estimated, and are gone.
         """
         self.collect()
-        self.lap = self.compute.settle()
+        self.iteration_time = self.compute.settle()
         peak = self.compute.peak(self._peak)
         self._stayed = 0
         self.resident = self._peak = sum(group.counted for group in self._in_hbm)

@@ -31,7 +31,7 @@ from torch_tiers.migrator.program.optimizers import Optimizers
 from torch_tiers.migrator.runtime import entry
 from torch_tiers.migrator.runtime.advice import Advice
 from torch_tiers.migrator.runtime.devices import Devices, has_tiers, name_of
-from torch_tiers.migrator.runtime.host_time import HostTime
+from torch_tiers.migrator.runtime.host_timer import HostTimer
 from torch_tiers.migrator.runtime.models import BudgetTooSmall, Models
 from torch_tiers.migrator.runtime.options import Advisor, Options
 from torch_tiers.migrator.runtime.steps import StepTimes
@@ -65,7 +65,7 @@ class Runtime:
         self._recorder: Recorder | None = None
         self._counters = Counters(timeline=options.timeline)
         self._steps = StepTimes()
-        self._time = HostTime()
+        self._time = HostTimer()
         self._unmanaged = 0
         self._rounds = 0  # steps of all optimizers together
         self._devices = Devices(self._counters)

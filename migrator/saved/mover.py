@@ -17,7 +17,7 @@ from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.controller.recordings import CONSIDERABLE
 from torch_tiers.migrator.model.links import BOUNDLESS, Links, usable
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.timing import HostLap
+from torch_tiers.migrator.model.timing import HostTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.offload.engine import EVERY, Engine
 from torch_tiers.migrator.offload.filling import Filling
@@ -276,7 +276,7 @@ class Mover:
 
     # ---------------------------------------------------------------------------------- periods
 
-    def end_period(self, *, whole: bool, alone: bool = True, overflow: int = 0, host: HostLap | None = None) -> bool:
+    def end_period(self, *, whole: bool, alone: bool = True, overflow: int = 0, host: HostTime | None = None) -> bool:
         """The period is over; whether there are new plans.
 
         Parameters
@@ -287,7 +287,7 @@ class Mover:
             Whether no other thread trains on this device, so that periods do not overlap.
         overflow : int
             Bytes for which the allocator had no room in HBM.
-        host : HostLap, optional
+        host : HostTime, optional
             See `Learner.period_over`.
         """
         self._fitting = 0 if overflow else self._fitting + 1
@@ -307,7 +307,7 @@ class Mover:
             self._begin()
             pressed = self.engine.compute.pressed()
             # Groups that are held back on purpose are late on purpose.
-            lap = self.engine.lap if alone and self.engine.ahead == EVERY else None
+            iteration_time = self.engine.iteration_time if alone and self.engine.ahead == EVERY else None
             changed = self.learner.period_over(
                 trace,
                 peak,
@@ -315,8 +315,8 @@ class Mover:
                 drifted=drifted,
                 pressed=pressed,
                 overflow=overflow,
-                lap=lap,
-                host=None if lap is None else host,
+                iteration_time=iteration_time,
+                host=None if iteration_time is None else host,
                 refused=refused,
                 static=self.engine.compute.allocated,
             )

@@ -18,7 +18,7 @@ import torch
 
 from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.model.clocks import Clocks
-from torch_tiers.migrator.model.timing import Lap
+from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.telemetry.transfers import Transfer
 
 SLOT = 512
@@ -146,10 +146,10 @@ class Lane(Protocol):
 
 
 class Peaks(Protocol):
-    """Tells the most bytes that were in use: of periods, and of laps, the parts of a period that are measured."""
+    """Tells the most bytes that were in use: of iterations, and of the parts of an iteration that are measured."""
 
-    def lap(self, *, with_present: bool = ...) -> int:
-        """The most since the last lap, or now.
+    def take_peak(self, *, with_present: bool = ...) -> int:
+        """The most since the last call, or now.
 
         What is in use now need not count the next time, unless this is called `with_present`.
         """
@@ -317,7 +317,7 @@ class Compute(Protocol):
         lies in pieces for good: after two changes of plans a GPT's allocator went on flushing, step after step.
         """
 
-    def settle(self) -> Lap | None:
+    def settle(self) -> IterationTime | None:
         """A period ends. What the last one took that the device is through with; None where that was not timed."""
 
     def idle(self) -> bool:

@@ -41,7 +41,7 @@ class Device(Protocol):
     waited: list[Gap] | None
 
     @property
-    def lap(self) -> Callable[..., int]: ...
+    def take_peak(self) -> Callable[..., int]: ...
     @property
     def delayed(self) -> Callable[[], float]: ...
     def mark(self, stream: tuple[int, int, int]) -> TimedEvent: ...
@@ -132,7 +132,7 @@ class CudaMeter:
         self._highest = 0  # bytes in use, since the last tick or part
         self._parted = 0  # the most that were not saved, of the parts since the last tick
         compute.waited = self._left_out
-        compute.lap()
+        compute.take_peak()
 
     def mark(self) -> TimedEvent:
         """A point of the present stream."""
@@ -181,7 +181,7 @@ class CudaMeter:
         self._parted = max(self._parted, self._without(resident))
 
     def _without(self, resident: int) -> int:
-        highest, self._highest = max(self._highest, self._compute.lap(with_present=True)), 0
+        highest, self._highest = max(self._highest, self._compute.take_peak(with_present=True)), 0
         return highest - resident
 
     def _stretch(self, resident: int) -> tuple[int, int]:
@@ -197,7 +197,7 @@ class CudaMeter:
         until it returned.
         """
         self._highest = self._parted = 0
-        self._compute.lap(with_present=brought)
+        self._compute.take_peak(with_present=brought)
         self.depart()
 
     def abandon(self) -> None:
@@ -214,19 +214,19 @@ class CudaMeter:
     def aside(self) -> Iterator[None]:
         """What is done inside is not the program's."""
         self.arrive()
-        self._highest = max(self._highest, self._compute.lap())
+        self._highest = max(self._highest, self._compute.take_peak())
         start = self.mark()
         try:
             with self._compute.aside():
                 yield
         finally:
             self._left_out.append((start, self.mark()))
-            self._compute.lap()
+            self._compute.take_peak()
             self.depart()
 
     def most(self) -> int:
         """The most bytes in use since this was last called, aside."""
-        return self._compute.lap()
+        return self._compute.take_peak()
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The period is over; waits until the device has passed its end. To be called once.

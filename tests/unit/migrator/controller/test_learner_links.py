@@ -22,7 +22,7 @@ from torch_tiers.allocator.sizes import MiB
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
-from torch_tiers.migrator.model.timing import Lap
+from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.planner.quiet import crossing
 from torch_tiers.migrator.policies import POLICIES
@@ -180,9 +180,9 @@ def test_lanes_that_were_late_beside_others_are_not_late_after_them() -> None:
     learner.relink(PCIE_GEN5.reduced(LOADED))
     (predicted,) = learner.predictions
     assert predicted is not None and predicted.busy["h2d"]
-    late, peak = Lap(predicted.seconds * 1.1, {"h2d": predicted.seconds / 10}), predicted.peak["hbm"]
+    late, peak = IterationTime(predicted.seconds * 1.1, {"h2d": predicted.seconds / 10}), predicted.peak["hbm"]
     for _ in range(4):
-        learner.period_over(None, peak, whole=True, drifted=False, pressed=False, lap=late)
+        learner.period_over(None, peak, whole=True, drifted=False, pressed=False, iteration_time=late)
     assert not learner.plans[0].is_the_same_as(before)
     learner.relink(PCIE_GEN5)
     assert learner.plans[0].is_the_same_as(before)

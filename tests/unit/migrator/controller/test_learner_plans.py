@@ -34,7 +34,7 @@ from torch_tiers.migrator.controller.orders import AT_ONCE, Job
 from torch_tiers.migrator.controller.recordings import PERIODS_AFTER_DRIFT
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
-from torch_tiers.migrator.model.timing import Lap
+from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.simulator import simulate
@@ -92,9 +92,11 @@ def test_a_plan_from_another_process_that_is_as_good_as_the_present_one_changes_
     assert learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
     (plan,), (predicted,) = learner.plans, learner.predictions
     assert predicted is not None and plan.groups
-    faster = Lap(0.9 * predicted.seconds, {})
+    faster = IterationTime(0.9 * predicted.seconds, {})
     changes = [
-        learner.period_over(None, predicted.peak["hbm"], whole=True, pressed=False, drifted=False, lap=faster)
+        learner.period_over(
+            None, predicted.peak["hbm"], whole=True, pressed=False, drifted=False, iteration_time=faster
+        )
         for _ in range(3 * SURE)
     ]
     assert learner.predictions[0] is not None and learner.predictions[0].seconds < 0.95 * predicted.seconds
@@ -216,7 +218,12 @@ def test_corrections_settle_within_ten_periods(share: float, error: float, slowe
         peak = real.peak["hbm"] + int(error * target)
         changed.append(
             learner.period_over(
-                None, peak, whole=True, pressed=False, drifted=False, lap=Lap(real.seconds, real.stalls)
+                None,
+                peak,
+                whole=True,
+                pressed=False,
+                drifted=False,
+                iteration_time=IterationTime(real.seconds, real.stalls),
             )
         )
     assert not any(changed[10:])
@@ -271,8 +278,10 @@ def bear_out(learner: Learner, periods: int) -> list[bool]:
     assert predicted is not None
     settled = []
     for _ in range(periods):
-        lap, peak = Lap(predicted.seconds, predicted.stalls), predicted.peak["hbm"]
-        assert not learner.period_over(None, peak, whole=True, pressed=False, drifted=False, lap=lap)
+        iteration_time, peak = IterationTime(predicted.seconds, predicted.stalls), predicted.peak["hbm"]
+        assert not learner.period_over(
+            None, peak, whole=True, pressed=False, drifted=False, iteration_time=iteration_time
+        )
         settled.append(learner.settled)
     return settled
 
@@ -305,7 +314,7 @@ def test_plans_have_not_settled_while_something_is_recorded_planned_or_corrected
     assert learner.complete and not learner.settled, "the new plans are not borne out yet"
 
 
-def test_where_no_laps_are_to_be_had_plans_settle_all_the_same() -> None:
+def test_where_no_times_are_to_be_had_plans_settle_all_the_same() -> None:
     one, other = chain([10 * MiB] * 4, "g"), chain([20 * MiB] * 4, "d")
     several = Learner(FLASHNEURON, TARGET)
     run(several, [(one, 900 * MiB), (other, 900 * MiB)] * 4)
@@ -367,11 +376,11 @@ def test_a_plan_that_comes_out_the_same_is_not_begun_anew() -> None:
     learner.period_over(MODEL, 0, whole=True, pressed=False, drifted=False)
     (plan,), (before,) = learner.plans, learner.predictions
     assert before is not None
-    lap = Lap(0.9 * before.seconds, before.stalls)
+    iteration_time = IterationTime(0.9 * before.seconds, before.stalls)
     for _ in range(2 * UNTOLD):
-        assert not learner.period_over(None, target, whole=True, pressed=False, drifted=False, lap=lap), (
-            "nothing changed for whoever carries it out"
-        )
+        assert not learner.period_over(
+            None, target, whole=True, pressed=False, drifted=False, iteration_time=iteration_time
+        ), "nothing changed for whoever carries it out"
     (after,) = learner.predictions
     assert learner.plans == (plan,) and learner.settled
     assert after is not None and after.seconds < 0.95 * before.seconds
@@ -392,16 +401,16 @@ def test_a_plan_that_was_measured_to_take_less_than_another_is_to_stays(fast: bo
     (plan,), (before,) = learner.plans, learner.predictions
     assert before is not None
 
-    def lap(seconds: float) -> None:
-        taken = Lap(seconds, before.stalls)
-        learner.period_over(None, target, whole=True, pressed=False, drifted=False, lap=taken)
+    def iteration(seconds: float) -> None:
+        taken = IterationTime(seconds, before.stalls)
+        learner.period_over(None, target, whole=True, pressed=False, drifted=False, iteration_time=taken)
 
     while not learner.planning:
-        lap(0.9 * before.seconds)
+        iteration(0.9 * before.seconds)
     for _ in range(SURE):
-        lap((0.5 if fast else 0.9) * before.seconds)
+        iteration((0.5 if fast else 0.9) * before.seconds)
     later.work()
-    lap(0.9 * before.seconds)
+    iteration(0.9 * before.seconds)
     assert (learner.plans == (plan,)) == fast
 
 

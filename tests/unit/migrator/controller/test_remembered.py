@@ -13,7 +13,7 @@ from torch_tiers.migrator.controller.learner import Learner
 from torch_tiers.migrator.controller.remembered import Remembered, fingerprint
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
-from torch_tiers.migrator.model.timing import Lap
+from torch_tiers.migrator.model.timing import IterationTime
 from torch_tiers.migrator.model.trace import Site, Trace
 from torch_tiers.migrator.policies import POLICIES
 
@@ -42,9 +42,11 @@ def learner(memory: Kept, links: Links = PCIE_GEN5) -> Learner:
 def over(of: Learner, trace: Trace | None, *, whole: bool = True, static: int = STATIC, beyond: int = 0) -> bool:
     """A period as it was predicted."""
     (predicted,) = of.predictions or (None,)
-    lap = None if predicted is None else Lap(predicted.seconds, predicted.stalls)
+    iteration_time = None if predicted is None else IterationTime(predicted.seconds, predicted.stalls)
     peak = 0 if predicted is None else predicted.peak["hbm"] + beyond
-    return of.period_over(trace, peak, whole=whole, pressed=False, drifted=False, lap=lap, static=lambda: static)
+    return of.period_over(
+        trace, peak, whole=whole, pressed=False, drifted=False, iteration_time=iteration_time, static=lambda: static
+    )
 
 
 def run(memory: Kept, trace: Trace = MODEL, periods: int = 20) -> Learner:

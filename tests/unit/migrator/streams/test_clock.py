@@ -101,7 +101,7 @@ class Peaks:
     def use(self, nbytes: int) -> None:
         self.highest = max(self.highest, nbytes)
 
-    def lap(self, *, with_present: bool = False) -> int:
+    def take_peak(self, *, with_present: bool = False) -> int:
         return self.highest
 
     def restart(self) -> tuple[int, int]:

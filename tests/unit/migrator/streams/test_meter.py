@@ -72,7 +72,7 @@ class FakeCompute:
         yield
         self.stream_has.append("no more")
 
-    def lap(self, *, with_present: bool = False) -> int:
+    def take_peak(self, *, with_present: bool = False) -> int:
         self.with_present = with_present
         peak, self.highest = self.highest, 0
         return peak

@@ -1,4 +1,4 @@
-"""What periods take on a GPU, and for how long its compute stream waits in them, by events of that stream."""
+"""Times iterations on a GPU, and the waits of its compute stream in them, by events of that stream."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch_tiers.migrator.model.timing import CALL, Lap
+from torch_tiers.migrator.model.timing import CALL, IterationTime
 from torch_tiers.migrator.streams import Gap, TimedEvent
 from torch_tiers.migrator.streams.clock import DeviceClock
 from torch_tiers.migrator.telemetry.counters import Counters
 
 
-class _Period(NamedTuple):
+class _Iteration(NamedTuple):
     """One that is over for the host."""
 
     begin: TimedEvent | None  # where the period before it ended
@@ -30,8 +30,8 @@ class _Period(NamedTuple):
         return self.end.query() and all(on.query() for _, (_, on) in self.waits)
 
 
-class Laps:
-    """The periods of one device, from the end of one to the end of the next. Thread-safe.
+class IterationTimer:
+    """Times the iterations of one device, each from the end of the one before. Thread-safe.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class Laps:
         self._clock = DeviceClock()
         self._waits: list[tuple[str, Gap]] = []  # of the period under way
         self._ended: TimedEvent | None = None  # where the period before it ended
-        self._over: deque[_Period] = deque()  # for the host
+        self._over: deque[_Iteration] = deque()  # for the host
         self._settled = 0  # periods
         self._settling = threading.Lock()
 
@@ -74,10 +74,13 @@ class Laps:
         with self._settling:
             self._settled += 1
 
-    def period_over(self, mark: Callable[[], TimedEvent]) -> Lap | None:
-        """A period is over, which `mark` puts into the stream. The lap of the last one that the device is through with.
+    def period_over(self, mark: Callable[[], TimedEvent]) -> IterationTime | None:
+        """An iteration is over, whose end `mark` records in the stream.
 
-        None where that was not timed.
+        Returns
+        -------
+        IterationTime or None
+            Of the last iteration that the device has finished; None if that was not timed.
         """
         with self._settling:  # a query lets other threads go on, and each ends periods of its own
             self._settled += 1
@@ -85,19 +88,19 @@ class Laps:
             begin, self._ended = self._ended, mark()
             waits, self._waits = self._waits, []
             numbers = self._counters.periods, self._settled
-            self._over.append(_Period(begin, self._ended, waits, self.stand_for, *numbers, recorded))
-            lap = None
+            self._over.append(_Iteration(begin, self._ended, waits, self.stand_for, *numbers, recorded))
+            time_of_last = None
             while self._over and self._over[0].passed():
-                lap = self._lap(self._over.popleft()) or lap
-        return lap
+                time_of_last = self._time(self._over.popleft()) or time_of_last
+        return time_of_last
 
     def close(self, *, capturing: bool) -> None:
         """Add up the waits of periods that are over by now."""
         with self._settling:
             while self._over and not capturing and self._over[0].passed():
-                self._lap(self._over.popleft())
+                self._time(self._over.popleft())
 
-    def _lap(self, period: _Period) -> Lap | None:
+    def _time(self, period: _Iteration) -> IterationTime | None:
         begin, end, timeline, at = period.begin, period.end, self._counters.timeline, 0.0
         if timeline is not None:
             at = self.when(end, period.recorded)
@@ -115,4 +118,4 @@ class Laps:
         # Of periods that stand for others nobody can say whether the next is of their kind.
         if begin is None or period.stands_for > 1:
             return None
-        return Lap(begin.elapsed_time(end) / 1e3, stalls, age=self._settled - period.settled)
+        return IterationTime(begin.elapsed_time(end) / 1e3, stalls, age=self._settled - period.settled)

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch_tiers.migrator.model.timing import HookTime, HostLap
+from torch_tiers.migrator.model.timing import HookTime, HostTime
 
 Answer = TypeVar("Answer")
 
 
-class HostTime:
+class HostTimer:
     """The host's time in this process, from a period's first forward to its end.
 
     What is between two periods is not counted: there a program waits for its data, and for the device.
@@ -52,7 +52,7 @@ class HostTime:
             self.ours, self._before, self._idle = 0.0, (hooks, blocked), idle
             self._began = time.perf_counter()
 
-    def period_over(self, hooks: HookTime, blocked: float) -> HostLap | None:
+    def period_over(self, hooks: HookTime, blocked: float) -> HostTime | None:
         """A period is over; what it took without those waits, or None if it did not begin."""
         began, self._began = self._began, None
         if began is None:
@@ -62,4 +62,4 @@ class HostTime:
         # It is groups that are waited for, some by the tensor that asks for its own.
         rest = max(0.0, waited - taken.groups)
         taken = taken._replace(groups=max(0.0, taken.groups - waited), moves=max(0.0, taken.moves - rest))
-        return HostLap(time.perf_counter() - began - waited, self.ours + sum(taken), idle=self._idle, hooks=taken)
+        return HostTime(time.perf_counter() - began - waited, self.ours + sum(taken), idle=self._idle, hooks=taken)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from torch_tiers.migrator.model.timing import HookTime
-from torch_tiers.migrator.runtime.host_time import HostTime
+from torch_tiers.migrator.runtime.host_timer import HostTimer
 
 NOTHING = HookTime(0.0, 0.0, 0.0, 0.0)
 
@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
 
 
 def test_a_period_counts_from_its_first_forward_on(clock: mock.Mock) -> None:
-    host = HostTime()
+    host = HostTimer()
 
     def ours() -> None:
         clock.return_value += 0.5
@@ -31,14 +31,14 @@ def test_a_period_counts_from_its_first_forward_on(clock: mock.Mock) -> None:
     host.timed(ours)
     clock.return_value += 2.0
     host.period_begins(hooks=HookTime(0.1, 0.0, 0.0, 0.0), blocked=0.0, idle=False)  # of the same period
-    lap = host.period_over(hooks=HookTime(0.125, 0.0625, 0.0, 0.0625), blocked=0.0)
-    assert lap is not None
-    assert (lap.seconds, lap.ours, lap.idle) == (2.5, 0.75, True)
-    assert lap.hooks == HookTime(0.125, 0.0625, 0.0, 0.0625)
+    taken = host.period_over(hooks=HookTime(0.125, 0.0625, 0.0, 0.0625), blocked=0.0)
+    assert taken is not None
+    assert (taken.seconds, taken.ours, taken.idle) == (2.5, 0.75, True)
+    assert taken.hooks == HookTime(0.125, 0.0625, 0.0, 0.0625)
 
 
 def test_what_we_do_between_two_periods_counts_for_neither(clock: mock.Mock) -> None:
-    host = HostTime()
+    host = HostTimer()
 
     def first_forward() -> None:
         clock.return_value += 5.0  # memory is laid out anew
@@ -46,20 +46,20 @@ def test_what_we_do_between_two_periods_counts_for_neither(clock: mock.Mock) -> 
         clock.return_value += 0.5
 
     host.timed(first_forward)
-    lap = host.period_over(hooks=NOTHING, blocked=0.0)
-    assert lap is not None
-    assert (lap.seconds, lap.ours) == (0.5, 0.5)
+    taken = host.period_over(hooks=NOTHING, blocked=0.0)
+    assert taken is not None
+    assert (taken.seconds, taken.ours) == (0.5, 0.5)
 
 
 def test_waits_within_hooks_are_neither_ours_nor_the_program_s(clock: mock.Mock) -> None:
-    host = HostTime()
+    host = HostTimer()
     host.period_begins(hooks=NOTHING, blocked=3.0, idle=False)
     clock.return_value = 10.0
-    lap = host.period_over(hooks=HookTime(0.5, 0.0, 0.0, 5.5), blocked=8.0)
-    assert lap is not None
-    assert (lap.seconds, lap.ours) == (5.0, 1.0)
-    assert lap.hooks == HookTime(0.5, 0.0, 0.0, 0.5), "it is groups that are waited for"
+    taken = host.period_over(hooks=HookTime(0.5, 0.0, 0.0, 5.5), blocked=8.0)
+    assert taken is not None
+    assert (taken.seconds, taken.ours) == (5.0, 1.0)
+    assert taken.hooks == HookTime(0.5, 0.0, 0.0, 0.5), "it is groups that are waited for"
 
 
 def test_nothing_is_told_of_a_period_that_has_not_begun(clock: mock.Mock) -> None:
-    assert HostTime().period_over(hooks=NOTHING, blocked=0.0) is None
+    assert HostTimer().period_over(hooks=NOTHING, blocked=0.0) is None
