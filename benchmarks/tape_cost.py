@@ -58,7 +58,7 @@ def seconds(operate: Operate, count: int) -> float:
 
 def paused(recorder: Recorder, operate: Operate, count: int) -> float:
     """The same where the key is on, and nothing is recorded."""
-    with recorder.aside():
+    with recorder.untracked():
         return seconds(operate, count)
 
 

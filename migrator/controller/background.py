@@ -112,10 +112,10 @@ def _elsewhere(job: Callable[[], T], future: FromProcess[T]) -> T:
         return job()
     here = str(Path(__file__).parents[3])  # where this program has the package from
     # Without what would make the new process train, or look like a rank that does.
-    quiet = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
-    path = os.pathsep.join(filter(None, (here, quiet.get("PYTHONPATH"))))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TIERS_")}
+    path = os.pathsep.join(filter(None, (here, environ.get("PYTHONPATH"))))
     try:
-        result, error = pickle.loads(_answer_to(sent, {**quiet, "PYTHONPATH": path}, future))
+        result, error = pickle.loads(_answer_to(sent, {**environ, "PYTHONPATH": path}, future))
     except Exception as error:
         if future.given_up:
             raise

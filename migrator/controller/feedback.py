@@ -27,8 +27,8 @@ from dataclasses import asdict
 from itertools import pairwise
 
 from torch_tiers.allocator.sizes import format_size
-from torch_tiers.migrator.controller.made import Made
-from torch_tiers.migrator.controller.remembered import Corrections
+from torch_tiers.migrator.controller.cached_plans import Corrections
+from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.links import Calls, Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.timing import HookTime, HostTime, IterationTime, at_pace, with_host
@@ -44,7 +44,7 @@ TELLING = 2  # periods under new plans that tell what is left free: where length
 CUTS = 3  # of the budget for flushes, one after the other, after which these are not the plan's
 SPILLS = 3  # the same of memory put elsewhere: what an older layout left there may take a few periods to come back
 AGREEING = 2  # periods one after the other that must agree, or something disturbed one of them
-UNTOLD = 16  # periods under new plans, after which iteration times that did not come are not waited for
+UNTIMED = 16  # periods under new plans, after which iteration times that did not come are not waited for
 HOSTS = 4  # periods of which the one that took the host the least tells what it needs
 PRESSES = HOSTS  # in a row with a flush, after which there is too little room: by then one plan is for both
 SURE = 8  # periods of which none may have been as short as predicted, before that is taken to be too short
@@ -112,7 +112,7 @@ class Feedback:
 
         Where no times come (no GPU, several kinds of periods, several threads) some periods do instead.
         """
-        return len(self._times) == SURE or self._under >= UNTOLD
+        return len(self._times) == SURE or self._under >= UNTIMED
 
     def note(self, time: IterationTime) -> None:
         """Take note of what a period under the present plans took, which need not correct anything."""
@@ -180,7 +180,7 @@ class Feedback:
 
     def period_over(
         self,
-        made: Sequence[Made],
+        planned: Sequence[PlannedIteration],
         base: int,
         peak: int,
         *,
@@ -189,7 +189,7 @@ class Feedback:
         iteration_time: IterationTime | None,
         host: HostTime | None = None,
     ) -> bool:
-        """Take in a period under the plans `made`, one for each kind of period; whether any correction changed.
+        """Take in a period under the plans `planned`, one for each kind of period; whether any correction changed.
 
         Parameters
         ----------
@@ -200,24 +200,24 @@ class Feedback:
         host : HostTime, optional
             See `host`.
         """
-        if (overflow or pressed or peak > self._target) and _hold_least(made):
+        if (overflow or pressed or peak > self._target) and _hold_least(planned):
             self._under += 1
             return False
-        predictions = [each.predicted for each in made if each.predicted is not None]
+        predictions = [each.predicted for each in planned if each.predicted is not None]
         # Of several kinds of periods nobody says which one this was: what a short one left free, a long one needs.
-        one_kind_or_untold = len(made) == 1 or not predictions
+        one_kind_or_unpredicted = len(planned) == 1 or not predictions
         changed = self.peak(
             peak,
             max((predicted.peak["hbm"] for predicted in predictions), default=None),
             base,
             pressed=pressed,
-            may_grow=one_kind_or_untold and not all(each.plan.keeps_everything for each in made),
+            may_grow=one_kind_or_unpredicted and not all(each.plan.keeps_everything for each in planned),
             overflow=overflow,
         )
         if (
-            iteration_time is not None and len(made) == len(predictions) == 1
+            iteration_time is not None and len(planned) == len(predictions) == 1
         ):  # else it says nothing of the pace, either
-            (only,), (predicted,) = made, predictions
+            (only,), (predicted,) = planned, predictions
             believed = host is None or not self._awaits_host(predicted)
             changed |= host is not None and self.host(host, only.plan, predicted)
             # To flush takes time, and memory in DRAM is slow, whatever the plan: that makes no period shorter.
@@ -248,10 +248,10 @@ class Feedback:
         best = min(self._hosts, key=lambda host: host.seconds - host.ours)
         self.host_pace = min(self.host_pace, max(0.0, best.seconds - best.ours) / self._issuing)
         self.calls = _measured(best.hooks, plan, predicted.operators, self.calls)
-        told = best.hooks.groups + best.hooks.moves + max(best.hooks.remade, predicted.operators)
-        self.hooks = max(0.0, best.ours - told)
+        by_plan = best.hooks.groups + best.hooks.moves + max(best.hooks.remade, predicted.operators)
+        self.hooks = max(0.0, best.ours - by_plan)
         self.joins = all(host.idle for host in self._hosts)
-        now = self.host_pace * self._issuing + self.hooks + told
+        now = self.host_pace * self._issuing + self.hooks + by_plan
         return abs(now - foreseen) > OFF_PACE * predicted.seconds
 
     def _host_seconds(self, predicted: Simulated) -> float:
@@ -396,11 +396,11 @@ def _measured(hooks: HookTime, plan: Plan, operators: float, before: Calls) -> C
     )
 
 
-def _hold_least(made: Sequence[Made]) -> bool:
+def _hold_least(planned: Sequence[PlannedIteration]) -> bool:
     """Whether no plans hold less: of several kinds of periods, one for that which is predicted to hold most."""
-    if all(each.predicted is not None for each in made):
-        return max(made, key=Made.peak).least
-    return all(each.least for each in made)
+    if all(each.predicted is not None for each in planned):
+        return max(planned, key=PlannedIteration.peak).least
+    return all(each.least for each in planned)
 
 
 def _seconds(time: IterationTime) -> float:

@@ -16,11 +16,11 @@ from dataclasses import replace
 from operator import is_
 
 from torch_tiers.migrator.controller.background import DEADLINE, at_once
+from torch_tiers.migrator.controller.cached_plans import CachedPlans, PlanCache
 from torch_tiers.migrator.controller.feedback import SETTLED, SETTLING, Feedback
-from torch_tiers.migrator.controller.made import GAIN, Made, after, are_the_same, foresee
 from torch_tiers.migrator.controller.orders import Orders, PlanningFailed, Submit
+from torch_tiers.migrator.controller.planned import GAIN, PlannedIteration, after, are_the_same, predict_all
 from torch_tiers.migrator.controller.recordings import Recordings
-from torch_tiers.migrator.controller.remembered import Memory, Remembered
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.timing import HostTime, IterationTime, alike
@@ -56,9 +56,9 @@ class Learner:
         comes closest is carried out, and that is said once.
     budget : int, optional
         What the target is a part of, which the user has set and is told of; the target without it.
-    memory : Memory, optional
+    plan_cache : PlanCache, optional
         What earlier runs of the program learned.
-    told : set of str, optional
+    warned : set of str, optional
         What its user was warned of already: of a device's threads, which come and go, one warning is enough.
     """
 
@@ -72,14 +72,14 @@ class Learner:
         *,
         must_fit: bool = True,
         budget: int | None = None,
-        memory: Memory | None = None,
-        told: set[str] | None = None,
+        plan_cache: PlanCache | None = None,
+        warned: set[str] | None = None,
     ) -> None:
         self._target = target
         self._budget = target if budget is None else budget
-        self._told = set[str]() if told is None else told
-        self._memory = memory
-        self._is_kept = False  # what there is, in that memory
+        self._warned = set[str]() if warned is None else warned
+        self._plan_cache = plan_cache
+        self._is_cached = False  # whether what there is is in that cache
         self._static: Callable[[], int] = int  # bytes in use between periods
         self._orders = Orders(policy, submit, must_fit=must_fit)
         self._feedback = Feedback(target, links)
@@ -88,15 +88,15 @@ class Learner:
         self._periods = 0
         self._under = 0  # of these, under the plans that there are
         self._whole = False  # whether any period was
-        self._remembers = False  # whether this run began with what another learned
+        self._from_cache = False  # whether this run began with what another learned
         self._verifies = False  # whether the next recorded period is to tell that this is right
         self._unseen = False  # whether it is still to be seen that some of that can be recomputed
         self._afresh = False  # whether something was recorded since: replays may hold for more than they did
         self._due = False  # whether plans are to be asked for, for what was recorded
         self._has_planned = False  # ever
         self._may_stay = False  # the present plans, where those that were asked for are no better
-        self._made: tuple[Made, ...] = ()
-        self._planned: tuple[Trace, ...] = ()  # what `_made` was made for
+        self._planned: tuple[PlannedIteration, ...] = ()
+        self._planned_traces: tuple[Trace, ...] = ()  # what `_planned` is for
         self._recorded: tuple[Trace, ...] = ()  # and that as it was recorded
         self._asked_for: tuple[Trace, ...] = ()  # the same of what is being made
 
@@ -133,22 +133,22 @@ class Learner:
 
     @property
     def _has_all(self) -> bool:
-        return bool(self._made) and not self._orders.asked and not self._recordings.due
+        return bool(self._planned) and not self._orders.asked and not self._recordings.due
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """One plan for each of `traces`."""
-        return tuple(made.plan for made in self._made)
+        return tuple(each.plan for each in self._planned)
 
     @property
     def predictions(self) -> tuple[Simulated | None, ...]:
         """What each of `plans` comes to, as far as its trace tells."""
-        return tuple(made.predicted for made in self._made)
+        return tuple(each.predicted for each in self._planned)
 
     @property
     def traces(self) -> tuple[Trace, ...]:
         """One trace per kind of period that there are plans for, the one recorded last at the end."""
-        return self._planned
+        return self._planned_traces
 
     def period_over(
         self,
@@ -156,7 +156,7 @@ class Learner:
         peak: int,
         *,
         whole: bool,
-        drifted: bool,
+        mispredicted: bool,
         pressed: bool,
         overflow: int = 0,
         iteration_time: IterationTime | None = None,
@@ -179,7 +179,7 @@ class Learner:
             Whether the allocator had to flush its cache to stay within the budget.
         overflow : int
             Bytes for which HBM had no room, and which the allocator had to put elsewhere.
-        drifted : bool
+        mispredicted : bool
             Whether what was saved, or was not, is considerably more than what any plan foresees.
         iteration_time : IterationTime, optional
             What this period took, or the one before it, and for how long compute waited for each lane.
@@ -204,74 +204,74 @@ class Learner:
         if whole and not self._whole:
             self._whole = True
             # The patience was too short: what was recorded lacks the optimizer's state. What is remembered does not.
-            if self._recordings.traces and not self._remembers:
+            if self._recordings.traces and not self._from_cache:
                 self._record_anew()
-        planned = bool(self._made)  # in the period that is over: without a plan nothing is foreseen
+        had_plans = bool(self._planned)  # in the period that is over: without a plan nothing is foreseen
         changed = self._adopt()
-        if trace is not None and not (planned or changed) and self._recall(trace):
+        if trace is not None and not (had_plans or changed) and self._resume_from_cache(trace):
             return True
         if not (whole or self._periods >= PATIENCE):
             return changed
         if trace is not None and trace.sites:
             return self._learn(trace, peak) or changed
-        # What departs while plans are made is what they are made for.
-        self._recordings.pass_by(self._periods, drifted=drifted and planned and not self._orders.asked)
-        if iteration_time is not None and self._under > SETTLING and not (refused or drifted):
+        # What is mispredicted while plans are made is what they are made for.
+        self._recordings.pass_by(self._periods, mispredicted=mispredicted and had_plans and not self._orders.asked)
+        if iteration_time is not None and self._under > SETTLING and not (refused or mispredicted):
             self._feedback.note(iteration_time)  # also while plans are made, which are to be better than that
-        if changed or refused or self._orders.asked or self._recordings.learning or not self._made:
+        if changed or refused or self._orders.asked or self._recordings.learning or not self._planned:
             return changed  # the measurements are those of a plan that is, or is about to be, replaced
-        iteration_time = None if drifted else iteration_time
-        base = max(self._before_correction(trace) for trace in self._planned)
+        iteration_time = None if mispredicted else iteration_time
+        base = max(self._before_correction(trace) for trace in self._planned_traces)
         host = None if iteration_time is None else host
         if self._feedback.period_over(
-            self._made, base, peak, pressed=pressed, overflow=overflow, iteration_time=iteration_time, host=host
+            self._planned, base, peak, pressed=pressed, overflow=overflow, iteration_time=iteration_time, host=host
         ):
             log.info("period %d, plans are corrected: %s", self._periods, self._feedback)
-            return self._plan(present=self._made)
+            return self._plan(present=self._planned)
         if self.settled:
-            self._keep()
+            self._store()
         return False
 
-    def _recall(self, trace: Trace) -> bool:
+    def _resume_from_cache(self, trace: Trace) -> bool:
         """Begin with what an earlier run of this program learned; whether there is anything."""
-        found = None if self._memory is None or self._has_planned else self._memory.recall(trace.sites)
+        found = None if self._plan_cache is None or self._has_planned else self._plan_cache.find(trace.sites)
         if found is None or not found.holds_for(self._feedback.given, self._static(), int(SETTLED * self._target)):
             return False
         self._feedback.resume(found.corrections)
         self._recordings.resume(found.traces)
-        self._planned, budgets = self._to_plan()
-        kinds = zip(found.plans, self._planned, budgets, strict=True)
+        self._planned_traces, budgets = self._to_plan()
+        kinds = zip(found.plans, self._planned_traces, budgets, strict=True)
         correction, links = self._feedback.correction, self._feedback.links
         self._carry_out(
             tuple(
-                Made(plan, simulate(trace, links, plan), asked=max(0, budget + correction))
+                PlannedIteration(plan, simulate(trace, links, plan), asked=max(0, budget + correction))
                 for plan, trace, budget in kinds
             )
         )
         self._recorded, self._verifies = found.traces, True
         log.info("period %d, the program begins with the plans of an earlier run", self._periods)
-        self._remembers = self._is_kept = True
+        self._from_cache = self._is_cached = True
         dropped = {key for plan in found.plans for key in plan.recompute}
         self._unseen = not dropped <= _obtainable(trace)
         return True
 
-    def _is_as_remembered(self, trace: Trace, peak: int) -> bool:
+    def _is_as_cached(self, trace: Trace, peak: int) -> bool:
         """Whether the first whole period is as in the run before: no larger, and as much of it can be recomputed."""
-        known = {key for of in self._planned for key in of.by_key}
+        known = {key for of in self._planned_traces for key in of.by_key}
         if not trace.by_key.keys() <= known:
             return True  # another kind, of which nothing was said
         dropped = {key for plan in self.plans for key in plan.recompute} & trace.by_key.keys()
-        most = max((made.peak() for made in self._made), default=0)
+        most = max((each.peak() for each in self._planned), default=0)
         return dropped <= _obtainable(trace) and peak <= max(most, self._target) + int(SETTLED * self._target)
 
-    def _keep(self) -> None:
+    def _store(self) -> None:
         """Have what was learned kept for the next run, once; not beside others, who may not be there then."""
-        if self._memory is None or self._is_kept or self._feedback.given.contended or not self._is_current:
+        if self._plan_cache is None or self._is_cached or self._feedback.given.contended or not self._is_current:
             return
-        self._is_kept = True
-        if not any(each.least or each.refused for each in self._made):  # else it is to be said again what does not fit
+        self._is_cached = True
+        if not any(each.least or each.refused for each in self._planned):  # else the next run is to warn again
             found = self._feedback.corrections, self._feedback.given, self._static()
-            self._memory.keep(Remembered(self._recordings.traces, self.plans, *found))
+            self._plan_cache.store(CachedPlans(self._recordings.traces, self.plans, *found))
 
     @property
     def _is_current(self) -> bool:
@@ -281,7 +281,7 @@ class Learner:
 
     def _learn(self, trace: Trace, peak: int) -> bool:
         verifies, self._verifies = self._verifies, False
-        if verifies and not self._is_as_remembered(trace, peak):
+        if verifies and not self._is_as_cached(trace, peak):
             log.info("period %d, the program is another than that which plans were kept of", self._periods)
             self._record_anew()
         if self._recordings.add(trace, self._periods):
@@ -311,9 +311,9 @@ class Learner:
             return False
         self._feedback = self._feedback.under(links)
         # Where traces are missing, what is recorded now is planned with them.
-        if self._recordings.learning or not (self._made or self._orders.asked):
+        if self._recordings.learning or not (self._planned or self._orders.asked):
             return False
-        return self._plan(present=self._made if links.contended and self._is_current else ())
+        return self._plan(present=self._planned if links.contended and self._is_current else ())
 
     def rearranged(self) -> None:
         """The plans stay, but groups come back earlier or later from now on: memory is asked for in another order."""
@@ -342,22 +342,22 @@ class Learner:
         if self._orders.wait(AT_THE_END):
             self._adopt()
         if self.settled:
-            self._keep()
+            self._store()
 
     def forget(self) -> None:
         """Begin anew: what was learned cannot be carried out."""
-        self._made, self._planned = (), ()
+        self._planned, self._planned_traces = (), ()
         self._record_anew()
 
     def _record_anew(self) -> None:
         """Forget the traces; the plans that there are hold until there are others."""
         self._recordings.begin_anew()
-        self._remembers = self._verifies = False
+        self._from_cache = self._verifies = False
         self._orders.drop()
         self._room = None
         self._feedback = Feedback(self._target, self._feedback.given)
 
-    def _plan(self, present: tuple[Made, ...] = ()) -> bool:
+    def _plan(self, present: tuple[PlannedIteration, ...] = ()) -> bool:
         """Ask for plans; whether there are others already. What was asked for before is of no use any more.
 
         Those that are `present`, and for the same traces, stay where what was corrected since makes none better.
@@ -387,55 +387,57 @@ class Learner:
             return False
         if taken is None:
             return False
-        made, self._planned = taken
+        planned, self._planned_traces = taken
         self._recorded = self._asked_for
         afresh, self._afresh = self._afresh, False
-        made = after(made, self._made, afresh=afresh)
-        if self._may_stay and not afresh and self._takes_longer(made):
-            stay = (replace(new, plan=old.plan, asked=old.asked) for new, old in zip(made, self._made, strict=True))
-            made = foresee(tuple(stay), self._planned, self._feedback.links)
-        if not afresh and are_the_same(made, self._made):
+        planned = after(planned, self._planned, afresh=afresh)
+        if self._may_stay and not afresh and self._takes_longer(planned):
+            stay = (
+                replace(new, plan=old.plan, asked=old.asked) for new, old in zip(planned, self._planned, strict=True)
+            )
+            planned = predict_all(tuple(stay), self._planned_traces, self._feedback.links)
+        if not afresh and are_the_same(planned, self._planned):
             # As where nothing moves, whatever the pace. To begin with a plan anew costs steps of a second.
-            self._stay(made)
-            log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, made)))
+            self._stay(planned)
+            log.info("period %d, the same plans as before: %s", self._periods, "; ".join(map(str, planned)))
             return False
-        self._carry_out(made)
+        self._carry_out(planned)
         return True
 
-    def _takes_longer(self, made: tuple[Made, ...]) -> bool:
+    def _takes_longer(self, planned: tuple[PlannedIteration, ...]) -> bool:
         """Whether a plan is predicted to take longer than the present one was measured to, and may have no less room.
 
         What the present one is predicted to take may be far from that, on a host whose pace changes.
         """
         took = self._feedback.took
-        if took is None or len(made) != 1 or len(self._made) != 1:
+        if took is None or len(planned) != 1 or len(self._planned) != 1:
             return False
-        (new,), (present,) = made, self._made
+        (new,), (present,) = planned, self._planned
         return new.predicted is not None and new.asked >= present.asked and new.predicted.seconds > took * (1 - GAIN)
 
     def _say_failed(self, why: str) -> None:
-        stays = "the plans there are stay" if self._made else "all that is saved moves, as before the first plan"
+        stays = "the plans there are stay" if self._planned else "all that is saved moves, as before the first plan"
         self._warn_once(FAILED, f"{why}; {stays}")
 
     def _warn_once(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             log.warning("%s", text)
 
-    def _stay(self, made: tuple[Made, ...]) -> None:
+    def _stay(self, planned: tuple[PlannedIteration, ...]) -> None:
         """The very plans there are, by what is known now; what periods under them took is yet to be told."""
-        self._made, self._under, self._is_kept = made, 0, False
+        self._planned, self._under, self._is_cached = planned, 0, False
         self._feedback.stayed()
 
-    def _carry_out(self, plans: tuple[Made, ...]) -> None:
+    def _carry_out(self, plans: tuple[PlannedIteration, ...]) -> None:
         """From now on these hold, and are to be borne out."""
-        self._made, self._under, self._has_planned = plans, 0, True
-        self._is_kept = False
+        self._planned, self._under, self._has_planned = plans, 0, True
+        self._is_cached = False
         self._feedback.adopted()
-        for made in plans:
-            log.info("period %d, plan by %s: %s", self._periods, made.plan.policy, made)
-            if made.refused is not None:
-                self._warn_once(REFUSED, f"{made.refused.out_of(self._budget)}; it runs anyway, using more hbm")
+        for each in plans:
+            log.info("period %d, plan by %s: %s", self._periods, each.plan.policy, each)
+            if each.refused is not None:
+                self._warn_once(REFUSED, f"{each.refused.out_of(self._budget)}; it runs anyway, using more hbm")
 
 
 def _obtainable(trace: Trace) -> set[str]:

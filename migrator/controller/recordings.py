@@ -1,6 +1,6 @@
 """Which periods are recorded, and what was recorded: a trace for each kind of period.
 
-The first periods, for the first plans; a few when a considerable part of one departed from the plans, as programs
+The first periods, for the first plans; a few when a considerable part of one was mispredicted by the plans, as programs
 alternate between kinds of periods. A program that is new in every period (routing, shapes) must not be recorded in
 every period: periods that share most of their bytes are of one kind, and the pauses between two looks grow longer.
 Pure.
@@ -14,7 +14,7 @@ from torch_tiers.migrator.model.timing import together
 from torch_tiers.migrator.model.trace import Trace
 
 CONSIDERABLE = 1 / 8  # of a period's sites, or of its saved bytes: one with more that another lacks is of another kind
-PERIODS_AFTER_DRIFT = 4  # recorded when one was of another kind: programs alternate between kinds of periods
+PERIODS_AFTER_MISPREDICTION = 4  # recorded when one was of another kind: programs alternate between kinds of periods
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # periods from one look to the next
 LONGER = 4  # times as long is each pause as the one before
 KINDS = 8  # kinds of periods that are remembered
@@ -38,10 +38,10 @@ class Recordings:
         self.learning = True
         self._traces: list[Trace] = []
         self._first = self._to_record = first
-        self._steady = 0  # periods as foreseen since the last drift
-        self._pause = FIRST_PAUSE  # from one look at a drift to the next, longer each time
+        self._steady = 0  # periods as foreseen since the last misprediction
+        self._pause = FIRST_PAUSE  # from one look at a misprediction to the next, longer each time
         self._look_again = 0  # the period from which on
-        self._news = False  # whether what was recorded since the last drift was anything new
+        self._news = False  # whether what was recorded since the last misprediction was anything new
 
     @property
     def due(self) -> bool:
@@ -79,7 +79,7 @@ class Recordings:
             return False
         if before is not None and not self.learning and _is_alike(before, trace):
             if not self._to_record and not self._news:
-                # What departed from the plan is nothing that a trace tells of. To record costs time, and the memory
+                # What the plan mispredicted is nothing that a trace tells of. To record costs time, and the memory
                 # of what is otherwise recomputed: this is looked at again, but rarely.
                 self._look_again = period + LONGEST_PAUSE
             return False
@@ -95,16 +95,16 @@ class Recordings:
         del self._traces[:-KINDS]
         return True
 
-    def pass_by(self, period: int, *, drifted: bool) -> None:
-        """Take note of a period that was not recorded, and whether it `drifted` from the plans."""
-        if not drifted:
+    def pass_by(self, period: int, *, mispredicted: bool) -> None:
+        """Take note of a period that was not recorded, and whether the plans `mispredicted` it."""
+        if not mispredicted:
             self._steady += 1
             if self._steady > self._pause:
                 self._pause = FIRST_PAUSE
         elif period >= self._look_again:
             self._steady = 0
             self._news = False
-            self._to_record = PERIODS_AFTER_DRIFT
+            self._to_record = PERIODS_AFTER_MISPREDICTION
             self._look_again = period + self._pause
             self._pause = min(LONGER * self._pause, LONGEST_PAUSE)
 

@@ -144,7 +144,7 @@ class Plan:
         return sum(group.nbytes for group in self.groups)
 
     @property
-    def parcel_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes that the groups take below HBM, in whole pages."""
         return sum(round_up(group.nbytes, PAGE) for group in self.groups)
 

@@ -181,8 +181,8 @@ def with_host(trace: Trace, pace: float, hooks: float, *, joins: bool) -> Trace:
     if clocks is None:
         return trace
     host = tuple(pace * seconds for seconds in clocks.host)
-    told = frozenset(clocks.joins) | ({0} if joins else set())
-    return trace.on(replace(clocks, host=host, joins=told, hooks=hooks / (trace.positions + 1)))
+    all_joins = frozenset(clocks.joins) | ({0} if joins else set())
+    return trace.on(replace(clocks, host=host, joins=all_joins, hooks=hooks / (trace.positions + 1)))
 
 
 def at_pace(trace: Trace, pace: float) -> Trace:

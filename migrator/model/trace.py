@@ -174,7 +174,7 @@ class Trace:
         return nbytes
 
     @cached_property
-    def let_go(self) -> Mapping[int, int]:
+    def released_at(self) -> Mapping[int, int]:
         """By storage, the stretch from which on it lies in HBM only if somebody keeps it, as the program does not."""
         ends = dict(self.held)
         after = ("", -1, -1)  # the next site's module, its birth, and the last save that follows it in that module
@@ -209,7 +209,7 @@ class Trace:
             "others": self.others,
             "recipes": {ident: asdict(recipe) for ident, recipe in self.recipes.items()},
             "held": self.held,
-            "clocks": None if self.clocks is None else _told(self.clocks),
+            "clocks": None if self.clocks is None else _clocks_to_json(self.clocks),
         }
         return json.dumps(data)
 
@@ -244,7 +244,7 @@ class Trace:
         return trace
 
 
-def _told(clocks: Clocks) -> dict[str, object]:
+def _clocks_to_json(clocks: Clocks) -> dict[str, object]:
     joins = sorted(clocks.joins)
     return {"device": list(clocks.device), "host": list(clocks.host), "joins": joins, "hooks": clocks.hooks}
 
@@ -268,7 +268,7 @@ def _time(value: object, where: str) -> float:
 
 
 def _site(value: object, where: str, positions: int) -> Site:
-    said = _told_of(Site, value, where)
+    said = _fields_of(Site, value, where)
     at = partial(whole, high=positions - 1)
     return Site(
         key=string(value_of(said, "key", where), f"{where}.key"),
@@ -281,7 +281,7 @@ def _site(value: object, where: str, positions: int) -> Site:
 
 
 def _recipe(value: object, where: str) -> Recipe:
-    said = _told_of(Recipe, value, where)
+    said = _fields_of(Recipe, value, where)
     return Recipe(
         op=string(value_of(said, "op", where), f"{where}.op"),
         inputs=items(value_of(said, "inputs", where), f"{where}.inputs", _ident, MOST_INPUTS),
@@ -293,7 +293,7 @@ def _recipe(value: object, where: str) -> Recipe:
     )
 
 
-def _told_of(kind: type[Site | Recipe], value: object, where: str) -> Mapping[str, Any]:
+def _fields_of(kind: type[Site | Recipe], value: object, where: str) -> Mapping[str, Any]:
     said = fields.record(value, where)
     fields.no_others(said, tuple(each.name for each in dataclasses.fields(kind)), where)
     return said

@@ -1,8 +1,8 @@
 """The engine: takes groups of saved storages (`group`) out of HBM and back. It executes and decides nothing.
 
-HBM is let go *stream-ordered*: the compute stream waits for the copy's event and then the references
+HBM is released *stream-ordered*: the compute stream waits for the copy's event and then the references
 are dropped, so the caching allocator may hand the memory out again at once, to work that the stream
-runs after the copy. The host does not wait. It is let go late, only when the room is needed: what is
+runs after the copy. The host does not wait. It is released late, only when the room is needed: what is
 still here when backward begins does not have to come back.
 
 A group comes back as soon as the room allows, in the order in which it will be needed. Its buffer is
@@ -26,9 +26,9 @@ from torch_tiers.migrator.model.plan import READ_AHEAD
 from torch_tiers.migrator.model.timing import HookTime, IterationTime
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import Direct
-from torch_tiers.migrator.offload.direct.parcel import DirectParcel, Source
+from torch_tiers.migrator.offload.direct.stored import DirectStoredGroup, Source
 from torch_tiers.migrator.offload.group import NEVER, Claim, ClaimOn, Group, Saved, State, unclaimed
-from torch_tiers.migrator.offload.parcel import Parcel
+from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.offload.tensors import Tensors
 from torch_tiers.migrator.planner.paces import Pace
 from torch_tiers.migrator.streams import Compute, Event, Lane, Leaving, Meter, Stream, whole
@@ -136,7 +136,7 @@ class Engine:
         return claim
 
     @_for_a_group
-    def send(self, group: Group, *, insist: bool = False) -> None:
+    def offload(self, group: Group, *, insist: bool = False) -> None:
         """Start the group's copy to DRAM; `insist` as in `Backing.new`.
 
         Raises
@@ -149,45 +149,45 @@ class Engine:
         if group.state is not State.FILLING or not group.members:
             return
         nbytes = self.tensors.arrange(group.members)
-        if group.tier != "nvme" or not self._send_directly(group, nbytes):
-            self._send_by_dram(group, nbytes, insist=insist)
+        if group.tier != "nvme" or not self._offload_directly(group, nbytes):
+            self._offload_through_dram(group, nbytes, insist=insist)
         group.state = State.LEAVING
         self._leaving[group] = None
         self._waiting[group] = None
         self.backing.users.add(self)
         self.relieve()
 
-    def _send_directly(self, group: Group, nbytes: int) -> bool:
+    def _offload_directly(self, group: Group, nbytes: int) -> bool:
         """Start the group's way to NVMe past DRAM; False if there is none, or no room."""
         if self._direct is None:
             return False
         sources = [
             Source(saved.offset, saved.alias.untyped_storage(), saved.low, saved.nbytes) for saved in group.members
         ]
-        parcel = self._direct.send(nbytes, sources, (self.compute.mark(group.stream),))
-        if parcel is not None:
-            group.parcel = parcel
-        return parcel is not None
+        stored = self._direct.offload(nbytes, sources, (self.compute.mark(group.stream),))
+        if stored is not None:
+            group.stored = stored
+        return stored is not None
 
-    def _send_by_dram(self, group: Group, nbytes: int, *, insist: bool) -> None:
-        parcel = self.backing.new(nbytes, group.next_use, group.tier, insist=insist)
-        assert parcel.block is not None
-        leaving = Leaving(group.members, parcel.block.tensor, group.nbytes, self.tensors.spans)
+    def _offload_through_dram(self, group: Group, nbytes: int, *, insist: bool) -> None:
+        stored = self.backing.new(nbytes, group.next_use, group.tier, insist=insist)
+        assert stored.block is not None
+        leaving = Leaving(group.members, stored.block.tensor, group.nbytes, self.tensors.spans)
         try:
-            parcel.filled = self._out.copy(leaving, parcel.after, group.stream)
+            stored.filled = self._out.copy(leaving, stored.after, group.stream)
         except BaseException:
-            self.backing.drop(parcel)
+            self.backing.drop(stored)
             raise
-        self.backing.filled(parcel)
-        group.parcel = parcel
+        self.backing.filled(stored)
+        group.stored = stored
 
     def relieve(self) -> None:
-        """Let go of groups whose copy was asked for until what is left is within the limit."""
+        """Release groups whose copy was asked for until what is left is within the limit."""
         if self._leaving and self.compute.capturing():
             return
         before = self.resident
         while self.resident > self.limit and self._leaving:
-            self._let_go(next(iter(self._leaving)))
+            self._release(next(iter(self._leaving)))
         if self.meter is not None and self.resident < before:
             # Told once: after the first of several the program may still hold what left, as if it were its own.
             self.meter.part(before + self.used_up)
@@ -197,32 +197,32 @@ class Engine:
         return self.resident > self.limit and not self._leaving
 
     @_for_a_group
-    def _let_go(self, group: Group) -> None:
-        parcel = group.parcel
-        assert parcel is not None and parcel.filled is not None
+    def _release(self, group: Group) -> None:
+        stored = group.stored
+        assert stored is not None and stored.filled is not None
         try:
-            self._wait(parcel.filled, "d2h", group.stream)
+            self._wait(stored.filled, "d2h", group.stream)
         except Exception as error:  # the bytes are still in HBM
-            if not isinstance(parcel, DirectParcel):
+            if not isinstance(stored, DirectStoredGroup):
                 raise
-            self._send_after_all(group, parcel, error)
+            self._offload_through_dram_after_all(group, stored, error)
             return
         del self._leaving[group]
-        self.tensors.let_go(group.members)
+        self.tensors.release(group.members)
         group.members.clear()
         group.state = State.AWAY
         self._count(group, 0)
 
-    def _send_after_all(self, group: Group, parcel: DirectParcel, error: Exception) -> None:
+    def _offload_through_dram_after_all(self, group: Group, stored: DirectStoredGroup, error: Exception) -> None:
         """Start a group's copy to DRAM, as the direct way failed; what has no room there either stays."""
         assert self._direct is not None
         self._direct.say_failed(error)
         del self._leaving[group]
         self._waiting.pop(group, None)
-        group.state, group.parcel = State.FILLING, None
-        self._direct.drop(parcel)
+        group.state, group.stored = State.FILLING, None
+        self._direct.drop(stored)
         try:
-            self._send_by_dram(group, parcel.nbytes, insist=False)
+            self._offload_through_dram(group, stored.nbytes, insist=False)
         except TierFull as full:
             self.backing.say_what_stays(full)
             return
@@ -255,18 +255,22 @@ class Engine:
             self._order.popleft()
         if self.backing.has_disk and self._order and not self.compute.capturing():
             for group in islice(self._order, min(READ_AHEAD, self.ahead)):
-                parcel = group.parcel
-                if isinstance(parcel, Parcel) and group.state is State.AWAY and not self.backing.read_ahead(parcel):
+                stored = group.stored
+                if (
+                    isinstance(stored, StoredGroup)
+                    and group.state is State.AWAY
+                    and not self.backing.read_ahead(stored)
+                ):
                     break
 
     def _bring_early(self, group: Group) -> bool:
         """Bring a group back before it is asked for, if there is room for it; whether it comes."""
-        assert group.parcel is not None
+        assert group.stored is not None
         if group.bring_at > self.position or self.resident + group.nbytes > self.limit:
             return False
         if len(self._early) >= self.ahead or self.compute.capturing():
             return False
-        if isinstance(group.parcel, Parcel) and not self.backing.at_hand(group.parcel):
+        if isinstance(group.stored, StoredGroup) and not self.backing.at_hand(group.stored):
             return False
         try:
             self._bring(group)
@@ -333,32 +337,32 @@ class Engine:
 
     @_for_a_group
     def _fetch(self, group: Group) -> None:
-        assert group.parcel is not None
+        assert group.stored is not None
         group.stream = self.compute.stream()
-        group.buffer = self._copy_back(group.parcel, group.stream)
+        group.buffer = self._copy_back(group.stored, group.stream)
         group.ready_on = []
         group.state = State.HOME
 
     def _make_ready(self, group: Group) -> torch.Tensor:
         """The buffer of a group that is HOME, which the present stream may read."""
-        assert group.buffer is not None and group.parcel is not None and group.parcel.returned is not None
+        assert group.buffer is not None and group.stored is not None and group.stored.returned is not None
         stream = self.compute.stream()
         if stream not in group.ready_on:
-            self._wait(group.parcel.returned, "h2d", stream)
+            self._wait(group.stored.returned, "h2d", stream)
             group.ready_on.append(stream)
             if stream != group.stream:
                 self.compute.hand_over(group.buffer)
         return group.buffer
 
-    def _copy_back(self, parcel: Parcel | DirectParcel, stream: Stream) -> torch.Tensor:
-        """A new buffer of `stream` that a parcel is on its way to; `Parcel.returned` says when it has come."""
-        buffer = self.compute.empty(parcel.nbytes)
-        if isinstance(parcel, DirectParcel):
+    def _copy_back(self, stored: StoredGroup | DirectStoredGroup, stream: Stream) -> torch.Tensor:
+        """Copy a stored group to a new buffer of `stream`; `StoredGroup.returned` is the event of its arrival."""
+        buffer = self.compute.empty(stored.nbytes)
+        if isinstance(stored, DirectStoredGroup):
             assert self._direct is not None
-            self._direct.read(parcel, buffer, (self.compute.mark(stream),))
+            self._direct.read(stored, buffer, (self.compute.mark(stream),))
             return buffer
-        after = () if parcel.filled is None else (parcel.filled,)
-        self.backing.lend(parcel, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
+        after = () if stored.filled is None else (stored.filled,)
+        self.backing.lend(stored, lambda block: self._back.copy([whole(buffer, block.tensor)], after, stream))
         return buffer
 
     def _wait(self, event: Event | PromisedEvent, cause: str, stream: Stream) -> None:
@@ -366,9 +370,9 @@ class Engine:
         self.compute.wait(event, event.lane if isinstance(event, PromisedEvent) else cause, stream)
 
     def _leave_home(self, group: Group) -> None:
-        if group.stream not in group.ready_on and group.parcel is not None and group.parcel.returned is not None:
+        if group.stream not in group.ready_on and group.stored is not None and group.stored.returned is not None:
             # The lane may still write into the buffer; the stream that gets this memory next must not.
-            returned = group.parcel.returned
+            returned = group.stored.returned
             event = returned.settled() if isinstance(returned, PromisedEvent) else returned
             if event is not None:
                 self._wait(event, "h2d", group.stream)
@@ -387,11 +391,11 @@ class Engine:
                 group.claim = unclaimed  # which holds the group
                 self._waiting.pop(group, None)
                 self._dying.append(group)
-                if isinstance(group.parcel, DirectParcel):
-                    group.parcel.dropped = True  # so that the rest of it is not written
+                if isinstance(group.stored, DirectStoredGroup):
+                    group.stored.dropped = True  # so that the rest of it is not written
         for _ in range(len(self._dying)):
             group = self._dying.popleft()
-            if isinstance(group.parcel, DirectParcel) and not group.parcel.is_asked_for:
+            if isinstance(group.stored, DirectStoredGroup) and not group.stored.is_asked_for:
                 self._dying.append(group)  # to wait for the thread would have the program wait
             else:
                 self._forget(group)
@@ -421,22 +425,22 @@ class Engine:
         try:
             if group.state is State.HOME:
                 self._leave_home(group)
-            elif group.state is State.LEAVING and group.parcel is not None and group.parcel.filled is not None:
-                filled = group.parcel.filled
+            elif group.state is State.LEAVING and group.stored is not None and group.stored.filled is not None:
+                filled = group.stored.filled
                 event = filled.settled() if isinstance(filled, PromisedEvent) else filled
                 if event is not None:
                     self.compute.outlast(event, group.stream)
         finally:  # Ctrl-C, for one
             group.buffer = None
-            self.tensors.let_go(group.members)  # which the period's list of storages knows until its end
+            self.tensors.release(group.members)  # which the period's list of storages knows until its end
             group.members.clear()
             group.state = State.GONE
-            parcel, group.parcel = group.parcel, None
-            if isinstance(parcel, DirectParcel):
+            stored, group.stored = group.stored, None
+            if isinstance(stored, DirectStoredGroup):
                 assert self._direct is not None
-                self._direct.drop(parcel)
-            elif parcel is not None:
-                self.backing.drop(parcel)
+                self._direct.drop(stored)
+            elif stored is not None:
+                self.backing.drop(stored)
 
     def _count(self, group: Group, nbytes: int) -> None:
         self.resident += nbytes - group.counted

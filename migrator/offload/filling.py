@@ -41,7 +41,7 @@ class Filling:
     Parameters
     ----------
     engine : Engine
-        Which sends groups once they are full.
+        Offloads groups once they are full.
     room : int
         Bytes of saved tensors that may lie in HBM; may be set anew at any time.
 
@@ -55,8 +55,8 @@ class Filling:
         Whether something was to go and stayed, as they had no room for it.
     patient : bool
         Whether what no plan has foreseen waits for this to be over, as there may be room for all of it.
-    sent : bool
-        Whether anything was sent in this period.
+    offloaded : bool
+        Whether anything was offloaded in this period.
     loose : dict
         The groups for what no plan has foreseen, one for each stream.
     """
@@ -66,13 +66,13 @@ class Filling:
         self.unforeseen: list[int] = []
         self.granted = 0
         self.refused = False
-        self.patient = self.sent = False
+        self.patient = self.offloaded = False
         self.loose: dict[Stream, Group] = {}
-        self._full: deque[Group] = deque()  # of those, what waits to be sent
+        self._full: deque[Group] = deque()  # of those, what waits to be offloaded
         self._unfilled: tuple[Group, int] | None = None  # what an operation has yet to write to, and which that is
         self._waiting: deque[tuple[Group, Callable[[Group], None]]] = (
             deque()
-        )  # for their operation; and how they are sent
+        )  # for their operation; and how they are offloaded
         self._purge_at = PURGE
         self._engine = engine
         self._open: dict[tuple[PageGroup, Stream], Open] = {}
@@ -89,7 +89,7 @@ class Filling:
         self._purge_at = PURGE
         self._lacking.clear()
         self.unforeseen.clear()
-        self.sent = False
+        self.offloaded = False
         self.granted = 0
         self.refused = False
 
@@ -113,7 +113,7 @@ class Filling:
         # Groups that should have been complete before it wait for a branch that was not taken.
         planned = filling.planned
         for key in [key for key in self._open if key[0] is planned or key[0].last_birth < planned.last_birth]:
-            self._send(self._open.pop(key).group, self._send_planned)
+            self._offload(self._open.pop(key).group, self._offload_planned)
 
     def may_be_unfilled(self, group: Group) -> None:
         """What was just added is no result of the graph's: its operation may write to it after it was saved.
@@ -127,13 +127,13 @@ class Filling:
         """Whether groups wait for the operation that is saving something in them."""
         return bool(self._waiting)
 
-    def send_waiting(self, *, over: bool = False) -> None:
-        """Send what waits for an operation, if another is under way now, or none as forward is `over`."""
+    def offload_waiting(self, *, over: bool = False) -> None:
+        """Offload what waits for an operation, if another is under way now, or none as forward is `over`."""
         if not over and self._unfilled is not None and self._unfilled[1] == _operation():
             return
         while self._waiting:  # one by one: where a tier has no room for one, the others still wait
-            group, send = self._waiting.popleft()
-            send(group)
+            group, offload = self._waiting.popleft()
+            offload(group)
 
     def loose_group(self, stream: Stream) -> Group:
         """The group for what no plan has foreseen."""
@@ -143,25 +143,25 @@ class Filling:
             group = self.loose[stream] = Group(UNFORESEEN - self._loose_made, stream)
         return group
 
-    def send_loose(self, stream: Stream) -> None:
-        """Send what no plan has foreseen, once it is worth a transfer."""
+    def offload_loose(self, stream: Stream) -> None:
+        """Offload what no plan has foreseen, once it is worth a transfer."""
         group, worth = self.loose.get(stream), group_bytes(self.room)
         # A group that stays counts as in HBM until all of it was used. So that is one storage, where it is large.
         if group is not None and group.nbytes >= (min(WORTH, worth) if self.patient else worth):
             self._full.append(self.loose.pop(stream))
         while self._full and not self.patient:
-            self._send(self._full.popleft(), self._send_loose)
+            self._offload(self._full.popleft(), self._offload_loose)
         if len(self._full) >= self._purge_at:
             self._full = deque(group for group in self._full if group.state is not State.GONE)
             self._purge_at = max(PURGE, 2 * len(self._full))
 
-    def _send_planned(self, group: Group) -> None:
+    def _offload_planned(self, group: Group) -> None:
         try:
             self._leave(group, insist=True)
         except TierFull as full:
             self._stays(full)
 
-    def _send_loose(self, group: Group) -> None:
+    def _offload_loose(self, group: Group) -> None:
         try:
             self._leave(group)
         except TierFull as full:
@@ -171,17 +171,17 @@ class Filling:
         self.refused = True
         self._engine.backing.say_what_stays(full)
 
-    def _send(self, group: Group, send: Callable[[Group], None]) -> None:
-        """Send a group, or have it wait for the operation that is saving something in it."""
+    def _offload(self, group: Group, offload: Callable[[Group], None]) -> None:
+        """Offload a group, or have it wait for the operation that is saving something in it."""
         if self._unfilled is not None and self._unfilled == (group, _operation()):
-            self._waiting.append((group, send))
+            self._waiting.append((group, offload))
         else:
-            send(group)
+            offload(group)
 
     def _leave(self, group: Group, *, insist: bool = False) -> None:
-        self._engine.send(group, insist=insist)
+        self._engine.offload(group, insist=insist)
         if group.state in (State.LEAVING, State.AWAY):
-            self.sent = True
+            self.offloaded = True
             self.granted += round_up(group.nbytes, PAGE)
 
     def lacking(self, plans: Iterable[Plan]) -> int:

@@ -5,7 +5,7 @@ The life of a group::
     FILLING   its storages are collected; they lie where the program made them
     LEAVING   the copy to DRAM is under way; the program's memory is still held, so a tensor that is
               needed now is simply handed back
-    AWAY      the program's memory was let go; the bytes are in the group's parcel
+    AWAY      the program's memory was released; the bytes lie in the group's `stored`
     HOME      one buffer in HBM holds, or is about to hold, all of it; its tensors are views of it
     GONE      nobody refers to it any more
 
@@ -28,8 +28,8 @@ from typing import Protocol
 
 import torch
 
-from torch_tiers.migrator.offload.direct.parcel import DirectParcel
-from torch_tiers.migrator.offload.parcel import Parcel
+from torch_tiers.migrator.offload.direct.stored import DirectStoredGroup
+from torch_tiers.migrator.offload.stored import StoredGroup
 from torch_tiers.migrator.streams import Stream
 
 NEVER = 1 << 61  # `Group.next_use` of what backward is known not to ask for
@@ -68,7 +68,7 @@ class Saved(Protocol):
     Attributes
     ----------
     alias : Tensor
-        Holds the program's memory until that is let go.
+        Holds the program's memory until that is released.
     group : Group
         The one it moves with.
     low, nbytes : int
@@ -103,11 +103,11 @@ class Group:
     unused : int
         Saved tensors that backward has not asked for yet.
     members : list of Saved
-        What holds the program's memory on our behalf; empty once it was let go.
+        What holds the program's memory on our behalf; empty once it was released.
     """
 
     next_use: int
-    stream: Stream  # of all its members; lets go of their memory, and owns the buffer's
+    stream: Stream  # of all its members; releases their memory, and owns the buffer's
     state: State = State.FILLING
     nbytes: int = 0
     claim: Callable[[], Claim | None] = unclaimed
@@ -115,7 +115,7 @@ class Group:
     unused: int = 0
     members: list[Saved] = field(default_factory=list)
     counted: int = 0  # its bytes in Engine.resident
-    parcel: Parcel | DirectParcel | None = None
+    stored: StoredGroup | DirectStoredGroup | None = None
     buffer: torch.Tensor | None = None
     ready_on: list[Stream] = field(default_factory=list)  # streams that have waited for the buffer's copy
     bring_at: int = -1  # position from which it may come back

@@ -27,8 +27,8 @@ class Tensors(Protocol):
     def spans(self, members: list[_Saved], address: int) -> bytes:
         """Where each member goes, in a block at `address`, where from, and its bytes: three numbers of 64 bits."""
 
-    def let_go(self, members: list[_Saved]) -> None:
-        """Let go of the memory of what is saved."""
+    def release(self, members: list[_Saved]) -> None:
+        """Release the memory of what is saved."""
 
     def counter(self, tensor: Tensor) -> Tensor:
         """Shares the version counter of a tensor, and has no memory."""

@@ -88,7 +88,7 @@ class Transfer:
 
     @property
     def left(self) -> float:
-        """When HBM may be let go: for a way out, the end of the first leg."""
+        """When HBM may be released: for a way out, the end of the first leg."""
         return self.legs[0][2]
 
     @property

@@ -163,7 +163,7 @@ class _Builder:
             held.holders.append(site)
             held.asked.extend(site.uses)
         self._drop()
-        self._let_go()
+        self._add_unkept()
         for held in self.held.values():
             # Read by what is recomputed after the last holder was asked for.
             held.asked.sort()
@@ -211,13 +211,13 @@ class _Builder:
             if (call := self.trace.recipes[ident].call) is not None:
                 self.made[ident] = first[call]
 
-    def _let_go(self) -> None:
+    def _add_unkept(self) -> None:
         """What nobody keeps lies in HBM all the same while the program works with it, or until it is made again."""
         born: dict[int, int] = {}
         for site in self.recomputed:
             born.setdefault(site.storage, site.birth)
         for ident, birth in born.items():
-            end = min(self.trace.let_go[ident], self.made.get(ident, self.trace.positions) + 1)
+            end = min(self.trace.released_at[ident], self.made.get(ident, self.trace.positions) + 1)
             if end > birth + 1:
                 self._there(birth + 1, end, self.trace.storage_bytes[ident])
 

@@ -48,12 +48,12 @@ def _coarse(plan: Plan, times: dict[str, tuple[int, int]]) -> dict[str, Pace]:
     """
     births = [(times[key][0], key, birth) for key, (birth, _) in plan.limits.items() if key in times]
     uses = [(times[key][1], key, use) for key, (_, use) in plan.limits.items() if times.get(key, (0, -1))[1] >= 0]
-    told: dict[tuple[int, str], int] = {}
+    least_at: dict[tuple[int, str], int] = {}
     for first, least in _steps(sorted(births + uses), plan.room // COARSE):
-        told[first] = least
+        least_at[first] = least
     found = {}
     for key, (birth, use) in times.items():
-        from_birth, from_use = told.get((birth, key)), told.get((use, key))
+        from_birth, from_use = least_at.get((birth, key)), least_at.get((use, key))
         if from_birth is not None or from_use is not None:
             found[key] = Pace(birth, use, from_birth, from_use)
     return found

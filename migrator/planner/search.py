@@ -154,7 +154,7 @@ class Search(Levers):
         return changed
 
     def trim(self, state: State, extra: Bytes | int, most: int) -> None:
-        """Let go of levers that turned out not to be needed, the dearest first; look at `most` of them."""
+        """Release levers that turned out not to be needed, the dearest first; look at `most` of them."""
         cost = np.where(
             state.action == MOVE, self.move_cost, np.where(state.action == DROP, self.drop_shares(state), -1.0)
         )

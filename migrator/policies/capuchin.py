@@ -116,8 +116,8 @@ def _swap(draft: Draft, idle: Interval) -> None:
     if window is not None:
         draft.lanes.book(window.out)
         draft.lanes.book(window.back)
-        draft.send(idle, idle.begin + 2, window.end)
+        draft.offload(idle, idle.begin + 2, window.end)
         return
     draft.lanes.book(draft.lanes.out(idle.nbytes, idle.start))
-    draft.send(idle, idle.begin + 2, idle.end)
+    draft.offload(idle, idle.begin + 2, idle.end)
     draft.come_with_room(idle.storage)

@@ -116,8 +116,8 @@ def _plan_of(trace: Trace, budget: int, links: Links, trips: dict[int, Trip]) ->
     draft = Draft(trace, budget, links)
     for ident, trip in trips.items():
         idle = draft.idle[ident]
-        draft.send(idle, idle.begin + 2, (trip.bring_at or 0) + 1)
-    draft.send_until_it_fits(draft.stays)
+        draft.offload(idle, idle.begin + 2, (trip.bring_at or 0) + 1)
+    draft.offload_until_it_fits(draft.stays)
     return draft.plan("swapadvisor")
 
 

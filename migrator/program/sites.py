@@ -86,7 +86,7 @@ class Place(Generic[Action]):
         Whether that is recorded.
     in_backward : bool
         Whether backward has asked for something in it.
-    quiet : mapping of str to bool or None
+    bypass : mapping of str to bool or None
         By the path of a module, whether the hooks need not be called there in it, until backward begins: the first
         tensor that is saved after that is of the next. None where it may be as it is.
     """
@@ -96,7 +96,7 @@ class Place(Generic[Action]):
     agenda: Agenda[Action] | None = None
     recording: bool = False
     in_backward: bool = False
-    quiet: Mapping[str, bool | None] = field(default_factory=dict)
+    bypass: Mapping[str, bool | None] = field(default_factory=dict)
 
 
 class Modules(Generic[Action]):

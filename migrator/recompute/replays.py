@@ -94,9 +94,9 @@ class Replay:
         """What runs, in this order: those of PyTorch's own without their namespace."""
         return tuple(map(_bare, self._closure.names))
 
-    def aside(self) -> AbstractContextManager[None]:
+    def untracked(self) -> AbstractContextManager[None]:
         """What is done inside is no part of the forward that is recorded."""
-        return self._recorder.aside()
+        return self._recorder.untracked()
 
     def join(self, other: Replay) -> bool:
         """Make what another one makes, too, if both run the same operators; whether it does so now.

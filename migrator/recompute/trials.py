@@ -114,7 +114,7 @@ class Trials:
         """Make a storage again and compare it with that of `tensor`, which backward has been given."""
         # There may be no memory for it, no room to bring an input back, or no such kernel: the program did not ask for
         # this, and is not to fail.
-        with self._meter.aside(), suppress(RuntimeError, TiersError):
+        with self._meter.untracked(), suppress(RuntimeError, TiersError):
             self._attempt(trial, tensor, peek)
 
     def _attempt(self, trial: Trial, tensor: Tensor, peek: Peek) -> None:

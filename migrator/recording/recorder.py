@@ -87,7 +87,7 @@ class Recorder:
         self._outlived = outlived
         self._meter = meter
         self._resident = resident
-        self._coming: deque[_Held] = deque()  # what the engine has not let go of yet
+        self._coming: deque[_Held] = deque()  # what the engine has not released yet
         self._followed: dict[int, dict[int, Known]] = {}  # by storage all that was saved of it, by its number
         self._stays: set[int] = set()  # storages that the graph holds, who knows how often
         self._look: dict[int, list[_Held]] = {}  # by when to look who holds it
@@ -152,9 +152,9 @@ class Recorder:
         held.end = (held.seen + 1 + self._position) // 2
         self._was_held.append(held)
 
-    def aside(self) -> AbstractContextManager[None]:
+    def untracked(self) -> AbstractContextManager[None]:
         """What is done inside is not the program's."""
-        return nullcontext() if self._meter is None else self._meter.aside()
+        return nullcontext() if self._meter is None else self._meter.untracked()
 
     def save(self, key: str, known: Known | None, kind: str = "", *, stays: bool = False) -> Record | None:
         """The program saves a tensor, which the graph itself is to hold if it `stays`."""

@@ -68,7 +68,7 @@ class Advice:
         """What the lanes of a device have copied since they were last asked, as far as it tells anything of them."""
         if compute.capturing():  # events must not be asked for then
             return []
-        told: list[Transfer] = []
+        transfers: list[Transfer] = []
         pages, shared, before = self._pages(), self._devices.opened[compute.device], self._asked.get(compute.device)
         if before is not None:
             asked, recorded = before
@@ -78,7 +78,7 @@ class Advice:
             if (timeline := self._counters.timeline) is not None:
                 timeline.copies(str(compute.device), over, since=compute.when(asked, recorded))
             if pages is None or not pages.spilled(compute.device):  # else kernels take a part of the link
-                told = over
+                transfers = over
         now = time.perf_counter()
         self._asked[compute.device] = compute.mark(compute.stream()), now
-        return told
+        return transfers

@@ -26,7 +26,7 @@ State = Literal["free", "saturated", "recovering"]
 Cause = Literal["nobody", "us", "others", "workers", "unknown"]
 
 FLOOR = 1 / 4  # of the share, at which plans are made anew: a load that is over in a few steps is not worth it
-RISE = 1 / 8  # a step
+INCREASE = 1 / 8  # a step
 COOLING = 3  # steps between two decreases, in which the first can show
 WARY = 20  # free steps that a recovery waits for after one that failed; after the next so many times as many
 WARIEST = 100
@@ -131,7 +131,7 @@ class Backoff:
             return replace(self, cooling=0, calm=calm, patience=self.patience if unproven else 0, unproven=unproven)
         if calm <= self.patience:
             return replace(self, cooling=0, calm=calm)
-        share = min(self.share + RISE, 1.0)
+        share = min(self.share + INCREASE, 1.0)
         return replace(self, share=share, left={}, cooling=0, calm=calm, unproven=PROVEN)
 
     @property

@@ -57,7 +57,7 @@ class Device:
         The way to NVMe past host memory.
     links : Links
         What plans take the lanes to give.
-    told : set of str
+    warned : set of str
         See `Learner`.
     """
 
@@ -69,7 +69,7 @@ class Device:
     holes: int = 0
     direct: Direct | None = None
     links: Links = PCIE_GEN5
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     @property
     def room(self) -> int:
@@ -130,7 +130,7 @@ class Devices:
         self._limited: set[torch.device] = set()  # those on which PyTorch's allocator stays within the budget
         self._short = False  # of room below HBM: what stays may need more than the budget
         self._loans: dict[torch.device, _Loan] = {}  # of HBM beyond the budget, before there are plans
-        self._lending_is_told = False
+        self._warned_of_lending = False
         self._withheld: dict[torch.device, PageAllocator] = {}  # those that have less than their budget
         self._lock = threading.Lock()  # so that each is made once
 
@@ -165,8 +165,8 @@ class Devices:
             # Without a GPU the budget is counted, not enforced; our own allocator goes on in DRAM.
             must_fit=device.type == "cuda" and options.pages() is None,
             budget=shared.room,
-            memory=options.memory(device, target),
-            told=shared.told,
+            plan_cache=options.plan_cache(device, target),
+            warned=shared.warned,
         )
         lent, pages = 0, options.pages() if device.type == "cuda" else None
         keeps = options.policy == "keep"
@@ -185,8 +185,8 @@ class Devices:
             self._loans[device].borrowers += 1
             return self._loans[device].nbytes
         lent = pages.free_beyond(device)
-        if lent and not self._lending_is_told:
-            self._lending_is_told = True
+        if lent and not self._warned_of_lending:
+            self._warned_of_lending = True
             log.warning(
                 "the first steps may take %s of hbm beyond the budget, which is free, as nvme would be slow: until "
                 "there is a plan; hbm.strict = true (TIERS_HBM_STRICT=1) keeps them within it",
@@ -263,13 +263,13 @@ class Devices:
             if self._backing is not None:
                 ending.callback(self._backing.close)
             ending.callback(self._lift_limits)
-            ending.callback(self._give_back_pages)
+            ending.callback(self._restore_page_limits)
             for shared in self.opened.values():
                 for each in (shared.compute, shared.back, shared.out, shared.direct):
                     if each is not None:
                         ending.callback(each.close)
 
-    def _give_back_pages(self) -> None:
+    def _restore_page_limits(self) -> None:
         """The allocator lasts longer than the session."""
         for device, loan in self._loans.items():
             loan.pages.lend(device, 0)

@@ -10,7 +10,7 @@ import torch
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.controller.remembered import Memory
+from torch_tiers.migrator.controller.cached_plans import PlanCache
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.offload.backing import Backing
 from torch_tiers.migrator.offload.direct import DirectWay
@@ -67,7 +67,7 @@ class Options:
         Asked at the end of every period; without one the links are used in full.
     recorder : callable
         The recorder of operators, if it can be had; called when the first thread trains.
-    memory : callable
+    plan_cache : callable
         What earlier runs learned of programs on a device, for a target in bytes; None: nothing is kept.
     armed : callable
         Called in each thread when it begins to train.
@@ -87,6 +87,6 @@ class Options:
     links: Links = PCIE_GEN5
     advisor: Advisor | None = None
     recorder: Callable[[], Recorder | None] = lambda: None
-    memory: Callable[[torch.device, int], Memory | None] = lambda device, target: None
+    plan_cache: Callable[[torch.device, int], PlanCache | None] = lambda device, target: None
     armed: Callable[[], None] = lambda: None
     timeline: Timeline | None = None

@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 
 from torch_tiers.allocator.errors import TiersError
 from torch_tiers.allocator.pages import PageAllocator
-from torch_tiers.migrator.controller.made import Made
+from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.program import weights
@@ -220,7 +220,7 @@ class Runtime:
         if not self._steps.count:
             pages.begin()
             return
-        with nullcontext() if saver.resting else saver.aside():
+        with nullcontext() if saver.resting else saver.untracked():
             pages.period_over(alone=self._is_alone)
         if saver.resting and any(pages.overflow(mover.engine.compute.device) for mover in saver.armed_movers):
             self._wake(saver)
@@ -292,7 +292,7 @@ class Runtime:
                 self._happened("hbm was full", device=str(device), bytes=overflow)
             try:
                 changed |= mover.end_period(whole=whole, alone=threads == 1, overflow=overflow, host=host)
-                changed |= advice is not None and mover.heed(*advice)
+                changed |= advice is not None and mover.apply_advice(*advice)
             except NoPlanFits as error:
                 if not self.closed:
                     self._refuse(error.out_of(mover.budget))
@@ -314,7 +314,7 @@ class Runtime:
     def _tell_pages(self, pages: PageAllocator, saver: Saver, movers: Sequence[Mover]) -> None:
         # At the end of a step. Elsewhere a layout is in use: by what backward is still to do, or by another thread.
         now = self._optimizers.period_due and self._is_alone and not self.closed and not saver.capturing()
-        with saver.aside():  # no part of the next period, whose recorder there may be already
+        with saver.untracked():  # no part of the next period, whose recorder there may be already
             for mover in movers:
                 peaks = [predicted.peak["hbm"] for predicted in mover.learner.predictions if predicted is not None]
                 pages.expect_new_plans(mover.engine.compute.device, max(peaks, default=0), now=now)
@@ -325,7 +325,7 @@ class Runtime:
         for mover in saver.armed_movers:
             for plan, predicted in zip(mover.learner.plans, mover.learner.predictions, strict=True):
                 device = str(mover.engine.compute.device)
-                self._happened(f"plan by {plan.policy}", device=device, plan=str(Made(plan, predicted)))
+                self._happened(f"plan by {plan.policy}", device=device, plan=str(PlannedIteration(plan, predicted)))
 
     def _happened(self, what: str, **more: object) -> None:
         if self._counters.timeline is not None:

@@ -35,9 +35,9 @@ class Owner(Protocol):
         """Take charge of a saved tensor."""
 
     def drop(self, tensor: Tensor, make: Recompute, find: Find, kind: str) -> Dropped | Moved:
-        """Let go of a saved tensor that is made again; where that does not hold any more, take it."""
+        """Release a saved tensor that is made again; where that does not hold any more, take it."""
 
-    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
+    def restore(self, moved: Moved, *, count: bool = True) -> Tensor:
         """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it."""
 
     def glimpse(self, moved: Moved) -> Tensor:
@@ -46,13 +46,21 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Stay; with the bytes that enter and leave HBM by it. If it is `quiet`, nobody has to be told of it."""
+    """Keep the tensor in HBM.
+
+    Attributes
+    ----------
+    enter, leave : int
+        Bytes that enter HBM when the tensor is saved, and leave it after its last use.
+    bypass : bool
+        Whether the hooks need not be called for it.
+    """
 
     mover: Owner
     enter: int
     leave: int
     pace: Pace | None = None
-    quiet: bool = False
+    bypass: bool = False
     stays: ClassVar[Literal[True]] = True
 
 

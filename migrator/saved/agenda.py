@@ -20,11 +20,11 @@ class Agenda:
     ----------
     makes : bool
         Whether anything that was dropped is made again.
-    quiet : mapping of str to bool or None
-        By module, whether the hooks need not be called in it: all that it saves stays, and is quiet. None for those
-        that save nothing and call others that do, where nothing is gained by switching. Not named here is a root, and
-        the program outside of modules: what those save often tells that a forward begins, or backward. Empty where the
-        hooks are to be called in all modules.
+    bypass : mapping of str to bool or None
+        By module, whether the hooks need not be called in it: all that it saves stays, and need not be reported. None
+        for those that save nothing and call others that do, where nothing is gained by switching. Not named here is a
+        root, and the program outside of modules: what those save often tells that a forward begins, or backward. Empty
+        where the hooks are to be called in all modules.
     objects : int
         How many the hooks hold under these plans; see `migrator.saved.garbage`.
     """
@@ -35,7 +35,9 @@ class Agenda:
             path, number = _parted(key)
             by_path.setdefault(path, {})[number] = action
         planned = [action for of in by_path.values() for action in of.values()]
-        busy = {path for path, of in by_path.items() if not all(type(one) is Stay and one.quiet for one in of.values())}
+        busy = {
+            path for path, of in by_path.items() if not all(type(one) is Stay and one.bypass for one in of.values())
+        }
         verified = [action.verified for action in planned if isinstance(action, Recompute)]
         self.makes = bool(verified)
         self._actions = {path: [of.get(n) for n in range(max(of) + 1)] for path, of in by_path.items()}
@@ -45,11 +47,11 @@ class Agenda:
             self._noted.setdefault(path, set()).add(number)
         busy.update(self._noted)
         around = {path[:at] for path in by_path for at, letter in enumerate(path) if letter == "."}
-        quiet = {path: True for path in by_path.keys() - busy if "." in path}
+        bypassed = {path: True for path in by_path.keys() - busy if "." in path}
         between = {path: None for path in around - busy - by_path.keys() if "." in path}
-        self.quiet: Mapping[str, bool | None] = {**quiet, **between} if quiet else {}
+        self.bypass: Mapping[str, bool | None] = {**bypassed, **between} if bypassed else {}
         self.objects = sum(
-            _TAKES[type(one)] for path in by_path.keys() - quiet.keys() for one in by_path[path].values()
+            _TAKES[type(one)] for path in by_path.keys() - bypassed.keys() for one in by_path[path].values()
         )
 
     def of(self, path: str) -> Sequence[Action | None]:

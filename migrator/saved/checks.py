@@ -94,7 +94,12 @@ class Checks:
         began, self._used_memory = time.perf_counter(), True
         # There may be no memory for it, or no room to bring an input back: the program did not ask for this. What was
         # asked for is given back before it counts as the program's again.
-        with self._compute.aside(), made.replay.aside(), suppress(RuntimeError, TiersError), _disable_current_modes():
+        with (
+            self._compute.untracked(),
+            made.replay.untracked(),
+            suppress(RuntimeError, TiersError),
+            _disable_current_modes(),
+        ):
             try:
                 self._compare(key, original, made.replay, made.index, look())
             except Differs:

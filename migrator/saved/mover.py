@@ -160,18 +160,18 @@ class Mover:
         engine = self.engine
         with engine.lock:
             if self.filling.waits:
-                self.filling.send_waiting()
+                self.filling.offload_waiting()
             known = self.storages.find(tensor)
             recorder = self.recorder
             record = None if recorder is None else recorder.save(key, known, kind)
-            # A group takes members of one stream only: its copy waits for that one, and that one lets go of
+            # A group takes members of one stream only: its copy waits for that one, and that one releases
             # their memory.
             stream = engine.compute.stream()
             filling = None if go is None else self.filling.planned(go.group, stream)
             saved, fresh = known.saved, 0
             if saved is None or saved.group.state is State.GONE or _is_another_stream_s(saved, tensor, stream):
                 for waiting in tuple(self._held_back):
-                    self._send_unforeseen(waiting)
+                    self._offload_unforeseen(waiting)
                 # While the plan does not hold (groups wait for sites that do not come, and the limit is reached)
                 # what comes travels with the unforeseen, in groups that leave as soon as they are worth a transfer.
                 group = self.filling.loose_group(stream) if filling is None or engine.over_limit() else filling.group
@@ -190,16 +190,16 @@ class Mover:
                     # Others may come right after, which share what has not left: it goes once another storage comes.
                     self._held_back.add(stream)
                 else:
-                    self._send_unforeseen(stream)
+                    self._offload_unforeseen(stream)
         return moved
 
-    def _send_unforeseen(self, stream: Stream) -> None:
-        """Send what no plan has foreseen, unless there may be room for it."""
+    def _offload_unforeseen(self, stream: Stream) -> None:
+        """Offload what no plan has foreseen, unless there may be room for it."""
         self._held_back.discard(stream)
         if self.filling.loose and not self._keeps:
             if self.filling.patient and self.engine.resident > self.filling.room:
                 self._expect_too_much()
-            self.filling.send_loose(stream)
+            self.filling.offload_loose(stream)
 
     # ------------------------------------------------------------------------------------- back
 
@@ -217,11 +217,11 @@ class Mover:
             self.unmanaged = max(self.unmanaged, grown - self.engine.resident)
         if self.filling.waits:
             with self.engine.lock:
-                self.filling.send_waiting(over=True)
+                self.filling.offload_waiting(over=True)
         self.engine.begin_backward()
 
     def drop(self, tensor: Tensor, make: Recompute, find: Find, kind: str) -> Dropped | Moved:
-        """Let go of a saved tensor that is made again; where that does not hold any more, take it."""
+        """Release a saved tensor that is made again; where that does not hold any more, take it."""
         if make.key in self.checks.differing:
             return self.take(tensor, make.key, None, kind)
         fresh = None
@@ -249,7 +249,7 @@ class Mover:
                 return self.take(tensor, make.key, None, kind)
         return dropped
 
-    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
+    def restore(self, moved: Moved, *, count: bool = True) -> Tensor:
         """The tensor that was taken, bit for bit, in HBM; with `count` backward has asked for it.
 
         Raises
@@ -291,7 +291,7 @@ class Mover:
             See `Learner.period_over`.
         """
         self._fitting = 0 if overflow else self._fitting + 1
-        self._stayed &= not self.filling.sent and all(plan.keeps_everything for plan in self.learner.plans)
+        self._stayed &= not self.filling.offloaded and all(plan.keeps_everything for plan in self.learner.plans)
         with self.engine.lock:
             trace = None
             if self.recorder is not None:
@@ -303,7 +303,7 @@ class Mover:
                 self._see_beside(trace)
             peak = self.engine.end_period()
             granted, refused = self.filling.granted, self.filling.refused
-            drifted = self._departs()
+            mispredicted = self._mispredicted()
             self._begin()
             pressed = self.engine.compute.pressed()
             # Groups that are held back on purpose are late on purpose.
@@ -312,7 +312,7 @@ class Mover:
                 trace,
                 peak,
                 whole=whole,
-                drifted=drifted,
+                mispredicted=mispredicted,
                 pressed=pressed,
                 overflow=overflow,
                 iteration_time=iteration_time,
@@ -320,7 +320,7 @@ class Mover:
                 refused=refused,
                 static=self.engine.compute.allocated,
             )
-            if refused and trace is None and not (changed or drifted):  # else it may not have been these plans'
+            if refused and trace is None and not (changed or mispredicted):  # else it may not have been these plans'
                 changed = self._plans_for_less(granted)
             if self.checks.period_over():
                 self.verified = {key: held for key, held in self.verified.items() if key not in self.checks.differing}
@@ -339,7 +339,7 @@ class Mover:
             self.checks.on = self.recorder is None and not stands_for
         return changed
 
-    def _departs(self) -> bool:
+    def _mispredicted(self) -> bool:
         """Whether a considerable part of the period was not as any plan has it."""
         traces, unforeseen = self.learner.traces, self.filling.unforeseen
         sites = max((len(trace.sites) for trace in traces), default=0)
@@ -376,7 +376,7 @@ class Mover:
             return 1
         return 0 if self._unchanged % SAMPLED else SAMPLED
 
-    def heed(self, ahead: int | None, links: Links) -> bool:
+    def apply_advice(self, ahead: int | None, links: Links) -> bool:
         """Bring groups back so many ahead of their use, and plan with `links`; whether there are new plans."""
         before, self.engine.ahead = self.engine.ahead, EVERY if ahead is None else ahead
         if self.engine.ahead != before:
@@ -428,11 +428,11 @@ class Mover:
 
     def _limit(self) -> int:
         """Bytes that may lie in HBM when a period begins."""
-        if self.recorder is None and self._is_quiet():  # what stays is not all counted: it might all be there
+        if self.recorder is None and self._moves_nothing():  # what stays is not all counted: it might all be there
             return self.filling.room - max((plan.kept_bytes for plan in self.learner.plans), default=0)
         return self.filling.room
 
-    def _is_quiet(self) -> bool:
+    def _moves_nothing(self) -> bool:
         """Whether what stays need not be counted: nothing waits for the room that it leaves."""
         plans = self.learner.plans
         return self.engine.compute.counts and bool(plans) and not any(plan.groups for plan in plans)
@@ -445,7 +445,7 @@ class Mover:
                 break
         plans = self.learner.plans
         largest = max((group.nbytes for plan in plans for group in plan.groups), default=0)
-        self.engine.backing.reserve(self, max(plan.parcel_bytes for plan in plans), largest)
+        self.engine.backing.reserve(self, max(plan.stored_bytes for plan in plans), largest)
         self.filling.patient = False
         self.filling.room = max(plan.room for plan in plans)
         self.engine.limit = self._limit()
@@ -457,7 +457,7 @@ class Mover:
     def _refusal(self, plans: tuple[Plan, ...]) -> TierFull | None:
         """Why the tiers below HBM cannot hold what plans move at once; None if they can."""
         try:
-            self.engine.backing.check(max(plan.parcel_bytes for plan in plans))
+            self.engine.backing.check(max(plan.stored_bytes for plan in plans))
         except TierFull as refusal:
             return refusal
         return None
@@ -473,14 +473,14 @@ class Mover:
 
     def actions(self) -> Iterator[tuple[str, Action]]:
         """What the plans say of every site. A site that comes twice goes: that always fits."""
-        quiet = self._is_quiet()
+        nothing_moves = self._moves_nothing()
         pairs = list(zip(self.learner.plans, self.learner.traces, strict=True))
         # What one plan is to hear of is heard under all of them: which kind of period this is nobody knows.
         heard = set[str]().union(*(_heard(plan, trace) for plan, trace in pairs))
-        paced = [(plan, {} if quiet else paces_of(plan, trace)) for plan, trace in pairs]
+        paced = [(plan, {} if nothing_moves else paces_of(plan, trace)) for plan, trace in pairs]
         for plan, paces in paced:
             for key, keep in plan.keep.items():
-                yield key, Stay(self, keep.enter, keep.leave, paces.get(key), quiet and key not in heard)
+                yield key, Stay(self, keep.enter, keep.leave, paces.get(key), nothing_moves and key not in heard)
         for plan, paces in paced:
             for key in plan.recompute:
                 if key in self.verified:

@@ -164,8 +164,8 @@ class Saver(OnStack):
         else:
             modules.stack.append(place.here)
             place.here = node
-        if place.quiet or self.hushed:
-            self._hush_or_not()
+        if place.bypass or self.bypassed:
+            self._bypass_or_not()
 
     def _enter(self, module: nn.Module) -> None:
         if self.modules.outside and _graph_task() == -1:  # a checkpoint's recomputation is no forward of its own
@@ -187,7 +187,7 @@ class Saver(OnStack):
 
     def stepped(self) -> None:
         """An optimizer has made a step."""
-        if self._replays is not None:  # where modules are quiet backward may not have been heard of
+        if self._replays is not None:  # where hooks are bypassed backward may not have been heard of
             self._replays.end()
 
     def leave(self) -> None:
@@ -195,20 +195,20 @@ class Saver(OnStack):
         place, stack = self.place, self.modules.stack
         if stack:
             place.here = stack.pop()
-        if place.quiet or self.hushed:
-            self._hush_or_not()
+        if place.bypass or self.bypassed:
+            self._bypass_or_not()
 
-    def _hush_or_not(self) -> None:
+    def _bypass_or_not(self) -> None:
         place = self.place
-        hush = place.quiet.get(place.here.path, False) if not place.in_backward else False
-        if hush is not None and hush is not self.hushed:
-            self.hush(hush)
+        bypass = place.bypass.get(place.here.path, False) if not place.in_backward else False
+        if bypass is not None and bypass is not self.bypassed:
+            self.bypass(bypass)
 
     def leave_all(self) -> None:
         """The thread is in no module; see `Modules.leave_all`."""
         self.modules.leave_all()
-        if self.hushed:
-            self.hush(on=False)
+        if self.bypassed:
+            self.bypass(on=False)
 
     def capturing(self) -> bool:
         """Whether what the program does now goes into a CUDA graph."""
@@ -249,9 +249,9 @@ class Saver(OnStack):
     def end_period(self, *, stepped: bool = False) -> None:
         """End the period, if backward has begun in it; optimizer steps and the next forward do.
 
-        Where modules are quiet backward may not be heard of. The optimizer that leads has `stepped` all the same.
+        Where hooks are bypassed backward may not be heard of. The optimizer that leads has `stepped` all the same.
         """
-        if self.place.in_backward or (stepped and self.place.quiet):
+        if self.place.in_backward or (stepped and self.place.bypass):
             self.place.in_backward = False
             self.place.period += 1
             if self.place.recording and self._looks < LOOKS:
@@ -273,15 +273,15 @@ class Saver(OnStack):
         Now and then they are called in all of them: one may save what no plan has foreseen.
         """
         listens = self.place.recording or self.place.period % LISTENS == 0
-        self.place.quiet = {} if listens else self._agenda.quiet
+        self.place.bypass = {} if listens else self._agenda.bypass
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def untracked(self) -> Iterator[None]:
         """What is done inside is not the program's, and not measured with it."""
         with ExitStack() as stack:
             for mover in self.armed_movers:
                 if mover.recorder is not None and not mover.engine.compute.capturing():
-                    stack.enter_context(mover.recorder.aside())
+                    stack.enter_context(mover.recorder.untracked())
             yield
 
     def _arrive(self) -> None:
@@ -388,7 +388,7 @@ class Saver(OnStack):
         if isinstance(packed, Dropped):
             # Again what it is made from is over as well, and made once for all that has it.
             return Look()(packed) if packed.made.over else packed.view(self._peek, count=True)
-        tensor = packed.mover.give_back(packed)
+        tensor = packed.mover.restore(packed)
         return tensor if record is None else record.compare(tensor, Look())
 
     def _peek(self, packed: Packed) -> Tensor:
@@ -398,7 +398,7 @@ class Saver(OnStack):
             return packed[0]
         if isinstance(packed, Dropped):
             return packed.view(self._peek, count=False)
-        return packed.mover.give_back(packed, count=False)
+        return packed.mover.restore(packed, count=False)
 
     def _turn(self) -> None:
         if _graph_task() == -1:

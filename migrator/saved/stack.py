@@ -23,13 +23,13 @@ class OnStack:
         What lies on the stack: methods of this object or what stands in front of them, and names it as `__self__`.
     resting : bool
         They are off, as nothing is to be done with what is saved.
-    hushed : bool
-        They are off for a moment, see `hush`.
+    bypassed : bool
+        They are off for a moment, see `bypass`.
     """
 
     def __init__(self) -> None:
         self.hooks: Hooks = (self.pack, self.unpack)
-        self.resting = self.hushed = False
+        self.resting = self.bypassed = False
         self._suspended = False
 
     def pack(self, tensor: Tensor) -> Any:
@@ -56,13 +56,13 @@ class OnStack:
         self.resting = self.resting or self.take_off()
         return self.resting
 
-    def hush(self, on: bool) -> None:
+    def bypass(self, on: bool) -> None:
         """Switch them off, or on again after that; not where somebody else's lie on the stack, until those are gone."""
         if on:
-            self.hushed = self.take_off()
+            self.bypassed = self.take_off()
         elif self.is_free():
             self.push()
-            self.hushed = False
+            self.bypassed = False
 
     def suspend(self) -> None:
         """Switch them off until `resume`; they lie on top."""

@@ -171,7 +171,7 @@ class Memory(NamedTuple):
     ----------
     peaks : Peaks
         Of what it hands out.
-    aside : callable
+    untracked : callable
         Within it this thread asks for memory that the program alone would not, and gives all of it back.
     tidy : callable
         Has what that took return to the system, as far as it is cached.
@@ -180,7 +180,7 @@ class Memory(NamedTuple):
     """
 
     peaks: Peaks
-    aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    untracked: Callable[[], AbstractContextManager[None]] = nullcontext
     tidy: Callable[[], None] = lambda: None
     renew: Callable[[], None] = lambda: None
 
@@ -236,7 +236,7 @@ class Meter(Protocol):
         """The host goes on with the program, as it does after `resume`, too."""
 
     def part(self, resident: int) -> None:
-        """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then."""
+        """In the middle of a stretch saved storages were released; `resident` bytes had been in HBM until then."""
 
     def abandon(self) -> None:
         """Nobody wants to know what the period takes, nor to have it finished."""
@@ -247,11 +247,11 @@ class Meter(Protocol):
         What that did to memory belongs to neither stretch beside it.
         """
 
-    def aside(self) -> AbstractContextManager[None]:
+    def untracked(self) -> AbstractContextManager[None]:
         """What is done inside is not the program's."""
 
     def most(self) -> int:
-        """The most bytes in use since this was last called, aside; 0 where nobody counts them."""
+        """The most bytes in use since this was last called, in an untracked scope; 0 where nobody counts them."""
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
         """The period is over; waits until the device has passed its end.
@@ -301,14 +301,14 @@ class Compute(Protocol):
     def hand_over(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that `buffer` is used on the present stream as well as on its own."""
 
-    def aside(self) -> AbstractContextManager[None]:
+    def untracked(self) -> AbstractContextManager[None]:
         """Within it this thread asks for memory that the program alone would not, and gives all of it back."""
 
     def capturing(self) -> bool:
         """Whether the program is being captured into a graph, which no lane may become a part of."""
 
     def tidy(self) -> None:
-        """A period with work of ours aside is over: give back what is cached for that alone. Not within a capture."""
+        """A period with untracked work is over: give back what is cached for that alone. Not within a capture."""
 
     def renew(self) -> None:
         """Other plans are carried out from now on: what is cached fits those before, and goes. Not within a capture.

@@ -47,7 +47,7 @@ class CudaCompute:
         self._library = library
         # Our own allocator, where it is there, knows by itself what to give back; see `PageAllocator.expect_new_plans`.
         memory = memory or Memory(peaks.PeaksOfPyTorch(device), renew=torch.cuda.empty_cache)
-        self._peaks, self.aside, self.tidy, self.renew = memory
+        self._peaks, self.untracked, self.tidy, self.renew = memory
         self.take_peak = self._peaks.take_peak
         self.delayed = self._peaks.delayed
         # PyTorch's own, without a frame of ours around them: both are asked for with every tensor that moves. What

@@ -84,7 +84,7 @@ class HostCompute:
     def hand_over(self, buffer: torch.Tensor) -> None:
         """One stream: nothing to tell."""
 
-    def aside(self) -> AbstractContextManager[None]:
+    def untracked(self) -> AbstractContextManager[None]:
         """Whoever asks gets the host's own memory."""
         return nullcontext()
 

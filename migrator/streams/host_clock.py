@@ -55,7 +55,7 @@ class HostClock:
         self._stretches.append(_Stretch(self._own, self._delay, self._began, self._ended, self._behind))
         self._own, self._delay, self._behind = 0.0, 0.0, behind
 
-    def told(
+    def clocks(
         self, device: Sequence[float], when: Callable[[TimedEvent], float], ticks: Sequence[TimedEvent]
     ) -> tuple[tuple[float, ...], frozenset[int]]:
         """The host's own seconds in each stretch, and the stretches in which it waited for the device.

@@ -1,10 +1,11 @@
 """What a period takes: device seconds and HBM at each of its positions, on a GPU and without one.
 
 A meter runs while a period is recorded. What the lanes and our own trials add to the period is taken out again: waits
-of the compute stream for a lane, and everything *aside*. On a GPU there are two clocks: the device's events, and the
-host's own time between our hooks. Where the device waits for the host, events tell the host's pace. So the device can
-be *held* back, again and again, so that the host is always ahead of it. Where other ranks would wait for that, and have
-this one wait for them, operators are timed one by one: what the device does between two of them is not the program's.
+of the compute stream for a lane, and everything *untracked*. On a GPU there are two clocks: the device's events, and
+the host's own time between our hooks. Where the device waits for the host, events tell the host's pace. So the device
+can be *held* back, again and again, so that the host is always ahead of it. Where other ranks would wait for that, and
+have this one wait for them, operators are timed one by one: what the device does between two of them is not the
+program's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Device(Protocol):
 
     stream: Callable[[], tuple[int, int, int]]
     capturing: Callable[[], bool]
-    aside: Callable[[], AbstractContextManager[None]]
+    untracked: Callable[[], AbstractContextManager[None]]
     waited: list[Gap] | None
 
     @property
@@ -53,14 +54,14 @@ class HostMeter:
 
     def __init__(self, compute: Host) -> None:
         self._compute = compute
-        self._aside = 0.0
+        self._untracked = 0.0
         self._begin = self.mark()
         self._times: list[float] = []
         self._others: list[int] = []
 
     def mark(self) -> float:
         """A point in the program's time, in seconds."""
-        return time.perf_counter() - self._compute.stalled() - self._aside
+        return time.perf_counter() - self._compute.stalled() - self._untracked
 
     def seconds(self, start: float, end: float) -> float:
         """Seconds from one point to another."""
@@ -87,13 +88,13 @@ class HostMeter:
         """Nothing is under way."""
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def untracked(self) -> Iterator[None]:
         """What is done inside is not the program's."""
         start = self.mark()
         try:
             yield
         finally:
-            self._aside += self.mark() - start
+            self._untracked += self.mark() - start
 
     def most(self) -> int:
         """Nothing here measures memory."""
@@ -174,7 +175,7 @@ class CudaMeter:
         return over
 
     def part(self, resident: int) -> None:
-        """In the middle of a stretch saved storages were let go of; `resident` bytes had been in HBM until then.
+        """In the middle of a stretch saved storages were released; `resident` bytes had been in HBM until then.
 
         Else they would count as others' for as long as the stretch lasts, though nobody could use them.
         """
@@ -211,13 +212,13 @@ class CudaMeter:
             operators.drop()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def untracked(self) -> Iterator[None]:
         """What is done inside is not the program's."""
         self.arrive()
         self._highest = max(self._highest, self._compute.take_peak())
         start = self.mark()
         try:
-            with self._compute.aside():
+            with self._compute.untracked():
                 yield
         finally:
             self._left_out.append((start, self.mark()))
@@ -225,7 +226,7 @@ class CudaMeter:
             self.depart()
 
     def most(self) -> int:
-        """The most bytes in use since this was last called, aside."""
+        """The most bytes in use since this was last called, in an untracked scope."""
         return self._compute.take_peak()
 
     def finish(self, resident: int, held: Sequence[int]) -> Measures:
@@ -259,7 +260,7 @@ class CudaMeter:
         if any(timed) and len(timed) == len(device):  # else none came by
             device = tuple(map(min, device, timed))
             *times, seconds = accumulate(device)
-        host, joins = self._host.told(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
+        host, joins = self._host.clocks(device, lambda event: now - self.seconds(event, end), (*self._ticks, end))
         return Measures(tuple(times), seconds, others, Clocks(device, host, joins))
 
 

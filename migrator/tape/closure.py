@@ -269,7 +269,7 @@ class Closure:
         Raises
         ------
         Differs
-            If a leaf was written since, has another size, or was let go of; if an operator returns what is of another
+            If a leaf was written since, has another size, or was released; if an operator returns what is of another
             form than it was; or if PyTorch's settings are not what they were.
         """
         made = self._library.run(self._handle, leaves, -1 if poison is None else poison)

@@ -131,7 +131,7 @@ class Recorder:
         return len(made) == len(originals) and all(self._native.is_same(made.pop(), each) for each in originals)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def untracked(self) -> Iterator[None]:
         """What is done inside is not the program's."""
         was = self.pause()
         try:

@@ -90,13 +90,13 @@ class Timeline:
         """Chrome's trace-event format: times in microseconds, on the host's monotonic clock."""
         events = list(self._events)  # at once: others go on recording
         recorded = max((event[0] for event in events), default=0)
-        told = {
+        metadata = {
             "clock": "CLOCK_MONOTONIC of the host, on which what a GPU did is placed as far as is known",
             "unix_time_at_zero": time.time() - time.perf_counter(),
             "dropped_events": recorded - len(events),
         }
         return json.dumps(
-            {"traceEvents": trace_events(events, os.getpid()), "displayTimeUnit": "ms", "otherData": told}
+            {"traceEvents": trace_events(events, os.getpid()), "displayTimeUnit": "ms", "otherData": metadata}
         )
 
 

@@ -47,6 +47,7 @@ Scenario: TypeAlias = Callable[[torch.device], None]
 Program: TypeAlias = Callable[[torch.device], Sequence[Tensor]]
 
 FAMILIES = (
+    "bypassed",
     "changed_programs",
     "compiled",
     "direct",
@@ -61,7 +62,6 @@ FAMILIES = (
     "odd_modules",
     "periods",
     "processes",
-    "quiet",
     "recompute",
     "replayed",
     "sessions",

@@ -34,7 +34,7 @@ def keeps_storages_apart_that_share_an_address(device: torch.device) -> None:
 
 
 def keeps_storages_apart_that_share_an_address_within_a_period(device: torch.device) -> None:
-    """What moved is let go at once, so its address comes back while its bytes are away."""
+    """What moved is released at once, so its address comes back while its bytes are away."""
     addresses: list[int] = []
 
     def program(device: torch.device) -> list[Tensor]:

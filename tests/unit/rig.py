@@ -54,17 +54,17 @@ class Rig:
         return self.mover.take(tensor, key, go)
 
     def settle(self) -> None:
-        """What was let go of is out of HBM."""
+        """What was released is out of HBM."""
         self.out.run()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing that leaves may stay in HBM any longer."""
         self.engine.limit = 0
         self.engine.relieve()
 
-    def give_back(self, moved: Moved) -> torch.Tensor:
+    def restore(self, moved: Moved) -> torch.Tensor:
         self.out.run()
-        tensor = self.mover.give_back(moved)
+        tensor = self.mover.restore(moved)
         self.back.run()
         return tensor
 
@@ -105,7 +105,7 @@ def run(rig: Rig, program: Program, *, check: Callable[[], None] = lambda: None,
         else:
             if packed.record is not None:
                 packed.record.used()
-            assert torch.equal(rig.give_back(packed), tensor)
+            assert torch.equal(rig.restore(packed), tensor)
         del packed, tensor
         check()
     return mover.end_period(whole=True, overflow=overflow)

@@ -33,7 +33,7 @@ class Candidate:
     @property
     def fits_below(self) -> bool:
         """Whether the tiers below HBM hold all that moves."""
-        return self.below is None or self.plan.parcel_bytes <= self.below
+        return self.below is None or self.plan.stored_bytes <= self.below
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ PyObject *unpack_moved(const Hook &hook, PyObject *packed) {
   if (moved.record != Py_None || !moved.saved || at(hook.place, slots.place.in_backward) != Py_True) return nullptr;
   if (is_changed(moved)) return nullptr;
   if (moved.go != Py_None) tell(moved.mover, names().reached, at(moved.go, slots.go.pace), nullptr, nullptr);
-  PyObject *tensor = PyObject_CallMethodOneArg(moved.mover, names().give_back, packed);
+  PyObject *tensor = PyObject_CallMethodOneArg(moved.mover, names().restore, packed);
   if (!tensor) throw python_error();
   return tensor;
 }

@@ -169,7 +169,7 @@ bool is_beside(const Known &entry, const at::Tensor &tensor) {
 
 // Take out of a chain what cannot be found again: earlier versions of `base`, and of tensors that are gone. A buffer
 // that is filled anew in each step of a loop without backward, as when somebody serves and forgot `no_grad`, would have
-// one entry a step. Who calls lets go of what is returned, once nothing here is half done: that may lead back here.
+// one entry a step. Who calls releases what is returned, once nothing here is half done: that may lead back here.
 std::vector<Known *> outdated(Known *&chain, const c10::TensorImpl *base, int64_t version) {
   std::vector<Known *> found;
   int near = kNear;

@@ -33,7 +33,7 @@ struct Leaf {
   bool refilled = false;   // see `Stops`: nobody watches it
   std::optional<Relative> relative;
   std::vector<char> constant;                    // its bytes, if Python's numbers are all that it is
-  c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is let go of
+  c10::intrusive_ptr<c10::StorageImpl> storage;  // until it is released
   // Where it was, if that has been written since: who promised it has it elsewhere.
   c10::weak_intrusive_ptr<c10::StorageImpl> not_on = c10::weak_intrusive_ptr<c10::StorageImpl>::reclaim(nullptr);
 };

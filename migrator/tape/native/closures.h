@@ -267,7 +267,7 @@ Buffer own_buffer_of(const Closure &of, size_t index) {
     if (copy != of.copies->of.end() && copy->second.nbytes() == leaf.nbytes) return {copy->second, 0, leaf.nbytes};
   }
   if (!leaf.constant.empty()) return buffer_of(leaf.constant);
-  if (!leaf.storage) throw Differs("what it is made of was let go of");
+  if (!leaf.storage) throw Differs("what it is made of was released");
   if (leaf.storage->nbytes() != leaf.nbytes) throw Differs("what it is made of has another size");
   return {c10::Storage(leaf.storage), 0, leaf.nbytes};
 }

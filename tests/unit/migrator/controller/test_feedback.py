@@ -26,10 +26,10 @@ from torch_tiers.migrator.controller.feedback import (
     SPILLS,
     SURE,
     TELLING,
-    UNTOLD,
+    UNTIMED,
     Feedback,
 )
-from torch_tiers.migrator.controller.made import Made
+from torch_tiers.migrator.controller.planned import PlannedIteration
 from torch_tiers.migrator.model.clocks import Clocks
 from torch_tiers.migrator.model.links import PCIE_GEN5, Calls, Links
 from torch_tiers.migrator.model.timing import HookTime, HostTime, IterationTime, at_pace
@@ -104,14 +104,14 @@ def pass_by(feedback: Feedback, periods: int) -> None:
         feedback.peak(TARGET, TARGET, TARGET, pressed=False, may_grow=True)
 
 
-def told(feedback: Feedback, parts: Sequence[float], predicted: Simulated = PREDICTED) -> list[bool]:
+def changes(feedback: Feedback, parts: Sequence[float], predicted: Simulated = PREDICTED) -> list[bool]:
     """What periods that take these parts of what was predicted change."""
     return [feedback.iteration(IterationTime(part * predicted.seconds, {}), predicted) for part in parts]
 
 
 def test_times_that_were_recorded_too_long_are_corrected_as_soon_as_two_periods_agree() -> None:
     feedback = gone_by()
-    assert told(feedback, [1 + OFF_PACE / 2] * AGREEING) == [False] * AGREEING
+    assert changes(feedback, [1 + OFF_PACE / 2] * AGREEING) == [False] * AGREEING
     waits = IterationTime(0.8 * PREDICTED.seconds + 1.0, {"h2d": 1.0})
     assert [feedback.iteration(waits, PREDICTED) for _ in range(AGREEING)] == [False] * (AGREEING - 1) + [True]
     assert feedback.pace == pytest.approx(0.8)
@@ -119,21 +119,21 @@ def test_times_that_were_recorded_too_long_are_corrected_as_soon_as_two_periods_
     assert as_measured.seconds == pytest.approx(0.8 * PREDICTED.seconds)
     feedback.adopted()
     pass_by(feedback, SETTLING)
-    assert not any(told(feedback, [1.0] * SURE, as_measured))
+    assert not any(changes(feedback, [1.0] * SURE, as_measured))
 
 
 def test_what_was_recorded_on_a_slow_host_may_be_three_times_too_long() -> None:
     feedback = gone_by()
-    assert told(feedback, [0.35] * AGREEING)[-1]
+    assert changes(feedback, [0.35] * AGREEING)[-1]
     assert feedback.pace == pytest.approx(0.35)
-    assert told(feedback, [0.1] * AGREEING)[-1]
+    assert changes(feedback, [0.1] * AGREEING)[-1]
     assert feedback.pace == FASTEST
 
 
 def test_a_device_at_its_power_limit_is_slower_than_in_a_recording_in_which_it_waited() -> None:
     feedback = gone_by()
     longer = [1.11, 1.12, 1.1, 1.11, 1.12, 1.11, 1.12, 1.11]
-    assert told(feedback, longer) == [False] * (SURE - 1) + [True]
+    assert changes(feedback, longer) == [False] * (SURE - 1) + [True]
     assert feedback.pace == pytest.approx(1.1), "by the shortest: the host may have made the others longer"
 
 
@@ -141,10 +141,10 @@ def test_on_a_host_where_no_two_periods_agree_half_of_eight_prove_times_too_long
     """Predicted were 533 ms, and no step of these took less than 40 ms more or less than that before it."""
     times = [0.95, 0.75, 0.85, 0.75, 0.85, 0.8, 0.9, 1.2]
     feedback = gone_by()
-    assert told(feedback, times) == [False] * (SURE - 1) + [True]
+    assert changes(feedback, times) == [False] * (SURE - 1) + [True]
     assert feedback.pace == pytest.approx(0.85)
     feedback = gone_by()
-    assert not any(told(feedback, [1.0, 0.75, 1.1, 0.8, 1.0, 1.2, 1.1, 1.0])), (
+    assert not any(changes(feedback, [1.0, 0.75, 1.1, 0.8, 1.0, 1.2, 1.1, 1.0])), (
         "a few short ones may have had fewer samples"
     )
     assert feedback.pace == 1.0
@@ -153,7 +153,7 @@ def test_on_a_host_where_no_two_periods_agree_half_of_eight_prove_times_too_long
 def test_one_period_in_eight_that_was_as_short_as_predicted_proves_the_others_late() -> None:
     """The host of a rented GPU is half as fast for a second, and then again what it was."""
     feedback = gone_by()
-    assert not any(told(feedback, [1.1] * 4 + [1.0] + [1.1] * 7))
+    assert not any(changes(feedback, [1.1] * 4 + [1.0] + [1.1] * 7))
     assert feedback.pace == 1.0
 
 
@@ -168,14 +168,14 @@ def test_lanes_are_corrected_also_while_nobody_knows_whether_periods_are_late() 
 
 def test_periods_a_little_longer_or_much_longer_than_predicted_have_another_cause() -> None:
     feedback = gone_by()
-    assert not any(told(feedback, [1 + LATE_PACE / 2] * 2 * SURE))
-    assert not any(told(feedback, [2.0] * 2 * SURE))
+    assert not any(changes(feedback, [1 + LATE_PACE / 2] * 2 * SURE))
+    assert not any(changes(feedback, [2.0] * 2 * SURE))
     assert feedback.pace == 1.0
 
 
 def test_periods_that_differ_among_themselves_tell_nothing_of_the_pace() -> None:
     feedback = gone_by()
-    assert not any(told(feedback, [1.0, 0.25, 0.9, 0.3])), "batches of several sizes"
+    assert not any(changes(feedback, [1.0, 0.25, 0.9, 0.3])), "batches of several sizes"
     on_two_streams = IterationTime(0.5, {"d2h": 0.4, "h2d": 0.4})
     assert not any(feedback.iteration(on_two_streams, PREDICTED) for _ in range(AGREEING))
     assert feedback.pace == 1.0
@@ -185,16 +185,16 @@ def test_periods_right_after_a_change_of_plans_tell_nothing_of_the_pace() -> Non
     feedback = gone_by(0)
     for _ in range(SETTLING - 1):
         pass_by(feedback, 1)
-        assert told(feedback, [0.5]) == [False]
+        assert changes(feedback, [0.5]) == [False]
     pass_by(feedback, 1)
-    assert not any(told(feedback, [1.0] * AGREEING))
+    assert not any(changes(feedback, [1.0] * AGREEING))
     assert feedback.pace == 1.0
 
 
 def test_the_pace_is_corrected_a_few_times_only() -> None:
     feedback, changed = gone_by(), 0
     for _ in range(10):
-        changed += any(told(feedback, [0.9] * AGREEING))
+        changed += any(changes(feedback, [0.9] * AGREEING))
         feedback.adopted()
         pass_by(feedback, SETTLING)
     assert changed == 2
@@ -204,7 +204,7 @@ def looked_twice(*lengths: float) -> Feedback:
     """After two looks that each found periods to be so long, and new plans after each."""
     feedback = gone_by()
     for length in lengths:
-        assert any(told(feedback, [length] * AGREEING))
+        assert any(changes(feedback, [length] * AGREEING))
         feedback.adopted()
         pass_by(feedback, SETTLING)
     return feedback
@@ -214,17 +214,17 @@ def test_what_a_slow_host_recorded_is_corrected_once_more_when_the_plans_have_se
     """The first periods under new plans are long on such a host: two looks left ResNet-152 a fifth too slow."""
     feedback = looked_twice(0.8, 0.9)
     times = [0.93, 0.8, 0.91, 0.9, 0.92, 0.95, 1.1, 0.94]
-    assert told(feedback, times) == [False] * (SURE - 1) + [True]
+    assert changes(feedback, times) == [False] * (SURE - 1) + [True]
     assert feedback.pace == pytest.approx(0.8 * 0.9 * 0.9), "by two that agree: one that is shorter is another"
     feedback.adopted()
     pass_by(feedback, SETTLING)
-    assert not any(told(feedback, [0.5] * 2 * SURE))
+    assert not any(changes(feedback, [0.5] * 2 * SURE))
 
 
 def test_the_last_look_is_over_once_it_has_looked() -> None:
     """It stayed open, and two short periods at the end of an epoch halved the pace for good."""
     feedback = looked_twice(0.9, 0.9)
-    assert not any(told(feedback, [1.0] * 3 * SURE + [0.5] * AGREEING))
+    assert not any(changes(feedback, [1.0] * 3 * SURE + [0.5] * AGREEING))
 
 
 def relinked(feedback: Feedback, links: Links) -> Feedback:
@@ -239,51 +239,51 @@ def relinked(feedback: Feedback, links: Links) -> Feedback:
 def test_a_pace_that_was_borne_out_stays_as_it_is_beside_others(part: float) -> None:
     """Beside processes that decoded JPEGs a plan was made anew twice within half a minute, each begun in a second."""
     feedback = gone_by()
-    told(feedback, [1.0] * SURE)
+    changes(feedback, [1.0] * SURE)
     feedback = relinked(feedback, BUSY)
-    assert not any(told(feedback, [part] * 2 * SURE))
+    assert not any(changes(feedback, [part] * 2 * SURE))
     feedback = relinked(feedback, BUSIER)
-    assert not any(told(feedback, [part] * 2 * SURE)), "they need more"
+    assert not any(changes(feedback, [part] * 2 * SURE)), "they need more"
     feedback = relinked(relinked(feedback, PCIE_GEN5), BUSY)
-    assert not any(told(feedback, [part] * 2 * SURE)), "they were gone for a few periods, and came back"
-    assert any(told(relinked(feedback, PCIE_GEN5), [part] * SURE)), "they are gone"
+    assert not any(changes(feedback, [part] * 2 * SURE)), "they were gone for a few periods, and came back"
+    assert any(changes(relinked(feedback, PCIE_GEN5), [part] * SURE)), "they are gone"
 
 
 def test_a_pace_that_was_not_borne_out_before_others_came_is_corrected_beside_them() -> None:
     """Such as that of a program whose input pipeline keeps the cores busy from its first step."""
     feedback = gone_by()
-    told(feedback, [1.0] * (SURE - 1))
+    changes(feedback, [1.0] * (SURE - 1))
     feedback = relinked(feedback, BUSY)
-    assert not any(told(feedback, [1.0] * SURE)), "which bears it out beside these alone"
-    assert any(told(relinked(feedback, BUSIER), [0.9] * AGREEING))
+    assert not any(changes(feedback, [1.0] * SURE)), "which bears it out beside these alone"
+    assert any(changes(relinked(feedback, BUSIER), [0.9] * AGREEING))
 
 
 def test_laps_beside_others_bear_nothing_out_where_the_plans_stay_without_them() -> None:
     feedback = relinked(gone_by(), BUSY)
-    told(feedback, [1.0] * SURE)
+    changes(feedback, [1.0] * SURE)
     feedback = feedback.under(PCIE_GEN5)
     feedback.stayed()
     pass_by(feedback, SETTLING)
-    assert not any(told(feedback, [1.0]))
-    assert any(told(relinked(feedback, BUSY), [0.8] * AGREEING))
+    assert not any(changes(feedback, [1.0]))
+    assert any(changes(relinked(feedback, BUSY), [0.8] * AGREEING))
 
 
 def test_laps_that_have_corrected_the_pace_have_not_borne_it_out() -> None:
     feedback = gone_by()
-    assert told(feedback, [1 + 2 * LATE_PACE] * SURE)[-1]
-    assert any(told(relinked(feedback, BUSY), [0.9] * AGREEING))
+    assert changes(feedback, [1 + 2 * LATE_PACE] * SURE)[-1]
+    assert any(changes(relinked(feedback, BUSY), [0.9] * AGREEING))
 
 
 def test_nothing_is_borne_out_of_what_was_recorded_since() -> None:
     feedback = gone_by()
-    told(feedback, [1.0] * SURE)
+    changes(feedback, [1.0] * SURE)
     feedback.news()
-    assert any(told(relinked(feedback, BUSY), [0.7] * AGREEING))
+    assert any(changes(relinked(feedback, BUSY), [0.7] * AGREEING))
 
 
 def test_lanes_that_are_late_beside_others_are_slower_whatever_the_pace() -> None:
     feedback = gone_by()
-    told(feedback, [1.0] * SURE)
+    changes(feedback, [1.0] * SURE)
     feedback = relinked(feedback, BUSY)
     plan = make_plan("test", MODEL, [life.ident for life in MODEL.lifetimes], GiB)
     predicted = simulate(MODEL, BUSY, replace(plan, room=GiB))
@@ -294,17 +294,17 @@ def test_lanes_that_are_late_beside_others_are_slower_whatever_the_pace() -> Non
 
 def test_plans_are_settled_once_as_many_laps_as_may_correct_them_did_not() -> None:
     feedback = gone_by()
-    told(feedback, [1.0] * (SURE - 1))
+    changes(feedback, [1.0] * (SURE - 1))
     assert not feedback.settled
-    told(feedback, [1.0])
+    changes(feedback, [1.0])
     assert feedback.settled
     feedback.adopted()
     assert not feedback.settled
 
 
 def test_plans_are_settled_after_some_periods_where_no_times_are_to_be_had() -> None:
-    assert not gone_by(UNTOLD - 1).settled
-    assert gone_by(UNTOLD).settled
+    assert not gone_by(UNTIMED - 1).settled
+    assert gone_by(UNTIMED).settled
 
 
 # ------------------------------------------------------------------------------------------ the budget
@@ -493,14 +493,14 @@ def test_a_short_period_says_nothing_of_the_device_before_the_host_s_time_is_kno
     trace = Trace((Site("a:0", 0, 10, 0, (1,)),), 2, others=(0,) * 3).on(clocks)
     plan = make_plan("test", trace, (), 1000)
     feedback = Feedback(TARGET, PCIE_GEN5)
-    made = (Made(plan, simulate(trace, PCIE_GEN5, plan)),)
+    made = (PlannedIteration(plan, simulate(trace, PCIE_GEN5, plan)),)
     changed = 0
     for _ in range(2 * SURE):
         if feedback.period_over(
             made, 0, TARGET, pressed=False, overflow=0, iteration_time=IterationTime(40.0, {}), host=HostTime(40.0, 0.0)
         ):
             changed += 1
-            made = (Made(plan, simulate(feedback.corrected(trace), feedback.links, plan)),)
+            made = (PlannedIteration(plan, simulate(feedback.corrected(trace), feedback.links, plan)),)
             feedback.adopted()
     assert changed == 1
     assert feedback.pace == 1.0
@@ -511,7 +511,7 @@ def test_a_short_period_says_nothing_of_the_device_before_the_host_s_time_is_kno
 def test_a_period_in_which_the_allocator_flushed_tells_the_pace_where_it_was_shorter(takes: float, pace: float) -> None:
     """Shapes that change leave fragments, in every period: one of 110 ms was taken to need 420, as it was recorded."""
     feedback = Feedback(TARGET, PCIE_GEN5)
-    made = (Made(make_plan("test", MODEL, (), GiB), PREDICTED),)
+    made = (PlannedIteration(make_plan("test", MODEL, (), GiB), PREDICTED),)
     iteration_time = IterationTime(takes * PREDICTED.seconds, {})
     for _ in range(SETTLING + 1):
         feedback.period_over(made, 0, TARGET, pressed=False, overflow=0, iteration_time=None)

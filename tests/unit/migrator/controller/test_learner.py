@@ -16,16 +16,16 @@ from tests.unit.learners import (
     TRACE,
     learned,
     peak_of,
-    quiet,
     room,
     run,
+    unrecorded,
 )
 from tests.unit.modelled import gpt
 from tests.unit.traces import chain
 from torch_tiers.allocator.sizes import MiB
-from torch_tiers.migrator.controller.feedback import PRESSED, SETTLED, UNTOLD
+from torch_tiers.migrator.controller.feedback import PRESSED, SETTLED, UNTIMED
 from torch_tiers.migrator.controller.learner import PATIENCE, Learner
-from torch_tiers.migrator.controller.recordings import KINDS, PERIODS_AFTER_DRIFT
+from torch_tiers.migrator.controller.recordings import KINDS, PERIODS_AFTER_MISPREDICTION
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
@@ -41,23 +41,23 @@ def test_the_first_period_is_recorded() -> None:
 
 def test_a_period_before_the_optimizer_made_its_state_teaches_nothing() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    assert not learner.period_over(TRACE, 10 * MiB, whole=False, pressed=False, drifted=False)
+    assert not learner.period_over(TRACE, 10 * MiB, whole=False, pressed=False, mispredicted=False)
     assert learner.plans == ()
     assert learner.records_next
 
 
 def test_a_program_without_an_optimizer_is_learned_after_some_patience() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    changed = [learner.period_over(TRACE, MiB, whole=False, pressed=False, drifted=False) for _ in range(PATIENCE)]
+    changed = [learner.period_over(TRACE, MiB, whole=False, pressed=False, mispredicted=False) for _ in range(PATIENCE)]
     assert changed == [False] * (PATIENCE - 1) + [True]
 
 
 def test_a_program_without_an_optimizer_settles_too() -> None:
     """Waits are timed until then, for six microseconds each."""
     learner = Learner(FLASHNEURON, 4 * TARGET)
-    for period in range(PATIENCE + UNTOLD):
+    for period in range(PATIENCE + UNTIMED):
         trace = TRACE if period < PATIENCE else None
-        learner.period_over(trace, 0, whole=False, pressed=False, drifted=False)
+        learner.period_over(trace, 0, whole=False, pressed=False, mispredicted=False)
     assert learner.settled and not learner.complete
 
 
@@ -65,28 +65,28 @@ def test_without_laps_plans_settle_too() -> None:
     """As on the CPU, or where several threads train."""
     learner = learned(0)
     assert not learner.settled
-    for _ in range(UNTOLD):
-        assert not learner.period_over(None, TARGET, whole=True, pressed=False, drifted=False)
+    for _ in range(UNTIMED):
+        assert not learner.period_over(None, TARGET, whole=True, pressed=False, mispredicted=False)
     assert learner.settled
 
 
 def test_what_was_learned_for_want_of_an_optimizer_is_learned_anew_after_its_first_step() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     for _ in range(PATIENCE):  # and as many micro-batches before the first step
-        learner.period_over(TRACE, MiB, whole=False, pressed=False, drifted=False)
+        learner.period_over(TRACE, MiB, whole=False, pressed=False, mispredicted=False)
     plans = learner.plans
     assert plans
-    assert not quiet(learner, 10 * MiB)
+    assert not unrecorded(learner, 10 * MiB)
     assert learner.plans == plans
     assert learner.records_next
-    learner.period_over(TRACE, 10 * MiB, whole=True, pressed=False, drifted=False)
+    learner.period_over(TRACE, 10 * MiB, whole=True, pressed=False, mispredicted=False)
     assert not learner.records_next
     assert learner.plans != plans
 
 
 def test_a_period_that_saves_nothing_teaches_nothing() -> None:
     learner = Learner(FLASHNEURON, TARGET)
-    assert not learner.period_over(Trace((), 0), MiB, whole=True, pressed=False, drifted=False)
+    assert not learner.period_over(Trace((), 0), MiB, whole=True, pressed=False, mispredicted=False)
     assert learner.records_next
 
 
@@ -96,10 +96,10 @@ def test_one_recorded_period_is_enough() -> None:
 
 def test_the_unforeseen_starts_recording() -> None:
     learner = learned()
-    quiet(learner, TARGET, drifted=True)
-    for _ in range(PERIODS_AFTER_DRIFT):
+    unrecorded(learner, TARGET, mispredicted=True)
+    for _ in range(PERIODS_AFTER_MISPREDICTION):
         assert learner.records_next
-        learner.period_over(TRACE, TARGET, whole=True, pressed=False, drifted=False)
+        learner.period_over(TRACE, TARGET, whole=True, pressed=False, mispredicted=False)
     assert not learner.records_next
 
 
@@ -116,20 +116,20 @@ def test_a_program_above_the_target_keeps_nothing() -> None:
 
 def test_the_room_grows_by_half_of_what_the_peak_lies_below_the_target() -> None:
     learner = learned(700 * MiB)
-    assert quiet(learner, 900 * MiB)
+    assert unrecorded(learner, 900 * MiB)
     assert room(learner) == 350 * MiB
 
 
 def test_an_allocator_under_pressure_ends_the_growth() -> None:
     learner = learned(700 * MiB)
-    assert learner.period_over(None, 900 * MiB, whole=True, pressed=True, drifted=False)
+    assert learner.period_over(None, 900 * MiB, whole=True, pressed=True, mispredicted=False)
     assert room(learner) == 300 * MiB - int(PRESSED * TARGET)
-    assert not quiet(learner, 900 * MiB)
+    assert not unrecorded(learner, 900 * MiB)
 
 
 def test_the_room_shrinks_by_what_the_peak_lies_above_the_target() -> None:
     learner = learned(700 * MiB)
-    assert quiet(learner, 1050 * MiB)
+    assert unrecorded(learner, 1050 * MiB)
     assert room(learner) == 250 * MiB
 
 
@@ -142,21 +142,21 @@ def test_a_trace_that_tells_what_else_lies_in_hbm_is_planned_for_the_target() ->
 
     learner = Learner(policy, TARGET)
     trace = replace(TRACE, others=(600 * MiB,) * (TRACE.positions + 1))
-    learner.period_over(trace, 700 * MiB, whole=True, pressed=False, drifted=False)
-    assert quiet(learner, 1100 * MiB)
+    learner.period_over(trace, 700 * MiB, whole=True, pressed=False, mispredicted=False)
+    assert unrecorded(learner, 1100 * MiB)
     assert budgets == [1000 * MiB, 900 * MiB]
 
 
 def test_near_the_target_the_room_stays() -> None:
     learner = learned(700 * MiB)
-    assert not quiet(learner, int(TARGET * (1 - SETTLED / 2)))
-    assert not quiet(learner, int(TARGET * (1 + SETTLED / 2)))
+    assert not unrecorded(learner, int(TARGET * (1 - SETTLED / 2)))
+    assert not unrecorded(learner, int(TARGET * (1 + SETTLED / 2)))
 
 
 def test_when_nothing_moves_more_room_is_not_asked_for() -> None:
     learner = learned(100 * MiB)
     assert learner.plans[0].groups == ()
-    assert not quiet(learner, 500 * MiB)
+    assert not unrecorded(learner, 500 * MiB)
 
 
 @given(
@@ -189,8 +189,8 @@ def test_the_room_suits_the_largest_of_alternating_periods() -> None:
 
 def test_a_policy_that_always_moves_settles_too() -> None:
     learner = Learner(POLICIES["move"], TARGET)
-    learner.period_over(TRACE, 100 * MiB, whole=True, pressed=False, drifted=False)
-    changed = [quiet(learner, 100 * MiB) for _ in range(50)]
+    learner.period_over(TRACE, 100 * MiB, whole=True, pressed=False, mispredicted=False)
+    changed = [unrecorded(learner, 100 * MiB) for _ in range(50)]
     assert not any(changed[25:])
 
 
@@ -217,12 +217,12 @@ def two_kinds(policy: str, target: int) -> tuple[list[bool], list[int]]:
     kinds = renamed(gpt(blocks=4)), MODEL
     learner = Learner(POLICIES[policy], target, must_fit=False, recordings=2)
     for kind in kinds:
-        learner.period_over(kind, 0, whole=True, pressed=False, drifted=False)
+        learner.period_over(kind, 0, whole=True, pressed=False, mispredicted=False)
     changed, peaks = [], []
     for _ in range(20):
         for kind, plan in zip(kinds, learner.plans, strict=True):
             peaks.append(simulate(kind, PCIE_GEN5, plan).peak["hbm"])
-            changed.append(quiet(learner, peaks[-1]))
+            changed.append(unrecorded(learner, peaks[-1]))
     return changed, peaks
 
 
@@ -245,7 +245,7 @@ def test_of_one_kind_the_larger_period_is_planned_for() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     large, small = chain([20 * MiB] * 4), chain([10 * MiB] * 4)
     for trace in (small, large, small):
-        learner.period_over(trace, 100 * MiB, whole=True, pressed=False, drifted=False)
+        learner.period_over(trace, 100 * MiB, whole=True, pressed=False, mispredicted=False)
     assert set(learner.traces) == {large}
 
 
@@ -256,7 +256,7 @@ def test_periods_of_one_kind_that_are_smaller_ask_for_no_other_plan() -> None:
     for nbytes in (20, 12, 17, 10, 19, 15) * 10:
         trace = chain([nbytes * MiB] * 4) if learner.records_next else None
         recorded += trace is not None
-        changed.append(learner.period_over(trace, 900 * MiB, whole=True, pressed=False, drifted=trace is None))
+        changed.append(learner.period_over(trace, 900 * MiB, whole=True, pressed=False, mispredicted=trace is None))
     assert sum(changed) == 1
     assert recorded < 30
 
@@ -265,7 +265,7 @@ def test_only_recent_kinds_are_remembered() -> None:
     learner = Learner(FLASHNEURON, TARGET)
     kinds = [chain([MiB], f"kind{k}_") for k in range(KINDS + 3)]
     for trace in kinds:
-        learner.period_over(trace, 100 * MiB, whole=True, pressed=False, drifted=False)
+        learner.period_over(trace, 100 * MiB, whole=True, pressed=False, mispredicted=False)
     assert list(learner.traces) == kinds[3:]
     assert len(learner.plans) == KINDS
 
@@ -273,7 +273,7 @@ def test_only_recent_kinds_are_remembered() -> None:
 def test_sizes_that_change_all_the_time_do_not_change_the_plan_in_every_period(seed: int) -> None:
     rng = Random(seed)
     learner = learned(700 * MiB)
-    changed = [quiet(learner, rng.randrange(500, 1300) * MiB) for _ in range(200)]
+    changed = [unrecorded(learner, rng.randrange(500, 1300) * MiB) for _ in range(200)]
     assert sum(changed) < 50
 
 

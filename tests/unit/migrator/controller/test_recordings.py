@@ -20,14 +20,14 @@ def layers(sizes: dict[str, int]) -> Trace:
 
 
 def recorded(recordings: Recordings, periods: int, trace: Trace) -> int:
-    """How many of so many periods, each of which departs from the plans, are recorded."""
+    """How many of so many periods, each of which the plans mispredict, are recorded."""
     count = 0
     for period in range(2, 2 + periods):
         if recordings.due:
             count += 1
             recordings.add(trace, period)
         else:
-            recordings.pass_by(period, drifted=True)
+            recordings.pass_by(period, mispredicted=True)
     return count
 
 
@@ -60,7 +60,7 @@ def test_other_kinds_are_kept_beside_it() -> None:
 
 
 @pytest.mark.parametrize(("periods", "most"), [(30, 4), (150, 8), (700, 16)])
-def test_a_program_that_departs_in_every_period_is_recorded_ever_more_rarely(periods: int, most: int) -> None:
+def test_a_program_that_is_mispredicted_in_every_period_is_recorded_ever_more_rarely(periods: int, most: int) -> None:
     recordings = Recordings(1)
     recordings.add(layers({"a:0": 1}), 1)
     assert 4 <= recorded(recordings, periods, layers({"b:0": 1})) <= most

@@ -36,6 +36,6 @@ def test_the_peak_is_that_of_the_period(rig: Rig) -> None:
 
 def test_bytes_that_stay_push_groups_out(rig: Rig) -> None:
     rig.engine.limit = 2 * NBYTES
-    (held,) = rig.sent()
+    (held,) = rig.offloaded()
     rig.engine.entered(NBYTES + 1)
     assert held.group.state is State.AWAY

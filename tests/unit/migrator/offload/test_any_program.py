@@ -63,7 +63,7 @@ def forward(engine: Engine, rng: Random, groups: int) -> list[Held]:
             if rng.random() < 0.2:
                 held.append(Held(engine, group, tensor, held[-1].saved))
         if rng.random() < 0.9:
-            engine.send(group)
+            engine.offload(group)
             if rng.random() < 0.2:  # saved once more when its group is on its way, or gone
                 held.append(Held(engine, group, tensor, held[-1].saved))
         if rng.random() < 0.2:

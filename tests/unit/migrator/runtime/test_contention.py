@@ -22,7 +22,7 @@ from torch_tiers.migrator.model.links import PCIE_GEN5, Links
 from torch_tiers.migrator.model.plan import Plan
 from torch_tiers.migrator.model.trace import Trace
 from torch_tiers.migrator.offload.engine import EVERY
-from torch_tiers.migrator.planner import quiet
+from torch_tiers.migrator.planner import low_traffic
 from torch_tiers.migrator.planner.build import make_plan
 from torch_tiers.migrator.policies import POLICIES
 from torch_tiers.migrator.runtime import devices
@@ -116,7 +116,7 @@ class Late:
         return last
 
 
-def thrifty(trace: Trace, budget: int, links: Links) -> Plan:
+def no_growth(trace: Trace, budget: int, links: Links) -> Plan:
     """Stands for a planner: moves everything while the links are whole, and half of it while they are not."""
     lives = [life.ident for life in trace.lifetimes]
     moves = lives if links.h2d > 0.9 * PCIE_GEN5.h2d else lives[::2]
@@ -176,8 +176,8 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
     advisor = Late(link)
     with (
         mock.patch.object(mover, "learning_room", lambda *_: ROOM),
-        mock.patch.object(quiet, "QUIET", 0.0),  # it moves little, which might stay
-        mock.patch.object(devices, "POLICIES", {**POLICIES, "move": thrifty}),
+        mock.patch.object(low_traffic, "LOW_TRAFFIC", 0.0),  # it moves little, which might stay
+        mock.patch.object(devices, "POLICIES", {**POLICIES, "move": no_growth}),
         mock.patch.object(devices, "HostLane", lambda name, counters: ScriptedLane(link, name, counters)),
         tiers.session(policy="move", dram="64MiB", monitor_enabled=False) as session,
     ):
@@ -187,10 +187,10 @@ def training(trembling: Callable[[], float] = lambda: 1.0) -> Iterator[Training]
 
 def test_the_first_reaction_comes_within_five_steps_and_the_recovery_within_fifty() -> None:
     with training() as program:
-        quiet = program.run(20, left=1.0)
+        calm = program.run(20, left=1.0)
         loaded = program.run(30, left=0.7)
         over = program.run(RECOVERY, left=1.0)
-    assert {program.ahead[k] for k in quiet} == {EVERY}
+    assert {program.ahead[k] for k in calm} == {EVERY}
     assert next(k for k in loaded if program.ahead[k] < EVERY) - loaded[0] < REACTION
     assert program.ahead[loaded[-1]] == LEAST_GROUPS
     assert program.ahead[over[-1]] == EVERY
@@ -198,10 +198,10 @@ def test_the_first_reaction_comes_within_five_steps_and_the_recovery_within_fift
 
 def test_plans_follow_what_is_left_and_go_back() -> None:
     with training() as program:
-        quiet = program.run(20, left=1.0)
+        calm = program.run(20, left=1.0)
         loaded = program.run(30, left=0.7)
         over = program.run(RECOVERY, left=1.0)
-    all_of_it = program.moved[quiet[-1]]
+    all_of_it = program.moved[calm[-1]]
     assert program.moved[loaded[-1]] == pytest.approx(all_of_it / 2, rel=0.1)
     assert program.moved[over[-1]] == all_of_it
 

@@ -58,7 +58,7 @@ def test_a_site_at_which_another_tensor_is_made_is_not_dropped_any_more_and_that
     assert len(said) == 1 and "by gelu" in said[0]
 
 
-class Made:
+class PlannedIteration:
     """What a check makes again: the same, for ever."""
 
     def __init__(self, counted: list[int], seconds: float, clock: Any) -> None:
@@ -70,7 +70,7 @@ class Made:
             return [torch.ones(16)]
 
         self.replay = mock.Mock(inputs=(), names=["op"], run=run)
-        self.replay.aside = nullcontext
+        self.replay.untracked = nullcontext
 
     def sources(self, most: int) -> list[Any]:
         return []
@@ -83,7 +83,7 @@ def test_checks_take_no_more_than_their_part_of_the_time_and_come_to_every_site(
     monkeypatch.setattr(checks.time, "perf_counter", lambda: clock.now)
     looked, counted = Checks(HostCompute(Counters()), 0), list[int]()
     looked.on = True
-    sites = [Made(counted, 1e-3, clock) for _ in range(3)]
+    sites = [PlannedIteration(counted, 1e-3, clock) for _ in range(3)]
     checked = [0, 0, 0]
     for _ in range(3000):
         for number, made in enumerate(sites):
@@ -103,7 +103,7 @@ def test_nothing_is_made_where_there_is_no_room_for_it(monkeypatch: pytest.Monke
     for allocated, runs in ((900, 0), (100, 1)):
         monkeypatch.setattr(compute, "allocated", lambda: allocated)  # noqa: B023
         for _ in range(3):
-            looked.look("net:0", torch.ones(16), Made(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
+            looked.look("net:0", torch.ones(16), PlannedIteration(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
             looked.period_over()
         assert bool(counted) == runs
 
@@ -117,7 +117,7 @@ def test_where_periods_differ_no_site_is_passed_over(monkeypatch: pytest.MonkeyP
     for period in range(40):
         for key in ("a:0", "a:1", "a:2", "a:3") if period % 2 else ("b:0",):
             before = len(counted)
-            looked.look(key, torch.ones(16), Made(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
+            looked.look(key, torch.ones(16), PlannedIteration(counted, 0.0, clock), mock.Mock())  # type: ignore[arg-type]
             checked |= {key} if len(counted) > before else set()
         looked.period_over()
     assert checked == {"a:0", "a:1", "a:2", "a:3", "b:0"}
@@ -127,7 +127,7 @@ def test_a_check_does_not_depend_on_the_program_s_default_device(monkeypatch: py
     looked = Checks(HostCompute(Counters()), 0)
     looked.on = True
     with torch.device("meta"):
-        made = Made([], 0.0, mock.Mock(now=0.0))
+        made = PlannedIteration([], 0.0, mock.Mock(now=0.0))
         monkeypatch.setattr(made.replay, "run", lambda values: [torch.ones(16, device="cpu")])
         looked.look("net:0", torch.ones(16, device="cpu"), made, mock.Mock())  # type: ignore[arg-type]
         assert not looked.period_over()

@@ -58,7 +58,7 @@ def train(model: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("holds", [True, False], ids=["holds each output", "lets go of each output"])
+@pytest.mark.parametrize("holds", [True, False], ids=["holds each output", "releases each output"])
 def test_a_program_that_only_looks_is_not_recorded_for_ever(session: Session, model: nn.Module, holds: bool) -> None:
     """It took ten times as long, to its end."""
     for _ in range(LOOKS + 3):

@@ -17,7 +17,7 @@ from torch_tiers.allocator.nvme.store import NvmeStore
 from torch_tiers.allocator.sizes import PAGE, GiB, KiB, MiB
 from torch_tiers.migrator.controller.feedback import Feedback
 from torch_tiers.migrator.controller.learner import Learner
-from torch_tiers.migrator.controller.recordings import PERIODS_AFTER_DRIFT
+from torch_tiers.migrator.controller.recordings import PERIODS_AFTER_MISPREDICTION
 from torch_tiers.migrator.model.links import PCIE_GEN5, Links, usable
 from torch_tiers.migrator.model.plan import PageGroup, Plan
 from torch_tiers.migrator.offload import filling
@@ -186,7 +186,7 @@ def test_what_a_full_tier_has_no_room_for_stays_in_hbm_also_where_the_plan_count
         "tier dram is full: 64.0 KiB requested, 2.0 MiB of 2.0 MiB in use; raise TIERS_DRAM; "
         "what it has no room for stays in hbm, beyond its budget if need be"
     ]
-    assert all(rig.give_back(each).numel() == NBYTES for each in moved)
+    assert all(rig.restore(each).numel() == NBYTES for each in moved)
     rig.close()
 
 
@@ -196,7 +196,7 @@ def test_the_next_plan_moves_no_more_than_was_granted(monkeypatch: pytest.Monkey
     program, asked = layers(6, 2 * MiB), []
     monkeypatch.setattr(rig.mover.learner, "plan_for_less", asked.append)
     run(rig, program)
-    assert rig.mover.learner.plans[0].parcel_bytes == 4 * MiB
+    assert rig.mover.learner.plans[0].stored_bytes == 4 * MiB
     others = rig.arena.allocate(14 * MiB)
     run(rig, program)
     run(rig, program)
@@ -267,7 +267,7 @@ def test_while_nothing_is_planned_a_full_tier_leaves_tensors_in_hbm(monkeypatch:
     del tensors
     rig.mover.begin_backward()
     while moved:
-        assert torch.equal(rig.give_back(moved[-1]), expected.pop())
+        assert torch.equal(rig.restore(moved[-1]), expected.pop())
         moved.pop()
         rig.engine.collect()
         assert memory.pop().expired()  # dead, and so gone, as in the program without tiers
@@ -282,12 +282,12 @@ def test_tensors_on_one_storage_move_once(rig: Rig) -> None:
     q, k, v = torch.arange(3 * NBYTES, dtype=torch.int32).view(-1, 3).unbind(1)
     (sites,) = rig.planned(group("q:0", "k:0", "v:0"))
     moved = [rig.save(f"{n}:0", go, x) for n, go, x in zip("qkv", sites, (q, k, v), strict=True)]
-    rig.let_go()
+    rig.release()
     pieces, _, _ = rig.out.jobs[0]
     assert len(rig.out.jobs) == 1
     assert sum(piece.nbytes for piece in pieces) == q.untyped_storage().nbytes()
     for x, packed in zip((q, k, v), moved, strict=True):
-        assert torch.equal(rig.give_back(packed), x)
+        assert torch.equal(rig.restore(packed), x)
 
 
 def test_a_storage_that_was_changed_in_place_moves_again(rig: Rig) -> None:
@@ -305,7 +305,7 @@ def test_a_storage_whose_group_died_is_taken_again(rig: Rig) -> None:
     del first
     rig.engine.collect()
     second = rig.save("a:1", tensor=x)
-    assert torch.equal(rig.give_back(second), x)
+    assert torch.equal(rig.restore(second), x)
 
 
 LAYOUTS: Mapping[str, Callable[[], torch.Tensor]] = {
@@ -337,9 +337,9 @@ def test_a_tensor_comes_back_as_it_was(rig: Rig, layout: str) -> None:
     keep = rig.save("odd:0", sites[0], first)
     packed = rig.save("a:0", sites[1], x)
     assert keep.saved.group is packed.saved.group
-    rig.let_go()
+    rig.release()
     assert packed.saved.group.state is State.AWAY
-    given = rig.give_back(packed)
+    given = rig.restore(packed)
     assert (given.dtype, given.size(), given.stride()) == (x.dtype, x.size(), x.stride())
     assert (
         given.contiguous().view(torch.uint8).tolist() == x.contiguous().view(torch.uint8).tolist()
@@ -352,7 +352,7 @@ def test_a_tensor_comes_back_as_it_was(rig: Rig, layout: str) -> None:
 def test_what_comes_back_shares_the_programs_version(rig: Rig) -> None:
     ((go,),) = rig.planned(group("a:0"), limit=0)
     x = torch.zeros(NBYTES, dtype=torch.uint8)
-    given = rig.give_back(rig.save("a:0", go, x))
+    given = rig.restore(rig.save("a:0", go, x))
     x.add_(1)
     assert given._version == x._version == 1
 
@@ -362,7 +362,7 @@ def test_what_is_asked_for_twice_comes_back_twice(rig: Rig) -> None:
     x = torch.randint(256, (NBYTES,), dtype=torch.uint8)
     packed = rig.save("a:0", go, x)
     for _ in range(3):
-        assert torch.equal(rig.give_back(packed), x)
+        assert torch.equal(rig.restore(packed), x)
 
 
 # ----------------------------------------------------------------------------------------------- periods
@@ -399,7 +399,7 @@ def test_waits_are_timed_while_that_corrects_plans_and_then_now_and_then(rig: Ri
     told = rig.compute.stands_for
     assert told[:CLOSELY] == [1] * CLOSELY
     assert sorted(told[-SAMPLED:]) == [0] * (SAMPLED - 1) + [SAMPLED], "and what is timed stands for the rest"
-    run(rig, layers(3))  # which is drift, and recorded
+    run(rig, layers(3))  # which the plan mispredicts, and so recorded
     assert rig.mover.recorder is not None and told[-1] == 1
 
 
@@ -416,9 +416,9 @@ def test_the_device_is_held_back_in_the_last_of_the_periods_that_are_recorded_in
     for _ in range(4):
         run(rig, layers(2))
     assert rig.compute.held == [False, False, True]
-    for _ in range(1 + PERIODS_AFTER_DRIFT):
-        run(rig, layers(3))  # which is drift, and recorded
-    assert rig.compute.held[3:] == [False] * (PERIODS_AFTER_DRIFT - 1) + [True]
+    for _ in range(1 + PERIODS_AFTER_MISPREDICTION):
+        run(rig, layers(3))  # which the plan mispredicts, and so recorded
+    assert rig.compute.held[3:] == [False] * (PERIODS_AFTER_MISPREDICTION - 1) + [True]
     rig.close()
 
 
@@ -477,7 +477,7 @@ def test_a_considerable_part_that_no_longer_comes_starts_recording_again(rig: Ri
     assert (rig.mover.recorder is not None) == recorded
 
 
-def test_a_known_kind_of_period_is_no_drift(rig: Rig) -> None:
+def test_a_known_kind_of_period_is_no_misprediction(rig: Rig) -> None:
     one, other = layers(10, name="generator"), layers(6, name="discriminator")
     for _ in range(8):
         run(rig, one)
@@ -486,7 +486,7 @@ def test_a_known_kind_of_period_is_no_drift(rig: Rig) -> None:
     assert not any([run(rig, one), run(rig, other), run(rig, one)])
 
 
-def test_a_group_that_left_under_pressure_is_no_drift(rig: Rig) -> None:
+def test_a_group_that_left_under_pressure_is_no_misprediction(rig: Rig) -> None:
     run(rig, layers(10))
     rig.engine.limit = 0
     run(rig, layers(10))
@@ -496,7 +496,7 @@ def test_a_group_that_left_under_pressure_is_no_drift(rig: Rig) -> None:
 def test_while_recording_what_stays_enters_as_it_leaves() -> None:
     rig = Rig(budget=64 * MiB, policy="flashneuron")
     run(rig, layers(10))
-    run(rig, layers(12))  # drift: the next periods are recorded
+    run(rig, layers(12))  # mispredicted: the next periods are recorded
     seen: list[int] = []
     run(rig, layers(12), check=lambda: seen.append(rig.engine.resident))
     assert min(seen) >= 0
@@ -519,7 +519,7 @@ def test_a_graph_that_outlives_its_period_is_whole(rig: Rig) -> None:
     x = torch.randint(256, (NBYTES,), dtype=torch.uint8)
     early = rig.save("other:0", tensor=x)
     run(rig, layers(10))
-    assert torch.equal(rig.give_back(early), x)
+    assert torch.equal(rig.restore(early), x)
     del early
     rig.engine.collect()
     assert (rig.engine.resident, rig.arena.used) == (0, 0)
@@ -542,7 +542,7 @@ def test_any_program_gets_back_what_it_saved(policy: str, on_disk: bool, tmp_pat
     budget = rng.choice([4, 12, 64]) * MiB
     # Some of these budgets no plan meets: then the one that comes closest is carried out.
     rig.mover = Mover(rig.engine, Learner(POLICIES[policy], budget, must_fit=False), budget, built())
-    rig.give_back = rig.mover.give_back  # type: ignore[method-assign]
+    rig.restore = rig.mover.restore  # type: ignore[method-assign]
     rig.settle = lambda: None  # type: ignore[method-assign]
     kinds = [
         {f"{kind}{k}:0": rng.randrange(4 * KiB, 400 * KiB) for k in range(rng.randrange(1, 40))}
@@ -592,7 +592,7 @@ def test_what_the_tiers_below_hold_less_than_planned_is_planned_for_anew(rig: Ri
     rig.mover.recorder, rig.mover.learner = None, Planner()
     rig.mover._adopt()
     assert asked == [usable(64 * MiB)]
-    rig.mover.heed(None, PCIE_GEN5)  # what the monitor says of the lanes does not make the tiers larger
+    rig.mover.apply_advice(None, PCIE_GEN5)  # what the monitor says of the lanes does not make the tiers larger
     assert asked[1:] == asked[:1]
     rig.mover.learner.plan_for_less = lambda below: asked.clear()
     rig.mover.learner.plans = (large,)
@@ -606,5 +606,5 @@ def test_it_is_told_to_who_corrects_plans_that_groups_come_back_in_another_order
     told = []
     monkeypatch.setattr(rig.mover.learner, "rearranged", lambda: told.append(rig.engine.ahead))
     for ahead in (None, 8, 8, 16, None, None):
-        rig.mover.heed(ahead, PCIE_GEN5)
+        rig.mover.apply_advice(ahead, PCIE_GEN5)
     assert told == [8, 16, EVERY]

@@ -70,8 +70,8 @@ class _Mover:
         self.engine.told.append(("drop", make.key))
         return self.take(tensor, make.key, None, kind)
 
-    def give_back(self, moved: Moved, *, count: bool = True) -> Tensor:
-        self.engine.told.append(("give back", count))
+    def restore(self, moved: Moved, *, count: bool = True) -> Tensor:
+        self.engine.told.append(("restore", count))
         return moved.view(None)
 
     def begin_backward(self) -> None:

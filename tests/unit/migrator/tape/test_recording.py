@@ -34,12 +34,12 @@ def test_nothing_is_recorded_outside_of_a_period(recorder: Recorder) -> None:
     assert names(tape) == ["cos"] and recorder.end() is None
 
 
-def test_nothing_is_recorded_aside(recorder: Recorder) -> None:
+def test_nothing_is_recorded_in_an_untracked_scope(recorder: Recorder) -> None:
     x = torch.ones(3)
     recorder.begin()
-    with recorder.aside():
+    with recorder.untracked():
         x.sin()
-        with recorder.aside():
+        with recorder.untracked():
             x.sin()
         x.sin()
     x.cos()

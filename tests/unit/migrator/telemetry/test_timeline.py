@@ -87,7 +87,7 @@ def test_the_host_comes_first_and_its_tracks_are_whole() -> None:
         timeline.period(device, 1, 0.0)
         timeline.period(device, 2, 1.0)
     timeline.copied(HOST, "disk_read", 1, 0.0, 1.0)
-    timeline.happened("drift")
+    timeline.happened("learns anew")
     assert tracks(timeline) == [
         "host events",
         "host disk_read",

@@ -8,7 +8,7 @@ from torch_tiers.allocator.sizes import format_size
 from torch_tiers.migrator.model.links import Links
 from torch_tiers.migrator.model.plan import NoPlanFits, Plan
 from torch_tiers.migrator.model.trace import Trace
-from torch_tiers.migrator.planner.quiet import crossing, is_quiet
+from torch_tiers.migrator.planner.low_traffic import crossing, is_low_traffic
 from torch_tiers.migrator.policies import Policy
 from torch_tiers.migrator.simulator import Simulated, simulate
 
@@ -16,7 +16,7 @@ GAIN = 0.002  # of the step: what other plans have to promise, as to begin with 
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class PlannedIteration:
     """A plan, and what it comes to.
 
     Attributes
@@ -40,7 +40,7 @@ class Made:
     asked: int = 0
     stays: bool = False
 
-    def after(self, before: Made, *, afresh: bool = False) -> Made:
+    def after(self, before: PlannedIteration, *, afresh: bool = False) -> PlannedIteration:
         """The same; with the very plan there was if that stays, or the new one is no other.
 
         And `least` where a policy that never refuses was asked for less than `before`, in vain; or for no more than
@@ -68,7 +68,7 @@ class Made:
         return f"{does}; predicted: {step}{format_size(predicted.peak['hbm'])} of hbm"
 
 
-def make_all(
+def plan_all(
     policy: Policy,
     traces: tuple[Trace, ...],
     budgets: tuple[int, ...],
@@ -76,8 +76,8 @@ def make_all(
     links: Links,
     *,
     must_fit: bool = True,
-    present: tuple[Made, ...] = (),
-) -> tuple[Made, ...]:
+    present: tuple[PlannedIteration, ...] = (),
+) -> tuple[PlannedIteration, ...]:
     """A plan for each trace, for its budget with the correction; NoPlanFits if there is none and it `must_fit`.
 
     Parameters
@@ -86,47 +86,53 @@ def make_all(
         The plans there are for these traces, of which each stays unless the new one is better; none: all are new.
     """
     pairs = zip(traces, budgets, strict=True)
-    made = [_make(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs]
+    planned = [_plan_one(policy, trace, budget, correction, links, must_fit=must_fit) for trace, budget in pairs]
     if present:
-        made = [_better(*each, links) for each in zip(made, present, traces, strict=True)]
-    return tuple(made)
+        planned = [_better(*each, links) for each in zip(planned, present, traces, strict=True)]
+    return tuple(planned)
 
 
-def foresee(made: tuple[Made, ...], traces: tuple[Trace, ...], links: Links) -> tuple[Made, ...]:
+def predict_all(
+    planned: tuple[PlannedIteration, ...], traces: tuple[Trace, ...], links: Links
+) -> tuple[PlannedIteration, ...]:
     """Plans, and what they come to under `links`, as far as their traces tell: measured is what they take there."""
     return tuple(
         each if each.predicted is None else replace(each, predicted=simulate(trace, links, each.plan))
-        for each, trace in zip(made, traces, strict=True)
+        for each, trace in zip(planned, traces, strict=True)
     )
 
 
-def after(made: tuple[Made, ...], before: tuple[Made, ...], *, afresh: bool = False) -> tuple[Made, ...]:
-    """What comes after `before`, of the same kinds of periods; see `Made.after`."""
-    if len(made) != len(before):
-        return made
-    return tuple(new.after(old, afresh=afresh) for new, old in zip(made, before, strict=True))
+def after(
+    planned: tuple[PlannedIteration, ...], before: tuple[PlannedIteration, ...], *, afresh: bool = False
+) -> tuple[PlannedIteration, ...]:
+    """What comes after `before`, of the same kinds of periods; see `PlannedIteration.after`."""
+    if len(planned) != len(before):
+        return planned
+    return tuple(new.after(old, afresh=afresh) for new, old in zip(planned, before, strict=True))
 
 
-def are_the_same(made: tuple[Made, ...], before: tuple[Made, ...]) -> bool:
+def are_the_same(planned: tuple[PlannedIteration, ...], before: tuple[PlannedIteration, ...]) -> bool:
     """Whether these are the very plans there were before."""
-    return [each.plan for each in made] == [each.plan for each in before]
+    return [each.plan for each in planned] == [each.plan for each in before]
 
 
-def _better(made: Made, present: Made, trace: Trace, links: Links) -> Made:
+def _better(planned: PlannedIteration, present: PlannedIteration, trace: Trace, links: Links) -> PlannedIteration:
     """The new plan; or the present one, if that is as good by what is known now, and was asked for no more room."""
-    if made.predicted is None or made.asked < present.asked:
-        return made
+    if planned.predicted is None or planned.asked < present.asked:
+        return planned
     predicted = simulate(trace, links, present.plan)
-    fits = predicted.peak["hbm"] <= max(made.asked, made.peak()) and present.plan.parcel_bytes <= links.below
-    moves_more = crossing(present.plan, links) > crossing(made.plan, links)
-    if links.contended and moves_more and not is_quiet(present.plan, links, predicted.seconds):
-        return made  # of plans that are about as fast, one that moves less
-    if not fits or predicted.seconds > made.predicted.seconds * (1 + GAIN):
-        return made
-    return replace(made, plan=present.plan, predicted=predicted, stays=True)
+    fits = predicted.peak["hbm"] <= max(planned.asked, planned.peak()) and present.plan.stored_bytes <= links.below
+    moves_more = crossing(present.plan, links) > crossing(planned.plan, links)
+    if links.contended and moves_more and not is_low_traffic(present.plan, links, predicted.seconds):
+        return planned  # of plans that are about as fast, one that moves less
+    if not fits or predicted.seconds > planned.predicted.seconds * (1 + GAIN):
+        return planned
+    return replace(planned, plan=present.plan, predicted=predicted, stays=True)
 
 
-def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool) -> Made:
+def _plan_one(
+    policy: Policy, trace: Trace, budget: int, correction: int, links: Links, *, must_fit: bool
+) -> PlannedIteration:
     refused, least, asked = None, False, max(0, budget + correction)
     try:
         plan = policy(trace, asked, links)
@@ -137,4 +143,4 @@ def _make(policy: Policy, trace: Trace, budget: int, correction: int, links: Lin
             if must_fit:
                 raise refused from None
         plan = policy(trace, error.smallest, links)  # feedback asks for less than there is a plan for
-    return Made(plan, simulate(trace, links, plan) if trace.others else None, refused, least, asked)
+    return PlannedIteration(plan, simulate(trace, links, plan) if trace.others else None, refused, least, asked)

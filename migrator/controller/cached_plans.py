@@ -59,7 +59,7 @@ class Corrections:
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class CachedPlans:
     """A plan for each kind of period, the trace that it is for, as it was recorded, and what was found since.
 
     Attributes
@@ -101,7 +101,7 @@ class Remembered:
         return json.dumps(data)
 
     @classmethod
-    def from_json(cls, content: str) -> Remembered:
+    def from_json(cls, content: str) -> CachedPlans:
         """Read what `to_json` wrote.
 
         Raises
@@ -109,7 +109,7 @@ class Remembered:
         ValueError
             If it is something else, or of another version.
         """
-        data = record(parse(content), "remembered")
+        data = record(parse(content), "cached plans")
         if value_of(data, "format") != FORMAT:
             raise ValueError("it is of another version")
         traces = items(value_of(data, "traces"), "traces", lambda one, at: Trace.from_json(text(one, at)), KINDS)
@@ -124,13 +124,13 @@ class Remembered:
         return cls(traces, plans, corrections, _links(data), whole(value_of(data, "static"), "static"))
 
 
-class Memory(Protocol):
+class PlanCache(Protocol):
     """Keeps what was learned from one run of a program to the next."""
 
-    def recall(self, sites: Sequence[Site]) -> Remembered | None:
+    def find(self, sites: Sequence[Site]) -> CachedPlans | None:
         """What was kept of a program that has such a period."""
 
-    def keep(self, remembered: Remembered) -> None:
+    def store(self, plans: CachedPlans) -> None:
         """Keep it, for programs that have any of its periods."""
 
 
