@@ -74,7 +74,7 @@ def measure(recorder: Recorder, operate: Operate, count: int, rounds: int) -> di
         note("plain", seconds(operate, count))
         torch.ones(1)
         for way in ("new", "known"):
-            if way == "new":  # what it compares with is another period
+            if way == "new":  # what it compares with is another record
                 recorder.begin()
                 torch.ones(2).sin()
                 recorder.end()

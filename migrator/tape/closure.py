@@ -43,7 +43,7 @@ class Refused:
 class Stops:
     """Values that somebody has, or will have when a closure runs: its walk goes no further back than these.
 
-    Of the period that was recorded when it was made; of `Recorder.stops`.
+    Of the record under way when it was made; of `Recorder.stops`.
     """
 
     def __init__(self, library: native.Recorder) -> None:
@@ -72,7 +72,7 @@ class Leaf:
     device
         Where it has to be when the closure runs.
     relative : tuple of (int, int), or None
-        In the form that is the same in every period: how many operators before the one that made the newest target,
+        In the form that is the same in every record: how many operators before the one that made the newest target,
         and which of that operator's outputs. None if no operator of the tape returned it.
     is_constant : bool
         Whether it is a few numbers of Python's whose tensor is gone: the closure has them, nobody needs to give any.
@@ -89,7 +89,7 @@ class Leaf:
 class Packs:
     """What was packed of saved tensors: closures that are found here begin with that, wherever it is by then.
 
-    Of the period that was recorded when it was made; of `Recorder.packs`.
+    Of the record under way when it was made; of `Recorder.packs`.
     """
 
     def __init__(self, library: native.Recorder) -> None:
@@ -295,11 +295,11 @@ class Closure:
 
 def closure(
     library: native.Recorder,
-    period: native.Period | None,
+    record: native.Record | None,
     targets: Sequence[Tensor],
     stops: Stops | None,
     relative: Sequence[tuple[int, int]],
 ) -> Closure | Refused:
     """See `Recorder.closure`."""
-    found = library.closure(period, targets, None if stops is None else stops.handle, relative)
+    found = library.closure(record, targets, None if stops is None else stops.handle, relative)
     return Refused(found) if isinstance(found, str) else Closure(library, found)

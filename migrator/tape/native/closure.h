@@ -1,5 +1,5 @@
 // A closure: the smallest set of operators of a tape that makes some tensors again, from values that are there. It
-// keeps the tape's steps, and no period.
+// keeps the tape's steps, and no record.
 #pragma once
 
 #include <mutex>
@@ -14,14 +14,14 @@ namespace {
 
 // Values that somebody has, or will have when the closure runs.
 struct Stops {
-  uint64_t period = 0;
+  uint64_t record = 0;
   Keys keys;
   // Storages that are emptied and filled again, as FSDP2 does with a parameter's: whoever says so answers for the
   // bytes.
   std::unordered_set<const c10::StorageImpl *> refilled;
 };
 
-// A stop as it is the same in every period: so many operators before the one that made the newest target, which of
+// A stop as it is the same in every record: so many operators before the one that made the newest target, which of
 // that operator's outputs.
 using Relative = std::pair<uint32_t, uint32_t>;
 

@@ -40,7 +40,7 @@ struct Pack {
   }
 };
 
-// Of one period.
+// Of one record.
 struct Packs {
   Stops stops;
   std::unordered_map<uint64_t, Pack> all;
@@ -87,7 +87,7 @@ void rescue(const Closure &closure, std::vector<bool> which) {
 
 // ------------------------------------------------------------------------------------- functions
 
-// packs(): none yet; of the period that is recorded.
+// packs(): none yet; of the record under way.
 PyObject *packs(PyObject *, PyObject *) {
   return answer([&] {
     auto made = std::make_unique<Packs>();

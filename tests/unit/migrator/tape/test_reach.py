@@ -122,7 +122,7 @@ def test_inference_tensors_have_no_version(recorder: Recorder) -> None:
     assert sin.inputs[0].producer == add.number != ones.number
 
 
-def test_period_that_ends_within_a_mode_is_over(recorder: Recorder) -> None:
+def test_record_that_ends_within_a_mode_is_over(recorder: Recorder) -> None:
     with torch.inference_mode():
         recorder.begin()
         end(recorder)
